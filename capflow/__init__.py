@@ -1,0 +1,43 @@
+"""capflow captures and steers what a language model computes while vLLM serves it.
+
+`hookimpl`, `Consumer` and `Controller` are for plugins; `LLM` and `sampling_params` need the engine extension
+(and so vLLM) and are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capflow.consumer import Consumer, Controller
+from capflow.errors import CapflowError, UsageError
+from capflow.frame import Frame
+from capflow.hookspecs import hookimpl
+from capflow.result import CaptureResult, RequestDone
+from capflow.site import Site
+from capflow.spec import CaptureSpec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CaptureResult",
+    "CapflowError",
+    "CaptureSpec",
+    "Consumer",
+    "Controller",
+    "Frame",
+    "RequestDone",
+    "Site",
+    "UsageError",
+    "hookimpl",
+    "sampling_params",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load `LLM` and `sampling_params` from the engine extension when they are first asked for."""
+    if name in ("LLM", "sampling_params"):
+        import importlib
+
+        return getattr(importlib.import_module("capflow_engine.llm"), name)
+    raise AttributeError(f"module 'capflow' has no attribute {name!r}")

@@ -1,0 +1,54 @@
+"""Actions: requests to change what the model computes, and the answers to them.
+
+An action comes from a controller inside the worker, from a consumer, or from a person through the hub.
+Each is answered once, `Applied` or `Rejected`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from capflow.vector import SteeringVector
+
+
+class Steer(msgspec.Struct, frozen=True, tag="steer", forbid_unknown_fields=True):
+    """From the next step on, add these vectors to a running request, beside those it came with.
+
+    A second `Steer` for the same request replaces the vectors of the first. Only generated positions
+    are steered: the prompt keeps what it was computed with.
+    """
+
+    request: str
+    vectors: tuple[SteeringVector, ...]
+
+
+class Unsteer(msgspec.Struct, frozen=True, tag="unsteer", forbid_unknown_fields=True):
+    """From the next step on, take back what `Steer` added to a running request."""
+
+    request: str
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
+    """Stop a running request; what it generated so far is its result, with status `abort`."""
+
+    request: str
+
+
+Action = Steer | Unsteer | Abort
+
+
+class Applied(msgspec.Struct, frozen=True, tag="applied"):
+    """The action took effect in the step numbered `step` of the engine's scheduler."""
+
+    id: str
+    step: int
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """The action changed nothing; `reason` is a message in the form of `capflow.errors`."""
+
+    id: str
+    reason: str
+
+
+Outcome = Applied | Rejected

@@ -1,0 +1,147 @@
+"""What a consumer and a controller are: the two classes that a plugin may bring.
+
+A consumer lives in the hub and is given rows. It has one thread of its own: none of its methods is called
+while another runs, and it may block without slowing any other consumer. A controller lives in every worker,
+inside the step, and answers rows with actions that hold from the next step on.
+
+Both are configured by a frozen msgspec struct, `Config`: each field is an option of `--consumer NAME:field=value`;
+fields without a default are required and unknown options are errors. Lists are written `a+b+c`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from capflow.action import Action
+from capflow.frame import Frame
+from capflow.message import ModelInfo
+from capflow.result import CaptureResult, RequestDone
+from capflow.site import Site
+from capflow.spec import CaptureSpec
+
+Policy = Literal["block", "drop"]
+"""What a full queue does. `block`: the sender waits, nothing is lost. `drop`: the newest rows are lost, counted."""
+
+
+class NoConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A plugin without options."""
+
+
+class Context(Protocol):
+    """What the hub offers a consumer; valid from `open` to the end of `close`."""
+
+    def act(self, action: Action) -> None:
+        """Send an action to the engine that runs its request; what comes of it is counted and logged."""
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to a counter of this consumer, shown with the hub's own."""
+
+
+class Consumer(ABC):
+    """Given rows in the hub. Subclasses set the class variables and fill in the methods.
+
+    name: what `--consumer NAME` says. policy: what its queue does when full, unless configured otherwise (the
+    option `policy` is every consumer's, as is `queue_bytes_max`). reads_requests: whether it is given
+    the rows that requests ask for themselves, beside those of its own `spec`.
+    """
+
+    name: ClassVar[str]
+    Config: ClassVar[type[msgspec.Struct]] = NoConfig
+    policy: ClassVar[Policy] = "block"
+    reads_requests: ClassVar[bool] = True
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def spec(self) -> CaptureSpec | None:
+        """Return what to capture of every request for this consumer, or None."""
+        return None
+
+    def check(self) -> None:
+        """Raise UsageError when the configuration cannot work, before anything is opened or started."""
+
+    def open(self, context: Context) -> None:  # noqa: B027 - a consumer need not
+        """Take what the consumer needs. An exception stops the hub's start."""
+
+    def on_session(self, engine: str, model: ModelInfo) -> None:  # noqa: B027
+        """An engine connected (or came back); called before any frame of it."""
+
+    @abstractmethod
+    def on_frame(self, frame: Frame) -> None:
+        """Take a frame; `frame.chunks()` holds this consumer's rows. Views of it may be kept.
+
+        Frames of one worker come in order. An exception is counted, and the requests in the frame
+        are answered with status `error` or `partial_error`; the next frame comes all the same.
+        """
+
+    def on_request_done(self, done: RequestDone) -> CaptureResult | None:
+        """A request is over, and every row of it was given to `on_frame`. None means `ok` with no payload.
+
+        Called for every request of which this consumer was promised rows.
+        """
+        return None
+
+    def on_idle(self) -> None:  # noqa: B027
+        """Called about four times a second while nothing else is, and between frames."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what `open` took; everything delivered was handled before."""
+
+
+class StepRows(NamedTuple):
+    """Rows of one request at one site in the step just computed; rows: `[count, hidden_size]` float32."""
+
+    request: str
+    site: Site
+    start: int
+    prompt_length: int
+    rows: npt.NDArray[np.float32]
+
+
+class StepView(Protocol):
+    """What a controller sees of a step: the rows that its `spec` names."""
+
+    step: int
+
+    def rows(self) -> Iterator[StepRows]:
+        """Yield the rows, request by request."""
+
+
+class Controller(ABC):
+    """Runs in every worker, on every tensor-parallel rank alike, so `on_step` must be deterministic.
+
+    `State` is what travels from the hub to the workers: `load`, in the hub, makes it of the `Config`
+    (and reads the files it names); in the worker the class is made of it.
+    """
+
+    name: ClassVar[str]
+    Config: ClassVar[type[msgspec.Struct]]
+    State: ClassVar[type[msgspec.Struct]]
+
+    @classmethod
+    @abstractmethod
+    def load(cls, config: Any) -> msgspec.Struct:
+        """Return the state; raise UsageError when the configuration cannot work."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    @abstractmethod
+    def spec(self) -> CaptureSpec:
+        """Return the sites and positions that `on_step` is to see, of every request."""
+
+    def open(self, model: ModelInfo) -> None:  # noqa: B027
+        """Raise UsageError when the state does not fit the model."""
+
+    @abstractmethod
+    def on_step(self, view: StepView) -> Sequence[Action]:
+        """Return the actions (`Steer`, `Unsteer`) that hold from the next step on."""
+
+    def on_request_done(self, request: str) -> None:  # noqa: B027
+        """A request is over; forget it."""

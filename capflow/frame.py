@@ -1,0 +1,303 @@
+"""The frame: the rows that one worker captured in one step, as it travels and as it is read.
+
+On the wire a frame is two ZMQ parts. The first is the header, a msgpack map, tagged
+`{"type": "frame"}` (see `capflow.message` for the other types). The second is the payload: the
+raw rows, in the byte order of the machine (little-endian on every platform vLLM runs on), nothing
+else. A frame without rows has an empty payload.
+
+A header holds blocks. A block is a set of sites that want exactly the same rows, and the spans of
+those rows: `Span(request, start, count, row)` says that positions `start .. start+count` of
+`header.requests[request]` are rows `row .. row+count` of the block at each of its sites. Blocks lie
+in the payload one after another; a block is `[len(sites), rows, hidden_size]` in C order.
+
+`xxh3` is the XXH3 64-bit hash (xxHash specification, seed 0) of the payload. `seq` counts the frames of one boot of
+one worker from 1 without a gap.
+
+What always holds for a `Frame`: its blocks fill the payload exactly, and every span lies inside its
+block and inside the positions of its request. `Frame.decode` refuses anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from capflow import limits
+from capflow.errors import RemoteProtocolError, explain
+from capflow.site import HOOKS, Site
+from capflow.spec import CaptureSpec, Wanted
+
+PROTOCOL_VERSION = 1
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+"""The dtypes that rows travel in, by the name that torch gives them."""
+
+Rows = npt.NDArray[Any]
+"""Captured rows, `[..., hidden_size]`, in the model's dtype; read-only views of a payload."""
+
+
+class Rank(NamedTuple):
+    """A worker's place: pipeline stage, data-parallel replica, tensor-parallel rank."""
+
+    pp: int
+    dp: int
+    tp: int
+
+
+class Span(NamedTuple):
+    """Positions `start .. start+count` of request number `request` are rows `row .. row+count`."""
+
+    request: int
+    start: int
+    count: int
+    row: int
+
+
+class Block(NamedTuple):
+    """Sites that hold the same `rows` rows, and whose they are."""
+
+    sites: tuple[Site, ...]
+    rows: int
+    spans: tuple[Span, ...]
+
+
+class RequestRows(msgspec.Struct, frozen=True):
+    """One request's part in a step.
+
+    token_ids and texts: of positions `start, start+1, …`, as many as the step captured of it.
+    `texts` is empty when the engine has no tokenizer. capture: the spec that the request itself
+    brought, if it did.
+    """
+
+    id: str
+    prompt_length: int
+    start: int
+    token_ids: tuple[int, ...]
+    texts: tuple[str, ...] = ()
+    capture: CaptureSpec | None = None
+
+
+class Dropped(NamedTuple):
+    """Rows of a request that this worker captured or promised and did not send, and why."""
+
+    rows: int
+    reason: str
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """A request is over on this worker, and this is the last frame that names it.
+
+    status: `stop`, `length`, `abort` or `error`. computed_length: tokens of it that were computed, so
+    that position `computed_length - 1` is its last row. rows: rows (position times site) sent for it
+    by this worker over all its frames; dropped: those that were not sent.
+    """
+
+    id: str
+    status: str
+    prompt_length: int
+    computed_length: int
+    rows: int
+    dropped: tuple[Dropped, ...] = ()
+    capture: CaptureSpec | None = None
+
+
+class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
+    """Everything about a frame but its rows; see the module for the layout.
+
+    step counts the worker's steps; time_ns is the wall clock when the step was planned; step_tokens
+    is how many tokens the whole step computed and step_requests for how many requests, captured or
+    not.
+    """
+
+    version: int = PROTOCOL_VERSION
+    engine: str
+    boot: str
+    rank: Rank
+    seq: int
+    step: int
+    time_ns: int
+    dtype: str
+    hidden_size: int
+    requests: tuple[RequestRows, ...]
+    blocks: tuple[Block, ...]
+    finished: tuple[Finished, ...] = ()
+    step_tokens: int = 0
+    step_requests: int = 0
+    payload_bytes: int = 0
+    xxh3: int = 0
+
+
+class Chunk(NamedTuple):
+    """One request's new rows at some sites.
+
+    rows: `[len(sites), count, hidden_size]`, positions `start .. start+count`, read-only.
+    """
+
+    request: RequestRows
+    sites: tuple[Site, ...]
+    start: int
+    rows: Rows
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token ids of the chunk's positions."""
+        first = self.start - self.request.start
+        return self.request.token_ids[first : first + self.rows.shape[1]]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts of the chunk's tokens; empty when the engine has no tokenizer."""
+        first = self.start - self.request.start
+        return self.request.texts[first : first + self.rows.shape[1]]
+
+
+Wants = Callable[[RequestRows], Wanted]
+"""What a consumer wants of a request: the positions at each site."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(FrameHeader)
+
+
+class Frame:
+    """A header and its payload. `wants` narrows what `chunks` yields; None yields everything."""
+
+    __slots__ = ("header", "payload", "wants")
+
+    def __init__(self, header: FrameHeader, payload: Any, wants: Wants | None = None) -> None:
+        self.header = header
+        self.payload = payload  # any object with the buffer protocol; kept alive by the views of it
+        self.wants = wants
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of rows in the frame."""
+        return self.header.payload_bytes
+
+    def narrowed(self, wants: Wants | None) -> Frame:
+        """Return the same frame, of which `chunks` yields what `wants` names."""
+        return Frame(self.header, self.payload, wants)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield the wanted rows: for each request and block, one chunk or more."""
+        header = self.header
+        if not header.blocks:
+            return
+        flat = np.frombuffer(self.payload, dtype=DTYPES[header.dtype])
+        begin = 0
+        for block in header.blocks:
+            size = len(block.sites) * block.rows * header.hidden_size
+            rows = flat[begin : begin + size].reshape(len(block.sites), block.rows, header.hidden_size)
+            begin += size
+            for span in block.spans:
+                request = header.requests[span.request]
+                chunk = Chunk(request, block.sites, span.start, rows[:, span.row : span.row + span.count])
+                if self.wants is None:
+                    yield chunk
+                else:
+                    yield from _narrow(chunk, self.wants(request))
+
+    def encode(self) -> list[Any]:
+        """Return the frame's parts for the wire; the payload is not copied."""
+        return [_encoder.encode(self.header), self.payload]
+
+    @classmethod
+    def seal(cls, header: FrameHeader, payload: Any) -> Frame:
+        """Return the frame with its payload's length and checksum written into the header."""
+        view = memoryview(payload).cast("B")
+        digest = xxhash.xxh3_64_intdigest(view)
+        return cls(msgspec.structs.replace(header, payload_bytes=len(view), xxh3=digest), view)
+
+    @classmethod
+    def decode(cls, header: bytes | memoryview, payload: Any) -> Frame:
+        """Return the frame that two parts hold, its payload not copied.
+
+        Raises RemoteProtocolError when a part is too large, the header is not one, the payload's
+        length or checksum is not what the header says, or a span points outside.
+        """
+        if len(header) > limits.HEADER_BYTES_MAX:
+            raise RemoteProtocolError(
+                explain("frame header", got=f"{len(header)} bytes", expected=f"at most {limits.HEADER_BYTES_MAX}")
+            )
+        try:
+            parsed = _decoder.decode(header)
+        except msgspec.MsgspecError as e:
+            raise RemoteProtocolError(explain("frame header", got=str(e), expected="a header of this version")) from e
+        frame = cls(parsed, memoryview(payload).cast("B"))
+        frame.check()
+        return frame
+
+    def check(self) -> None:
+        """Raise RemoteProtocolError unless the frame holds what the module says of every frame."""
+        header = self.header
+        if header.version != PROTOCOL_VERSION:
+            raise _broken("version", header.version, str(PROTOCOL_VERSION))
+        if header.dtype not in DTYPES:
+            raise _broken("dtype", header.dtype, f"one of {', '.join(DTYPES)}")
+        if not 0 < header.hidden_size <= limits.HIDDEN_SIZE_MAX:
+            raise _broken("hidden_size", header.hidden_size, f"1..{limits.HIDDEN_SIZE_MAX}")
+        if len(header.requests) > limits.REQUESTS_PER_FRAME_MAX:
+            raise _broken("requests", len(header.requests), f"at most {limits.REQUESTS_PER_FRAME_MAX}")
+        for request in header.requests:
+            if len(request.id) > limits.REQUEST_ID_LENGTH_MAX or request.start < 0:
+                raise _broken("request", request.id, f"an id of at most {limits.REQUEST_ID_LENGTH_MAX} characters")
+            if request.texts and len(request.texts) != len(request.token_ids):
+                raise _broken("texts", len(request.texts), f"none or {len(request.token_ids)}")
+        total = sum(_checked_rows(block, header) for block in header.blocks)
+        expected_bytes = total * header.hidden_size * DTYPES[header.dtype].itemsize
+        if not len(self.payload) == header.payload_bytes == expected_bytes:
+            raise _broken("payload", f"{len(self.payload)} bytes", f"{expected_bytes} as the blocks say")
+        digest = xxhash.xxh3_64_intdigest(self.payload)
+        if digest != header.xxh3:
+            raise _broken("payload checksum", f"{digest:#018x}", f"{header.xxh3:#018x}")
+
+
+def _checked_rows(block: Block, header: FrameHeader) -> int:
+    """Return the rows of a block over all its sites, once everything in it is in bounds."""
+    if not block.sites or len(set(block.sites)) != len(block.sites):
+        raise _broken("block sites", block.sites, "one or more different sites")
+    for site in block.sites:
+        if site.hook not in HOOKS or not 0 <= site.layer < limits.LAYERS_MAX:
+            raise _broken("site", tuple(site), "a layer and a hook")
+    if not 0 <= block.rows <= limits.ROWS_PER_FRAME_MAX:
+        raise _broken("block rows", block.rows, f"0..{limits.ROWS_PER_FRAME_MAX}")
+    for span in block.spans:
+        if not (0 <= span.request < len(header.requests) and span.count > 0):
+            raise _broken("span", tuple(span), f"a request below {len(header.requests)} and a count above 0")
+        request = header.requests[span.request]
+        first = span.start - request.start
+        if first < 0 or first + span.count > len(request.token_ids):
+            raise _broken("span", tuple(span), f"positions of request {request.id}")
+        if span.row < 0 or span.row + span.count > block.rows:
+            raise _broken("span", tuple(span), f"rows below {block.rows}")
+    return len(block.sites) * block.rows
+
+
+def _narrow(chunk: Chunk, wanted: Wanted) -> Iterator[Chunk]:
+    """Yield the part of a chunk that is wanted, sites with the same positions together."""
+    stop = chunk.start + chunk.rows.shape[1]
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, site in enumerate(chunk.sites):
+        positions = wanted.get(site)
+        if positions:
+            first, end = positions.span(chunk.request.prompt_length, chunk.start, stop)
+            if first < end:
+                groups.setdefault((first, end), []).append(index)
+    for (first, end), indices in groups.items():
+        whole = len(indices) == len(chunk.sites)
+        rows = chunk.rows if whole else chunk.rows[indices]
+        sites = chunk.sites if whole else tuple(chunk.sites[i] for i in indices)
+        yield Chunk(chunk.request, sites, first, rows[:, first - chunk.start : end - chunk.start])
+
+
+def _broken(what: str, got: Any, expected: str) -> RemoteProtocolError:
+    return RemoteProtocolError(explain(f"frame {what}", got=got, expected=expected))

@@ -1,0 +1,43 @@
+"""Every bound of the system, in one place, with the relations between them asserted.
+
+Sizes are bytes unless the name says otherwise; units stand last in names. What a peer sends is
+checked against these before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024 * KIB
+
+# Identifiers and shapes.
+REQUEST_ID_LENGTH_MAX = 512
+LAYERS_MAX = 1024
+HIDDEN_SIZE_MAX = 65_536
+REQUESTS_PER_FRAME_MAX = 8_192
+ROWS_PER_FRAME_MAX = 8 * 1024 * 1024
+
+# One message on the wire.
+HEADER_BYTES_MAX = 32 * MIB
+PAYLOAD_BYTES_MAX = 1024 * MIB
+MESSAGE_PARTS_MAX = 2
+
+# What may be in flight: a worker never sends past the credit that its hub granted.
+CREDIT_BYTES_DEFAULT = 256 * MIB
+OUTBOUND_BYTES_DEFAULT = 256 * MIB
+QUEUE_BYTES_DEFAULT = 256 * MIB
+QUEUE_BYTES_MAX = 64 * 1024 * MIB
+
+# Times, seconds.
+HEARTBEAT_S = 1.0
+SILENCE_S_MAX = 10.0
+HUB_WAIT_S_DEFAULT = 5.0
+BLOCK_S_MAX = 30.0
+DRAIN_S_MAX = 60.0
+
+# What the hub remembers about requests that are over, for clients that ask late.
+RESULTS_KEPT_MAX = 20_000
+ACTIONS_WAITING_MAX = 4_096
+
+assert HEADER_BYTES_MAX < PAYLOAD_BYTES_MAX
+assert QUEUE_BYTES_DEFAULT <= QUEUE_BYTES_MAX
+assert HEARTBEAT_S * 3 <= SILENCE_S_MAX

@@ -1,0 +1,154 @@
+"""The messages of a session between a peer (worker, scheduler or client) and a hub.
+
+Each message is one msgpack map with its type under `type`, alone in its ZMQ part; only `frame` has a second
+part. A peer opens with `Hello` and the hub answers `Welcome` or `Refused`; everything else comes after.
+
+| type | from | meaning |
+|---|---|---|
+| hello | peer | who I am; a worker says which sites of which model it taps |
+| welcome | hub | what the hub wants, how many bytes may be in flight, the last frame it has of this boot |
+| refused | hub | the hub does not talk to this peer; the reason |
+| frame | worker | captured rows |
+| ack | hub | every frame up to `seq` is taken; `credit_bytes` more may be sent |
+| beat | both | I am alive |
+| act | client, hub | please do this; the hub passes it to the scheduler of the engine |
+| outcome | scheduler, hub | what came of it; the hub passes it back |
+| await | client | tell me what became of these requests |
+| results | hub | what became of a request, by consumer |
+| status | client, hub | the hub's counters (empty when asked) |
+| bye | both | I am leaving; nothing follows |
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from capflow.action import Action, Outcome
+from capflow.frame import PROTOCOL_VERSION, Rank
+from capflow.result import CaptureResult
+from capflow.site import Site
+from capflow.spec import CaptureSpec
+
+Role = Literal["worker", "scheduler", "client"]
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What a hub and its consumers need to know about the model that an engine runs.
+
+    sites: every site that carries a tap, over all pipeline stages. stages: how many pipeline stages there are.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    sites: tuple[Site, ...]
+    stages: int = 1
+
+
+class ControllerSpec(msgspec.Struct, frozen=True):
+    """A sync controller that every worker of an engine is to run: its plugin's name and encoded state."""
+
+    name: str
+    state: bytes
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Who is speaking. boot is new at every start of the peer's process; model is None for a client."""
+
+    role: Role
+    engine: str
+    boot: str
+    rank: Rank = Rank(0, 0, 0)
+    model: ModelInfo | None = None
+    version: int = PROTOCOL_VERSION
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """What the hub wants of this engine. last_seq: the last frame it has of the peer's boot, 0 if none.
+
+    captures: the consumers' own specs, each to be applied to every request. controllers: to be run in
+    every worker. Both go to schedulers, which give them to their workers.
+    """
+
+    hub: str
+    credit_bytes: int
+    last_seq: int = 0
+    captures: tuple[CaptureSpec, ...] = ()
+    controllers: tuple[ControllerSpec, ...] = ()
+    version: int = PROTOCOL_VERSION
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The hub will not talk to this peer."""
+
+    reason: str
+
+
+class Ack(msgspec.Struct, frozen=True, tag="ack"):
+    """Frames up to `seq` are the hub's now; `credit_bytes` more bytes may be sent."""
+
+    seq: int
+    credit_bytes: int
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """A sign of life, sent when nothing else was for `limits.HEARTBEAT_S`."""
+
+
+class Act(msgspec.Struct, frozen=True, tag="act"):
+    """Do this. id is the sender's, and comes back with the outcome."""
+
+    id: str
+    action: Action
+
+
+class ActionOutcome(msgspec.Struct, frozen=True, tag="outcome"):
+    """What came of an action."""
+
+    outcome: Outcome
+
+
+class Await(msgspec.Struct, frozen=True, tag="await"):
+    """Tell me what became of these requests: at once, or when every consumer is done with them."""
+
+    requests: tuple[str, ...]
+    wait: bool = True
+
+
+class Results(msgspec.Struct, frozen=True, tag="results"):
+    """What became of a request, by consumer; empty when the hub knows nothing of it."""
+
+    request: str
+    results: dict[str, CaptureResult]
+
+
+class Status(msgspec.Struct, frozen=True, tag="status"):
+    """The hub's counters, gauges and consumers; empty in the question, filled in the answer."""
+
+    counters: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Bye(msgspec.Struct, frozen=True, tag="bye"):
+    """Nothing follows from this side."""
+
+
+Message = Hello | Welcome | Refused | Ack | Beat | Act | ActionOutcome | Await | Results | Status | Bye
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as it stands in its ZMQ part."""
+    return _encoder.encode(message)
+
+
+def decode(part: bytes | memoryview) -> Message:
+    """Return the message in a part that is not a frame's.
+
+    Raises msgspec.MsgspecError when it is none; the session turns that into RemoteProtocolError.
+    """
+    return _decoder.decode(part)

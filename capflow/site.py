@@ -1,0 +1,38 @@
+"""A site is where a tap sits in a model: a layer and a hook point of it."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+from capflow.errors import UsageError, explain
+
+Hook = Literal["pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out"]
+"""The hook points of a decoder layer.
+
+`pre_attn`: the residual stream entering the layer. `post_attn`: the stream after attention is added.
+`post_block`: the stream leaving the layer. `mlp_in`: the normalised input of the MLP. `mlp_out`: what
+the MLP adds back to the stream.
+"""
+
+HOOKS: tuple[str, ...] = get_args(Hook)
+
+
+class Site(NamedTuple):
+    """`(layer, hook)`: layers count from 0, over the whole model also under pipeline parallelism."""
+
+    layer: int
+    hook: str
+
+    def __str__(self) -> str:
+        return f"{self.hook}:{self.layer}"
+
+    @classmethod
+    def parse(cls, text: str) -> Site:
+        """Return the site that `hook:layer` names, e.g. `post_block:12`.
+
+        Raises UsageError when the text is not of that form.
+        """
+        hook, colon, layer = text.partition(":")
+        if not colon or hook not in HOOKS or not layer.isdigit():
+            raise UsageError(explain("site", got=text, expected=f"HOOK:LAYER with HOOK one of {', '.join(HOOKS)}"))
+        return cls(int(layer), hook)
