@@ -20,8 +20,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
-    "CaptureResult",
     "CapflowError",
+    "CaptureResult",
     "CaptureSpec",
     "Consumer",
     "Controller",

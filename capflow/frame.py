@@ -6,8 +6,8 @@ raw rows, in the byte order of the machine (little-endian on every platform vLLM
 else. A frame without rows has an empty payload.
 
 A header holds blocks. A block is a set of sites that want exactly the same rows, and the spans of
-those rows: `Span(request, start, count, row)` says that positions `start .. start+count` of
-`header.requests[request]` are rows `row .. row+count` of the block at each of its sites. Blocks lie
+those rows: `Span(request, start, length, row)` says that positions `start .. start+length` of
+`header.requests[request]` are rows `row .. row+length` of the block at each of its sites. Blocks lie
 in the payload one after another; a block is `[len(sites), rows, hidden_size]` in C order.
 
 `xxh3` is the XXH3 64-bit hash (xxHash specification, seed 0) of the payload. `seq` counts the frames of one boot of
@@ -55,11 +55,11 @@ class Rank(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Positions `start .. start+count` of request number `request` are rows `row .. row+count`."""
+    """Positions `start .. start+length` of request number `request` are rows `row .. row+length`."""
 
     request: int
     start: int
-    count: int
+    length: int
     row: int
 
 
@@ -140,7 +140,7 @@ class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
 class Chunk(NamedTuple):
     """One request's new rows at some sites.
 
-    rows: `[len(sites), count, hidden_size]`, positions `start .. start+count`, read-only.
+    rows: `[len(sites), length, hidden_size]`, positions `start .. start+length`, read-only.
     """
 
     request: RequestRows
@@ -200,7 +200,7 @@ class Frame:
             begin += size
             for span in block.spans:
                 request = header.requests[span.request]
-                chunk = Chunk(request, block.sites, span.start, rows[:, span.row : span.row + span.count])
+                chunk = Chunk(request, block.sites, span.start, rows[:, span.row : span.row + span.length])
                 if self.wants is None:
                     yield chunk
                 else:
@@ -271,13 +271,13 @@ def _checked_rows(block: Block, header: FrameHeader) -> int:
     if not 0 <= block.rows <= limits.ROWS_PER_FRAME_MAX:
         raise _broken("block rows", block.rows, f"0..{limits.ROWS_PER_FRAME_MAX}")
     for span in block.spans:
-        if not (0 <= span.request < len(header.requests) and span.count > 0):
-            raise _broken("span", tuple(span), f"a request below {len(header.requests)} and a count above 0")
+        if not (0 <= span.request < len(header.requests) and span.length > 0):
+            raise _broken("span", tuple(span), f"a request below {len(header.requests)} and a length above 0")
         request = header.requests[span.request]
         first = span.start - request.start
-        if first < 0 or first + span.count > len(request.token_ids):
+        if first < 0 or first + span.length > len(request.token_ids):
             raise _broken("span", tuple(span), f"positions of request {request.id}")
-        if span.row < 0 or span.row + span.count > block.rows:
+        if span.row < 0 or span.row + span.length > block.rows:
             raise _broken("span", tuple(span), f"rows below {block.rows}")
     return len(block.sites) * block.rows
 

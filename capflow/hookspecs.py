@@ -23,7 +23,7 @@ hookimpl = pluggy.HookimplMarker("capflow")
 
 
 @hookspec
-def capflow_consumers() -> Sequence[type[Consumer] | type[Controller]]:  # type: ignore[empty-body]
+def capflow_consumers() -> Sequence[type[Consumer | Controller]]:  # type: ignore[empty-body]
     """Return the consumer and controller classes that the plugin brings.
 
     Each has a `name` of its own, of letters, digits, `-` and `_`. Two plugins with one name stop the start, as
