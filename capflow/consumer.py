@@ -66,10 +66,10 @@ class Consumer(ABC):
     def check(self) -> None:
         """Raise UsageError when the configuration cannot work, before anything is opened or started."""
 
-    def open(self, context: Context) -> None:  # noqa: B027 - a consumer need not
+    def open(self, context: Context) -> None:
         """Take what the consumer needs. An exception stops the hub's start."""
 
-    def on_session(self, engine: str, model: ModelInfo) -> None:  # noqa: B027
+    def on_session(self, engine: str, model: ModelInfo) -> None:
         """An engine connected (or came back); called before any frame of it."""
 
     @abstractmethod
@@ -87,10 +87,10 @@ class Consumer(ABC):
         """
         return None
 
-    def on_idle(self) -> None:  # noqa: B027
+    def on_idle(self) -> None:
         """Called about four times a second while nothing else is, and between frames."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Give back what `open` took; everything delivered was handled before."""
 
 
@@ -136,12 +136,12 @@ class Controller(ABC):
     def spec(self) -> CaptureSpec:
         """Return the sites and positions that `on_step` is to see, of every request."""
 
-    def open(self, model: ModelInfo) -> None:  # noqa: B027
+    def open(self, model: ModelInfo) -> None:
         """Raise UsageError when the state does not fit the model."""
 
     @abstractmethod
     def on_step(self, view: StepView) -> Sequence[Action]:
         """Return the actions (`Steer`, `Unsteer`) that hold from the next step on."""
 
-    def on_request_done(self, request: str) -> None:  # noqa: B027
+    def on_request_done(self, request: str) -> None:
         """A request is over; forget it."""

@@ -45,5 +45,5 @@ class RemoteProtocolError(ProtocolError):
     """The peer sent something that the protocol does not allow; its message is not used."""
 
 
-class HubUnreachable(CapflowError):
+class HubUnreachableError(CapflowError):
     """No hub answers at the address within the time allowed."""
