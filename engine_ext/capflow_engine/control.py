@@ -1,0 +1,90 @@
+"""Sync controllers: run in every worker between two steps, they see the rows of the one and steer the next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from capflow.action import Steer, Unsteer
+from capflow.consumer import Controller, StepRows
+from capflow.frame import DTYPES
+from capflow.message import ControllerSpec, ModelInfo
+from capflow.plugins import load_plugins
+from capflow.site import Site
+from capflow_engine.plan import VIEW, Plan
+
+logger = logging.getLogger("vllm.capflow.control")
+
+
+class View:
+    """The rows that controllers asked for of one step. rows: `[plan.rows, hidden]` in the model's dtype."""
+
+    def __init__(self, step: int, plan: Plan, rows: npt.NDArray[Any], sites: tuple[Site, ...]) -> None:
+        self.step = step
+        self._plan = plan
+        self._rows = rows
+        self._sites = sites
+
+    def rows(self) -> Iterator[StepRows]:
+        """Yield the rows of each request at each site, as float32."""
+        for group in self._plan.groups:
+            if group.channel != VIEW:
+                continue
+            for place, index in enumerate(group.sites):
+                base = group.base + place * group.rows
+                for number, start, length, row in group.spans:
+                    request = self._plan.batch[number].request
+                    values = self._rows[base + row : base + row + length].astype(np.float32)
+                    yield StepRows(request.id, self._sites[index], start, request.prompt_length, values)
+
+
+class Controllers:
+    """The controllers of one worker; made anew when the hub asks for others."""
+
+    def __init__(self, specs: Sequence[ControllerSpec], info: ModelInfo, sites: tuple[Site, ...]) -> None:
+        self.specs = tuple(specs)
+        self.info = info
+        self.sites = sites
+        self._running: list[Controller] = []
+        known = load_plugins() if specs else {}
+        for spec in specs:
+            cls = known.get(spec.name)
+            if cls is None or not issubclass(cls, Controller):
+                logger.error("controller %s: not installed where the engine runs; it does nothing", spec.name)
+                continue
+            try:
+                controller = cls(msgspec.msgpack.decode(spec.state, type=cls.State))
+                controller.open(info)
+            except Exception:
+                logger.exception("controller %s did not start; it does nothing", spec.name)
+                continue
+            self._running.append(controller)
+
+    def captures(self) -> list[Any]:
+        """Return the specs of what the controllers are to see."""
+        return [controller.spec() for controller in self._running]
+
+    def run(self, step: int, plan: Plan, buffer: npt.NDArray[np.uint8]) -> list[Steer | Unsteer]:
+        """Show the controllers a step and return what they want from the next one on, in their order."""
+        rows = buffer.view(DTYPES[self.info.dtype]).reshape(-1, self.info.hidden_size)
+        actions: list[Steer | Unsteer] = []
+        for controller in self._running:
+            try:
+                for action in controller.on_step(View(step, plan, rows, self.sites)):
+                    if isinstance(action, Steer | Unsteer):
+                        actions.append(action)
+                    else:
+                        logger.error("controller %s: %s is not for a step", controller.name, type(action).__name__)
+            except Exception:
+                logger.exception("controller %s failed in step %d", controller.name, step)
+        return actions
+
+    def forget(self, request: str) -> None:
+        """Tell the controllers that a request is over."""
+        for controller in self._running:
+            controller.on_request_done(request)

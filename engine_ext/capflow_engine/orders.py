@@ -1,0 +1,58 @@
+"""What the scheduler tells every worker of an engine about a step, beside what vLLM tells them.
+
+Orders ride on vLLM's own `SchedulerOutput`, as one more attribute, so they reach all ranks with the same
+step: whatever they change, it changes on every tensor-parallel rank and pipeline stage in the same forward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from capflow.action import Steer, Unsteer
+from capflow.message import ControllerSpec
+from capflow.spec import CaptureSpec
+
+_ATTRIBUTE = "capflow_orders"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the hub wants of every request: its consumers' specs, and the controllers to run."""
+
+    captures: tuple[CaptureSpec, ...] = ()
+    controllers: tuple[ControllerSpec, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A request is over: why, and the position behind the last row that belongs to it."""
+
+    status: str
+    limit: int
+
+
+@dataclass
+class Orders:
+    """One step's orders.
+
+    admitted: for each request first scheduled now, what it is called outside and the number of the wishes
+    it was admitted under. wishes: new ones, by number. ended: requests (by vLLM's id) that are over since the last
+    step. actions: changes to running requests, by vLLM's id, that hold from this step on.
+    """
+
+    step: int
+    admitted: dict[str, tuple[str, int]] = field(default_factory=dict)
+    wishes: dict[int, Wishes] = field(default_factory=dict)
+    ended: dict[str, Ended] = field(default_factory=dict)
+    actions: list[tuple[str, Steer | Unsteer]] = field(default_factory=list)
+
+    def attach(self, scheduler_output: Any) -> None:
+        """Put the orders on a step's scheduler output."""
+        setattr(scheduler_output, _ATTRIBUTE, self)
+
+    @staticmethod
+    def of(scheduler_output: Any) -> Orders | None:
+        """Return the orders on a step's scheduler output."""
+        orders: Orders | None = getattr(scheduler_output, _ATTRIBUTE, None)
+        return orders

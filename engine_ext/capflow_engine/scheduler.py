@@ -1,0 +1,212 @@
+"""The scheduler's part: prefix-cache keys, the names of requests, actions, and each step's orders.
+
+`CaptureScheduler` is what vLLM is given as `scheduler_cls`: called with vLLM's arguments, it returns vLLM's own scheduler
+(async or not, as configured) with `Captured` mixed in.
+
+What always holds: a request that is to capture prompt positions computes them all; cache blocks filled
+while a request was steered are keyed by that steering; every worker learns of a change in the same step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+import uuid
+from typing import Any
+
+import msgspec
+
+from capflow.action import Abort, Applied, Rejected, Unsteer
+from capflow.errors import UsageError, explain
+from capflow.frame import Rank
+from capflow.message import Act, Hello, Welcome
+from capflow.spec import Positions
+from capflow.transport import SchedulerLink
+from capflow_engine import compat
+from capflow_engine.options import RequestOptions
+from capflow_engine.orders import Ended, Orders, Wishes
+from capflow_engine.settings import Settings
+
+logger = logging.getLogger("vllm.capflow.scheduler")
+
+
+class Captured:
+    """Mixed in before vLLM's scheduler; keeps what it knows in `self.capflow`."""
+
+    def __init__(self, *args: Any, vllm_config: Any, **kwargs: Any) -> None:
+        super().__init__(*args, vllm_config=vllm_config, **kwargs)
+        self.capflow = Ledger(vllm_config, hash_block_size=kwargs.get("hash_block_size") or kwargs["block_size"])
+
+    def add_request(self, request: Any) -> None:
+        """Admit a request; vLLM's scheduler takes it from here."""
+        if request.request_id not in self.requests:  # type: ignore[attr-defined]
+            self.capflow.admit(request)
+        super().add_request(request)  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule a step and put its orders on it."""
+        self.capflow.take_actions(self)
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self.capflow.order(output)
+        return output
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
+        """Take a step's output; requests that actions aborted are reported with it."""
+        outputs: dict[int, Any] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        if self.capflow.aborted:
+            compat.add_finished_outputs(outputs, self.capflow.aborted)
+            self.capflow.aborted.clear()
+        return outputs
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self.capflow.end(request)
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def shutdown(self) -> None:
+        """Stop; the hub is told that this engine is leaving."""
+        self.capflow.close()
+        super().shutdown()  # type: ignore[misc]
+
+
+class Ledger:
+    """What the scheduler process knows of the requests that run, and its session with the hub."""
+
+    def __init__(self, vllm_config: Any, *, hash_block_size: int) -> None:
+        compat.require()
+        compat.check_config(vllm_config)
+        self.settings: Settings = vllm_config.additional_config
+        self.info = compat.model_info(vllm_config)
+        self.hash_block_size = hash_block_size
+        self.aborted: list[Any] = []  # requests that an action ended, until a step's outputs tell of them
+        self._boot = uuid.uuid4().hex
+        self._step = 0
+        self._keys: dict[str, str] = {}  # outside id → vLLM's id, of requests that run
+        self._names: dict[str, str] = {}  # the other way round
+        self._unscheduled: dict[str, tuple[str, int]] = {}  # for `Orders.admitted`, until its first step
+        self._ended: dict[str, Ended] = {}  # until the next step's orders are made
+        self._actions: list[Any] = []  # likewise
+        self._outcomes: list[str] = []  # ids of actions that the next orders carry
+        self._welcome: Welcome | None = None
+        self._wishes = Wishes()  # what requests are admitted under now
+        self._wishes_number = 0
+        self._new_wishes = {0: self._wishes}  # not yet told to the workers
+        replica = vllm_config.parallel_config.data_parallel_rank
+        hello = Hello("scheduler", self.settings.engine, self._boot, Rank(0, replica, 0), self.info)
+        self.link = SchedulerLink(self.settings.hub, hello)
+        if self.settings.hub_wait_s is not None:
+            self.link.wait_welcome(self.settings.hub_wait_s)
+        self._take_welcome()
+
+    def admit(self, request: Any) -> None:
+        """Name a new request, and key its cache by what it asks for."""
+        self._take_welcome()
+        key = request.request_id
+        params = request.sampling_params
+        try:
+            options = RequestOptions.unpack(params.extra_args if params is not None else None)
+            options.check(self.info)
+        except UsageError as e:
+            # The front ends of capflow refuse these before they come here; vLLM's own do not know them.
+            logger.error("request %s: %s; it runs without capture and steering", key, e)
+            params.extra_args = {k: v for k, v in params.extra_args.items() if k != "capflow"}
+            options = RequestOptions()
+        name = options.id or key
+        if name in self._keys:
+            name = f"{name}~{key}"
+        self._keys[name], self._names[key] = key, name
+        self._unscheduled[key] = name, self._wishes_number
+        if self._wants_prompt(options):
+            compat.read_no_cache(request)
+        steering = [v for v in options.steering if v.scale != 0.0]
+        if steering:
+            salt = hashlib.blake2b(msgspec.msgpack.encode(steering), digest_size=16).hexdigest()
+            compat.fork_prompt_cache(request, salt)
+        if self._wishes.controllers:  # they may steer it at any step, unseen from here
+            compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
+
+    def take_actions(self, scheduler: Any) -> None:
+        """Take what the hub sent since the last step; what can be applied goes into the next orders."""
+        for act in self.link.actions():
+            reason = self._apply(act, scheduler)
+            if reason is not None:
+                self.link.outcome(Rejected(act.id, reason))
+
+    def order(self, scheduler_output: Any) -> None:
+        """Put the orders of the step just scheduled on its output."""
+        self._step += 1
+        orders = Orders(self._step)
+        if self._unscheduled:
+            for key, _, _ in compat.new_requests(scheduler_output):
+                if (admitted := self._unscheduled.pop(key, None)) is not None:
+                    orders.admitted[key] = admitted
+        orders.ended, self._ended = self._ended, {}
+        orders.actions, self._actions = self._actions, []
+        orders.wishes, self._new_wishes = self._new_wishes, {}
+        orders.attach(scheduler_output)
+        for action_id in self._outcomes:
+            self.link.outcome(Applied(action_id, self._step))
+        self._outcomes.clear()
+
+    def end(self, request: Any) -> None:
+        """Note that a request is over."""
+        key = request.request_id
+        name = self._names.pop(key, None)
+        if name is not None:
+            del self._keys[name]
+            self._unscheduled.pop(key, None)
+        self._ended[key] = Ended(compat.finished_status(request), compat.computed_limit(request))
+
+    def close(self) -> None:
+        """Leave the hub."""
+        self.link.close()
+
+    def _wants_prompt(self, options: RequestOptions) -> bool:
+        """Return whether rows of prompt positions other than the last are wanted of a request."""
+        specs = [options.capture, *self._wishes.captures]
+        return any(s is not None and Positions.named(s.positions) & Positions.ALL_PROMPT for s in specs)
+
+    def _take_welcome(self) -> None:
+        welcome = self.link.welcome
+        if welcome is not self._welcome:
+            self._welcome = welcome
+            wishes = Wishes() if welcome is None else Wishes(welcome.captures, welcome.controllers)
+            if wishes != self._wishes:
+                self._wishes = wishes
+                self._wishes_number += 1
+                self._new_wishes[self._wishes_number] = wishes
+
+    def _apply(self, act: Act, scheduler: Any) -> str | None:
+        """Prepare an action for the next step; return why not, if it cannot be."""
+        action = act.action
+        key = self._keys.get(action.request)
+        if key is None:
+            return explain("request", got=action.request, expected="one that is running")
+        request = scheduler.requests[key]
+        if isinstance(action, Abort):
+            if not compat.abort(scheduler, key):
+                return explain("request", got=action.request, expected="one that is running")
+            self.aborted.append(request)
+        elif isinstance(action, Unsteer):
+            self._actions.append((key, action))
+        else:
+            try:
+                RequestOptions(steering=action.vectors).check(self.info)
+            except UsageError as e:
+                return str(e)
+            salt = f"{self._boot}:{key}:{time.monotonic_ns()}"
+            position = max(request.num_computed_tokens, request.num_prompt_tokens)
+            compat.fork_cache_from(request, position, salt, self.hash_block_size)
+            self._actions.append((key, action))
+        self._outcomes.append(act.id)
+        return None
+
+
+_classes: dict[type[Any], type[Any]] = {}
+
+
+def CaptureScheduler(*args: Any, vllm_config: Any, **kwargs: Any) -> Any:  # noqa: N802 - stands where vLLM wants a class
+    """Return vLLM's scheduler for this configuration, with capflow's part mixed in."""
+    base = compat.scheduler_base(vllm_config)
+    cls = _classes.setdefault(base, type(f"Capture{base.__name__}", (Captured, base), {}))
+    return cls(*args, vllm_config=vllm_config, **kwargs)

@@ -1,0 +1,217 @@
+"""The sender: makes frames of finished steps, off the step thread, and hands them to the link.
+
+A step is given to the sender when the next one starts: only then is it known which requests ended in it, and so which of
+its rows belong to no token of the answer. Encoding, waiting for the device's copy and waiting for room all happen here.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from capflow.frame import Block, Dropped, Finished, FrameHeader, Rank, RequestRows, Span
+from capflow.message import ModelInfo
+from capflow.site import Site
+from capflow_engine.orders import Ended
+from capflow_engine.plan import SHIP, Plan, Tracked
+
+logger = logging.getLogger("vllm.capflow.sender")
+
+
+@dataclass
+class Computed:
+    """A step that was computed. rows: its buffer as bytes, None when it shipped nothing or its rows were lost.
+
+    token_ids: the input ids of the step's tokens, `[tokens]`, valid when `ready` returned. lost: why
+    `rows` is None although rows were planned. ended: requests that are over, with what is known of them.
+    """
+
+    number: int
+    time_ns: int
+    plan: Plan
+    rows: npt.NDArray[np.uint8] | None
+    token_ids: npt.NDArray[Any]
+    ready: Callable[[], None]
+    lost: str | None = None
+    ended: list[tuple[Tracked, Ended]] = field(default_factory=list)
+
+
+class Link(Protocol):
+    """What the sender needs of a transport."""
+
+    def send(self, header: FrameHeader, payload: Any) -> str | None:
+        """Take a frame; return None, or why it was not taken."""
+
+    def close(self, drain_s: float = ...) -> None:
+        """Send what is left for at most that long, and stop."""
+
+
+class Sender:
+    """One thread and its queue, from the start of a worker to its end.
+
+    texts: makes the text of a token id, None without a tokenizer. The queue needs no bound of its own:
+    each step in it holds a buffer of the worker's ring, which is bounded.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        engine: str,
+        boot: str,
+        rank: Rank,
+        info: ModelInfo,
+        sites: tuple[Site, ...],
+        text_of: Callable[[int], str] | None,
+    ) -> None:
+        self.link = link
+        self.engine, self.boot, self.rank, self.info, self.sites = engine, boot, rank, info, sites
+        self.text_of = functools.lru_cache(maxsize=65536)(text_of) if text_of is not None else None
+        self._sent: dict[str, int] = {}  # rows sent, by vLLM's id, of requests that run
+        self._dropped: dict[str, dict[str, int]] = {}  # rows not sent, by vLLM's id and reason
+        self._steps: queue.SimpleQueue[Computed | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="capflow-sender", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, step: Computed) -> None:
+        """Take a step to send; never waits."""
+        self._steps.put(step)
+
+    def close(self, drain_s: float) -> None:
+        """Send what was put, for at most `drain_s` seconds, then stop the link."""
+        self._steps.put(None)
+        self._thread.join(drain_s)
+        self.link.close(drain_s)
+
+    def _run(self) -> None:
+        while (step := self._steps.get()) is not None:
+            try:
+                self._send(step)
+            except Exception:
+                logger.exception("step %d was not sent", step.number)
+
+    def _send(self, step: Computed) -> None:
+        step.ready()
+        spans = self._trimmed(step)
+        counts = _count(step.plan, spans)
+        reason = step.lost
+        if step.rows is not None and counts:
+            blocks, requests = self._describe(step, spans)
+            header = self._header(step, requests, blocks, self._finished(step, counts))
+            reason = self.link.send(header, step.rows)
+            if reason is None:
+                for key, rows in counts.items():
+                    self._sent[key] = self._sent.get(key, 0) + rows
+        if reason is not None:
+            for key, rows in counts.items():
+                reasons = self._dropped.setdefault(key, {})
+                reasons[reason] = reasons.get(reason, 0) + rows
+        if step.ended and (reason is not None or not counts):
+            self.link.send(self._header(step, (), (), self._finished(step, {})), b"")
+        for request, _ in step.ended:
+            self._sent.pop(request.key, None)
+            self._dropped.pop(request.key, None)
+
+    def _trimmed(self, step: Computed) -> list[tuple[Span, ...]]:
+        """Return each shipped group's spans, without rows behind the end of requests that are over."""
+        limits = {request.key: ended.limit for request, ended in step.ended}
+        trimmed = []
+        for group in step.plan.groups:
+            if group.channel != SHIP:
+                continue
+            spans = group.spans
+            if limits:
+                cut = []
+                for span in spans:
+                    limit = limits.get(step.plan.batch[span.request].request.key)
+                    length = span.length if limit is None else min(span.length, limit - span.start)
+                    if length > 0:
+                        cut.append(span if length == span.length else span._replace(length=length))
+                spans = tuple(cut)
+            trimmed.append(spans)
+        return trimmed
+
+    def _describe(
+        self, step: Computed, trimmed: list[tuple[Span, ...]]
+    ) -> tuple[tuple[Block, ...], tuple[RequestRows, ...]]:
+        """Return the frame's blocks and requests; requests are numbered by their place in the latter."""
+        first: dict[int, int] = {}
+        end: dict[int, int] = {}
+        for spans in trimmed:
+            for number, start, length, _ in spans:
+                first[number] = min(first.get(number, start), start)
+                end[number] = max(end.get(number, 0), start + length)
+        places = {number: place for place, number in enumerate(first)}
+        requests = tuple(self._request(step, number, first[number], end[number]) for number in first)
+        blocks = tuple(
+            block._replace(spans=tuple(span._replace(request=places[span.request]) for span in spans))
+            for block, spans in zip(step.plan.blocks(self.sites), trimmed, strict=True)
+        )
+        return blocks, requests
+
+    def _request(self, step: Computed, number: int, first: int, end: int) -> RequestRows:
+        request, row, start, _ = step.plan.batch[number]
+        ids = tuple(step.token_ids[row + first - start : row + end - start].tolist())
+        texts = tuple(map(self.text_of, ids)) if self.text_of is not None else ()
+        return RequestRows(request.id, request.prompt_length, first, ids, texts, request.capture)
+
+    def _finished(self, step: Computed, more: Mapping[str, int]) -> tuple[Finished, ...]:
+        """Return what is said of the requests that ended, `more` rows of them being in this frame."""
+        return tuple(
+            Finished(
+                id=request.id,
+                status=ended.status,
+                prompt_length=request.prompt_length,
+                computed_length=min(ended.limit, request.computed),
+                rows=self._sent.get(request.key, 0) + more.get(request.key, 0),
+                dropped=tuple(Dropped(n, why) for why, n in self._dropped.get(request.key, {}).items()),
+                capture=request.capture,
+            )
+            for request, ended in step.ended
+        )
+
+    def _header(
+        self,
+        step: Computed,
+        requests: tuple[RequestRows, ...],
+        blocks: tuple[Block, ...],
+        finished: tuple[Finished, ...],
+    ) -> FrameHeader:
+        return FrameHeader(
+            engine=self.engine,
+            boot=self.boot,
+            rank=self.rank,
+            seq=0,  # numbered by the link
+            step=step.number,
+            time_ns=step.time_ns,
+            dtype=self.info.dtype,
+            hidden_size=self.info.hidden_size,
+            requests=requests,
+            blocks=blocks,
+            finished=finished,
+            step_tokens=step.plan.tokens,
+            step_requests=len(step.plan.batch),
+        )
+
+
+def _count(plan: Plan, trimmed: list[tuple[Span, ...]]) -> dict[str, int]:
+    """Return the rows (positions times sites) of each request, by vLLM's id."""
+    counts: dict[str, int] = {}
+    shipped = [group for group in plan.groups if group.channel == SHIP]
+    for group, spans in zip(shipped, trimmed, strict=True):
+        for span in spans:
+            key = plan.batch[span.request].request.key
+            counts[key] = counts.get(key, 0) + span.length * len(group.sites)
+    return counts
+

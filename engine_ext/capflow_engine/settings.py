@@ -1,0 +1,85 @@
+"""How an engine is to be tapped and where its rows go: what travels in vLLM's `additional_config`.
+
+vLLM puts the hash of `additional_config` into the key of its compile cache. `Settings.compute_hash`
+covers what changes the compiled graph, the taps, and leaves out what does not, such as an address.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from capflow import limits
+from capflow.consumer import Policy
+from capflow.errors import UsageError, explain
+from capflow.site import HOOKS, Site
+
+TAPPED_HOOKS = ("post_block",)
+"""The hooks that taps can be installed at."""
+
+_GRAPH_VERSION = 1  # goes up with every change to what a tap puts into the graph
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the extension's parts in all of an engine's processes agree on.
+
+    engine: the engine's name, new at each start. hub: the address its workers connect to. sites:
+    patterns of the sites that carry a tap, `hook:layer` with `*`. policy, outbound_bytes_max: of each worker's
+    outbound queue. staging_bytes_max: the device memory for the rows of one step.
+    hub_wait_s: how long the engine's start waits for the hub; None starts without.
+    user: the `additional_config` that the user gave vLLM besides.
+    """
+
+    engine: str
+    hub: str
+    sites: tuple[str, ...] = ("post_block:*",)
+    policy: Policy = "block"
+    outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT
+    staging_bytes_max: int = 1024 * limits.MIB
+    bank_rows_max: int = 8192
+    hub_wait_s: float | None = None
+    insecure: bool = False
+    user: Mapping[str, Any] = field(default_factory=dict)
+
+    def compute_hash(self) -> str:
+        """Return the part of vLLM's compile-cache key that says what the taps put into the graph."""
+        factors = json.dumps([_GRAPH_VERSION, sorted(self.sites), dict(self.user)], sort_keys=True, default=str)
+        return hashlib.sha256(factors.encode()).hexdigest()
+
+    # vLLM and its platforms read and write `additional_config` as the dict that it is elsewhere.
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the user's own entry, as `dict.get` does."""
+        return self.user.get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.user[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.user
+
+
+def tapped_sites(patterns: Iterable[str], num_layers: int) -> tuple[Site, ...]:
+    """Return the sites of a model with `num_layers` layers that patterns name, by layer.
+
+    Raises UsageError for a pattern that names no site, or a hook that cannot be tapped.
+    """
+    everything = [Site(layer, hook) for layer in range(num_layers) for hook in TAPPED_HOOKS]
+    chosen: set[Site] = set()
+    for pattern in patterns:
+        hook = pattern.partition(":")[0]
+        if hook in HOOKS and hook not in TAPPED_HOOKS:
+            raise UsageError(
+                explain("--sites", got=pattern, expected=f"a hook with taps: {', '.join(TAPPED_HOOKS)}")
+            )
+        found = [site for site in everything if fnmatchcase(str(site), pattern)]
+        if not found:
+            expected = f"HOOK:LAYER with a hook of {', '.join(TAPPED_HOOKS)} and a layer of 0..{num_layers - 1} or *"
+            raise UsageError(explain("--sites", got=pattern, expected=expected))
+        chosen.update(found)
+    return tuple(sorted(chosen))
+

@@ -1,0 +1,137 @@
+"""The planner against a reference that looks at every site, request and token by itself."""
+
+import numpy as np
+import pytest
+from capflow_engine.plan import SHIP, VIEW, Planner, Scheduled, Tracked
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from capflow.spec import POSITION_NAMES, Positions
+
+SITES = 5
+
+
+def tracked(planner, key, prompt_length, ship=None, view=None, computed=0):
+    return Tracked(
+        key, key, prompt_length, planner.program(ship or {}), planner.program(view or {}), computed=computed
+    )
+
+
+def wanted_position(positions, prompt_length, position):
+    """What each name means, said once more in the plainest way."""
+    flags = Positions(positions)
+    if position >= prompt_length:
+        return bool(flags & Positions.ALL_GENERATED)
+    return bool(flags & Positions.ALL_PROMPT) or (bool(flags & Positions.LAST_PROMPT) and position == prompt_length - 1)
+
+
+def taken(plan, channel):
+    """For each buffer row of a channel: (site, token row), read from the runs; None where nothing is written."""
+    rows = {}
+    for group in plan.groups:
+        if group.channel != channel:
+            continue
+        for place, site in enumerate(group.sites):
+            for run in group.runs:
+                for i in range(run.length):
+                    row = group.base + place * group.rows + run.target + i
+                    assert row not in rows
+                    rows[row] = (site, run.source + i)
+    return rows
+
+
+def named(plan, channel):
+    """For each buffer row of a channel: (site, request key, position), read from the spans."""
+    rows = {}
+    for group in plan.groups:
+        if group.channel != channel:
+            continue
+        for place, site in enumerate(group.sites):
+            for span in group.spans:
+                for i in range(span.length):
+                    row = group.base + place * group.rows + span.row + i
+                    assert row not in rows
+                    rows[row] = (site, plan.batch[span.request].request.key, span.start + i)
+    return rows
+
+
+wants = st.dictionaries(st.integers(0, SITES - 1), st.sampled_from(POSITION_NAMES).map(Positions.named), max_size=SITES)
+requests = st.lists(
+    st.tuples(
+        st.integers(1, 9),  # prompt length
+        st.integers(0, 12),  # first position of the step
+        st.integers(1, 8),  # tokens in the step
+        st.integers(0, 14),  # computed before
+        wants,
+        wants,
+        st.booleans(),  # whether a stranger's tokens lie before it
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(requests)
+@settings(max_examples=400, deadline=None)
+def test_every_wanted_row_is_planned_once_and_nothing_else(parts):
+    planner = Planner(SITES)
+    batch, row, expected = [], 0, {SHIP: {}, VIEW: {}}
+    for number, (prompt, start, length, computed, ship, view, stranger) in enumerate(parts):
+        row += 3 * stranger
+        request = tracked(planner, f"r{number}", prompt, ship, view, computed)
+        batch.append(Scheduled(request, row, start, length))
+        for channel, want in ((SHIP, ship), (VIEW, view)):
+            for site, positions in want.items():
+                for position in range(start, start + length):
+                    if position >= computed and wanted_position(positions, prompt, position):
+                        expected[channel][site, request.key, position] = row + position - start
+        row += length
+    plan = planner.plan(batch)
+    everything = {}
+    for channel in (SHIP, VIEW):
+        sources, names = taken(plan, channel), named(plan, channel)
+        assert sources.keys() == names.keys()
+        got = {}
+        for buffer_row, name in names.items():
+            assert sources[buffer_row][0] == name[0]
+            assert name not in got
+            got[name] = sources[buffer_row][1]
+        assert got == expected[channel]
+        everything |= sources
+    assert sorted(everything) == list(range(plan.rows))
+    assert plan.ship_rows == len(taken(plan, SHIP))
+    assert sorted(taken(plan, SHIP)) == list(range(plan.ship_rows))
+
+
+def test_positions_computed_again_are_not_planned_again():
+    planner = Planner(1)
+    request = tracked(planner, "r", 4, {0: Positions.ALL})
+    assert planner.plan([Scheduled(request, 0, 0, 4)]).ship_rows == 4
+    assert planner.plan([Scheduled(request, 0, 4, 1)]).ship_rows == 1
+    resumed = planner.plan([Scheduled(request, 0, 0, 7)])
+    assert named(resumed, SHIP) == {0: (0, "r", 5), 1: (0, "r", 6)}
+    assert request.computed == 7
+
+
+def test_requests_with_one_program_form_one_group_with_one_run():
+    planner = Planner(SITES)
+    want = dict.fromkeys(range(SITES), Positions.ALL)
+    batch = [Scheduled(tracked(planner, f"r{i}", 8, want), 8 * i, 0, 8) for i in range(16)]
+    (group,) = planner.plan(batch).groups
+    assert group.sites == tuple(range(SITES))
+    assert group.runs == ((0, 0, 128),)
+
+
+@pytest.mark.parametrize(("start", "length", "prefill", "decode"), [(0, 4, 4, 0), (3, 1, 1, 0), (4, 1, 0, 1), (2, 5, 2, 3)])
+def test_steering_changes_at_the_end_of_the_prompt(start, length, prefill, decode):
+    planner = Planner(2)
+    request = tracked(planner, "r", 4)
+    request.prefill_steer, request.decode_steer = {1: 10}, {1: 11}
+    plan = planner.plan([Scheduled(request, 5, start, length)])
+    steered = np.full(16, -1)
+    for add in plan.adds[1]:
+        assert (steered[add.source : add.source + add.length] == -1).all()
+        steered[add.source : add.source + add.length] = add.bank
+    assert steered.tolist() == [-1] * 5 + [10] * prefill + [11] * decode + [-1] * (11 - prefill - decode)
+    assert 0 not in plan.adds
+    assert not plan.idle
