@@ -190,6 +190,19 @@ def owned_sites(model: Any, info: ModelInfo) -> Iterator[tuple[Site, Any]]:
                 yield site, layer
 
 
+# --- the front end ---
+
+
+def flush(llm_engine: Any) -> None:
+    """Let an engine that lives in this process take the step in which its workers learn what is over.
+
+    An engine in a process of its own takes it by itself.
+    """
+    core = getattr(llm_engine.engine_core, "engine_core", None)
+    while core is not None and not llm_engine.has_unfinished_requests() and core.scheduler.has_requests():
+        llm_engine.step()
+
+
 # --- the worker ---
 
 

@@ -1,0 +1,86 @@
+"""A hub in a process of its own, started and stopped by whoever needs one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from capflow import limits
+from capflow.address import runtime_directory
+from capflow.client import Client
+from capflow.errors import CapflowError, HubUnreachableError, UsageError, explain
+
+_EXIT_USAGE = 2
+
+
+class HubProcess:
+    """Runs `capflow run` with some consumers at an address of its own, from `start` to `stop`.
+
+    address: where it listens. The process is a child of this one, in a session of its own, so that a Ctrl-C meant
+    for its parent does not end it first.
+    """
+
+    def __init__(self, consumers: Sequence[str], *, address: str | None = None) -> None:
+        self.consumers = tuple(consumers)
+        self.address = address or f"ipc://{runtime_directory() / f'hub-{os.getpid()}-{os.urandom(3).hex()}.sock'}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: Path | None = None  # its stderr, until `stop`
+
+    def start(self, timeout_s: float) -> None:
+        """Start the hub and wait until it answers.
+
+        Raises UsageError when a consumer cannot be used, CapflowError when the hub does not come up in time.
+        """
+        handle, log = tempfile.mkstemp(prefix="capflow-hub-", suffix=".log")
+        self._log = Path(log)
+        command = [sys.executable, "-m", "capflow", "run", "--address", self.address]
+        for consumer in self.consumers:
+            command += ["--consumer", consumer]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle, start_new_session=True
+        )
+        os.close(handle)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            code = self._process.poll()
+            if code is not None:
+                message = self._last_line().removeprefix("capflow: ")
+                self._forget()
+                raise (UsageError if code == _EXIT_USAGE else CapflowError)(message)
+            with contextlib.suppress(HubUnreachableError), Client(self.address, timeout=0.5):
+                return
+            if time.monotonic() > deadline:
+                self.stop()
+                raise CapflowError(explain("the hub did not start", got=f"no answer at {self.address} in {timeout_s:g} s"))
+
+    def stop(self) -> int:
+        """Ask the hub to drain and end, and wait for it; return its exit code."""
+        if self._process is None:
+            return 0
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(limits.DRAIN_S_MAX + limits.SILENCE_S_MAX)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        code = self._process.returncode
+        self._forget()
+        return code
+
+    def _last_line(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines() if self._log is not None else []
+        return lines[-1] if lines else "the hub ended without a word"
+
+    def _forget(self) -> None:
+        self._process = None
+        if self._log is not None:
+            self._log.unlink(missing_ok=True)
+            self._log = None

@@ -1,0 +1,205 @@
+"""`capflow.LLM`: vLLM's offline engine with capture and steering, and `sampling_params` for its requests."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from capflow.address import default_address
+from capflow.client import Client
+from capflow.consumer import Policy
+from capflow.errors import HubUnreachableError, UsageError, explain
+from capflow.launch import HubProcess
+from capflow.result import CaptureResult
+from capflow_engine import compat
+
+compat.require()
+
+from vllm import LLM as VLLM  # noqa: E402 - only once the version is known to be one that works
+from vllm import RequestOutput, SamplingParams  # noqa: E402
+
+from capflow_engine.options import KEY, RequestOptions  # noqa: E402
+from capflow_engine.settings import Settings, tapped_sites  # noqa: E402
+
+_RESULTS_WAIT_S = 120.0
+_LAUNCH_WAIT_S = 60.0
+
+
+def sampling_params(
+    *, id: str | None = None, capture: Any = None, steering: Any = None, **kwargs: Any  # noqa: A002
+) -> SamplingParams:
+    """Return vLLM's `SamplingParams` for a request that captures or is steered.
+
+    id: what the request is called in frames, files and results; by default a new name. capture:
+    `{"hooks": {"post_block": [0, 5] or "all"}, "positions": "all"}`, for consumers that take what requests ask for.
+    steering: `{"post_block": {12: vector}}` or `{"post_block": {12: {"vector": …, "scale": 2.0}}}`, one vector of
+    `hidden_size` numbers (array, tensor or list) for each layer, added to the residual stream at every position.
+    Everything else goes to `SamplingParams`.
+
+    Raises UsageError (a ValueError) naming the field that is wrong.
+    """
+    options = RequestOptions.make(id=id, capture=capture, steering=steering)
+    extra_args = {**(kwargs.pop("extra_args", None) or {}), KEY: options.pack()}
+    return SamplingParams(extra_args=extra_args, **kwargs)
+
+
+def engine_arguments(settings: Settings) -> dict[str, Any]:
+    """Return the arguments that make a vLLM engine a capflow engine."""
+    return {
+        "worker_cls": "capflow_engine.worker.CaptureWorker",
+        "scheduler_cls": "capflow_engine.scheduler.CaptureScheduler",
+        "additional_config": settings,
+    }
+
+
+class LLM(VLLM):  # type: ignore[misc]
+    """A `vllm.LLM` whose requests may capture and be steered; takes what that takes, and:
+
+    consumers: consumers to run for this engine, as on the command line (`"filesystem:root=rows"`); a hub is started
+    for them and stopped with `close`. hub: the address of a running hub instead. Without either, the default
+    address is used. sites: patterns of the sites that carry a tap. policy: what a worker does when its
+    outbound queue is full.
+
+    Outputs of `generate` and `chat` have `capture_results`: by consumer, what became of the request's rows.
+    Close it with `close()` or use it as a context manager.
+
+    Raises UsageError for wrong arguments and HubUnreachableError when `hub` was named and does not answer.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        consumers: Sequence[str] = (),
+        hub: str | None = None,
+        sites: Sequence[str] = ("post_block:*",),
+        policy: Policy = "block",
+        **kwargs: Any,
+    ) -> None:
+        for name in ("worker_cls", "scheduler_cls"):
+            if name in kwargs:
+                raise UsageError(explain(name, got=kwargs[name], expected="to be left out; capflow brings its own"))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        self._hub_process: HubProcess | None = None
+        self._client: Client | None = None
+        self._numbers = itertools.count()
+        if consumers and hub is not None:
+            raise UsageError(explain("LLM: both hub and consumers", do="give consumers to the hub with `capflow run`"))
+        if consumers:
+            self._hub_process = HubProcess(consumers)
+            self._hub_process.start(_LAUNCH_WAIT_S)
+            hub = self._hub_process.address
+        elif hub is not None:
+            with Client(hub):  # raises when nobody answers
+                pass
+        settings = Settings(
+            engine=uuid.uuid4().hex,
+            hub=hub or default_address(),
+            sites=tuple(sites),
+            policy=policy,
+            hub_wait_s=_LAUNCH_WAIT_S if hub is not None else 0.5,
+            user=dict(kwargs.pop("additional_config", None) or {}),
+        )
+        self.capflow_settings = settings
+        try:
+            super().__init__(model, **engine_arguments(settings), **kwargs)
+            self.capflow_model = compat.model_info(self.llm_engine.vllm_config)
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[RequestOutput]:
+        """Generate as `vllm.LLM.generate` does; each output has `capture_results`."""
+        params = self._prepared(sampling_params, 1 if _is_one_prompt(prompts) else len(prompts))
+        return self._with_results(super().generate(prompts, params, **kwargs), params)
+
+    def chat(self, messages: Any, sampling_params: Any = None, **kwargs: Any) -> list[RequestOutput]:
+        """Chat as `vllm.LLM.chat` does; each output has `capture_results`."""
+        one = bool(messages) and isinstance(messages[0], dict)
+        params = self._prepared(sampling_params, 1 if one else len(messages))
+        return self._with_results(super().chat(messages, params, **kwargs), params)
+
+    def close(self) -> None:
+        """Stop the engine, then the hub that was started for it, once its consumers took everything."""
+        engine = getattr(self, "llm_engine", None)
+        if engine is not None:
+            engine.engine_core.shutdown()
+            self.llm_engine = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        if self._hub_process is not None:
+            process, self._hub_process = self._hub_process, None
+            process.stop()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def _prepared(self, params: Any, count: int) -> list[SamplingParams]:
+        """Return one copy of the parameters for each prompt, checked, each with a name of its own."""
+        if params is None:
+            params = self.get_default_sampling_params()
+        many = list(params) if isinstance(params, Sequence) else [params] * count
+        prepared = []
+        for one in many:
+            options = RequestOptions.unpack(one.extra_args)
+            options.check(self.capflow_model)
+            if options.id is not None and one.n > 1:
+                raise UsageError(explain("id", got=f"n={one.n} samples of {options.id}", expected="n=1 with an id"))
+            name = options.id or f"{self.capflow_settings.engine[:8]}-{next(self._numbers)}"
+            clone = one.clone()
+            if one.n == 1:
+                clone.extra_args = {
+                    **(one.extra_args or {}),
+                    KEY: RequestOptions(name, options.capture, options.steering).pack(),
+                }
+            prepared.append(clone)
+        names = [n for p in prepared if (n := RequestOptions.unpack(p.extra_args).id) is not None]
+        if len(set(names)) != len(names):
+            twice = next(n for n in names if names.count(n) > 1)
+            raise UsageError(explain("id", got=f"{twice} more than once", expected="a different id for each request"))
+        return prepared
+
+    def _with_results(self, outputs: list[Any], params: list[SamplingParams]) -> list[Any]:
+        compat.flush(self.llm_engine)
+        names = [RequestOptions.unpack(p.extra_args).id or "" for p in params]
+        found = self._results([n for n in names if n])
+        for output, name in zip(outputs, names, strict=True):
+            output.capture_results = found.get(name, {})
+        return outputs
+
+    def _results(self, names: Sequence[str]) -> dict[str, dict[str, CaptureResult]]:
+        if not names:
+            return {}
+        try:
+            if self._client is None:
+                self._client = Client(self.capflow_settings.hub)
+            return self._client.results(names, wait=True, timeout=_RESULTS_WAIT_S)
+        except HubUnreachableError:
+            if self._client is not None:
+                self._client.close()
+            self._client = None
+            return {}
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    """Return whether vLLM takes `prompts` as one prompt: a string, a dict, or a list of token ids."""
+    if isinstance(prompts, str | dict):
+        return True
+    return bool(prompts) and isinstance(prompts[0], int)
+
+
+def tapped(settings: Settings, num_layers: int) -> Iterator[str]:
+    """Yield the names of the sites that an engine with these settings taps."""
+    yield from map(str, tapped_sites(settings.sites, num_layers))
