@@ -1,7 +1,7 @@
 """capflow captures and steers what a language model computes while vLLM serves it.
 
 `hookimpl`, `Consumer` and `Controller` are for plugins; `LLM` and `sampling_params` need the engine extension
-(and so vLLM) and are loaded when first used.
+(and so vLLM) and are loaded when first used; `open` reads a captured data set and needs neither.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ __all__ = [
     "Site",
     "UsageError",
     "hookimpl",
+    "open",
     "sampling_params",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Load `LLM` and `sampling_params` from the engine extension when they are first asked for."""
-    if name in ("LLM", "sampling_params"):
-        import importlib
+    """Load `LLM`, `sampling_params` and `open` from their packages when they are first asked for."""
+    import importlib
 
+    if name == "open":
+        return importlib.import_module("capflow_consumers.reader").open_dataset
+    if name in ("LLM", "sampling_params"):
         return getattr(importlib.import_module("capflow_engine.llm"), name)
     raise AttributeError(f"module 'capflow' has no attribute {name!r}")

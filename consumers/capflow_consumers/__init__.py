@@ -1,1 +1,1 @@
-"""Part of capflow."""
+"""The consumers and the controller that come with capflow; they use nothing that other people's cannot."""

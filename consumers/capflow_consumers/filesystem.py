@@ -1,0 +1,277 @@
+"""The filesystem consumer: every request's rows in safetensors files of its own, readable with `capflow.open`.
+
+`capflow_consumers.layout` is the format. Rows are collected in memory and written when their request is over; past
+`buffer_bytes_max` the requests with most rows are moved to their files early. A request's directory takes its name when
+all of it is on the disk: who reads the root sees it whole or not at all, also after a kill or a power cut.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+import capflow
+from capflow import limits
+from capflow.consumer import Consumer, Context
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.frame import DTYPES, Frame, RequestRows
+from capflow.hookspecs import hookimpl
+from capflow.message import ModelInfo
+from capflow.result import CaptureResult, RequestDone, Status
+from capflow.site import Site
+from capflow.spec import CaptureSpec, Wanted
+from capflow_consumers import layout
+from capflow_consumers.requestfiles import RequestFiles, Runs
+from capflow_consumers.rowbuffer import RowBuffer
+from capflow_consumers.slug import slug
+from capflow_consumers.tokenlog import TokenLog
+from capflow_consumers.workdir import OnCollision, WorkDir
+
+_JSON = msgspec.json.Encoder()
+
+
+class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of `--consumer filesystem:`.
+
+    root: the directory of the data set, made when missing. hooks, layers, positions: what to capture of every request;
+    layers is `all` or numbers. capture: `requests` to write only what requests ask for themselves. fsync: whether
+    a request is on the disk, and not only with the kernel, when its result says `ok`.
+    """
+
+    root: str
+    hooks: list[str] = msgspec.field(default_factory=lambda: ["post_block"])
+    layers: list[int] | str = "all"
+    positions: str = "all"
+    capture: Literal["all", "requests"] = "all"
+    on_collision: OnCollision = "error"
+    buffer_bytes_max: int = 256 * limits.MIB
+    fsync: bool = True
+
+
+class _Request:
+    """One request from its first row to its result. error: why its rows are no longer taken."""
+
+    __slots__ = ("buffer", "error", "files", "tokens", "wanted")
+
+    def __init__(self, files: RequestFiles, wanted: Wanted | None) -> None:
+        self.files = files
+        self.wanted = wanted
+        self.buffer = RowBuffer()
+        self.tokens = TokenLog()
+        self.error: str | None = None
+
+
+class FilesystemConsumer(Consumer):
+    """Writes one directory for each request."""
+
+    name: ClassVar[str] = "filesystem"
+    Config: ClassVar[type[msgspec.Struct]] = FilesystemConfig
+
+    def __init__(self, config: FilesystemConfig) -> None:
+        super().__init__(config)
+        self.config: FilesystemConfig = config
+        self._work = WorkDir(Path(config.root).absolute(), fsync=config.fsync)
+        self._requests: dict[tuple[str, str], _Request] = {}
+        self._models: dict[str, ModelInfo] = {}
+        self._buffered_bytes = 0
+        self._context: Context | None = None
+
+    def spec(self) -> CaptureSpec | None:
+        """Return what the options name, or None with `capture=requests`."""
+        if self.config.capture == "requests":
+            return None
+        layers = _layers(self.config.layers)
+        value = {"hooks": dict.fromkeys(self.config.hooks, layers), "positions": self.config.positions}
+        return CaptureSpec.parse(value, where=f"consumers.{self.name}")
+
+    def check(self) -> None:
+        """Raise UsageError for options out of range and for a root that cannot be written."""
+        self.spec()
+        if self.config.buffer_bytes_max < 0:
+            what = f"consumers.{self.name}.buffer_bytes_max"
+            raise UsageError(
+                explain(what, got=self.config.buffer_bytes_max, expected="0 or more", do="remove it to use the default")
+            )
+        root = self._work.root
+        existing = next(path for path in (root, *root.parents) if os.path.lexists(path))
+        if not existing.is_dir():
+            raise self._bad_root(f"{existing}, which is not a directory")
+        try:
+            with tempfile.TemporaryFile(dir=existing):
+                pass
+        except OSError as e:
+            raise self._bad_root(f"{existing}: {e.strerror}") from e
+
+    def open(self, context: Context) -> None:
+        """Make the root, and clear away what dead writers left in it."""
+        self._context = context
+        try:
+            self._work.open()
+        except OSError as e:
+            raise self._bad_root(str(e)) from e
+
+    def on_session(self, engine: str, model: ModelInfo) -> None:
+        """Remember the model's name for the sidecars."""
+        self._models[engine] = model
+
+    def on_frame(self, frame: Frame) -> None:
+        """Copy the rows into the buffers of their requests; write the largest out when all exceed the bound."""
+        previous: RequestRows | None = None
+        for chunk in frame.chunks():
+            if chunk.request is not previous:
+                previous = chunk.request
+                request = self._request(frame, previous)
+                request.tokens.add(previous.start, previous.token_ids, previous.texts)
+            if request.error is None:
+                self._buffered_bytes += request.buffer.add(chunk.sites, chunk.start, chunk.rows)
+                if self._buffered_bytes > self.config.buffer_bytes_max:
+                    self._write_out()
+
+    def on_request_done(self, done: RequestDone) -> CaptureResult:
+        """Write what is left, publish the directory, and say what is in it."""
+        request = self._requests.pop((done.engine, done.request), None) or self._empty(done.engine)
+        self._buffered_bytes -= request.buffer.nbytes
+        error = request.error
+        if error is None:
+            try:
+                return self._publish(request, done)
+            except (OSError, CapflowError) as e:
+                error = str(e)
+                shutil.rmtree(request.files.path, ignore_errors=True)
+        self._count("requests_failed")
+        return CaptureResult("error", error)
+
+    def close(self) -> None:
+        """Remove what is unfinished: no part of a request is ever published."""
+        if self._requests:
+            self._count("requests_unfinished", len(self._requests))
+            self._requests.clear()
+            self._buffered_bytes = 0
+        self._work.close()
+
+    def _publish(self, request: _Request, done: RequestDone) -> CaptureResult:
+        files = request.files
+        expected = _expected(request.wanted, done)
+        counts = {site: stop - start for site, (start, stop) in expected.items()}
+        entries = files.finish(request.buffer.take(), request.tokens, counts)
+        rows = sum(entry.rows for entry in entries)
+        problems = _problems(files.runs, rows, expected, done)
+        status: Status = "ok" if not problems else "partial_error" if rows else "error"
+        error = "; ".join(problems) or None
+        model = self._models.get(done.engine)
+        sidecar = layout.Sidecar(
+            capflow=capflow.__version__,
+            request=done.request,
+            engine=done.engine,
+            model=model.name if model else "",
+            dtype=files.dtype,
+            hidden_size=files.hidden_size,
+            prompt_length=done.prompt_length,
+            computed_length=done.computed_length,
+            status=done.status,
+            capture_status=status,
+            error=error,
+            dropped=[(dropped.rows, dropped.reason) for dropped in done.dropped],
+            rows=rows,
+            sites=entries,
+            texts=[layout.TokenRun(start, texts) for start, texts in request.tokens.texts()],
+        )
+        files.write_sidecar(_JSON.encode(sidecar))
+        path = self._work.publish(files.path, slug(done.request), self.config.on_collision)
+        size = sum(entry.bytes for entry in entries)
+        payload = {"path": str(path), "rows": rows, "bytes": size, "files": len(entries)}
+        return CaptureResult(status, error, payload)
+
+    def _request(self, frame: Frame, rows: RequestRows) -> _Request:
+        header = frame.header
+        key = (header.engine, rows.id)
+        request = self._requests.get(key)
+        if request is None:
+            wanted = frame.wants(rows) if frame.wants is not None else None
+            request = self._requests[key] = _Request(self._files(header.dtype, header.hidden_size), wanted)
+        elif (request.files.dtype, request.files.hidden_size) != (header.dtype, header.hidden_size):
+            came = f"{header.dtype} rows of {header.hidden_size}"
+            had = f"{request.files.dtype} of {request.files.hidden_size}, as the request's first"
+            self._fail(request, explain("rows of another model", got=came, expected=had))
+        return request
+
+    def _empty(self, engine: str) -> _Request:
+        """Return the request of which no row came."""
+        model = self._models.get(engine)
+        dtype, hidden_size = (model.dtype, model.hidden_size) if model else ("float32", 0)
+        return _Request(self._files(dtype, hidden_size), None)
+
+    def _files(self, dtype: str, hidden_size: int) -> RequestFiles:
+        row_bytes = hidden_size * DTYPES[dtype].itemsize
+        return RequestFiles(self._work.new(), dtype, hidden_size, row_bytes, fsync=self.config.fsync)
+
+    def _write_out(self) -> None:
+        """Move rows to files, largest requests first, until half of the bound is free."""
+        self._count("buffer_overflows")
+        for request in sorted(self._requests.values(), key=lambda request: request.buffer.nbytes, reverse=True):
+            if self._buffered_bytes <= self.config.buffer_bytes_max // 2:
+                return
+            self._buffered_bytes -= request.buffer.nbytes
+            try:
+                request.files.append(request.buffer.take())
+            except OSError as e:  # this request's, and not the one's whose frame is being handled
+                self._fail(request, explain(f"{request.files.path} cannot be written", got=e.strerror))
+
+    def _fail(self, request: _Request, error: str) -> None:
+        request.error = error
+        self._buffered_bytes -= request.buffer.nbytes
+        request.buffer.take()
+        shutil.rmtree(request.files.path, ignore_errors=True)
+
+    def _bad_root(self, got: str) -> UsageError:
+        expected = "a directory that can be made and written"
+        return UsageError(explain(f"consumers.{self.name}.root", got=got, expected=expected))
+
+    def _count(self, name: str, amount: int = 1) -> None:
+        if self._context is not None:
+            self._context.count(name, amount)
+
+
+def _layers(value: list[int] | str) -> list[int] | str:
+    """Return `all` or the layer numbers; the command line's `0+5` may come as it stands."""
+    if isinstance(value, str) and value != "all":
+        parts = value.split("+")
+        if not all(part.isdecimal() for part in parts):
+            raise UsageError(explain("consumers.filesystem.layers", got=value, expected="all, or numbers like 0+5+12"))
+        return [int(part) for part in parts]
+    return value
+
+
+def _expected(wanted: Wanted | None, done: RequestDone) -> dict[Site, tuple[int, int]]:
+    """Return the positions that each wanted site must have rows of, as `(start, stop)`."""
+    spans = {
+        site: positions.span(done.prompt_length, 0, done.computed_length) for site, positions in (wanted or {}).items()
+    }
+    return {site: (start, stop) for site, (start, stop) in spans.items() if start < stop}
+
+
+def _problems(
+    runs: Mapping[Site, Runs], rows: int, expected: Mapping[Site, tuple[int, int]], done: RequestDone
+) -> Sequence[str]:
+    """Return what the files lack of what was promised, one message each."""
+    problems = [f"{dropped.rows} rows dropped: {dropped.reason}" for dropped in done.dropped]
+    if rows != done.rows:
+        problems.append(explain("rows written", got=rows, expected=f"{done.rows} as delivered"))
+    for site, span in sorted(expected.items()):
+        got: Any = runs.get(site, [])
+        if got != [span]:
+            came = " ".join(f"{start}..{stop}" for start, stop in got) or "none"
+            problems.append(explain(f"positions of {site}", got=came, expected=f"{span[0]}..{span[1]}"))
+    return problems
+
+
+@hookimpl
+def capflow_consumers() -> list[type[Consumer]]:
+    """Bring the filesystem consumer."""
+    return [FilesystemConsumer]

@@ -1,0 +1,103 @@
+"""The layout of a captured data set on disk, which the writer and the reader share.
+
+    ROOT/
+      REQUEST/                        the slug of the request's id; see `capflow_consumers.slug`
+        post_block.012.safetensors    one file for each site
+        request.json                  the sidecar
+      .partial-…/, .lock              the writer's own; never part of the data set
+
+A site's file is plain safetensors. Its header, padded with spaces, fills the first `HEADER_BYTES`, so that rows are
+aligned to 64 bytes and can be written before their number is known. It holds `rows` `[n, hidden_size]` in the model's dtype, bit
+for bit as captured, then `positions` `[n]` int64, then `token_ids` `[n]` int32 (-1 where the engine did not say).
+
+The sidecar is a `Sidecar` as JSON. A request's directory appears under its name in one rename, when everything in it is
+written, and is never changed after.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from capflow.result import Status
+from capflow.site import Site
+
+FORMAT = 1
+HEADER_BYTES = 512
+SIDECAR_NAME = "request.json"
+
+SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""The name that safetensors has for each dtype that rows travel in."""
+
+
+class SiteFile(msgspec.Struct, frozen=True):
+    """One site's file. rows_expected is what the capture spec asked for, where the writer knew; xxh3_64 is of the file."""
+
+    layer: int
+    hook: str
+    file: str
+    rows: int
+    rows_expected: int | None
+    bytes: int
+    xxh3_64: str
+
+    @property
+    def site(self) -> Site:
+        """The site whose rows the file holds."""
+        return Site(self.layer, self.hook)
+
+
+class TokenRun(msgspec.Struct, frozen=True):
+    """The texts of the tokens at positions `start, start+1, …`."""
+
+    start: int
+    texts: list[str]
+
+
+class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
+    """What `request.json` holds.
+
+    request is the exact id. status is how the request ended (`stop`, `length`, `abort`, `error`); capture_status and
+    error say whether every promised row is here; dropped is `[rows, reason]` for what was lost on the way.
+    """
+
+    format: int = FORMAT
+    capflow: str
+    request: str
+    engine: str
+    model: str
+    dtype: str
+    hidden_size: int
+    prompt_length: int
+    computed_length: int
+    status: str
+    capture_status: Status
+    error: str | None
+    dropped: list[tuple[int, str]]
+    rows: int
+    sites: list[SiteFile]
+    texts: list[TokenRun]
+
+
+def file_name(site: Site) -> str:
+    """Return the name of a site's file."""
+    return f"{site.hook}.{site.layer:03d}.safetensors"
+
+
+def header(site: Site, dtype: str, rows: int, hidden_size: int, row_bytes: int) -> bytes:
+    """Return the first `HEADER_BYTES` of a site's file."""
+    tensors: dict[str, Any] = {"__metadata__": {"site": str(site)}}
+    end = 0
+    for name, kind, shape, size in (
+        ("rows", SAFETENSORS_DTYPES[dtype], [rows, hidden_size], rows * row_bytes),
+        ("positions", "I64", [rows], rows * 8),
+        ("token_ids", "I32", [rows], rows * 4),
+    ):
+        tensors[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    length = HEADER_BYTES - 8
+    assert len(text) <= length
+    return length.to_bytes(8, "little") + text.ljust(length)

@@ -1,0 +1,147 @@
+"""One request's files while they are written, in a directory that nobody else looks into.
+
+Rows may come in several parts: each is appended behind the last, and `finish` writes what follows the rows, and the header.
+No file is open between calls, so that any number of requests can be under way.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from capflow.site import Site
+from capflow_consumers import layout
+from capflow_consumers.rowbuffer import Piece
+from capflow_consumers.tokenlog import TokenLog
+
+_PARTS_PER_CALL_MAX = 1024  # IOV_MAX of Linux
+
+Runs = list[tuple[int, int]]
+"""`(start, stop)` of the positions written, in the order of the rows."""
+
+
+class RequestFiles:
+    """The files of one request in `path`, which is made when the first is."""
+
+    def __init__(self, path: Path, dtype: str, hidden_size: int, row_bytes: int, *, fsync: bool) -> None:
+        self.path = path
+        self.dtype = dtype
+        self.hidden_size = hidden_size
+        self.row_bytes = row_bytes
+        self.fsync = fsync
+        self.runs: dict[Site, Runs] = {}
+
+    def append(self, pieces: Mapping[Site, Sequence[Piece]]) -> None:
+        """Write rows behind those already in the files; raises OSError."""
+        self.path.mkdir(exist_ok=True)
+        for site, parts in pieces.items():
+            offset = layout.HEADER_BYTES + self.rows(site) * self.row_bytes
+            fd = os.open(self.path / layout.file_name(site), os.O_WRONLY | os.O_CREAT, 0o666)
+            try:
+                _write(fd, [part.rows for part in parts], offset)
+            finally:
+                os.close(fd)
+            self._extend(site, parts)
+
+    def finish(
+        self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]
+    ) -> list[layout.SiteFile]:
+        """Write the last rows, the positions, token ids and headers; return what is in the files. Raises OSError."""
+        self.path.mkdir(exist_ok=True)
+        tails: dict[tuple[tuple[int, int], ...], list[Any]] = {}  # sites mostly share their positions
+        entries = []
+        for site in sorted({*self.runs, *pieces}):
+            parts = pieces.get(site, ())
+            before = self.rows(site)
+            self._extend(site, parts)
+            key = tuple(self.runs[site])
+            if key not in tails:
+                tails[key] = [_positions(key), np.concatenate([tokens.ids(*run) for run in key])]
+            body = [*(part.rows for part in parts), *tails[key]]
+            entries.append(self._finish_file(site, body, before, expected.get(site)))
+        return entries
+
+    def write_sidecar(self, sidecar: bytes) -> None:
+        """Write the sidecar and make the directory's entries last; raises OSError."""
+        self.path.mkdir(exist_ok=True)
+        fd = os.open(self.path / layout.SIDECAR_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            _write(fd, [sidecar], 0)
+            self._sync(fd)
+        finally:
+            os.close(fd)
+        if self.fsync:
+            sync_directory(self.path)
+
+    def rows(self, site: Site) -> int:
+        """Return how many rows of a site are written."""
+        return sum(stop - start for start, stop in self.runs.get(site, ()))
+
+    def _finish_file(self, site: Site, body: list[Any], before: int, expected: int | None) -> layout.SiteFile:
+        name = layout.file_name(site)
+        rows = self.rows(site)
+        header = layout.header(site, self.dtype, rows, self.hidden_size, self.row_bytes)
+        fd = os.open(self.path / name, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if before:
+                end = _write(fd, body, layout.HEADER_BYTES + before * self.row_bytes)
+                _write(fd, [header], 0)
+                with mmap.mmap(fd, end, access=mmap.ACCESS_READ) as whole:
+                    digest = xxhash.xxh3_64_hexdigest(whole)
+            else:
+                end = _write(fd, [header, *body], 0)
+                hasher = xxhash.xxh3_64(header)
+                for part in body:
+                    hasher.update(part)
+                digest = hasher.hexdigest()
+            self._sync(fd)
+        finally:
+            os.close(fd)
+        return layout.SiteFile(site.layer, site.hook, name, rows, expected, end, digest)
+
+    def _extend(self, site: Site, parts: Sequence[Piece]) -> None:
+        runs = self.runs.setdefault(site, [])
+        for part in parts:
+            stop = part.start + len(part.rows)
+            if runs and runs[-1][1] == part.start:
+                runs[-1] = (runs[-1][0], stop)
+            else:
+                runs.append((part.start, stop))
+
+    def _sync(self, fd: int) -> None:
+        if self.fsync:
+            os.fsync(fd)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the entries of a directory survive a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _positions(runs: Sequence[tuple[int, int]]) -> Any:
+    return np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in runs])
+
+
+def _write(fd: int, parts: Sequence[Any], offset: int) -> int:
+    """Write the parts one after another from `offset` on; return where they end."""
+    views = [memoryview(part).cast("B") for part in parts]
+    index = 0
+    while index < len(views):
+        written = os.pwritev(fd, views[index : index + _PARTS_PER_CALL_MAX], offset)
+        offset += written
+        while index < len(views) and written >= len(views[index]):
+            written -= len(views[index])
+            index += 1
+        if written:
+            views[index] = views[index][written:]
+    return offset

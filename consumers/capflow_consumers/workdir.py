@@ -1,0 +1,135 @@
+"""A writer's hidden directory under the root of a data set, and how a finished request leaves it.
+
+    ROOT/.lock                   held while a writer starts, so that one does not take another's new directory for a dead one's
+    ROOT/.partial-…/lock         held by the writer for as long as it lives, and let go by the kernel however it dies
+    ROOT/.partial-…/N/           a request under way
+    ROOT/.partial-…/replaced/    a request that is being overwritten, put back if the writer dies between its two renames
+
+What always holds: a name under the root that does not begin with a dot is a whole request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from capflow.errors import CapflowError, explain
+from capflow_consumers.requestfiles import sync_directory
+
+OnCollision = Literal["error", "overwrite", "suffix"]
+"""What to do when the request's name is taken. `error`: keep the old and report. `suffix`: publish as `NAME~2`, `NAME~3`, …"""
+
+PREFIX = ".partial-"
+
+_TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
+_OVERWRITE_TRIES = 10
+
+
+class WorkDir:
+    """Between `open` and `close`, `path` is this writer's alone."""
+
+    def __init__(self, root: Path, *, fsync: bool) -> None:
+        self.root = root
+        self.fsync = fsync
+        self.path = root
+        self._lock = -1
+        self._numbers = itertools.count()
+
+    def open(self) -> None:
+        """Make the root and the hidden directory, and remove those of dead writers; raises OSError."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        with _locked(self.root / ".lock"):
+            for stale in sorted(self.root.glob(PREFIX + "*")):
+                _remove_if_dead(stale, self.root)
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self.root))
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def close(self) -> None:
+        """Remove the hidden directory with every request that is under way."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+    def new(self) -> Path:
+        """Return the path of a directory for one request, not yet made."""
+        return self.path / str(next(self._numbers))
+
+    def publish(self, source: Path, name: str, on_collision: OnCollision) -> Path:
+        """Give a finished request its name in one rename; return where it is.
+
+        Raises OSError, and CapflowError when the name is taken and `on_collision` is `error`.
+        """
+        target = self.root / name
+        if not _rename(source, target):
+            if on_collision == "error":
+                do = "set on_collision to suffix or overwrite, or use another root"
+                raise CapflowError(explain(f"{target} exists already", do=do))
+            target = self._suffix(source, name) if on_collision == "suffix" else self._overwrite(source, target)
+        if self.fsync:
+            sync_directory(self.root)
+        return target
+
+    def _suffix(self, source: Path, name: str) -> Path:
+        for number in itertools.count(2):
+            target = self.root / f"{name}~{number}"
+            if _rename(source, target):
+                return target
+        raise AssertionError
+
+    def _overwrite(self, source: Path, target: Path) -> Path:
+        replaced = self.path / "replaced"
+        replaced.mkdir(exist_ok=True)
+        for _ in range(_OVERWRITE_TRIES):
+            with contextlib.suppress(FileNotFoundError):
+                target.rename(replaced / target.name)
+            if _rename(source, target):
+                shutil.rmtree(replaced, ignore_errors=True)
+                return target
+        raise CapflowError(explain(f"{target} is written by others all the time", do="use another root"))
+
+
+def _rename(source: Path, target: Path) -> bool:
+    """Rename a directory unless the name is taken; an empty directory does not take it."""
+    try:
+        source.rename(target)
+    except OSError as e:
+        if e.errno in _TAKEN:
+            return False
+        raise
+    return True
+
+
+def _remove_if_dead(stale: Path, root: Path) -> None:
+    """Remove a hidden directory whose writer is gone, after putting back what it was replacing."""
+    with contextlib.suppress(FileNotFoundError):
+        fd = os.open(stale / "lock", os.O_RDWR)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        finally:
+            os.close(fd)
+    for old in stale.glob("replaced/*"):
+        if not (root / old.name).exists():
+            old.rename(root / old.name)
+    shutil.rmtree(stale)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

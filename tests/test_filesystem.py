@@ -1,0 +1,492 @@
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from frames import make_frame, make_model, row_of, token_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+import capflow
+from capflow.errors import CapflowError, UsageError
+from capflow.frame import DTYPES, Dropped, Frame
+from capflow.result import CaptureResult, RequestDone
+from capflow.site import Site
+from capflow.spec import Positions
+from capflow_consumers import layout
+from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
+from capflow_consumers.slug import LENGTH_MAX, slug
+
+SITES = (Site(0, "post_block"), Site(1, "post_block"), Site(1, "mlp_in"))
+
+
+class Counts:
+    """A context that keeps its counters."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def act(self, action: object) -> None:
+        raise AssertionError(action)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        self.counts[name] += amount
+
+
+def opened(root: Path, **options: object) -> FilesystemConsumer:
+    consumer = FilesystemConsumer(FilesystemConfig(root=str(root), **{"fsync": False, **options}))
+    consumer.check()
+    consumer.open(Counts())
+    consumer.on_session("engine-1", make_model())
+    return consumer
+
+
+def done(
+    request: str = "r1",
+    prompt_length: int = 4,
+    computed_length: int = 4,
+    rows: int | None = None,
+    dropped: tuple[Dropped, ...] = (),
+    status: str = "stop",
+) -> RequestDone:
+    rows = computed_length if rows is None else rows
+    return RequestDone("engine-1", request, status, prompt_length, computed_length, rows, rows, dropped)
+
+
+def assert_is_whole(capture, request, sites, first, end, dtype="float32"):
+    """Assert that a capture holds exactly the rows of positions `first..end` of a request at the sites."""
+    assert set(capture.sites) == set(sites)
+    capture.verify()
+    for site in sites:
+        rows = capture[site]
+        assert rows.rows.dtype == DTYPES[dtype]
+        assert rows.positions.tolist() == list(range(first, end))
+        assert rows.token_ids.tolist() == [token_of(request, p) for p in range(first, end)]
+        expected = np.stack([row_of(request, site, p, dtype=dtype) for p in range(first, end)])
+        assert rows.rows.tobytes() == expected.tobytes()
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith("."))
+
+
+# One request, start to end.
+
+
+def test_a_request_becomes_a_directory_of_safetensors_and_a_sidecar(tmp_path):
+    consumer = opened(tmp_path)
+    consumer.on_frame(make_frame([("r1", 4, 0, 4)], SITES, texts=True))
+    consumer.on_frame(make_frame([("r1", 4, 4, 1)], SITES, texts=True, seq=2))
+    assert names(tmp_path) == []
+    result = consumer.on_request_done(done(computed_length=5, rows=15))
+    consumer.close()
+
+    files = sorted(path.name for path in (tmp_path / "r1").iterdir())
+    assert files == [
+        "mlp_in.001.safetensors",
+        "post_block.000.safetensors",
+        "post_block.001.safetensors",
+        "request.json",
+    ]
+    size = sum((tmp_path / "r1" / name).stat().st_size for name in files[:3])
+    assert result == CaptureResult("ok", None, {"path": str(tmp_path / "r1"), "rows": 15, "bytes": size, "files": 3})
+    sidecar = json.loads((tmp_path / "r1" / "request.json").read_bytes())
+    assert sidecar["request"] == "r1"
+    assert sidecar["model"] == "test-model"
+    assert sidecar["capture_status"] == "ok"
+    assert sidecar["texts"] == [{"start": 0, "texts": [f" {token_of('r1', p)}" for p in range(5)]}]
+    assert_is_whole(capflow.open(tmp_path)["r1"], "r1", SITES, 0, 5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_rows_are_kept_bit_for_bit_and_other_tools_read_them(tmp_path, dtype):
+    consumer = opened(tmp_path)
+    consumer.on_frame(make_frame([("r1", 3, 0, 3)], SITES, dtype=dtype))
+    consumer.on_request_done(done(prompt_length=3, computed_length=3, rows=9))
+    tensors = load_file(tmp_path / "r1" / "post_block.001.safetensors")
+    expected = np.stack([row_of("r1", SITES[1], p, dtype=dtype) for p in range(3)])
+    assert tensors["rows"].tobytes() == expected.tobytes()
+    assert tensors["rows"].dtype == DTYPES[dtype]
+    assert tensors["positions"].tolist() == [0, 1, 2]
+    assert tensors["positions"].dtype == np.int64
+    assert tensors["token_ids"].dtype == np.int32
+
+
+def test_sites_of_different_pipeline_stages_join_in_one_request(tmp_path):
+    consumer = opened(tmp_path)
+    for sites in (SITES[:1], SITES[1:]):
+        for start, length in ((0, 3), (3, 2), (5, 1)):
+            consumer.on_frame(make_frame([("r1", 5, start, length)], sites))
+    assert consumer.on_request_done(done(prompt_length=5, computed_length=6, rows=18)).status == "ok"
+    assert_is_whole(capflow.open(tmp_path)["r1"], "r1", SITES, 0, 6)
+
+
+def test_sites_that_want_different_positions_have_different_rows(tmp_path):
+    consumer = opened(tmp_path)
+    wanted = {SITES[0]: Positions.ALL, SITES[1]: Positions.ALL_GENERATED, SITES[2]: Positions.LAST_PROMPT}
+    for start, length in ((0, 3), (3, 1), (4, 1), (5, 1)):
+        consumer.on_frame(make_frame([("r1", 4, start, length)], SITES).narrowed(lambda _: wanted))
+    result = consumer.on_request_done(done(computed_length=6, rows=6 + 2 + 1))
+    assert result.error is None
+    capture = capflow.open(tmp_path)["r1"]
+    assert capture[SITES[0]].positions.tolist() == [0, 1, 2, 3, 4, 5]
+    assert capture[SITES[1]].positions.tolist() == [4, 5]
+    assert capture[SITES[2]].positions.tolist() == [3]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_interleaving_of_requests_and_steps_gives_each_request_exactly_its_rows(data, tmp_path_factory):
+    root = tmp_path_factory.mktemp("root")
+    dtype = data.draw(st.sampled_from(sorted(DTYPES)))
+    limit = data.draw(st.sampled_from([0, 500, 3_000, 1 << 20]), label="buffer_bytes_max")
+    consumer = opened(root, buffer_bytes_max=limit)
+    ids = [f"r{n}" for n in range(data.draw(st.integers(1, 4)))]
+    shape = {
+        i: (data.draw(st.integers(1, 12)), data.draw(st.integers(0, 8)), data.draw(st.integers(0, 3))) for i in ids
+    }
+    at = {(i, stage): shape[i][2] for i in ids for stage in (0, 1)}
+    stages = {0: SITES[:2], 1: SITES[2:]}
+    end = {i: max(prompt + generated, first) for i, (prompt, generated, first) in shape.items()}
+    while at:
+        stage = data.draw(st.sampled_from(sorted({stage for _, stage in at})))
+        running = data.draw(st.lists(st.sampled_from(sorted(i for i, s in at if s == stage)), unique=True, min_size=1))
+        asked = []
+        for i in running:
+            left = end[i] - at[i, stage]
+            length = data.draw(st.integers(min(1, left), left))
+            asked.append((i, shape[i][0], at[i, stage], length))
+            at[i, stage] += length
+            if at[i, stage] == end[i]:
+                del at[i, stage]
+        frame = make_frame(asked, stages[stage], dtype=dtype)
+        consumer.on_frame(Frame.decode(*frame.encode()))
+        for i, *_ in asked:
+            if (i, 0) not in at and (i, 1) not in at:
+                total = (end[i] - shape[i][2]) * len(SITES)
+                result = consumer.on_request_done(done(i, shape[i][0], end[i], rows=total))
+                assert (result.status, result.error) == ("ok", None)
+                assert_is_whole(capflow.open(root)[i], i, SITES if total else (), shape[i][2], end[i], dtype)
+    assert consumer._buffered_bytes == 0
+    consumer.close()
+    assert set(names(root)) == set(ids)
+
+
+def test_memory_stays_within_the_bound_while_files_grow(tmp_path):
+    consumer = opened(tmp_path, buffer_bytes_max=4096)
+    for start in range(200):
+        consumer.on_frame(make_frame([("long", 1, start, 1), ("other", 1, start, 1)], SITES))
+        assert consumer._buffered_bytes <= 4096
+        assert consumer._buffered_bytes == sum(r.buffer.nbytes for r in consumer._requests.values())
+    assert consumer._context.counts["buffer_overflows"] > 0
+    for request in ("long", "other"):
+        assert consumer.on_request_done(done(request, 1, 200, rows=600)).status == "ok"
+        assert_is_whole(capflow.open(tmp_path)[request], request, SITES, 0, 200)
+
+
+def test_rows_do_not_keep_the_frames_alive_that_they_came_in(tmp_path):
+    consumer = opened(tmp_path)
+    payload = bytearray(make_frame([("r1", 4, 0, 4)]).payload)
+    frame = make_frame([("r1", 4, 0, 4)])
+    consumer.on_frame(Frame(frame.header, payload))
+    payload[:] = b"\xff" * len(payload)
+    payload.clear()  # BufferError while anything still points into it
+    consumer.on_request_done(done())
+    assert_is_whole(capflow.open(tmp_path)["r1"], "r1", SITES[:1], 0, 4)
+
+
+# What is missing is said.
+
+
+def test_fewer_rows_than_promised_is_a_partial_error_with_the_difference(tmp_path):
+    consumer = opened(tmp_path)
+    consumer.on_frame(make_frame([("r1", 4, 0, 3)]))
+    result = consumer.on_request_done(done(rows=4))
+    assert result.status == "partial_error"
+    assert result.error == "rows written: got 3, expected 4 as delivered"
+    sidecar = capflow.open(tmp_path)["r1"].sidecar
+    assert (sidecar.capture_status, sidecar.error) == ("partial_error", result.error)
+
+
+def test_a_site_without_its_positions_is_named(tmp_path):
+    consumer = opened(tmp_path)
+    wanted = dict.fromkeys(SITES[:2], Positions.ALL)
+    consumer.on_frame(make_frame([("r1", 4, 0, 4)], SITES[:2]).narrowed(lambda _: wanted))
+    consumer.on_frame(make_frame([("r1", 4, 4, 1)], SITES[:1]).narrowed(lambda _: wanted))
+    result = consumer.on_request_done(done(computed_length=5, rows=9))
+    assert result.status == "partial_error"
+    assert result.error == "positions of post_block:1: got 0..4, expected 0..5"
+    counts = {entry.site: (entry.rows, entry.rows_expected) for entry in capflow.open(tmp_path)["r1"].sidecar.sites}
+    assert counts == {SITES[0]: (5, 5), SITES[1]: (4, 5)}
+
+
+def test_rows_delivered_twice_are_a_partial_error(tmp_path):
+    consumer = opened(tmp_path)
+    for _ in range(2):
+        consumer.on_frame(make_frame().narrowed(lambda _: {Site(0, "post_block"): Positions.ALL}))
+    result = consumer.on_request_done(done(rows=8))
+    assert result.error == "positions of post_block:0: got 0..4 0..4, expected 0..4"
+
+
+def test_dropped_rows_are_named_with_their_reason(tmp_path):
+    consumer = opened(tmp_path)
+    consumer.on_frame(make_frame())
+    result = consumer.on_request_done(done(dropped=(Dropped(7, "queue_full"),)))
+    assert (result.status, result.error) == ("partial_error", "7 rows dropped: queue_full")
+    assert capflow.open(tmp_path)["r1"].sidecar.dropped == [(7, "queue_full")]
+
+
+def test_a_request_all_of_whose_rows_were_lost_is_an_error_on_record(tmp_path):
+    consumer = opened(tmp_path)
+    result = consumer.on_request_done(done(rows=0, dropped=(Dropped(4, "queue_full"),)))
+    assert result.status == "error"
+    assert capflow.open(tmp_path)["r1"].error == "4 rows dropped: queue_full"
+
+
+def test_a_request_that_computed_nothing_is_whole(tmp_path):
+    consumer = opened(tmp_path)
+    assert consumer.on_request_done(done(computed_length=0, status="abort")).status == "ok"
+    assert capflow.open(tmp_path)["r1"].sites == ()
+
+
+# Names.
+
+
+NASTY = [
+    "", ".", "..", "...", "../x", "a/b", "/etc/passwd", "a\\b", "A", "a", "a ", "a.", ".a", "-a", "~", "a~", "a\0b", "a\nb",
+    "é", "e\u0301", "ﬀ", "ff", "\ud800", "CON", "x" * 512, "x" * 511, "X" * 512, ".partial-x", ".lock", "request.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("request_id", [i for i in NASTY if "\ud800" not in i], ids=repr)
+def test_any_request_id_is_captured_inside_the_root_and_found_again(tmp_path, request_id):
+    root = tmp_path / "root"
+    consumer = opened(root)
+    consumer.on_frame(make_frame([(request_id, 4, 0, 4)]))
+    assert consumer.on_request_done(done(request_id)).status == "ok"
+    consumer.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+    assert len(names(root)) == 1
+    assert capflow.open(root).requests() == [request_id]
+    assert capflow.open(root)[request_id].id == request_id
+
+
+def test_nasty_ids_do_not_share_a_directory():
+    assert len({slug(i).lower() for i in NASTY}) == len(NASTY)
+
+
+@settings(max_examples=500)
+@given(first=st.text(st.characters(), max_size=130), second=st.text("aA./~-2é", max_size=8))
+def test_slugs_are_plain_names_and_differ_when_ids_do(first, second):
+    for text in (first, second, slug(first), slug(second)):
+        assert re.fullmatch(r"[a-z0-9][a-z0-9._~-]*", slug(text))
+        assert len(slug(text)) <= LENGTH_MAX
+    texts = {first, second, slug(first), slug(second), first.upper(), first.lower(), f"{slug(second)}~2"}
+    assert len({slug(text).lower() for text in texts}) == len(texts)
+
+
+def test_a_plain_id_is_its_own_slug():
+    assert slug("cmpl-0a1b2c-0") == "cmpl-0a1b2c-0"
+
+
+# Collisions.
+
+
+def captured_twice(root: Path, on_collision: str) -> CaptureResult:
+    for length in (4, 5):
+        consumer = opened(root, on_collision=on_collision)
+        consumer.on_frame(make_frame([("r1", 4, 0, length)]))
+        result = consumer.on_request_done(done(computed_length=length))
+        consumer.close()
+    return result
+
+
+def test_a_taken_name_is_an_error_and_the_old_capture_stays(tmp_path):
+    result = captured_twice(tmp_path, "error")
+    assert result.status == "error"
+    expected = f"{tmp_path}/r1 exists already; set on_collision to suffix or overwrite, or use another root"
+    assert result.error == expected
+    assert len(capflow.open(tmp_path)["r1"][0, "post_block"].rows) == 4
+
+
+def test_a_taken_name_can_be_overwritten(tmp_path):
+    assert captured_twice(tmp_path, "overwrite").status == "ok"
+    assert names(tmp_path) == ["r1"]
+    assert len(capflow.open(tmp_path)["r1"][0, "post_block"].rows) == 5
+
+
+def test_a_taken_name_can_get_a_suffix(tmp_path):
+    assert captured_twice(tmp_path, "suffix").payload["path"] == f"{tmp_path}/r1~2"
+    dataset = capflow.open(tmp_path)
+    assert dataset.requests() == ["r1"]
+    assert [len(capture[0, "post_block"].rows) for capture in dataset.captures("r1")] == [4, 5]
+    assert len(dataset["r1"]["post_block:0"].rows) == 5
+
+
+# Ends other than the good one.
+
+
+WRITER = """
+import sys
+from frames import make_frame, make_model
+from test_filesystem import SITES, done, opened
+consumer = opened(sys.argv[1], buffer_bytes_max=2000, fsync=True)
+consumer.on_frame(make_frame([("whole", 4, 0, 4)], SITES))
+print(consumer.on_request_done(done("whole", rows=12)).status, flush=True)
+start = 0
+while True:
+    n = start % 50
+    consumer.on_frame(make_frame([(f"r{start // 50}", 1, n, 1), ("endless", 1, start, 1)], SITES))
+    if n == 49:
+        consumer.on_request_done(done(f"r{start // 50}", 1, 50, rows=150))
+        print(start, flush=True)
+    start += 1
+"""
+
+
+@pytest.mark.parametrize("requests_before", [0, 3])
+def test_a_killed_writer_leaves_no_directory_that_looks_whole(tmp_path, requests_before):
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent
+    ) as writer:
+        assert writer.stdout.readline() == "ok\n"
+        for _ in range(requests_before):
+            writer.stdout.readline()
+        while not list(tmp_path.glob(".partial-*/*/*.safetensors")):  # in the middle of writing
+            assert writer.poll() is None
+        writer.send_signal(signal.SIGKILL)
+    dataset = capflow.open(tmp_path)
+    assert "endless" not in dataset.requests()
+    assert len(dataset) >= 1 + requests_before
+    for capture in dataset:
+        assert_is_whole(capture, capture.id, SITES, 0, 4 if capture.id == "whole" else 50)
+    assert list(tmp_path.glob(".partial-*"))
+    opened(tmp_path).close()
+    assert not list(tmp_path.glob(".partial-*"))
+
+
+def test_a_living_writers_work_is_left_alone(tmp_path):
+    first = opened(tmp_path)
+    first.on_frame(make_frame())
+    opened(tmp_path).close()
+    assert first.on_request_done(done()).status == "ok"
+
+
+def test_what_a_dead_writer_was_replacing_is_put_back(tmp_path):
+    (tmp_path / ".partial-dead" / "replaced" / "r1").mkdir(parents=True)
+    (tmp_path / ".partial-dead" / "replaced" / "r1" / "file").write_text("old")
+    opened(tmp_path).close()
+    assert (tmp_path / "r1" / "file").read_text() == "old"
+    assert not list(tmp_path.glob(".partial-*"))
+
+
+def test_closing_removes_what_is_unfinished_and_counts_it(tmp_path):
+    consumer = opened(tmp_path, buffer_bytes_max=0)
+    consumer.on_frame(make_frame())
+    consumer.close()
+    assert consumer._context.counts["requests_unfinished"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_failed_write_is_that_requests_error_and_no_others(tmp_path):
+    consumer = opened(tmp_path, buffer_bytes_max=1 << 20)
+    consumer.on_frame(make_frame([("big", 4, 0, 4)], SITES))
+    blocker = consumer._requests["engine-1", "big"].files.path
+    blocker.write_text("a file where the directory would be")
+    consumer.config = msgspec.structs.replace(consumer.config, buffer_bytes_max=0)
+    consumer.on_frame(make_frame([("small", 4, 0, 1)], SITES))
+    consumer.on_frame(make_frame([("big", 4, 4, 1)], SITES))
+    assert consumer.on_request_done(done("small", computed_length=1, rows=3)).status == "ok"
+    result = consumer.on_request_done(done("big", computed_length=5, rows=15))
+    assert result.status == "error"
+    assert "cannot be written: got File exists" in result.error
+    assert names(tmp_path) == ["small"]
+    assert consumer._context.counts["requests_failed"] == 1
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
+    script = f"""
+import resource, signal
+from frames import make_frame
+from test_filesystem import SITES, done, opened
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+consumer = opened({str(tmp_path)!r})
+consumer.on_frame(make_frame([("r1", 40, 0, 40)], SITES))
+print(consumer.on_request_done(done("r1", 40, 40, rows=120)))
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parent, check=True
+    )
+    assert "status='error'" in run.stdout
+    assert "File too large" in run.stdout
+    assert names(tmp_path) == []
+
+
+def test_rows_of_another_width_fail_their_request(tmp_path):
+    consumer = opened(tmp_path)
+    consumer.on_frame(make_frame())
+    consumer.on_frame(make_frame([("r1", 4, 4, 1)], hidden=16, seq=2))
+    result = consumer.on_request_done(done(computed_length=5))
+    assert (
+        result.error == "rows of another model: got float32 rows of 16, expected float32 of 8, as the request's first"
+    )
+    assert names(tmp_path) == []
+
+
+# Options.
+
+
+def test_every_layer_of_post_block_is_captured_unless_told_otherwise(tmp_path):
+    spec = FilesystemConsumer(FilesystemConfig(root=str(tmp_path))).spec()
+    assert (spec.hooks, spec.positions) == ({"post_block": "all"}, "all")
+
+
+@pytest.mark.parametrize("layers", ["0+5+12", [12, 0, 5]])
+def test_hooks_and_layers_are_options(tmp_path, layers):
+    config = FilesystemConfig(str(tmp_path), hooks=["mlp_in", "mlp_out"], layers=layers, positions="last_prompt")
+    spec = FilesystemConsumer(config).spec()
+    assert (spec.hooks, spec.positions) == ({"mlp_in": [0, 5, 12], "mlp_out": [0, 5, 12]}, "last_prompt")
+
+
+def test_capture_requests_captures_nothing_of_its_own(tmp_path):
+    assert FilesystemConsumer(FilesystemConfig(str(tmp_path), capture="requests")).spec() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hooks": ["nose"]}, "consumers.filesystem.hooks: got nose, expected a hook, one of"),
+        ({"layers": "0+x"}, "consumers.filesystem.layers: got 0+x, expected all, or numbers like 0+5+12"),
+        ({"positions": "some"}, "consumers.filesystem.positions: got some, expected one of"),
+        ({"buffer_bytes_max": -1}, "consumers.filesystem.buffer_bytes_max: got -1, expected 0 or more"),
+    ],
+)
+def test_a_wrong_option_is_named_before_anything_is_opened(tmp_path, options, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        FilesystemConsumer(FilesystemConfig(root=str(tmp_path), **options)).check()
+
+
+def test_a_root_that_cannot_be_written_stops_the_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    for root in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/capflow")):
+        consumer = FilesystemConsumer(FilesystemConfig(root=str(root)))
+        with pytest.raises(UsageError, match=r"consumers\.filesystem\.root: got /.* expected a directory"):
+            consumer.check()
+        with pytest.raises(CapflowError, match=r"consumers\.filesystem\.root"):
+            consumer.open(Counts())
+
+
+def test_a_header_always_fits_its_place():
+    site = Site(1023, "post_block")
+    header = layout.header(site, "bfloat16", 10**12, 65_536, 131_072)
+    assert len(header) == layout.HEADER_BYTES
