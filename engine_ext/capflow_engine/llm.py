@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from capflow.address import default_address
@@ -23,7 +23,7 @@ from vllm import LLM as VLLM  # noqa: E402 - only once the version is known to b
 from vllm import RequestOutput, SamplingParams  # noqa: E402
 
 from capflow_engine.options import KEY, RequestOptions  # noqa: E402
-from capflow_engine.settings import Settings, tapped_sites  # noqa: E402
+from capflow_engine.settings import Settings, engine_arguments  # noqa: E402
 
 _RESULTS_WAIT_S = 120.0
 _LAUNCH_WAIT_S = 60.0
@@ -45,15 +45,6 @@ def sampling_params(
     options = RequestOptions.make(id=id, capture=capture, steering=steering)
     extra_args = {**(kwargs.pop("extra_args", None) or {}), KEY: options.pack()}
     return SamplingParams(extra_args=extra_args, **kwargs)
-
-
-def engine_arguments(settings: Settings) -> dict[str, Any]:
-    """Return the arguments that make a vLLM engine a capflow engine."""
-    return {
-        "worker_cls": "capflow_engine.worker.CaptureWorker",
-        "scheduler_cls": "capflow_engine.scheduler.CaptureScheduler",
-        "additional_config": settings,
-    }
 
 
 class LLM(VLLM):  # type: ignore[misc]
@@ -199,7 +190,3 @@ def _is_one_prompt(prompts: Any) -> bool:
         return True
     return bool(prompts) and isinstance(prompts[0], int)
 
-
-def tapped(settings: Settings, num_layers: int) -> Iterator[str]:
-    """Yield the names of the sites that an engine with these settings taps."""
-    yield from map(str, tapped_sites(settings.sites, num_layers))

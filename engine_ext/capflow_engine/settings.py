@@ -83,3 +83,11 @@ def tapped_sites(patterns: Iterable[str], num_layers: int) -> tuple[Site, ...]:
         chosen.update(found)
     return tuple(sorted(chosen))
 
+
+def engine_arguments(settings: Settings) -> dict[str, Any]:
+    """Return the arguments that make a vLLM engine a capflow engine."""
+    return {
+        "worker_cls": "capflow_engine.worker.CaptureWorker",
+        "scheduler_cls": "capflow_engine.scheduler.CaptureScheduler",
+        "additional_config": settings,
+    }

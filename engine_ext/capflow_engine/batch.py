@@ -1,0 +1,135 @@
+"""The model job: runs a file of prompts through a tapped engine; the child process of `capflow run --model`.
+
+Its parent is the hub. It writes one JSON object a line to its standard output, for the parent: `{"event": "loading"}`,
+`{"event": "ready", …}`, then for each finished request `{"event": "done", …}`, and `{"event": "end", …}`; or
+`{"event": "error", "usage": bool, "message": …}`. Everything that vLLM itself prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from capflow.errors import CapflowError, UsageError, explain
+from capflow_engine import compat
+from capflow_engine.settings import Settings, engine_arguments
+
+
+class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of a prompts file. id: unique in the file; max_tokens: instead of the job's."""
+
+    id: str
+    prompt: str
+    max_tokens: int | None = None
+
+
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the parent asks for, as JSON on the child's standard input.
+
+    model: a path or a name that vLLM takes, or `demo`. engine: further arguments of the engine, by vLLM's names.
+    """
+
+    model: str
+    prompts: list[Prompt]
+    hub: str
+    sites: list[str]
+    max_tokens: int
+    engine: dict[str, Any] = {}
+
+
+def run(job: Job, tell: Any) -> None:
+    """Run a job and tell of it as it goes."""
+    compat.require()
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    model = job.model
+    if model == "demo":
+        from capflow_engine.demo import prepare
+
+        model = str(prepare())
+    elif not _known(model):
+        expected = "a directory with a config.json, or a model name that can be fetched"
+        raise UsageError(explain("--model", got=model, expected=expected, do="`demo` needs no download"))
+    tell("loading", model=model)
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from capflow_engine.options import KEY, RequestOptions
+
+    settings = Settings(engine=uuid.uuid4().hex, hub=job.hub, sites=tuple(job.sites), hub_wait_s=30.0)
+    arguments = EngineArgs(model=model, disable_log_stats=True, **job.engine, **engine_arguments(settings))
+    engine = LLMEngine.from_engine_args(arguments)
+    try:
+        info = compat.model_info(engine.vllm_config)
+        tell("ready", engine=settings.engine, info=msgspec.to_builtins(info))
+        begun = time.perf_counter()
+        for prompt in job.prompts:
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=prompt.max_tokens or job.max_tokens,
+                extra_args={KEY: RequestOptions(prompt.id).pack()},
+            )
+            try:
+                engine.add_request(prompt.id, prompt.prompt, params)
+            except ValueError as e:
+                raise UsageError(explain(f"prompt {prompt.id}", got=str(e), expected="one that fits the model")) from e
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    answer = output.outputs[0]
+                    tell(
+                        "done",
+                        id=output.request_id,
+                        prompt_tokens=len(output.prompt_token_ids or ()),
+                        tokens=len(answer.token_ids),
+                        text=answer.text,
+                        finish_reason=answer.finish_reason,
+                        seconds=time.perf_counter() - begun,
+                    )
+        compat.flush(engine)
+        tell("end", seconds=time.perf_counter() - begun)
+    finally:
+        engine.engine_core.shutdown()
+
+
+def _known(model: str) -> bool:
+    if Path(model).is_dir():
+        return (Path(model) / "config.json").is_file()
+    return not model.startswith((".", "/", "~")) and model.count("/") <= 1
+
+
+def main() -> int:
+    """Read a job from standard input and run it; return the exit code."""
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what vLLM prints must not mix with the events
+
+    def tell(event: str, **fields: Any) -> None:
+        out.write(json.dumps({"event": event, **fields}) + "\n")
+
+    try:
+        run(msgspec.json.decode(sys.stdin.buffer.read(), type=Job), tell)
+    except UsageError as e:
+        tell("error", usage=True, message=str(e))
+        return 2
+    except CapflowError as e:
+        tell("error", usage=False, message=str(e))
+        return 1
+    except Exception as e:
+        import traceback
+
+        traceback.print_exc()
+        tell("error", usage=False, message=explain("the engine failed", got=f"{type(e).__name__}: {e}"))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

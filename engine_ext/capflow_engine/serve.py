@@ -1,0 +1,76 @@
+"""`capflow serve MODEL …`: vLLM's own OpenAI-compatible server, its engine tapped.
+
+Takes every flag that `vllm serve` takes, and `--hub`, `--sites` and `--policy`. Requests that want their own capture or steering
+carry it in `vllm_xargs`: `{"capflow": "{\\"capture\\": {\\"hooks\\": {\\"post_block\\": [5]}}}"}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from capflow.address import check_address, default_address
+from capflow.errors import CapflowError, UsageError, explain
+from capflow_engine import compat
+from capflow_engine.settings import Settings, engine_arguments
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Any]:
+    """Return (capflow's own options, vLLM's parsed arguments with capflow's put in)."""
+    own = argparse.ArgumentParser(prog="capflow serve", add_help=False, allow_abbrev=False)
+    own.add_argument("--hub", default=None)
+    own.add_argument("--sites", action="append", default=None)
+    own.add_argument("--policy", choices=("block", "drop"), default="block")
+    own.add_argument("--insecure", action="store_true")
+    mine, rest = own.parse_known_args(list(arguments))
+
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="capflow")
+    serve = ServeSubcommand()
+    serve.subparser_init(parser.add_subparsers(required=True))
+    args = parser.parse_args(["serve", *rest])
+    for name in ("worker_cls", "scheduler_cls"):
+        if getattr(args, name, None) not in (None, "auto"):
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(explain(flag, got=str(getattr(args, name)), expected="to be left out; capflow brings its own"))
+    hub = mine.hub or default_address()
+    check_address(hub, insecure=mine.insecure)
+    settings = Settings(
+        engine=uuid.uuid4().hex,
+        hub=hub,
+        sites=tuple(mine.sites or ("post_block:*",)),
+        policy=mine.policy,
+        hub_wait_s=1.0,
+        insecure=mine.insecure,
+        user=dict(args.additional_config or {}),
+    )
+    for name, value in engine_arguments(settings).items():
+        setattr(args, name, value)
+    return mine, (serve, args)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server until it is stopped; return the exit code."""
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    try:
+        compat.require()
+        _, (serve, args) = parse(sys.argv[1:] if arguments is None else arguments)
+        serve.validate(args)
+        serve.cmd(args)
+    except UsageError as e:
+        print(f"capflow: {e}", file=sys.stderr)
+        return 2
+    except CapflowError as e:
+        print(f"capflow: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

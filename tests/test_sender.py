@@ -1,0 +1,134 @@
+"""The sender turns computed steps into frames; a link that keeps them stands where the transport would."""
+
+import numpy as np
+import pytest
+from capflow_engine.orders import Ended
+from capflow_engine.plan import Planner, Scheduled, Tracked
+from capflow_engine.sender import Computed, Sender
+
+from capflow.frame import Dropped, Frame, Rank
+from capflow.message import ModelInfo
+from capflow.site import Site
+from capflow.spec import Positions
+
+SITES = (Site(0, "post_block"), Site(3, "post_block"))
+INFO = ModelInfo("m", 4, 2, "float32", SITES)
+
+
+class KeepingLink:
+    """Keeps every frame that it is given, or refuses those with rows for a reason."""
+
+    def __init__(self):
+        self.frames, self.refusal = [], None
+
+    def send(self, header, payload):
+        if self.refusal and len(payload):
+            return self.refusal
+        frame = Frame.seal(header, payload)
+        frame.check()
+        self.frames.append(frame)
+        return None
+
+    def close(self, drain_s=0):
+        pass
+
+
+class Bench:
+    """A planner, a sender and a way to compute steps whose rows say whose they are: [token id, site index]."""
+
+    def __init__(self):
+        self.link, self.planner, self.number = KeepingLink(), Planner(2), 0
+        self.sender = Sender(
+            self.link, engine="e", boot="b", rank=Rank(0, 0, 0), info=INFO, sites=SITES, text_of=lambda t: f"<{t}>"
+        )
+        self.sender.start()
+
+    def request(self, key, prompt, want=None):
+        ship = self.planner.program(want if want is not None else {0: Positions.ALL, 1: Positions.ALL})
+        return Tracked(key, f"name-{key}", prompt, ship, self.planner.nothing)
+
+    def step(self, parts, ended=(), lost=None):
+        self.number += 1
+        batch, row, ids = [], 0, []
+        for request, start, length in parts:
+            batch.append(Scheduled(request, row, start, length))
+            ids += [100 * int(request.key) + start + i for i in range(length)]
+            row += length
+        plan = self.planner.plan(batch)
+        rows = np.full((plan.rows, 2), np.nan, np.float32)
+        for group in plan.groups:
+            for place, site in enumerate(group.sites):
+                for run in group.runs:
+                    at = group.base + place * group.rows + run.target
+                    rows[at : at + run.length, 0] = ids[run.source : run.source + run.length]
+                    rows[at : at + run.length, 1] = site
+        payload = None if lost else rows.view(np.uint8).reshape(-1)
+        self.sender.put(
+            Computed(self.number, 7, plan, payload, np.array(ids), lambda: None, lost, [(r, e) for r, e in ended])
+        )
+
+    def frames(self):
+        self.sender.close(30)
+        return self.link.frames
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+def rows_of(frames):
+    rows = {}
+    for frame in frames:
+        for chunk in frame.chunks():
+            for i, site in enumerate(chunk.sites):
+                for j, token in enumerate(chunk.token_ids):
+                    key = chunk.request.id, site, chunk.start + j
+                    assert key not in rows
+                    assert chunk.rows[i, j].tolist() == [token, SITES.index(site)]
+                    assert chunk.texts[j] == f"<{token}>"
+                    rows[key] = token
+    return rows
+
+
+def test_rows_token_ids_and_texts_stay_together(bench):
+    one, two = bench.request("1", 3), bench.request("2", 2, {1: Positions.ALL_GENERATED})
+    bench.step([(one, 0, 3), (two, 0, 2)])
+    bench.step([(two, 2, 1), (one, 3, 1)])
+    frames = bench.frames()
+    assert [f.header.step_tokens for f in frames] == [5, 2]
+    expected = {("name-1", site, p): 100 + p for site in SITES for p in range(4)}
+    expected["name-2", SITES[1], 2] = 202
+    assert rows_of(frames) == expected
+
+
+def test_rows_behind_the_end_of_a_request_are_not_delivered(bench):
+    one, two = bench.request("1", 3), bench.request("2", 3)
+    bench.step([(one, 0, 3), (two, 0, 3)])
+    bench.step([(one, 3, 1), (two, 3, 1)], ended=[(one, Ended("stop", 3))])
+    frames = bench.frames()
+    rows = rows_of(frames)
+    assert ("name-1", SITES[0], 3) not in rows
+    assert ("name-2", SITES[0], 3) in rows
+    (finished,) = frames[1].header.finished
+    assert (finished.id, finished.status, finished.computed_length, finished.rows) == ("name-1", "stop", 3, 6)
+
+
+def test_a_request_that_ends_without_rows_is_still_finished(bench):
+    one = bench.request("1", 3, {0: Positions.ALL_GENERATED})
+    bench.step([(one, 0, 3)], ended=[(one, Ended("abort", 3))])
+    (frame,) = bench.frames()
+    assert not len(frame.payload)
+    assert frame.header.finished[0].rows == 0
+
+
+@pytest.mark.parametrize("where", ["link", "step"])
+def test_lost_rows_are_counted_with_their_reason(bench, where):
+    one = bench.request("1", 3)
+    bench.link.refusal = "queue_full" if where == "link" else None
+    lost = "queue_full" if where == "step" else None
+    bench.step([(one, 0, 3)], lost=lost)
+    bench.step([(one, 3, 1)], lost=lost, ended=[(one, Ended("length", 4))])
+    (frame,) = bench.frames()
+    (finished,) = frame.header.finished
+    assert (finished.rows, finished.dropped) == (0, (Dropped(8, "queue_full"),))
