@@ -41,3 +41,18 @@ ACTIONS_WAITING_MAX = 4_096
 assert HEADER_BYTES_MAX < PAYLOAD_BYTES_MAX
 assert QUEUE_BYTES_DEFAULT <= QUEUE_BYTES_MAX
 assert HEARTBEAT_S * 3 <= SILENCE_S_MAX
+
+# What a hub bears: beyond these a peer is refused, or cut off.
+SESSIONS_MAX = 4_096
+REQUESTS_OPEN_MAX = 200_000
+AWAITED_MAX = 100_000
+MESSAGES_UNREAD_MAX = 64  # of one connection, in the hub's socket; then it stops reading from it
+
+# Times of the transport, seconds.
+IDLE_S = 0.25
+ACTION_S_MAX = 30.0
+LINGER_S = 0.5
+RECONNECT_S_MIN = 0.1
+RECONNECT_S_MAX = 2.0
+
+assert RECONNECT_S_MIN < RECONNECT_S_MAX < SILENCE_S_MAX

@@ -1,0 +1,141 @@
+"""Where a hub listens: the default, what may be asked for, and the lock that keeps two hubs off one address.
+
+By default a hub listens on a Unix socket in a directory that only its user can enter. TCP is for
+loopback, unless the user says `insecure`: capflow's own protocol has neither encryption nor keys.
+
+A socket file can be bound over while another process listens on it, so a hub holds a lock on a file
+beside it for as long as it lives; the lock goes with the process, the file stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from capflow.errors import CapflowError, UsageError, explain
+
+ENVIRONMENT_VARIABLE = "CAPFLOW_HUB"
+FORMS = "ipc:///ABSOLUTE/PATH or tcp://HOST:PORT"
+
+_SOCKET_PATH_BYTES_MAX = 107  # sun_path, less its final zero
+_PORT_MAX = 65_535
+
+
+def runtime_directory() -> Path:
+    """Return this user's directory for sockets, made if need be, which no other user can enter.
+
+    Raises CapflowError when it belongs to someone else, is a link, or is open to others.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    directory = Path(base) / "capflow" if base and Path(base).is_dir() else Path(f"/tmp/capflow-{os.getuid()}")  # noqa: S108  checked below
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+    except OSError as e:
+        raise CapflowError(explain(f"directory for sockets {directory}", got=e.strerror or str(e))) from e
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise CapflowError(
+            explain(
+                f"directory for sockets {directory}",
+                got=f"mode {stat.filemode(found.st_mode)} of user {found.st_uid}",
+                expected=f"drwx------ of user {os.getuid()}",
+                do="remove it, or name another address with --address",
+            )
+        )
+    return directory
+
+
+def default_address() -> str:
+    """Return the address that `CAPFLOW_HUB` names, or else the one in the runtime directory."""
+    return os.environ.get(ENVIRONMENT_VARIABLE) or f"ipc://{runtime_directory() / 'hub.sock'}"
+
+
+def check_address(address: str, *, insecure: bool = False, where: str = "address") -> str:
+    """Return the address if it is one, and one that is safe to use.
+
+    Raises UsageError for anything else, and for TCP off loopback unless `insecure`.
+    """
+    scheme, separator, rest = address.partition("://")
+    if not separator or scheme not in ("ipc", "tcp") or not rest:
+        raise UsageError(explain(where, got=address, expected=FORMS))
+    if scheme == "ipc":
+        _check_path(rest, where, address)
+    else:
+        _check_tcp(rest, where, address)
+        if not insecure and not is_local(address):
+            raise UsageError(
+                explain(
+                    where,
+                    got=address,
+                    expected="a loopback or ipc address",
+                    do="anyone who reaches this one can read what is captured; --insecure allows it all the same",
+                )
+            )
+    return address
+
+
+def is_local(address: str) -> bool:
+    """Return whether only this machine can reach the address."""
+    scheme, _, rest = address.partition("://")
+    if scheme != "tcp":
+        return True
+    host = rest.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name or an interface: it may be anywhere
+
+
+@contextlib.contextmanager
+def held(address: str) -> Iterator[None]:
+    """Hold the address against other hubs on this machine.
+
+    Raises CapflowError when a hub listens there already. TCP needs no lock: the port is one.
+    """
+    if not address.startswith("ipc://"):
+        yield
+        return
+    path = address.removeprefix("ipc://") + ".lock"
+    try:
+        lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as e:
+        raise CapflowError(explain(f"cannot listen at {address}", got=f"{path}: {e.strerror}")) from e
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            raise in_use(address) from e
+        yield
+    finally:
+        os.close(lock)
+
+
+def in_use(address: str) -> CapflowError:
+    """Return the error that says that someone listens at the address already."""
+    return CapflowError(
+        explain(f"address {address} is in use", do="stop the hub that listens there, or name another with --address")
+    )
+
+
+def _check_path(path: str, where: str, address: str) -> None:
+    if not path.startswith("/"):
+        raise UsageError(explain(where, got=address, expected="an absolute path: ipc:///ABSOLUTE/PATH"))
+    if len(os.fsencode(path)) > _SOCKET_PATH_BYTES_MAX:
+        raise UsageError(explain(where, got=address, expected=f"a path of at most {_SOCKET_PATH_BYTES_MAX} bytes"))
+    if not Path(path).parent.is_dir():
+        raise UsageError(explain(where, got=address, expected="a path in a directory that exists"))
+    if Path(path).is_dir():
+        raise UsageError(explain(where, got=address, expected="the path of a socket, not of a directory"))
+
+
+def _check_tcp(rest: str, where: str, address: str) -> None:
+    host, _, port = rest.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > _PORT_MAX or any(c in host for c in "/@ ;"):
+        raise UsageError(explain(where, got=address, expected=f"tcp://HOST:PORT with a port of 0..{_PORT_MAX}"))

@@ -1,0 +1,178 @@
+"""The client: asks a hub what became of requests, how it is, and to have engines act."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from capflow import limits
+from capflow.action import Action, Outcome
+from capflow.address import check_address, default_address
+from capflow.errors import CapflowError, HubUnreachableError, RemoteProtocolError, explain
+from capflow.message import Act, ActionOutcome, Await, Bye, Hello, Message, Refused, Results, Status
+from capflow.result import CaptureResult
+from capflow.session import PeerSession, State
+from capflow.transport import Dealer, Event
+
+
+class Client:
+    """A synchronous connection to a hub, for one thread. It connects when first used, or entered.
+
+    timeout: how many seconds the hub has to answer. Raises HubUnreachableError when it does not.
+    """
+
+    def __init__(self, address: str | None = None, timeout: float = limits.HUB_WAIT_S_DEFAULT) -> None:
+        self.address = check_address(address or default_address(), insecure=True)
+        self.timeout = timeout
+        self._session = PeerSession(Hello("client", "", uuid.uuid4().hex))
+        self._dealer: Dealer | None = None  # from the first use to `close`, or until the hub is lost
+        self._used = 0.0  # when the connection was last looked at
+
+    def __enter__(self) -> Client:
+        self._connect(time.monotonic() + self.timeout)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the hub."""
+        if self._dealer is not None:
+            if self._session.state is State.OPEN:
+                self._dealer.send(self._session.send(Bye(), time.monotonic()))
+            self._disconnect()
+
+    def results(
+        self, request_ids: Iterable[str], wait: bool = True, timeout: float | None = None
+    ) -> dict[str, dict[str, CaptureResult]]:
+        """Return what became of requests, by id and consumer.
+
+        With `wait`, that is when every consumer is done with them, or when `timeout` seconds are over; a consumer that
+        is not done by then is `pending`. A request that the hub knows nothing of has no results.
+        """
+        asked = tuple(dict.fromkeys(request_ids))
+        found: dict[str, dict[str, CaptureResult]] = {}
+        if wait and asked:
+            self._ask_results(asked, found, wait=True, timeout=self.timeout if timeout is None else timeout)
+        missing = tuple(request for request in asked if request not in found)
+        if missing and not self._ask_results(missing, found, wait=False, timeout=self.timeout):
+            raise self._unreachable()
+        return {request: found[request] for request in asked}
+
+    def act(self, action: Action, timeout: float | None = None) -> Outcome:
+        """Have an action done; return what came of it."""
+        act = Act(uuid.uuid4().hex, action)
+        deadline = time.monotonic() + (limits.ACTION_S_MAX if timeout is None else timeout)
+        self._say(act)
+        while (said := self._next(deadline)) is not None:
+            if isinstance(said, ActionOutcome) and said.outcome.id == act.id:
+                return said.outcome
+        raise CapflowError(
+            explain("no outcome of the action in time", do="see `capflow status` for whether an engine runs")
+        )
+
+    def status(self) -> dict[str, Any]:
+        """Return the hub's counters."""
+        self._say(Status())
+        deadline = time.monotonic() + self.timeout
+        while (said := self._next(deadline)) is not None:
+            if isinstance(said, Status):
+                return said.counters
+        raise self._unreachable()
+
+    def _ask_results(
+        self, asked: tuple[str, ...], found: dict[str, dict[str, CaptureResult]], *, wait: bool, timeout: float
+    ) -> bool:
+        """Put the results of what was asked into `found`; return whether all came in time."""
+        deadline = time.monotonic() + timeout
+        self._say(Await(asked, wait))
+        left = set(asked)
+        while left and (said := self._next(deadline)) is not None:
+            if isinstance(said, Results) and said.request in left:
+                left.discard(said.request)
+                found[said.request] = said.results
+        return not left
+
+    def _say(self, said: Message) -> None:
+        now = time.monotonic()
+        if now - self._used > limits.HEARTBEAT_S:  # unlooked at, it may have been lost unseen
+            self._disconnect()
+        self._connect(now + self.timeout)
+        assert self._dealer is not None
+        self._dealer.send(self._session.send(said, now))
+
+    def _connect(self, deadline: float) -> None:
+        if self._session.state is State.OPEN:
+            return
+        self._disconnect()
+        self._dealer = Dealer(self.address)
+        while self._session.state is not State.OPEN:
+            if not self._turn(deadline):
+                self._disconnect()
+                raise self._unreachable()
+
+    def _disconnect(self) -> None:
+        self._session.lost()
+        if self._dealer is not None:
+            self._dealer.close()
+            self._dealer = None
+
+    def _next(self, deadline: float) -> Message | None:
+        """Return the next message; None when none came in time."""
+        while self._dealer is not None:
+            said = self._receive()
+            if said is not None:
+                return said
+            if not self._turn(deadline):
+                return None
+        raise self._unreachable()
+
+    def _receive(self) -> Message | None:
+        assert self._dealer is not None
+        parts = self._dealer.receive()
+        if parts is None:
+            return None
+        try:
+            said = self._session.receive(parts, time.monotonic())
+        except RemoteProtocolError:
+            self._disconnect()
+            raise
+        if isinstance(said, Refused):
+            self._disconnect()
+            raise CapflowError(explain(f"the hub at {self.address} refused", got=said.reason))
+        if isinstance(said, Bye):
+            self._disconnect()
+            raise self._unreachable()
+        return said
+
+    def _turn(self, deadline: float) -> bool:
+        """Wait for something to happen and take note of it; return False when the time is over."""
+        assert self._dealer is not None
+        now = time.monotonic()
+        if now >= deadline:
+            return False
+        due = self._session.due()
+        self._dealer.poll(min(deadline, due if due is not None else deadline) - now)
+        now = self._used = time.monotonic()
+        for event in self._dealer.events():
+            if event is Event.DISCONNECTED:
+                self._disconnect()
+                raise self._unreachable()
+            self._dealer.send(self._session.connected(now))
+        if self._session.silent(now):
+            self._disconnect()
+            raise self._unreachable()
+        if (beat := self._session.tick(now)) is not None:
+            self._dealer.send(beat)
+        if self._session.state is State.HELLO:
+            self._receive()
+        return True
+
+    def _unreachable(self) -> HubUnreachableError:
+        do = "start one with `capflow run`, or name its address with --address or CAPFLOW_HUB"
+        return HubUnreachableError(explain(f"no hub answers at {self.address}", do=do))

@@ -1,0 +1,128 @@
+"""The byte queue: items of known size between two threads, bounded by the sum of their sizes.
+
+What always holds: items leave in the order in which they came; the sum of the sizes is at most
+`bytes_max`, unless one item alone is larger, or items were put in with `force`. A queue does not choose what to do
+when it is full: `offer` refuses, `put` waits, and an `Overload` says which of them its owner is to call.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Overload(enum.StrEnum):
+    """What happens when a queue is full."""
+
+    BLOCK = "block"
+    """The sender waits. Nothing is lost; memory is bounded; what is upstream becomes as slow as what is downstream."""
+
+    DROP = "drop"
+    """The sender never waits. The newest rows are lost, counted, and named in the request's result."""
+
+
+class ByteQueue(Generic[T]):
+    """A first-in first-out queue of items with sizes, for any number of threads.
+
+    bytes_max: the bound on the sum of the sizes. An item larger than that is admitted when the queue is empty.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self._items: deque[tuple[T, int]] = deque()  # guarded by `_changed`; emptied by `get`
+        self._bytes = 0  # sum of the sizes in `_items`
+        self._closed = False  # set once, by `close`
+        self._changed = threading.Condition()  # guards every field here; notified when any of them changed
+        # Counters, from the queue's start to its end; written under the lock, read by anyone.
+        self.accepted = 0
+        self.refused = 0
+        self.bytes_peak = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def nbytes(self) -> int:
+        """The sum of the sizes of the items in the queue."""
+        return self._bytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether the queue takes nothing any more."""
+        return self._closed
+
+    def offer(self, item: T, nbytes: int) -> bool:
+        """Add the item if there is room; return whether it was added."""
+        with self._changed:
+            if not self._fits(nbytes):
+                self.refused += 1
+                return False
+            self._add(item, nbytes)
+            return True
+
+    def put(self, item: T, nbytes: int, timeout_s: float | None = None) -> bool:
+        """Add the item, waiting for room for at most `timeout_s`; return whether it was added."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._fits(nbytes), timeout_s)
+            if not self._fits(nbytes):
+                self.refused += 1
+                return False
+            self._add(item, nbytes)
+            return True
+
+    def force(self, item: T, nbytes: int = 0) -> None:
+        """Add the item, full or not: for what its owner bounds in another way. Nothing is added to a closed queue."""
+        with self._changed:
+            if not self._closed:
+                self._add(item, nbytes)
+
+    def get(self, timeout_s: float | None = None) -> T | None:
+        """Remove and return the oldest item; None when none came in time, or ever will.
+
+        A closed queue gives what is left in it.
+        """
+        with self._changed:
+            if not self._items and timeout_s != 0:
+                self._changed.wait_for(lambda: self._items or self._closed, timeout_s)
+            if not self._items:
+                return None
+            item, nbytes = self._items.popleft()
+            self._bytes -= nbytes
+            self._changed.notify_all()
+            return item
+
+    def clear(self) -> list[T]:
+        """Remove and return everything."""
+        with self._changed:
+            items = [item for item, _ in self._items]
+            self._items.clear()
+            self._bytes = 0
+            self._changed.notify_all()
+            return items
+
+    def close(self) -> None:
+        """Take nothing any more, and wake everyone who waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def wait_empty(self, timeout_s: float) -> bool:
+        """Wait until everything was taken out; return whether it was."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._items, max(0.0, deadline - time.monotonic()))
+
+    def _fits(self, nbytes: int) -> bool:
+        return not self._closed and (not self._items or self._bytes + nbytes <= self.bytes_max)
+
+    def _add(self, item: T, nbytes: int) -> None:
+        self._items.append((item, nbytes))
+        self._bytes += nbytes
+        self.accepted += 1
+        self.bytes_peak = max(self.bytes_peak, self._bytes)
+        self._changed.notify_all()

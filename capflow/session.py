@@ -1,0 +1,419 @@
+"""The session protocol, without any I/O: what may be said when, and what must be kept until it is acknowledged.
+
+`PeerSession` is the side of a worker, a scheduler or a client; `HubSession` is the hub's side of one
+connection, and `Intake` is what the hub has of one boot of one worker, which outlives connections.
+Parts that arrived go into `receive`, which returns what they say; what is to be said goes into the other
+methods, which return the parts to send. Time is an argument everywhere, in seconds of any monotonic clock.
+
+States of a peer, and what moves it:
+
+| state | connected | Welcome | Refused | Bye, lost |
+|---|---|---|---|---|
+| LOST | HELLO | | | LOST |
+| HELLO | HELLO | OPEN | REFUSED | LOST |
+| OPEN | HELLO | error | REFUSED | LOST |
+| REFUSED | HELLO | error | REFUSED | LOST |
+
+Credit: a frame costs the bytes of its parts. A peer starts with `Welcome.credit_bytes`, pays for each frame that it
+sends, and gains `Ack.credit_bytes`. It sends a frame that it cannot pay for only when it has
+none unacknowledged, so that a frame larger than all its credit still gets through. Frames are kept
+until `Ack.seq` covers them. After a reconnect those above `Welcome.last_seq` are sent again, in order; the
+others wait for their acknowledgement: a hub that is killed before it gives it has them resent to its successor.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from capflow import limits, message
+from capflow.errors import LocalProtocolError, RemoteProtocolError, explain
+from capflow.frame import PROTOCOL_VERSION, Frame, FrameHeader
+from capflow.message import (
+    Ack,
+    Act,
+    ActionOutcome,
+    Await,
+    Beat,
+    Bye,
+    Hello,
+    Message,
+    Refused,
+    Results,
+    Status,
+    Welcome,
+)
+
+Parts = Sequence[Any]
+"""One message as it lies in ZMQ parts: objects with the buffer protocol."""
+
+
+class State(enum.Enum):
+    """Where a session stands."""
+
+    LOST = "lost"
+    """Not connected."""
+    HELLO = "hello"
+    """Hello was said, the answer has not come."""
+    OPEN = "open"
+    REFUSED = "refused"
+
+
+_FROM_PEER: dict[str, tuple[type[Any], ...]] = {
+    "worker": (Frame, Beat, Bye),
+    "scheduler": (ActionOutcome, Beat, Bye),
+    "client": (Act, Await, Status, Beat, Bye),
+}
+_FROM_HUB: dict[str, tuple[type[Any], ...]] = {
+    "worker": (Ack, Beat, Bye, Refused),
+    "scheduler": (Act, Beat, Bye, Refused),
+    "client": (ActionOutcome, Results, Status, Beat, Bye, Refused),
+}
+
+
+def cost(parts: Parts) -> int:
+    """Return the credit that a frame's parts cost, in bytes."""
+    return sum(len(part) for part in parts)
+
+
+def decode(parts: Parts) -> Frame | Message:
+    """Return what the parts of one message say.
+
+    Raises RemoteProtocolError when they say nothing that this version knows.
+    """
+    if not 1 <= len(parts) <= limits.MESSAGE_PARTS_MAX:
+        raise RemoteProtocolError(explain("message", got=f"{len(parts)} parts", expected="1 or 2"))
+    if len(parts) == limits.MESSAGE_PARTS_MAX:
+        return Frame.decode(parts[0], parts[1])
+    if len(parts[0]) > limits.HEADER_BYTES_MAX:
+        expected = f"at most {limits.HEADER_BYTES_MAX}"
+        raise RemoteProtocolError(explain("message", got=f"{len(parts[0])} bytes", expected=expected))
+    try:
+        return message.decode(parts[0])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        expected = f"a message of protocol version {PROTOCOL_VERSION}"
+        raise RemoteProtocolError(explain("message", got=str(e), expected=expected)) from e
+
+
+class _Pulse:
+    """When each side of a session last spoke."""
+
+    def __init__(self, now: float) -> None:
+        self.sent = now
+        self.heard = now
+
+    def beat_due(self) -> float:
+        return self.sent + limits.HEARTBEAT_S
+
+    def silence_due(self) -> float:
+        return self.heard + limits.SILENCE_S_MAX
+
+
+class _Kept(NamedTuple):
+    """A frame that is not acknowledged."""
+
+    seq: int
+    cost: int
+    parts: Parts
+
+
+class PeerSession:
+    """The worker's, scheduler's or client's side; one for the life of the peer, over all its connections."""
+
+    def __init__(self, hello: Hello, *, now: float = 0.0) -> None:
+        self.hello = hello
+        self.state = State.LOST
+        self.welcome: Welcome | None = None  # the hub's latest; kept while the connection is lost
+        self.refusal: str | None = None  # why the hub refused; cleared by the next connection
+        self.credit_bytes = 0
+        self.seq = 0  # the last number given to a frame
+        self.acked = 0  # every frame up to here is the hub's
+        self._waiting: deque[_Kept] = deque()  # to be sent, in order; emptied by `next_frame`
+        self._sent: deque[_Kept] = deque()  # sent on this connection, not acknowledged; emptied by Acks
+        self._pulse = _Pulse(now)
+
+    @property
+    def unacked_bytes(self) -> int:
+        """The bytes of frames kept because they are not acknowledged."""
+        return sum(kept.cost for kept in self._sent) + sum(kept.cost for kept in self._waiting)
+
+    @property
+    def unacked(self) -> int:
+        """How many frames are kept because they are not acknowledged."""
+        return len(self._sent) + len(self._waiting)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a frame waits for credit or for a connection."""
+        return bool(self._waiting)
+
+    def connected(self, now: float) -> Parts:
+        """Return the Hello, a new connection having been made."""
+        self.lost()
+        self.state = State.HELLO
+        self.refusal = None
+        self._pulse = _Pulse(now)
+        return self._said(self.hello, now)
+
+    def lost(self) -> None:
+        """Note that the connection is gone: what is not acknowledged may have to be sent again."""
+        self.state = State.LOST
+        self._sent.extend(self._waiting)
+        self._waiting, self._sent = self._sent, deque()
+
+    def push(self, header: FrameHeader, payload: Any) -> None:
+        """Take a frame to send: numbers and seals it. `next_frame` gives its parts when there is credit."""
+        if self.hello.role != "worker":
+            raise LocalProtocolError(explain("frame", got=f"from a {self.hello.role}", expected="from a worker"))
+        self.seq += 1
+        parts = Frame.seal(msgspec.structs.replace(header, seq=self.seq), payload).encode()
+        self._waiting.append(_Kept(self.seq, cost(parts), parts))
+
+    def next_frame(self, now: float) -> Parts | None:
+        """Return the parts of the next frame to send; None when none waits or none may be sent."""
+        if self.state is not State.OPEN or not self._waiting:
+            return None
+        kept = self._waiting[0]
+        if kept.cost > self.credit_bytes and self._sent:
+            return None
+        self._waiting.popleft()
+        self._sent.append(kept)
+        self.credit_bytes -= kept.cost
+        self._pulse.sent = now
+        return kept.parts
+
+    def send(self, said: Message, now: float) -> Parts:
+        """Return the parts of a message that this peer may send now.
+
+        Raises LocalProtocolError when it may not.
+        """
+        if self.state is not State.OPEN or not isinstance(said, _FROM_PEER[self.hello.role]):
+            what = f"{type(said).__name__} from a {self.hello.role}"
+            raise LocalProtocolError(
+                explain(what, got=f"state {self.state.value}", expected="an open session that has it")
+            )
+        return self._said(said, now)
+
+    def receive(self, parts: Parts, now: float) -> Message:
+        """Return what the hub said, having done what it means for the session.
+
+        Raises RemoteProtocolError when the hub may not say it; the connection is of no use then.
+        """
+        said = decode(parts)
+        self._pulse.heard = now
+        if isinstance(said, Frame):
+            raise _unexpected(said, self.state)
+        match said:
+            case Refused():
+                self.state = State.REFUSED
+                self.refusal = said.reason
+            case Bye():
+                self.lost()
+            case Welcome() if self.state is State.HELLO:
+                self._open(said)
+            case Ack() if self.state is State.OPEN and self.hello.role == "worker":
+                self._acknowledge(said)
+            case _ if self.state is not State.OPEN or not isinstance(said, _FROM_HUB[self.hello.role]):
+                raise _unexpected(said, self.state)
+        return said
+
+    def tick(self, now: float) -> Parts | None:
+        """Return a Beat if one is due."""
+        if self.state is State.OPEN and now >= self._pulse.beat_due():
+            return self._said(Beat(), now)
+        return None
+
+    def silent(self, now: float) -> bool:
+        """Return whether the hub has said nothing for so long that the connection is of no use."""
+        return self.state in (State.HELLO, State.OPEN) and now >= self._pulse.silence_due()
+
+    def due(self) -> float | None:
+        """Return when `tick` or `silent` has something to say next; None if never."""
+        if self.state is State.OPEN:
+            return min(self._pulse.beat_due(), self._pulse.silence_due())
+        return self._pulse.silence_due() if self.state is State.HELLO else None
+
+    def _open(self, welcome: Welcome) -> None:
+        if welcome.version != PROTOCOL_VERSION:
+            raise RemoteProtocolError(explain("hub's version", got=welcome.version, expected=str(PROTOCOL_VERSION)))
+        if not 0 <= welcome.last_seq <= self.seq:
+            raise RemoteProtocolError(explain("last_seq", got=welcome.last_seq, expected=f"0..{self.seq}"))
+        self.state = State.OPEN
+        self.welcome = welcome
+        self.credit_bytes = welcome.credit_bytes
+        while self._waiting and self._waiting[0].seq <= welcome.last_seq:
+            self._sent.append(self._waiting.popleft())
+
+    def _acknowledge(self, ack: Ack) -> None:
+        sent_last = self._sent[-1].seq if self._sent else self.acked
+        if ack.credit_bytes < 0 or ack.seq > max(sent_last, self.acked):
+            raise RemoteProtocolError(
+                explain("ack", got=f"{ack.seq}, {ack.credit_bytes} bytes", expected="of what was sent")
+            )
+        self.credit_bytes += ack.credit_bytes
+        self.acked = max(self.acked, ack.seq)
+        while self._sent and self._sent[0].seq <= self.acked:
+            self._sent.popleft()
+
+    def _said(self, said: Message, now: float) -> Parts:
+        self._pulse.sent = now
+        return [message.encode(said)]
+
+
+class Intake:
+    """What a hub has of one boot of one worker: which frames, and how much of the credit they hold.
+
+    A frame holds its cost from `take` to `release`. `acked` is the last frame up to which all are released.
+    """
+
+    def __init__(self, window_bytes: int) -> None:
+        self.window_bytes = window_bytes
+        self.last_seq = 0  # the last frame taken
+        self.acked = 0
+        self.credit_bytes = 0  # what the worker may still send
+        self._held: dict[int, int] = {}  # cost of each frame taken and not released, by seq, in order
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of frames taken and not released."""
+        return sum(self._held.values())
+
+    def grant(self) -> int:
+        """Return the credit of a new connection: the window, less what is held."""
+        self.credit_bytes = max(0, self.window_bytes - self.held_bytes)
+        return self.credit_bytes
+
+    def take(self, seq: int, nbytes: int) -> bool:
+        """Note that a frame came; return False when it is one that the hub has already.
+
+        Raises RemoteProtocolError when frames are missing before it, or it was not paid for.
+        """
+        if nbytes > self.credit_bytes and self._held:
+            got = f"frame {seq} of {nbytes} bytes"
+            raise RemoteProtocolError(explain("credit", got=got, expected=f"at most {self.credit_bytes} bytes"))
+        if seq < 1 or (self.last_seq and seq > self.last_seq + 1):
+            raise RemoteProtocolError(explain("frame number", got=seq, expected=str(self.last_seq + 1)))
+        self.credit_bytes -= nbytes
+        if seq <= self.last_seq:
+            return False
+        if not self.last_seq:
+            self.acked = seq - 1  # an earlier hub has those before
+        self.last_seq = seq
+        self._held[seq] = nbytes
+        return True
+
+    def refund(self, nbytes: int) -> Ack:
+        """Return the Ack that gives back what a frame cost that `take` did not take."""
+        self.credit_bytes += nbytes
+        return Ack(self.acked, nbytes)
+
+    def release(self, seq: int) -> Ack:
+        """Note that nothing needs the frame any more; return the Ack that says so."""
+        nbytes = self._held.pop(seq)
+        self.acked = next(iter(self._held)) - 1 if self._held else self.last_seq
+        self.credit_bytes += nbytes
+        return Ack(self.acked, nbytes)
+
+
+class HubSession:
+    """The hub's side of one connection, from its Hello to its end."""
+
+    def __init__(self, *, now: float = 0.0) -> None:
+        self.state = State.LOST  # until the Hello
+        self.hello: Hello | None = None  # set by the Hello
+        self.intake: Intake | None = None  # a worker's, set by `welcome`
+        self._pulse = _Pulse(now)
+
+    def receive(self, parts: Parts, now: float) -> Frame | Message:
+        """Return what the peer said.
+
+        Raises RemoteProtocolError when the peer may not say it; answer with `refuse`.
+        """
+        said = decode(parts)
+        self._pulse.heard = now
+        if isinstance(said, Hello):
+            self._check_hello(said)
+            self.state = State.HELLO
+            self.hello = said
+            self.intake = None
+        elif self.state is not State.OPEN or self.hello is None or not isinstance(said, _FROM_PEER[self.hello.role]):
+            raise _unexpected(said, self.state)
+        elif isinstance(said, Frame):
+            header = said.header
+            if (header.engine, header.boot, header.rank) != (self.hello.engine, self.hello.boot, self.hello.rank):
+                raise RemoteProtocolError(
+                    explain("frame", got=f"of {header.engine} {tuple(header.rank)}", expected="the peer's own")
+                )
+        return said
+
+    def welcome(self, welcome: Welcome, now: float, intake: Intake | None = None) -> Iterator[Parts]:
+        """Yield the messages that open the session; a worker's credit and numbers are those of its intake."""
+        if self.state is not State.HELLO:
+            raise LocalProtocolError(explain("welcome", got=f"state {self.state.value}", expected="a Hello before it"))
+        self.state = State.OPEN
+        self.intake = intake
+        if intake is None:
+            yield self._said(welcome, now)
+            return
+        credit, last = intake.grant(), intake.last_seq
+        yield self._said(msgspec.structs.replace(welcome, credit_bytes=credit, last_seq=last), now)
+        if intake.last_seq:
+            yield self._said(Ack(intake.acked, 0), now)
+
+    def refuse(self, reason: str, now: float) -> Parts:
+        """Return the refusal; the session is over."""
+        self.state = State.REFUSED
+        return self._said(Refused(reason), now)
+
+    def send(self, said: Message, now: float) -> Parts:
+        """Return the parts of a message that the hub may send this peer now.
+
+        Raises LocalProtocolError when it may not.
+        """
+        if self.state is not State.OPEN or self.hello is None or not isinstance(said, _FROM_HUB[self.hello.role]):
+            what = f"{type(said).__name__} from the hub"
+            raise LocalProtocolError(
+                explain(what, got=f"state {self.state.value}", expected="an open session that has it")
+            )
+        return self._said(said, now)
+
+    def tick(self, now: float) -> Parts | None:
+        """Return a Beat if one is due."""
+        if self.state is State.OPEN and now >= self._pulse.beat_due():
+            return self._said(Beat(), now)
+        return None
+
+    def silent(self, now: float) -> bool:
+        """Return whether the peer has said nothing for so long that it is taken to be gone."""
+        return now >= self._pulse.silence_due()
+
+    def _check_hello(self, hello: Hello) -> None:
+        if hello.version != PROTOCOL_VERSION:
+            raise RemoteProtocolError(explain("peer's version", got=hello.version, expected=str(PROTOCOL_VERSION)))
+        if hello.role != "client" and hello.model is None:
+            raise RemoteProtocolError(explain("hello.model", got="none", expected=f"the model of the {hello.role}"))
+        longest = max(len(hello.engine), len(hello.boot))
+        if longest > limits.REQUEST_ID_LENGTH_MAX:
+            expected = f"at most {limits.REQUEST_ID_LENGTH_MAX} characters"
+            raise RemoteProtocolError(explain("hello.engine", got=f"{longest} characters", expected=expected))
+        model = hello.model
+        if model is not None and not (
+            1 <= model.stages <= limits.LAYERS_MAX
+            and 1 <= model.num_layers <= limits.LAYERS_MAX
+            and 1 <= model.hidden_size <= limits.HIDDEN_SIZE_MAX
+        ):
+            raise RemoteProtocolError(
+                explain("hello.model", got=f"{model.num_layers} layers", expected="sizes in bounds")
+            )
+
+    def _said(self, said: Message, now: float) -> Parts:
+        self._pulse.sent = now
+        return [message.encode(said)]
+
+
+def _unexpected(said: Any, state: State) -> RemoteProtocolError:
+    return RemoteProtocolError(explain(type(said).__name__, got=f"state {state.value}", expected="a message for it"))

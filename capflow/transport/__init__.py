@@ -1,0 +1,8 @@
+"""The sockets, and the threads that drive sessions over them. Nothing else in capflow imports zmq."""
+
+from __future__ import annotations
+
+from capflow.transport.link import SchedulerLink, WorkerLink
+from capflow.transport.sockets import Dealer, Event, Router, Waker
+
+__all__ = ["Dealer", "Event", "Router", "SchedulerLink", "WorkerLink", "Waker"]

@@ -1,0 +1,323 @@
+"""Links: a worker's and a scheduler's connection to the hub, each driven by one thread of its own.
+
+A link reconnects by itself, as often as it takes. Nothing that the engine calls here waits for a
+socket; `WorkerLink.send` waits for room, if its policy says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from capflow import limits
+from capflow.action import Outcome
+from capflow.address import check_address
+from capflow.consumer import Policy
+from capflow.errors import RemoteProtocolError
+from capflow.frame import FrameHeader
+from capflow.message import Act, ActionOutcome, Bye, Hello, Message, Refused, Welcome
+from capflow.queue import ByteQueue, Overload
+from capflow.session import PeerSession, State
+from capflow.transport.sockets import Dealer, Event, Waker
+
+logger = logging.getLogger("capflow.link")
+
+_RECEIVE_BATCH = 256  # messages handled before frames are sent again
+_FRAME_OVERHEAD_BYTES = 512  # what a queued frame weighs besides its payload
+
+
+class _Link:
+    """One thread, which owns one `PeerSession` and its connections; from `start` to `close`."""
+
+    def __init__(self, address: str, hello: Hello) -> None:
+        self.address = check_address(address, insecure=True)
+        self.ever_connected = False  # set by the first Welcome
+        self.reconnects = 0  # connections lost
+        self._session = PeerSession(hello)  # the thread's alone; others read plain fields of it
+        self._waker = Waker()  # closed by the thread when it ends
+        self._closing = threading.Event()  # set by `close`
+        self._close_by = 0.0  # set by `close` before `_closing`: when to leave although frames are left
+        self._welcomed = threading.Event()  # set by every Welcome or Refused, cleared when the connection is lost
+        self._thread = threading.Thread(target=self._run, name=f"capflow-{hello.role}-link", daemon=True)
+
+    @property
+    def connected(self) -> bool:
+        """Whether a hub has welcomed this peer and is there."""
+        return self._session.state is State.OPEN
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the hub refused this peer, None if it did not."""
+        return self._session.refusal
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """The hub's latest Welcome; it stays when the hub goes away."""
+        return self._session.welcome
+
+    def start(self) -> None:
+        """Start connecting."""
+        self._thread.start()
+
+    def wait_welcome(self, timeout_s: float) -> Welcome | None:
+        """Wait until a hub has answered; return its Welcome, None when it refused or none came in time."""
+        self._welcomed.wait(timeout_s)
+        return self.welcome if self.connected else None
+
+    def close(self, drain_s: float = limits.LINGER_S) -> None:
+        """Get out what was taken, for at most `drain_s` seconds, say Bye and stop."""
+        if not self._closing.is_set():
+            self._close_by = time.monotonic() + drain_s
+            self._closing.set()
+            self._waker.wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(drain_s + 4 * limits.LINGER_S)
+
+    # What subclasses bring; all of it is called on the thread.
+
+    def _fill(self, dealer: Dealer, now: float) -> None:
+        """Send what there is to send."""
+
+    def _drained(self) -> bool:
+        """Return whether nothing is left that `close` should wait for."""
+        return True
+
+    def _received(self, said: Message) -> None:
+        """Take what the hub said."""
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            pause_s = limits.RECONNECT_S_MIN
+            while not self._done(time.monotonic()):
+                since = time.monotonic()
+                with contextlib.closing(Dealer(self.address, waker=self._waker)) as dealer:
+                    self._serve(dealer)
+                lasted_s = time.monotonic() - since
+                pause_s = limits.RECONNECT_S_MIN if lasted_s > limits.RECONNECT_S_MAX else pause_s * 2
+                self._closing.wait(min(pause_s, limits.RECONNECT_S_MAX))
+        except Exception:  # a bug here: the engine must run on without us
+            logger.exception("the link to %s ended", self.address)
+        finally:
+            self._session.lost()
+            self._welcomed.set()
+            self._waker.close()
+
+    def _serve(self, dealer: Dealer) -> None:
+        """Drive one connection until it is lost or the link is closed."""
+        session = self._session
+        while True:
+            dealer.poll(self._timeout(time.monotonic()))
+            self._waker.clear()
+            now = time.monotonic()
+            for event in dealer.events():
+                if event is Event.CONNECTED:
+                    dealer.send(session.connected(now))
+                else:
+                    self._lost("the hub went away")
+                    return
+            if not self._read(dealer, now):
+                return
+            if session.silent(now):
+                self._lost(f"the hub was silent for {limits.SILENCE_S_MAX:g} s")
+                return
+            self._fill(dealer, now)
+            if (beat := session.tick(now)) is not None:
+                dealer.send(beat)
+            if self._done(now):
+                if session.state is State.OPEN:
+                    dealer.send(session.send(Bye(), now))
+                return
+
+    def _timeout(self, now: float) -> float | None:
+        due = self._session.due()
+        if self._closing.is_set():
+            due = self._close_by if due is None else min(due, self._close_by)
+        return None if due is None else max(0.0, due - now)
+
+    def _done(self, now: float) -> bool:
+        return self._closing.is_set() and (self._drained() or now >= self._close_by)
+
+    def _lost(self, why: str) -> None:
+        if self._session.state is State.OPEN:
+            logger.warning("%s (%s); connecting again", why, self.address)
+            self.reconnects += 1
+        self._session.lost()
+        self._welcomed.clear()
+
+    def _read(self, dealer: Dealer, now: float) -> bool:
+        """Take what came; return False when the connection is of no use any more."""
+        for _ in range(_RECEIVE_BATCH):
+            parts = dealer.receive()
+            if parts is None:
+                return True
+            try:
+                said = self._session.receive(parts, now)
+            except RemoteProtocolError as e:
+                self._lost(str(e))
+                return False
+            match said:
+                case Bye():
+                    self._lost("the hub said goodbye")
+                    return False
+                case Refused():
+                    logger.error(
+                        "the hub at %s refuses this %s: %s", self.address, self._session.hello.role, said.reason
+                    )
+                    self._welcomed.set()
+                case Welcome():
+                    self.ever_connected = True
+                    self._received(said)
+                    self._welcomed.set()
+                case _:
+                    self._received(said)
+        self._waker.wake()
+        return True
+
+
+class WorkerLink(_Link):
+    """A worker's link: takes frames from one thread and gets each to the hub once.
+
+    outbound_bytes_max bounds the frames that wait here; those sent and not acknowledged are bounded by the hub's
+    credit besides. policy: what `send` does when there is no room, waiting at most block_s_max seconds
+    for it. on_welcome: called on the link's thread with every Welcome.
+
+    `send` answers `None`, or why the frame was dropped: `no_hub`, no hub was ever there; `hub_gone`, there was one
+    and the queue is full; `queue_full`, the hub is there and takes less than is sent; `refused`, the hub
+    refused this worker; `too_large`, the payload is above `limits.PAYLOAD_BYTES_MAX`; `closed`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        *,
+        outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT,
+        policy: Policy = "block",
+        block_s_max: float = limits.BLOCK_S_MAX,
+        on_welcome: Callable[[Welcome], None] | None = None,
+    ) -> None:
+        super().__init__(address, hello)
+        self.policy = Overload(policy)
+        self.block_s_max = block_s_max
+        self.on_welcome = on_welcome
+        self._queue: ByteQueue[tuple[FrameHeader, memoryview]] = ByteQueue(outbound_bytes_max)
+        self._gave_up = False  # a whole `block_s_max` was waited for a hub that is gone; cleared by its return
+        self._frames = 0  # accepted by `send`
+        self._bytes = 0
+        self._dropped: Counter[str] = Counter()  # frames by reason; written by the thread that calls `send`
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        """What went through: frames and bytes accepted, waiting and unacknowledged, and drops by reason."""
+        return {
+            "frames": self._frames,
+            "bytes": self._bytes,
+            "queued_bytes": self._queue.nbytes,
+            "unacked_frames": self._session.unacked,
+            "credit_bytes": self._session.credit_bytes,
+            "reconnects": self.reconnects,
+            "dropped_frames": dict(self._dropped),
+        }
+
+    def send(self, header: FrameHeader, payload: Any) -> str | None:
+        """Take a frame; return None, or why it was dropped.
+
+        payload: any C-contiguous buffer (view bfloat16 as bytes), not changed from here on. The header's
+        seq, payload_bytes and checksum are filled in later, on the link's thread.
+        """
+        view = memoryview(payload).cast("B")
+        reason = self._offer(header, view)
+        if reason is not None:
+            self._dropped[reason] += 1
+            return reason
+        self._frames += 1
+        self._bytes += len(view)
+        self._waker.wake()
+        return None
+
+    def _offer(self, header: FrameHeader, view: memoryview) -> str | None:
+        if len(view) > limits.PAYLOAD_BYTES_MAX:
+            return "too_large"
+        if self._closing.is_set():
+            return "closed"
+        if self._session.state is State.REFUSED:
+            return "refused"
+        if not self.ever_connected:
+            return "no_hub"
+        item, nbytes = (header, view), len(view) + _FRAME_OVERHEAD_BYTES
+        if len(view) == 0 and self._queue.nbytes <= self._queue.bytes_max + limits.HEADER_BYTES_MAX:
+            self._queue.force(item, nbytes)  # the ends of requests are worth a little room of their own
+            return None
+        if self.policy is Overload.DROP or self._gave_up:
+            accepted = self._queue.offer(item, nbytes)
+        else:
+            accepted = self._queue.put(item, nbytes, self.block_s_max)
+            self._gave_up = not accepted and not self.connected
+        if accepted:
+            return None
+        return "queue_full" if self.connected else "hub_gone"
+
+    def close(self, drain_s: float = limits.LINGER_S) -> None:
+        """Get out what was taken, until the hub has acknowledged it or `drain_s` is over, say Bye and stop."""
+        super().close(drain_s)
+        self._queue.close()
+
+    def _fill(self, dealer: Dealer, now: float) -> None:
+        session = self._session
+        while session.state is State.OPEN:
+            while (parts := session.next_frame(now)) is not None:
+                dealer.send(parts)
+            if session.waiting or (item := self._queue.get(timeout_s=0)) is None:
+                return
+            session.push(*item)
+
+    def _drained(self) -> bool:
+        return not self.ever_connected or (not len(self._queue) and not self._session.unacked)
+
+    def _received(self, said: Message) -> None:
+        if isinstance(said, Welcome):
+            self._gave_up = False
+            if self.on_welcome is not None:
+                self.on_welcome(said)
+
+
+class SchedulerLink(_Link):
+    """A scheduler's link: what the hub wants captured, and actions to take. It starts when it is made."""
+
+    def __init__(self, address: str, hello: Hello) -> None:
+        super().__init__(address, hello)
+        self._acts: deque[Act] = deque(maxlen=limits.ACTIONS_WAITING_MAX)  # filled by the thread, emptied by `actions`
+        self._outcomes: deque[Outcome] = deque()  # filled by `outcome`, emptied by the thread
+        self.start()
+
+    def actions(self) -> list[Act]:
+        """Return the actions that came since the last call; never waits."""
+        acts = []
+        while self._acts:
+            acts.append(self._acts.popleft())
+        return acts
+
+    def outcome(self, outcome: Outcome) -> None:
+        """Say what came of an action; never waits."""
+        self._outcomes.append(outcome)
+        self._waker.wake()
+
+    def _fill(self, dealer: Dealer, now: float) -> None:
+        while self._outcomes:
+            outcome = self._outcomes.popleft()
+            if self._session.state is State.OPEN:  # otherwise the hub that asked is gone
+                dealer.send(self._session.send(ActionOutcome(outcome), now))
+
+    def _drained(self) -> bool:
+        return not self._outcomes or not self.connected
+
+    def _received(self, said: Message) -> None:
+        if isinstance(said, Act):
+            self._acts.append(said)

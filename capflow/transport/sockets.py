@@ -1,0 +1,188 @@
+"""The two ends of a connection: a hub's `Router`, and a peer's `Dealer`, each with a way to wake its thread.
+
+A socket belongs to the thread that opened it. Received parts are views of ZMQ's own memory, which they keep alive;
+sent parts are not copied and must not be changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from capflow import limits
+from capflow.address import in_use
+from capflow.errors import CapflowError, explain
+from capflow.session import Parts
+
+_COPY_BYTES_MAX = 16 * 1024  # a part up to this size is copied: cheaper than keeping track of it
+
+
+class Waker:
+    """Wakes the one thread that polls it, from any thread."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._awake = False  # whether a byte lies in the pair; set by `wake`, cleared by `clear`
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when the thread is to wake."""
+        return self._reader.fileno()
+
+    def wake(self) -> None:
+        """Wake the thread, if it is not awake already."""
+        if not self._awake:
+            self._awake = True
+            with contextlib.suppress(OSError):
+                self._writer.send(b"\0")
+
+    def clear(self) -> None:
+        """Sleep again; call it before looking at what was to be done."""
+        with contextlib.suppress(BlockingIOError):
+            self._reader.recv(4096)
+        self._awake = False
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        self._reader.close()
+        self._writer.close()
+
+
+class Event(enum.Enum):
+    """What happened to a connection."""
+
+    CONNECTED = "connected"
+    DISCONNECTED = "disconnected"
+
+
+class Dealer:
+    """One connection to a hub, and the attempts at it before; after DISCONNECTED make a new one."""
+
+    def __init__(self, address: str, *, waker: Waker | None = None) -> None:
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 8)
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.LINGER, int(limits.LINGER_S * 1000))
+        self._socket.set(zmq.SNDHWM, 0)  # credit bounds what is sent
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.set(zmq.IMMEDIATE, 1)
+        self._socket.set(zmq.RECONNECT_IVL, int(limits.RECONNECT_S_MIN * 1000))
+        self._socket.set(zmq.RECONNECT_IVL_MAX, int(limits.RECONNECT_S_MAX * 1000))
+        self._socket.set(zmq.MAXMSGSIZE, limits.HEADER_BYTES_MAX)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        if waker is not None:
+            self._poller.register(waker.fileno(), zmq.POLLIN)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as e:
+            self.close()
+            raise CapflowError(explain("cannot connect", got=f"{address}: {e.strerror}")) from e
+
+    def poll(self, timeout_s: float | None) -> None:
+        """Wait until there is something to read, an event, or a wake-up."""
+        self._poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000) + 1))
+
+    def events(self) -> list[Event]:
+        """Return what happened to the connection since the last call."""
+        events = []
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            events.append(Event.CONNECTED if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else Event.DISCONNECTED)
+        return events
+
+    def send(self, parts: Parts) -> None:
+        """Send a message; never waits."""
+        try:
+            _send(self._socket, parts)
+        except zmq.Again:  # the connection went away a moment ago, as an event will say
+            return
+
+    def receive(self) -> Parts | None:
+        """Return the next message, None when there is none."""
+        try:
+            return [part.buffer for part in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        """Leave, having given what was sent a moment to get out."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+        self._context.term()
+
+
+class Router:
+    """A hub's socket: bound to one address, connected to any number of peers.
+
+    message_bytes_max: a peer that sends a larger part is disconnected before memory is taken for it.
+    """
+
+    def __init__(self, address: str, *, message_bytes_max: int = limits.PAYLOAD_BYTES_MAX) -> None:
+        self.waker = Waker()
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, limits.SESSIONS_MAX)
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, int(limits.LINGER_S * 1000))
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._socket.set(zmq.SNDHWM, 0)  # what a hub sends is small, and answers what the peer sent
+        self._socket.set(zmq.RCVHWM, limits.MESSAGES_UNREAD_MAX)
+        self._socket.set(zmq.MAXMSGSIZE, message_bytes_max)
+        try:
+            self._socket.bind(address)
+            if address.startswith("ipc://"):
+                Path(address.removeprefix("ipc://")).chmod(0o600)
+        except (zmq.ZMQError, OSError) as e:
+            self.close()
+            if e.errno == zmq.EADDRINUSE:
+                raise in_use(address) from e
+            raise CapflowError(explain(f"cannot listen at {address}", got=os.strerror(e.errno or 0))) from e
+        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self.waker.fileno(), zmq.POLLIN)
+
+    def poll(self, timeout_s: float) -> None:
+        """Wait until there is something to read, or a wake-up."""
+        self._poller.poll(max(0, int(timeout_s * 1000) + 1))
+
+    def send(self, peer: bytes, parts: Parts) -> bool:
+        """Send a message to a peer; return False when it is not connected any more."""
+        try:
+            _send(self._socket, [peer, *parts])
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def receive(self) -> tuple[bytes, Parts] | None:
+        """Return the next message and who sent it, None when there is none."""
+        try:
+            peer, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return peer.bytes, [part.buffer for part in parts]
+
+    def close(self) -> None:
+        """Stop listening, having given what was sent a moment to get out."""
+        self._socket.close()
+        self._context.term()
+        self.waker.close()
+
+
+def _send(to: zmq.Socket[bytes], parts: Parts) -> None:
+    last: Any
+    *first, last = parts
+    for part in first:
+        to.send(part, zmq.SNDMORE | zmq.NOBLOCK, copy=len(part) <= _COPY_BYTES_MAX)
+    to.send(last, zmq.NOBLOCK, copy=len(last) <= _COPY_BYTES_MAX)
