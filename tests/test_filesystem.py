@@ -54,6 +54,7 @@ def done(
     request: str = "r1",
     prompt_length: int = 4,
     computed_length: int = 4,
+    *,
     rows: int | None = None,
     dropped: tuple[Dropped, ...] = (),
     status: str = "stop",
@@ -62,7 +63,7 @@ def done(
     return RequestDone("engine-1", request, status, prompt_length, computed_length, rows, rows, dropped)
 
 
-def assert_is_whole(capture, request, sites, first, end, dtype="float32"):
+def assert_is_whole(capture, request, sites, first, end, *, dtype="float32"):
     """Assert that a capture holds exactly the rows of positions `first..end` of a request at the sites."""
     assert set(capture.sites) == set(sites)
     capture.verify()
@@ -175,7 +176,7 @@ def test_any_interleaving_of_requests_and_steps_gives_each_request_exactly_its_r
                 total = (end[i] - shape[i][2]) * len(SITES)
                 result = consumer.on_request_done(done(i, shape[i][0], end[i], rows=total))
                 assert (result.status, result.error) == ("ok", None)
-                assert_is_whole(capflow.open(root)[i], i, SITES if total else (), shape[i][2], end[i], dtype)
+                assert_is_whole(capflow.open(root)[i], i, SITES if total else (), shape[i][2], end[i], dtype=dtype)
     assert consumer._buffered_bytes == 0
     consumer.close()
     assert set(names(root)) == set(ids)

@@ -28,13 +28,14 @@ class Piece(NamedTuple):
 
 
 class _Run:
-    """Rows of some sites at positions `start .. start+length`, in room for `rows.shape[1]`."""
+    """Rows of some sites at positions `start .. start+length`, in room for `rows.shape[1]`; before: rows in earlier runs."""
 
-    __slots__ = ("length", "rows", "sites", "start")
+    __slots__ = ("before", "length", "rows", "sites", "start")
 
-    def __init__(self, sites: tuple[Site, ...], start: int, room: int, row_bytes: int) -> None:
+    def __init__(self, sites: tuple[Site, ...], start: int, before: int, room: int, row_bytes: int) -> None:
         self.sites = sites
         self.start = start
+        self.before = before
         self.length = 0
         self.rows: Bytes = np.empty((len(sites), room, row_bytes), np.uint8)
 
@@ -56,10 +57,10 @@ class RowBuffer:
         run = self._last.get(sites)
         grown = 0
         if run is None or run.start + run.length != start or run.length + length > run.rows.shape[1]:
-            # half as much again as the last run: few pieces, and most of the memory holds rows
-            grow = run.rows.shape[1] * 3 // 2 if run else 0
-            room = max(length, min(max(grow, _RUN_ROWS_MIN), _RUN_ROWS_MAX) if run else 0)
-            run = self._last[sites] = _Run(sites, start, room, raw.shape[2])
+            # a quarter of what came before: few pieces, and most of the memory holds rows
+            before = run.before + run.length if run else 0
+            room = max(length, min(max(before // 4, _RUN_ROWS_MIN), _RUN_ROWS_MAX))
+            run = self._last[sites] = _Run(sites, start, before, room, raw.shape[2])
             self._runs.append(run)
             grown = run.rows.nbytes
             self.nbytes += grown

@@ -1,0 +1,68 @@
+"""The log consumer: one line for each finished request. It is small to be copied."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import numpy as np
+
+from capflow import CaptureResult, CaptureSpec, Consumer, Frame, RequestDone, Site, UsageError, hookimpl
+from capflow.errors import explain
+from capflow.result import Status
+
+logger = logging.getLogger(__name__)
+
+
+class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """every: log one of so many requests. positions: of which tokens, at every post_block site that is tapped."""
+
+    every: int = 1
+    positions: str = "last_prompt"
+
+
+class LogConsumer(Consumer):
+    """Logs how many rows a request had, at which sites, and their mean norm."""
+
+    name = "log"
+    Config = LogConfig
+
+    def __init__(self, config: LogConfig) -> None:
+        super().__init__(config)
+        self.seen: dict[tuple[str, str], tuple[int, float, frozenset[Site]]] = {}  # rows, sum of norms, sites
+        self.finished = 0
+
+    def check(self) -> None:
+        """Raise UsageError when an option is out of range."""
+        self.spec()
+        if self.config.every < 1:
+            raise UsageError(explain("consumers.log.every", got=self.config.every, expected="1 or more"))
+
+    def spec(self) -> CaptureSpec:
+        """Ask for the same of every request."""
+        value = {"hooks": {"post_block": "all"}, "positions": self.config.positions}
+        return CaptureSpec.parse(value, where="consumers.log")
+
+    def on_frame(self, frame: Frame) -> None:
+        """Add up the norms and let the rows go."""
+        for chunk in frame.chunks():
+            key = (frame.header.engine, chunk.request.id)
+            rows, total, sites = self.seen.get(key, (0, 0.0, frozenset()))
+            norms = np.linalg.norm(chunk.rows.astype(np.float32), axis=-1)
+            self.seen[key] = (rows + norms.size, total + float(norms.sum()), sites.union(chunk.sites))
+
+    def on_request_done(self, done: RequestDone) -> CaptureResult:
+        """Log the line."""
+        rows, total, sites = self.seen.pop((done.engine, done.request), (0, 0.0, frozenset()))
+        mean = total / rows if rows else 0.0
+        self.finished += 1
+        if self.finished % self.config.every == 0:
+            logger.info("%s: %d rows at %d sites, mean norm %.4g", done.request, rows, len(sites), mean)
+        status: Status = "partial_error" if done.dropped else "ok"
+        return CaptureResult(status, payload={"rows": rows, "sites": len(sites), "mean_norm": mean})
+
+
+@hookimpl
+def capflow_consumers() -> list[type[Consumer]]:
+    """Bring the log consumer."""
+    return [LogConsumer]

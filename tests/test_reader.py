@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from frames import make_frame, make_model, row_of
+
+import capflow
+from capflow.errors import CapflowError, UsageError
+from capflow.result import RequestDone
+from capflow.site import Site
+from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
+
+SITES = (Site(2, "post_block"), Site(3, "mlp_out"))
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A data set of two requests, `a` of 5 rows a site and `b/c` of 3, in bfloat16."""
+    root = tmp_path / "root"
+    consumer = FilesystemConsumer(FilesystemConfig(str(root)))
+    consumer.open(None)
+    consumer.on_session("engine-1", make_model())
+    consumer.on_frame(make_frame([("a", 4, 0, 5), ("b/c", 3, 0, 3)], SITES, dtype="bfloat16", texts=True))
+    for request, prompt, computed in (("a", 4, 5), ("b/c", 3, 3)):
+        rows = computed * 2
+        consumer.on_request_done(RequestDone("engine-1", request, "stop", prompt, computed, rows, rows, ()))
+    consumer.close()
+    return root
+
+
+def test_the_requests_are_listed_by_their_exact_ids(root):
+    dataset = capflow.open(root)
+    assert sorted(dataset.requests()) == ["a", "b/c"]
+    assert len(dataset) == 2
+    assert "b/c" in dataset
+    assert "b" not in dataset
+
+
+def test_a_capture_says_what_it_is(root):
+    capture = capflow.open(str(root))["a"]
+    assert (capture.id, capture.prompt_length, capture.computed_length) == ("a", 4, 5)
+    assert (capture.status, capture.error) == ("ok", None)
+    assert set(capture.sites) == set(SITES)
+    assert list(capture.texts) == [0, 1, 2, 3, 4]
+    assert (3, "mlp_out") in capture
+    assert "post_block:3" not in capture
+
+
+def test_rows_are_mapped_read_only_and_found_by_tuple_or_text(root):
+    rows = capflow.open(root)["a"][2, "post_block"]
+    expected = np.stack([row_of("a", SITES[0], p, dtype="bfloat16") for p in range(5)])
+    assert rows.rows.tobytes() == expected.tobytes()
+    assert rows.rows.shape == (5, 8)
+    base = rows.rows
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+    assert isinstance(base, np.memmap)
+    with pytest.raises(ValueError, match="read-only"):
+        rows.rows[0] = 0
+    assert capflow.open(root)["a"]["post_block:2"].rows.tobytes() == rows.rows.tobytes()
+
+
+def test_verify_notices_one_flipped_bit_anywhere_in_a_file(root):
+    dataset = capflow.open(root)
+    dataset.verify()
+    file = root / "a" / "post_block.002.safetensors"
+    whole = file.read_bytes()
+    for index in (3, 511, 512, 600, len(whole) - 1):
+        file.write_bytes(whole[:index] + bytes([whole[index] ^ 4]) + whole[index + 1 :])
+        with pytest.raises(CapflowError, match=r"post_block\.002\.safetensors: got checksum [0-9a-f]{16}, expected"):
+            dataset.verify()
+    file.write_bytes(whole)
+    dataset.verify()
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b + b"\0", lambda b: b[:100], lambda b: b"\0" + b[1:]])
+def test_a_file_of_the_wrong_size_or_header_is_refused_without_reading_its_rows(root, damage):
+    file = root / "a" / "mlp_out.003.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(CapflowError, match=r"mlp_out\.003\.safetensors: got .* restore it from a copy"):
+        capflow.open(root)["a"][3, "mlp_out"]
+
+
+def test_a_missing_file_is_named(root):
+    (root / "a" / "mlp_out.003.safetensors").unlink()
+    with pytest.raises(CapflowError, match=r"mlp_out\.003\.safetensors: got No such file"):
+        capflow.open(root)["a"][3, "mlp_out"]
+
+
+@pytest.mark.parametrize(
+    ("sidecar", "message"),
+    [
+        (lambda text: text[:-10], "request.json: got Input data was truncated"),
+        (lambda text: text.replace('"format":1', '"format":2'), "format: got 2, expected 1"),
+        (lambda text: text.replace("mlp_out.003.safetensors", "../../secret"), "got a file that is no site's"),
+        (lambda text: text.replace("mlp_out", "../x"), "got a file that is no site's"),
+    ],
+)
+def test_a_sidecar_that_cannot_be_trusted_is_refused(root, sidecar, message):
+    file = root / "a" / "request.json"
+    file.write_text(sidecar(file.read_text()))
+    with pytest.raises(CapflowError, match=re.escape(message)):
+        capflow.open(root)["a"]
+
+
+def test_what_is_not_there_is_named_with_what_is(root):
+    dataset = capflow.open(root)
+    with pytest.raises(UsageError, match=r"no such request: got zzz; requests\(\) lists what is there"):
+        dataset["zzz"]
+    with pytest.raises(UsageError, match=r"got post_block:0, expected one of post_block:2, mlp_out:3"):
+        dataset["a"][0, "post_block"]
+    with pytest.raises(UsageError, match=r'expected \(layer, hook\) or "hook:layer"'):
+        dataset["a"][7]
+
+
+def test_what_is_not_a_data_set_is_refused(root, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for path, message in (
+        (tmp_path / "missing", "missing: got nothing, expected the root directory of a captured data set"),
+        (root / "a" / "request.json", "request.json: got a file, expected the root directory"),
+        (root / "a", f"got one request's directory, expected the root above it; open {root} and index it"),
+        (tmp_path / "empty", "empty is not a captured data set: expected directories with a request.json"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(message)):
+            capflow.open(path)
+
+
+def test_reading_loads_neither_torch_nor_vllm_nor_zmq(root):
+    script = (
+        "import sys, capflow; capflow.open(sys.argv[1])['a'][2, 'post_block'];"
+        "print([m for m in ('torch', 'vllm', 'zmq', 'duckdb') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
