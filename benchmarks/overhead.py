@@ -1,0 +1,192 @@
+"""What capflow costs: plain vLLM against capflow armed but idle, and against capturing everything to disk.
+
+    make bench          (or: python benchmarks/overhead.py [--rounds N] [--model demo] [--json FILE])
+
+Two engines live in processes of their own for the whole run, one plain, one with capflow; their turns interleave, plain,
+idle, capture, capture, idle, plain, …, and the ratios are of medians. Each turn runs the same prompts, greedily, with
+`ignore_eos` and fixed lengths. The clock of a capturing turn stops when every row lies on disk, synced and published; then
+every row is read back, counted and its checksum verified, off the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPTS, PROMPT_TOKENS, TOKENS = 48, 128, 32
+GOALS = {"idle": 0.98, "capture": 0.85}
+
+
+def child(kind: str, model: str, root: str, eager: bool) -> None:
+    """Be an engine: read a mode a line, run the prompts, answer a line of JSON."""
+    import os
+
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    import numpy as np
+
+    arguments: dict[str, Any] = {
+        "model": model,
+        "max_model_len": 512,
+        "max_num_seqs": 64,
+        "enforce_eager": eager,
+        "enable_prefix_caching": False,
+    }
+    if kind == "plain":
+        from vllm import LLM, SamplingParams
+
+        llm = LLM(**arguments)
+    else:
+        import capflow
+        from vllm import SamplingParams
+
+        llm = capflow.LLM(consumers=[f"filesystem:root={root},capture=requests"], **arguments)
+    rng = np.random.default_rng(0)
+    prompts = [{"prompt_token_ids": [2, *rng.integers(1000, 200_000, PROMPT_TOKENS - 1).tolist()]} for _ in range(PROMPTS)]
+    fixed: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    out.write(json.dumps({"ready": True}) + "\n")
+    for turn, line in enumerate(sys.stdin):
+        if line.strip() == "capture":
+            spec = {"hooks": {"post_block": "all"}, "positions": "all"}
+            params: Any = [capflow.sampling_params(id=f"t{turn}-{n}", capture=spec, **fixed) for n in range(PROMPTS)]
+        else:
+            params = SamplingParams(**fixed)
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        tokens = [list(o.outputs[0].token_ids) for o in outputs]
+        statuses = [r.status for o in outputs for r in getattr(o, "capture_results", {}).values()]
+        out.write(json.dumps({"seconds": seconds, "tokens": tokens, "statuses": statuses, "turn": turn}) + "\n")
+    if kind != "plain":
+        llm.close()
+
+
+class Engine:
+    """An engine in a child process."""
+
+    def __init__(self, kind: str, model: str, root: Path, eager: bool) -> None:
+        command = [sys.executable, __file__, "--child", kind, "--model", model, "--root", str(root)]
+        self.log = (root.parent / f"{kind}.log").open("w")
+        self.process = subprocess.Popen(
+            command + ["--eager"] * eager, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
+        )
+        self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """Return the child's next line."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit(f"overhead: an engine died; see {self.log.name}")
+        return dict(json.loads(line))
+
+    def turn(self, mode: str) -> dict[str, Any]:
+        """Run the prompts once."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(mode + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def close(self) -> None:
+        """End the child."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(120)
+
+
+def verify(root: Path, turn: int) -> tuple[int, int]:
+    """Read back what a turn captured; return its rows and bytes, having checked every file."""
+    import capflow
+
+    data = capflow.open(root)
+    rows = size = 0
+    for n in range(PROMPTS):
+        request = data[f"t{turn}-{n}"]
+        request.verify()
+        for site in request.sites:
+            values = request[site].rows
+            assert values.shape[0] == PROMPT_TOKENS + TOKENS - 1, (turn, n, site, values.shape)
+            rows += values.shape[0]
+            size += values.nbytes
+    return rows, size
+
+
+def main() -> int:
+    """Run the benchmark and print its table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--child")
+    parser.add_argument("--root")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.child:
+        child(args.child, args.model, args.root, args.eager)
+        return 0
+    model = args.model
+    if model == "demo":
+        from capflow_engine.demo import prepare
+
+        model = str(prepare())
+    work = Path(tempfile.mkdtemp(prefix="capflow-bench-"))
+    root = work / "rows"
+    root.mkdir()
+    engines = {kind: Engine(kind, model, root, args.eager) for kind in ("plain", "capflow")}
+    order = ["plain", "idle", "capture", "capture", "idle", "plain"]
+    for mode in ("plain", "idle", "capture"):  # warm up
+        engines["plain" if mode == "plain" else "capflow"].turn(mode)
+    seconds: dict[str, list[float]] = {mode: [] for mode in order}
+    tokens: dict[str, list[list[int]]] = {}
+    captured = (0, 0)
+    for _ in range(args.rounds):
+        for mode in order:
+            answer = engines["plain" if mode == "plain" else "capflow"].turn(mode)
+            seconds[mode].append(answer["seconds"])
+            tokens[mode] = answer["tokens"]
+            assert len(answer["tokens"]) == PROMPTS
+            assert all(len(t) == TOKENS for t in answer["tokens"])
+            if mode == "capture":
+                assert answer["statuses"] == ["ok"] * PROMPTS, answer["statuses"]
+                captured = verify(root, answer["turn"])
+            shutil.rmtree(root)
+            root.mkdir()
+    for engine in engines.values():
+        engine.close()
+    median = {mode: statistics.median(values) for mode, values in seconds.items()}
+    generated = PROMPTS * TOKENS
+    print(f"\n{PROMPTS} prompts x {PROMPT_TOKENS} tokens + {TOKENS} generated, {model.rsplit('/', 1)[-1]}, "
+          f"{'eager' if args.eager else 'torch.compile on'}, {platform.processor() or platform.machine()}, "
+          f"{2 * args.rounds} turns each, interleaved")
+    print("| mode | generated tok/s (median) | of plain | goal | spread |")
+    print("|---|---|---|---|---|")
+    for mode in ("plain", "idle", "capture"):
+        ratio = median["plain"] / median[mode]
+        spread = f"{generated / max(seconds[mode]):.0f}-{generated / min(seconds[mode]):.0f}"
+        goal = f"{GOALS[mode]:.2f}" if mode in GOALS else ""
+        print(f"| {mode} | {generated / median[mode]:.0f} | {ratio:.3f} | {goal} | {spread} |")
+    rows, size = captured
+    print(f"\ncapture: {rows} rows, {size / 1e6:.0f} MB a turn, {size / median['capture'] / 1e6:.0f} MB/s, each file verified")
+    same = {m: sum(a == b for a, b in zip(tokens[m], tokens["plain"], strict=True)) for m in ("idle", "capture")}
+    print(f"answers equal to plain vLLM's: idle {same['idle']}/{PROMPTS}, capture {same['capture']}/{PROMPTS}; "
+          f"idle equal to capture: {sum(a == b for a, b in zip(tokens['idle'], tokens['capture'], strict=True))}/{PROMPTS}")
+    if args.json is not None:
+        args.json.write_text(json.dumps({"seconds": seconds, "rows": rows, "bytes": size}))
+    shutil.rmtree(work)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""`capflow serve MODEL …`: vLLM's OpenAI-compatible server with the engine extension."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+import click
+
+from capflow.errors import UsageError, explain
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+    add_help_option=False,
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def serve(arguments: tuple[str, ...]) -> None:
+    """Serve MODEL with vLLM's OpenAI-compatible server, tapped: `capflow serve MODEL [vLLM's own flags]`.
+
+    Besides vLLM's flags: --hub ADDRESS, --sites HOOK:LAYER (repeatable, with *), --policy block|drop, --insecure.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise UsageError(
+            explain("vLLM is not installed", do="pip install 'capflow[vllm]' (GPU) or 'capflow[cpu]' to serve models")
+        )
+    # vLLM takes the process over, its signals too.
+    os.execv(sys.executable, [sys.executable, "-m", "capflow_engine.serve", *arguments])  # noqa: S606

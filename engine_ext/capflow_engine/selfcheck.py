@@ -1,0 +1,89 @@
+"""A small capture from end to end, for `capflow doctor`: a tiny random model in real vLLM, its rows held against Transformers."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_PROMPTS = ([3, 14, 15, 92, 65], [35, 89, 79], [32, 38, 46, 26, 43, 38, 32])
+_TOKENS = 4
+_BOUND = 1e-4
+
+
+def main() -> int:
+    """Capture and compare; print one line of what was found, return the exit code."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    with tempfile.TemporaryDirectory(prefix="capflow-doctor-") as name:
+        rows, worst = _capture(Path(name))
+    fine = worst < _BOUND
+    print(f"{rows} rows, largest relative error against Transformers {worst:.1e}", file=out, flush=True)
+    return 0 if fine else 1
+
+
+def _capture(directory: Path) -> tuple[int, float]:
+    """Return how many rows were captured and the largest relative error among them."""
+    import torch
+    import transformers
+
+    import capflow
+
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=128
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.LlamaForCausalLM(config).float().eval()
+    model.save_pretrained(directory / "model")
+    with capflow.LLM(
+        str(directory / "model"),
+        consumers=[f"filesystem:root={directory / 'rows'},capture=requests"],
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=64,
+    ) as llm:
+        params = [
+            capflow.sampling_params(
+                id=f"r{n}",
+                capture={"hooks": {"post_block": "all"}},
+                max_tokens=_TOKENS,
+                temperature=0.0,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            for n in range(len(_PROMPTS))
+        ]
+        outputs = llm.generate([{"prompt_token_ids": list(p)} for p in _PROMPTS], params, use_tqdm=False)
+    rows, worst = 0, 0.0
+    data = capflow.open(directory / "rows")
+    for n, output in enumerate(outputs):
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        caught: list[Any] = []
+        hooks = [
+            layer.register_forward_hook(lambda _m, _i, o: caught.append((o[0] if isinstance(o, tuple) else o).squeeze(0)))
+            for layer in model.model.layers
+        ]
+        with torch.no_grad():
+            model(torch.tensor([tokens]))
+        for hook in hooks:
+            hook.remove()
+        for layer, expected in enumerate(caught):
+            got = np.asarray(data[f"r{n}"][capflow.Site(layer, "post_block")].rows)
+            reference = expected[: len(tokens) - 1].numpy()
+            if got.shape != reference.shape:
+                return rows, float("inf")
+            rows += len(got)
+            error = np.linalg.norm(got - reference, axis=-1) / np.linalg.norm(reference, axis=-1)
+            worst = max(worst, float(error.max()))
+    return rows, worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""Tiny random models that real vLLM runs in this process, and what Transformers computes for the same tokens."""
+
+import contextlib
+import gc
+import os
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import transformers
+
+VOCABULARY = 300
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+LAYERS, WIDTH = SHAPE["num_hidden_layers"], SHAPE["hidden_size"]
+
+
+def save_tiny(directory, architecture="llama"):
+    """Save a tiny random model with weights large enough that its answers depend on every layer."""
+    torch.manual_seed(1234)
+    if architecture == "gemma3":
+        config = transformers.Gemma3TextConfig(**SHAPE, head_dim=32, sliding_window=64)
+        model = transformers.Gemma3ForCausalLM(config)
+    else:
+        config = transformers.LlamaConfig(**SHAPE, head_dim=32)
+        model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.15 if "embed" in name else 0.09)
+    model.float().save_pretrained(directory)
+    return str(directory)
+
+
+def prompts(lengths, seed=0):
+    """Return prompts of random tokens, one for each length."""
+    rng = np.random.default_rng(seed)
+    return [{"prompt_token_ids": rng.integers(5, VOCABULARY, n).tolist()} for n in lengths]
+
+
+@contextlib.contextmanager
+def environment(**variables):
+    """Set environment variables for as long as a block runs."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def engine(model, *, capflow_on=True, in_process=True, **arguments):
+    """Yield a `capflow.LLM` (or a plain `vllm.LLM`) on the CPU, in this process unless told otherwise."""
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1" if arguments.get("tensor_parallel_size") == 2 else "nobind",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with environment(**variables):
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        settings = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "max_model_len": 256,
+            "max_num_batched_tokens": 64,
+            "max_num_seqs": 16,
+        } | arguments
+        if capflow_on:
+            import capflow
+
+            llm = capflow.LLM(model, **settings)
+        else:
+            from vllm import LLM
+
+            llm = LLM(model, **settings)
+        try:
+            yield llm
+        finally:
+            if capflow_on:
+                llm.close()
+            else:
+                llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            cleanup_dist_env_and_memory()
+
+
+GREEDY = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+
+
+def answers(outputs):
+    """Return the token ids of each answer."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+class Reference:
+    """Transformers' hidden states, with vectors added at given positions of given layers."""
+
+    def __init__(self, model, dtype=torch.float32):
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, attn_implementation="eager"
+        ).eval()
+        self.layers = self.model.model.layers
+
+    def post_block(self, token_ids, steering: Mapping | None = None):
+        """Return `[layers, tokens, hidden]` float32: the stream behind each layer, before what steers it there.
+
+        steering: `{layer: (vector, first position)}`, added from that position on.
+        """
+        caught = {}
+
+        def hook_of(number):
+            def hook(module, inputs, output):
+                hidden = output[0] if isinstance(output, tuple) else output
+                caught[number] = hidden[0].detach().float().clone()
+                if steering and number in steering:
+                    vector, first = steering[number]
+                    hidden[0, first:] += torch.as_tensor(vector, dtype=hidden.dtype)
+
+            return hook
+
+        hooks = [layer.register_forward_hook(hook_of(n)) for n, layer in enumerate(self.layers)]
+        try:
+            with torch.no_grad():
+                self.model(torch.tensor([list(token_ids)]), use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return np.stack([caught[n].numpy() for n in range(len(self.layers))])
+
+
+def relative_error(got, expected):
+    """Return the largest relative error of any row: `|got - expected| / |expected|`, in the 2-norm."""
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    return float((np.linalg.norm(got - expected, axis=-1) / np.linalg.norm(expected, axis=-1)).max())
