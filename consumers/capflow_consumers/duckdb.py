@@ -1,0 +1,260 @@
+"""The duckdb consumer: what every token scores on your probes, in one DuckDB file to query.
+
+`capflow_consumers.database` documents the tables, and `capflow.probe` the probe files:
+
+    capflow run --consumer duckdb:path=scores.duckdb,probes=happy.safetensors+sad.safetensors
+
+Of every request it captures the sites of its probes. Without probes it captures nothing itself, and records the tokens
+of those requests that ask for a capture of their own; `site=post_block:0` makes it record every request's tokens, at the cost
+of capturing that site.
+
+Rows are scored as they come and kept until `batch_rows` of them, `flush_s` seconds, or the end of a request; the result of a request
+says `ok` when its rows are committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import duckdb
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from capflow import limits
+from capflow.consumer import Consumer, Context
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.frame import Frame, FrameHeader
+from capflow.hookspecs import hookimpl
+from capflow.message import ModelInfo
+from capflow.probe import Probe
+from capflow.result import CaptureResult, RequestDone, Status
+from capflow.site import Site
+from capflow.spec import CaptureSpec
+from capflow_consumers.database import Database
+from capflow_consumers.pendingrows import PendingRows, ScoredPart, ScoredRequest
+
+
+class DuckdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of `--consumer duckdb:`.
+
+    path: the file, made when missing. probes: probe files. site: also capture this site of every request.
+    positions: which tokens to score. batch_rows, flush_s: how many rows, and for how long, are kept before they are
+    written. memory_bytes_max: what DuckDB itself may use.
+    """
+
+    path: str
+    probes: list[str] = []
+    site: str = ""
+    positions: str = "all"
+    batch_rows: int = 50_000
+    flush_s: float = 1.0
+    memory_bytes_max: int = 512 * limits.MIB
+
+
+class DuckdbConsumer(Consumer):
+    """Scores rows with linear probes and records tokens and scores."""
+
+    name: ClassVar[str] = "duckdb"
+    Config: ClassVar[type[msgspec.Struct]] = DuckdbConfig
+
+    def __init__(self, config: DuckdbConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(config)
+        self.config: DuckdbConfig = config
+        self._clock = clock
+        self._path = Path(config.path).absolute()
+        self._database: Database | None = None
+        self._context: Context | None = None
+        self._models: dict[str, ModelInfo] = {}
+        self._requests: dict[tuple[str, str], ScoredRequest] = {}
+        self._captures = 0
+        self._pending = PendingRows()
+        self._pending_since = 0.0
+
+    @cached_property
+    def _probes(self) -> list[Probe]:
+        return [Probe.load(path) for path in self.config.probes]
+
+    @cached_property
+    def _by_site(self) -> dict[Site, Probe]:
+        """The probes of each site as one matrix."""
+        sites: dict[Site, list[Probe]] = {}
+        for probe in self._probes:
+            sites.setdefault(probe.site, []).append(probe)
+        return {site: _stack(probes) for site, probes in sites.items()}
+
+    def spec(self) -> CaptureSpec | None:
+        """Return the sites of the probes and the option `site`; None when there are none."""
+        sites = {*self._by_site, *([Site.parse(self.config.site)] if self.config.site else [])}
+        if not sites:
+            return None
+        hooks: dict[str, list[int]] = {}
+        for site in sorted(sites):
+            hooks.setdefault(site.hook, []).append(site.layer)
+        return CaptureSpec.parse({"hooks": hooks, "positions": self.config.positions}, where=f"consumers.{self.name}")
+
+    def check(self) -> None:
+        """Raise UsageError for options out of range, files that are no probes, and a path that cannot be a file."""
+        names = [name for probe in self._probes for name in probe.names]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise UsageError(
+                explain(f"consumers.{self.name}.probes", got=f"{twice[0]} twice", expected="different names")
+            )
+        self.spec()
+        for field, low in (("batch_rows", 1), ("flush_s", 0), ("memory_bytes_max", 64 * limits.MIB)):
+            value = getattr(self.config, field)
+            if not value >= low:
+                raise UsageError(explain(f"consumers.{self.name}.{field}", got=value, expected=f"{low} or more"))
+        if self._path.is_dir() or not self._path.parent.is_dir():
+            expected = "a file in a directory that exists"
+            raise UsageError(explain(f"consumers.{self.name}.path", got=str(self._path), expected=expected))
+
+    def open(self, context: Context) -> None:
+        """Open the file and record the probes."""
+        self._context = context
+        where = f"consumers.{self.name}.path"
+        database = Database.open(self._path, memory_bytes_max=self.config.memory_bytes_max, where=where)
+        try:
+            for probe in self._probes:
+                database.add_probe(probe, probe.where)
+        except Exception:
+            database.close()
+            raise
+        self._captures = database.last_capture
+        self._database = database
+
+    def on_session(self, engine: str, model: ModelInfo) -> None:
+        """Raise UsageError unless every probe fits the model."""
+        for probe in self._probes:
+            probe.check(model.sites, model.hidden_size)
+        self._models[engine] = model
+
+    def on_frame(self, frame: Frame) -> None:
+        """Score the rows, in one product for each site, and keep the tokens."""
+        header = frame.header
+        waiting = self._pending.count
+        for rows in header.requests:
+            if frame.wants is None or frame.wants(rows):
+                self._pending.add_tokens(header.engine, self._request(header, rows.id), rows)
+        scored: dict[Site, list[ScoredPart]] = {}
+        for chunk in frame.chunks():
+            request = self._request(header, chunk.request.id)
+            request.rows += len(chunk.sites) * chunk.rows.shape[1]
+            for site, values in zip(chunk.sites, chunk.rows, strict=True):
+                if site in self._by_site:
+                    scored.setdefault(site, []).append((request, chunk.start, values))
+        for site, parts in scored.items():
+            self._pending.add_scores(header.engine, self._by_site[site], parts)
+        if not waiting:
+            self._pending_since = self._clock()
+        if self._pending.count >= self.config.batch_rows:
+            self._flush_or_fail()
+
+    def on_request_done(self, done: RequestDone) -> CaptureResult:
+        """Commit everything that is not yet, this request's line in `requests` last."""
+        now_ns = time.time_ns()
+        key = (done.engine, done.request)
+        request = self._requests.pop(key, None) or self._new(done.request, now_ns)
+        problems = [f"{dropped.rows} rows dropped: {dropped.reason}" for dropped in done.dropped]
+        if request.error is not None:
+            problems.append(request.error)
+        if request.rows != done.rows:
+            problems.append(explain("rows seen", got=request.rows, expected=f"{done.rows} as delivered"))
+        status: Status = "ok" if not problems else "partial_error" if request.rows and not request.error else "error"
+        model = self._models.get(done.engine)
+        line = {
+            "capture": [request.capture],
+            "engine": [done.engine],
+            "request_id": [done.request],
+            "model": [model.name if model else None],
+            "prompt_length": [done.prompt_length],
+            "computed_length": [done.computed_length],
+            "status": [done.status],
+            "rows": [request.rows],
+            "started_at": [_time(request.started_ns)],
+            "finished_at": [_time(now_ns)],
+            "capture_status": [status],
+        }
+        try:
+            self._flush({"requests": pa.table(line)})
+        except CapflowError as e:
+            return CaptureResult("error", str(e))
+        payload = {"path": str(self._path), "tokens": request.tokens, "scores": request.scores}
+        return CaptureResult(status, "; ".join(problems) or None, payload)
+
+    def on_idle(self) -> None:
+        """Write what has waited for `flush_s`."""
+        if self._pending.count and self._clock() - self._pending_since >= self.config.flush_s:
+            self._flush_or_fail()
+
+    def close(self) -> None:
+        """Write the rest and close the file."""
+        if self._database is not None:
+            try:
+                if self._pending.count:
+                    self._flush_or_fail()
+            finally:
+                self._database.close()
+                self._database = None
+
+    def _request(self, header: FrameHeader, request_id: str) -> ScoredRequest:
+        key = (header.engine, request_id)
+        request = self._requests.get(key)
+        if request is None:
+            request = self._requests[key] = self._new(request_id, header.time_ns)
+        return request
+
+    def _new(self, request_id: str, started_ns: int) -> ScoredRequest:
+        self._captures += 1
+        return ScoredRequest(self._captures, request_id, started_ns)
+
+    def _flush_or_fail(self) -> None:
+        """Write what is pending; who loses rows by it is told at the end of the request."""
+        try:
+            self._flush({})
+        except CapflowError:
+            if self._context is not None:
+                self._context.count("flush_errors")
+
+    def _flush(self, tables: dict[str, pa.Table]) -> None:
+        """Write what is pending, and more tables, in one transaction; raises CapflowError."""
+        pending, requests = self._pending.take()
+        assert self._database is not None
+        try:
+            self._database.append({**pending, **tables})
+        except duckdb.Error as e:
+            error = explain(f"{self._path} cannot be written", got=str(e))
+            for request in requests:
+                request.error = error
+            raise CapflowError(error) from e
+
+
+def _stack(probes: list[Probe]) -> Probe:
+    first = probes[0]
+    for probe in probes:
+        if probe.hidden_size != first.hidden_size:
+            expected = f"{first.hidden_size}, as {first.where} at the same site"
+            raise UsageError(explain(f"{probe.where}: weight", got=f"{probe.hidden_size} numbers", expected=expected))
+    return Probe(
+        site=first.site,
+        names=tuple(name for probe in probes for name in probe.names),
+        weight=np.concatenate([probe.weight for probe in probes]),
+        bias=np.concatenate([probe.bias for probe in probes]),
+        thresholds=tuple(threshold for probe in probes for threshold in probe.thresholds),
+    )
+
+
+def _time(nanoseconds: int) -> datetime:
+    return datetime.fromtimestamp(nanoseconds / 1e9, UTC).replace(tzinfo=None)
+
+
+@hookimpl
+def capflow_consumers() -> list[type[Consumer]]:
+    """Bring the duckdb consumer."""
+    return [DuckdbConsumer]
