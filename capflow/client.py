@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from capflow import limits
 from capflow.action import Action, Outcome
@@ -31,7 +31,7 @@ class Client:
         self._dealer: Dealer | None = None  # from the first use to `close`, or until the hub is lost
         self._used = 0.0  # when the connection was last looked at
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         self._connect(time.monotonic() + self.timeout)
         return self
 
@@ -107,14 +107,17 @@ class Client:
         self._dealer.send(self._session.send(said, now))
 
     def _connect(self, deadline: float) -> None:
-        if self._session.state is State.OPEN:
+        if self._is_open():
             return
         self._disconnect()
         self._dealer = Dealer(self.address)
-        while self._session.state is not State.OPEN:
+        while not self._is_open():
             if not self._turn(deadline):
                 self._disconnect()
                 raise self._unreachable()
+
+    def _is_open(self) -> bool:
+        return self._session.state is State.OPEN
 
     def _disconnect(self) -> None:
         self._session.lost()

@@ -12,7 +12,7 @@ States of a peer, and what moves it:
 | LOST | HELLO | | | LOST |
 | HELLO | HELLO | OPEN | REFUSED | LOST |
 | OPEN | HELLO | error | REFUSED | LOST |
-| REFUSED | HELLO | error | REFUSED | LOST |
+| REFUSED | HELLO | error | REFUSED | REFUSED (Bye), LOST |
 
 Credit: a frame costs the bytes of its parts. A peer starts with `Welcome.credit_bytes`, pays for each frame that it
 sends, and gains `Ack.credit_bytes`. It sends a frame that it cannot pay for only when it has
@@ -73,6 +73,10 @@ _FROM_HUB: dict[str, tuple[type[Any], ...]] = {
     "scheduler": (Act, Beat, Bye, Refused),
     "client": (ActionOutcome, Results, Status, Beat, Bye, Refused),
 }
+
+
+class UnexpectedMessageError(RemoteProtocolError):
+    """The peer sent a message that is one, but not for this state or this peer."""
 
 
 def cost(parts: Parts) -> int:
@@ -212,7 +216,8 @@ class PeerSession:
                 self.state = State.REFUSED
                 self.refusal = said.reason
             case Bye():
-                self.lost()
+                if self.state is not State.REFUSED:
+                    self.lost()
             case Welcome() if self.state is State.HELLO:
                 self._open(said)
             case Ack() if self.state is State.OPEN and self.hello.role == "worker":
@@ -415,5 +420,5 @@ class HubSession:
         return [message.encode(said)]
 
 
-def _unexpected(said: Any, state: State) -> RemoteProtocolError:
-    return RemoteProtocolError(explain(type(said).__name__, got=f"state {state.value}", expected="a message for it"))
+def _unexpected(said: Any, state: State) -> UnexpectedMessageError:
+    return UnexpectedMessageError(explain(type(said).__name__, got=f"state {state.value}", expected="a message for it"))

@@ -5,4 +5,4 @@ from __future__ import annotations
 from capflow.transport.link import SchedulerLink, WorkerLink
 from capflow.transport.sockets import Dealer, Event, Router, Waker
 
-__all__ = ["Dealer", "Event", "Router", "SchedulerLink", "WorkerLink", "Waker"]
+__all__ = ["Dealer", "Event", "Router", "SchedulerLink", "Waker", "WorkerLink"]

@@ -163,7 +163,7 @@ class _Link:
                 self._lost(str(e))
                 return False
             match said:
-                case Bye():
+                case Bye() if self._session.state is State.LOST:
                     self._lost("the hub said goodbye")
                     return False
                 case Refused():

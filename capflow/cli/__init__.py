@@ -1,0 +1,96 @@
+"""The command line. Each command is a module of its own, imported when it is run.
+
+Every error is one line on stderr, `capflow: MESSAGE`: exit code 2 for what the user is to mend, 1 for what
+failed, 130 when interrupted. `CAPFLOW_TRACEBACK=1` shows where an unexpected one came from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import NoReturn
+
+import click
+
+from capflow.errors import CapflowError, UsageError
+
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "abort": ("capflow.cli.act", "abort", "Stop a running request."),
+    "doctor": ("capflow.cli.doctor", "doctor", "Show versions, what is missing, and whether a capture works here."),
+    "plugins": ("capflow.cli.plugins", "plugins", "List the consumers and controllers that are installed."),
+    "run": ("capflow.cli.run", "run", "Run a hub with consumers, alone or with a model."),
+    "serve": ("capflow.cli.serve", "serve", "Serve a model with vLLM's OpenAI-compatible server, tapped."),
+    "status": ("capflow.cli.status", "status", "Show a running hub's counters."),
+    "steer": ("capflow.cli.act", "steer", "Add a vector to a running request."),
+    "unsteer": ("capflow.cli.act", "unsteer", "Take back what `steer` added."),
+}
+"""Each command's module, its name there, and its line of help: the command is not imported to show it."""
+
+_TRACEBACK_VARIABLE = "CAPFLOW_TRACEBACK"
+
+
+class LazyGroup(click.Group):
+    """The commands of `COMMANDS`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  click's signature
+        """Return the names of the commands."""
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  click's signature
+        """Import a command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, name, _ = COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  click's signature
+        """Write the commands' lines of help."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][2]) for name in sorted(COMMANDS)])
+
+
+def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from capflow import __version__
+
+        click.echo(f"capflow {__version__}")
+        ctx.exit()
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
+def cli() -> None:
+    """Capture and steer what a language model computes while vLLM serves it."""
+
+
+def main() -> NoReturn:
+    """Run the command line and exit."""
+    try:
+        code = cli.main(standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as e:
+        click.echo(e.ctx.get_help() if e.ctx is not None else str(e))
+        code = 2
+    except click.ClickException as e:
+        code = _fail(e.format_message(), 2)
+    except UsageError as e:
+        code = _fail(str(e), 2)
+    except CapflowError as e:
+        code = _fail(str(e), 1)
+    except (click.Abort, KeyboardInterrupt):
+        code = _fail("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except Exception as e:
+        if os.environ.get(_TRACEBACK_VARIABLE):
+            raise
+        code = _fail(f"unexpected {type(e).__name__}: {e}; set {_TRACEBACK_VARIABLE}=1 to see where", 1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> int:
+    line = " ".join(message.split())
+    print(f"capflow: {line}", file=sys.stderr)
+    return code

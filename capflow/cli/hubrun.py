@@ -1,0 +1,195 @@
+"""A hub as commands run it: started with its consumers, shown while it runs, drained and summed up at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from capflow import limits
+from capflow.hub import Hub, Snapshot
+from capflow.plugins import ConfiguredConsumer, ConfiguredController
+
+_LIVE_S = 0.5  # between two drawings of the live line
+_PLAIN_S = 10.0  # between two plain lines, where nobody watches
+
+
+class HubRun:
+    """A running hub, from `with` to its end: then it drains, and prints what came of it.
+
+    hub: the hub. refusals: why engines were refused, in the order in which they were. A first Ctrl-C or
+    SIGTERM sets `stopped`, which `wait` returns on; a second one cuts the drain short.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        consumers: Sequence[ConfiguredConsumer],
+        controllers: Sequence[ConfiguredController] = (),
+        *,
+        insecure: bool = False,
+        drain_s: float = limits.DRAIN_S_MAX,
+        console: Console | None = None,
+    ) -> None:
+        self.console = console or Console(stderr=True)
+        self.drain_s = drain_s
+        self.refusals: list[str] = []
+        self.stopped = threading.Event()  # set by the first signal
+        self.hub = Hub(address, consumers, controllers, insecure=insecure, on_refused=self.refusals.append)
+        self._hurry = threading.Event()  # set by the second signal
+        self._drained = True  # whether the consumers handled everything
+        self._started = 0.0
+        self._signals = contextlib.ExitStack()  # what the signals did before; from start to end
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(_on_signals(self._stop))
+            undo.enter_context(_logs_to(self.console))
+            self.hub.start()
+            self._signals = undo.pop_all()
+        self._started = time.monotonic()
+        self.console.print(f"capflow: listening at {self.hub.address}", highlight=False, soft_wrap=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._signals:
+            before = self.hub.snapshot()
+            if before.queued_bytes:
+                self.console.print(f"capflow: draining {_bytes(before.queued_bytes)}", highlight=False)
+            self._drained = self._stop_hub()
+            self.console.print(self._summary())
+
+    @property
+    def exit_code(self) -> int:
+        """1 when rows were lost, a consumer failed or it did not drain; known at the end."""
+        now = self.hub.snapshot()
+        return 1 if now.rows_lost or now.errors or not self._drained else 0
+
+    def wait(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Show how things go until `until` holds or a signal comes."""
+        if self.console.is_terminal:
+            with Live(self._line(), console=self.console, auto_refresh=False, transient=True) as live:
+                for _ in self._turns(until, _LIVE_S):
+                    live.update(self._line(), refresh=True)
+            return
+        shown = self.hub.snapshot()
+        for _ in self._turns(until, _PLAIN_S):
+            now = self.hub.snapshot()
+            if now != shown:
+                self.console.print(self._line(), soft_wrap=True)
+            shown = now
+
+    def _turns(self, until: Callable[[], bool], every_s: float) -> Iterator[None]:
+        """Yield every so often until it is over; look often whether it is."""
+        due = time.monotonic() + every_s
+        while not until() and not self.stopped.wait(limits.IDLE_S):
+            if time.monotonic() >= due:
+                due = time.monotonic() + every_s
+                yield
+
+    def _stop(self) -> None:
+        (self._hurry if self.stopped.is_set() else self.stopped).set()
+
+    def _stop_hub(self) -> bool:
+        """Stop the hub, in the time allowed or as soon as someone is in a hurry."""
+        result: list[bool] = []
+        stopping = threading.Thread(target=lambda: result.append(self.hub.stop(self.drain_s)), name="capflow-stop")
+        stopping.start()
+        while stopping.is_alive():
+            stopping.join(limits.IDLE_S)
+            if self._hurry.is_set():
+                for lane in self.hub.lanes:
+                    lane.discard()
+        return bool(result and result[0])
+
+    def _line(self) -> Text:
+        now = self.hub.snapshot()
+        elapsed_s = max(time.monotonic() - self._started, 1e-3)
+        parts = [
+            f"{now.sessions} sessions",
+            f"requests {now.requests_done} done, {now.requests_open} open",
+            f"{now.tokens / elapsed_s:.0f} tok/s",
+            f"{now.rows / elapsed_s:.0f} rows/s",
+            f"{_bytes(now.bytes / elapsed_s)}/s",
+            f"queued {_bytes(now.queued_bytes)}",
+            f"dropped {now.rows_lost}",
+            f"spilled {now.spilled}",
+        ]
+        return Text("  ".join(parts), style="red" if now.rows_lost else "")
+
+    def _summary(self) -> Table:
+        now = self.hub.snapshot()
+        title = f"{now.requests_done} requests, {now.tokens} tokens, {now.rows} rows, {_bytes(now.bytes)}"
+        if now.requests_failed:
+            title += f", {now.requests_failed} requests unfinished"
+        table = Table(title=title, title_justify="left", caption=_lost(now), caption_justify="left")
+        table.add_column("consumer")
+        for column in ("frames", "rows", "bytes", "dropped", "errors"):
+            table.add_column(column, justify="right")
+        for lane in self.hub.lanes:
+            dropped = sum(lane.dropped.values())
+            cells = (lane.frames, lane.rows, _bytes(lane.bytes), dropped, lane.errors)
+            table.add_row(lane.name, *map(str, cells), style="red" if dropped or lane.errors else "")
+        return table
+
+
+def _lost(now: Snapshot) -> str | None:
+    if not now.rows_lost:
+        return None
+    return "rows lost: " + ", ".join(f"{rows} {reason}" for reason, rows in sorted(now.dropped_rows.items()))
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+@contextlib.contextmanager
+def _on_signals(call: Callable[[], None]) -> Iterator[None]:
+    """Call something on SIGINT and SIGTERM instead of what they did before."""
+
+    def handle(_: int, __: FrameType | None) -> None:
+        call()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _logs_to(console: Console) -> Iterator[None]:
+    """Show warnings and errors of capflow, above a live line if there is one."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            console.print(Text(self.format(record)), soft_wrap=True)
+
+    handler = Handler(logging.INFO)
+    handler.setFormatter(logging.Formatter("capflow: %(message)s"))
+    logger = logging.getLogger("capflow")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -1,0 +1,232 @@
+"""The fan-out: one lane per consumer, each with a queue and a thread, so that none waits for another.
+
+A consumer's methods are called on its lane's thread only. What its exceptions mean is decided here: they
+are counted, logged once per kind, and told to the requests that they hit.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from capflow import limits
+from capflow.action import Action
+from capflow.consumer import Consumer
+from capflow.errors import CapflowError, explain
+from capflow.frame import DTYPES
+from capflow.ledger import Delivery, Request
+from capflow.message import ModelInfo
+from capflow.plugins import ConfiguredConsumer
+from capflow.queue import ByteQueue, Overload
+from capflow.result import CaptureResult
+
+logger = logging.getLogger("capflow.consumer")
+
+_GIVE_UP_S = 5.0  # how long a consumer that does not stop is waited for, after everything it has was taken away
+
+
+class _Rows(NamedTuple):
+    delivery: Delivery
+    taken: Callable[[], None] | None  # called, from the lane's thread, when the frame is no longer needed
+
+
+class _Done(NamedTuple):
+    request: Request
+
+
+class _Session(NamedTuple):
+    engine: str
+    model: ModelInfo
+
+
+class Lane:
+    """One consumer's queue and thread, from `open` to `close`.
+
+    on_result(request, consumer, result) and on_action(action) are called on the lane's thread.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        configured: ConfiguredConsumer,
+        *,
+        on_result: Callable[[Request, int, CaptureResult], None],
+        on_action: Callable[[str, Action], None],
+    ) -> None:
+        self.index = index
+        self.name = configured.name
+        self.policy = configured.policy
+        self.consumer: Consumer = configured.consumer
+        self.queue: ByteQueue[_Rows | _Done | _Session] = ByteQueue(configured.queue_bytes_max)
+        self.frames = 0  # given to `on_frame`, as are rows and bytes; written by the thread
+        self.rows = 0
+        self.bytes = 0
+        self.errors = 0  # exceptions of the consumer; written by the thread
+        self.counts: Counter[str] = Counter()  # the consumer's own; written by whichever thread it counts on
+        self.dropped: Counter[str] = Counter()  # rows by reason; by the hub's thread, at shutdown by the lane's
+        self._on_result = on_result
+        self._on_action = on_action
+        self._logged: set[tuple[str, type[BaseException]]] = set()  # kinds of errors whose traceback is in the log
+        self._discarding = False  # set by `discard`: rows are thrown away, ends are still told
+        self._opened = threading.Event()  # set by the thread when `open` is through
+        self._open_error: Exception | None = None  # set by the thread before `_opened`
+        self._thread = threading.Thread(target=self._run, name=f"capflow-{self.name}", daemon=True)
+
+    # Called by the hub.
+
+    def open(self) -> None:
+        """Start the thread and open the consumer.
+
+        Raises CapflowError when the consumer cannot be opened.
+        """
+        self._thread.start()
+        self._opened.wait()
+        error = self._open_error
+        if isinstance(error, CapflowError):
+            raise error
+        if error is not None:
+            got = f"{type(error).__name__}: {error}"
+            raise CapflowError(explain(f"consumer {self.name} cannot be opened", got=got)) from error
+
+    def deliver(self, delivery: Delivery, taken: Callable[[], None]) -> bool:
+        """Take a frame; return whether `taken` will be called: only a `block` consumer is waited for.
+
+        The memory of a `block` lane is bounded by the workers' credit, that of a `drop` lane by its queue.
+        """
+        item, nbytes = _Rows(delivery, taken if self.policy is Overload.BLOCK else None), delivery.frame.nbytes
+        accepted = not self.queue.closed
+        if self.policy is Overload.BLOCK:
+            self.queue.force(item, nbytes)
+        else:
+            accepted = self.queue.offer(item, nbytes)
+        if accepted:
+            for tally, rows in delivery.parts:
+                tally.rows += rows
+        else:
+            self._lose(delivery, "consumer_queue_full")
+        return accepted and item.taken is not None
+
+    def finish(self, request: Request) -> None:
+        """Tell the consumer, after everything before, that a request is over."""
+        self.queue.force(_Done(request))
+
+    def greet(self, engine: str, model: ModelInfo) -> None:
+        """Tell the consumer, after everything before, that an engine connected."""
+        self.queue.force(_Session(engine, model))
+
+    def close(self) -> None:
+        """Take nothing more; the consumer is closed when it has handled what it has."""
+        self.queue.close()
+
+    def discard(self) -> None:
+        """Throw away the rows that the consumer has not handled yet."""
+        self._discarding = True
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the consumer is closed; return whether it is."""
+        self._thread.join(_GIVE_UP_S if timeout_s is None else max(0.0, timeout_s))
+        return not self._thread.is_alive()
+
+    def status(self) -> dict[str, Any]:
+        """Return the lane's counters."""
+        return {
+            "policy": self.policy.value,
+            "frames": self.frames,
+            "rows": self.rows,
+            "bytes": self.bytes,
+            "queued": len(self.queue),
+            "queued_bytes": self.queue.nbytes,
+            "queue_bytes_max": self.queue.bytes_max,
+            "dropped_rows": dict(self.dropped),
+            "errors": self.errors,
+            "counts": dict(self.counts),
+        }
+
+    # What the consumer is offered: `Context`.
+
+    def act(self, action: Action) -> None:
+        """Send an action to the engine that runs its request."""
+        self._on_action(self.name, action)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to a counter of this consumer."""
+        self.counts[name] += amount
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            self.consumer.open(self)
+        except Exception as e:  # noqa: BLE001  whatever it is, it is raised again by `open`
+            self._open_error = e
+            return
+        finally:
+            self._opened.set()
+        idle_at = time.monotonic() + limits.IDLE_S
+        while True:
+            item = self.queue.get(max(0.0, idle_at - time.monotonic()))
+            if item is not None:
+                self._handle(item)
+                del item  # the frame's memory goes when the consumer lets go of it
+            elif self.queue.closed:
+                break
+            if time.monotonic() >= idle_at:
+                self._guard("on_idle", self.consumer.on_idle)
+                idle_at = time.monotonic() + limits.IDLE_S
+        self._guard("close", self.consumer.close)
+
+    def _handle(self, item: _Rows | _Done | _Session) -> None:
+        match item:
+            case _Rows(delivery, taken):
+                if self._discarding:
+                    self._lose(delivery, "shutdown")
+                else:
+                    self._give(delivery)
+                    if taken is not None:
+                        taken()
+            case _Done(request):
+                self._finish(request)
+            case _Session(engine, model):
+                self._guard("on_session", self.consumer.on_session, engine, model)
+
+    def _give(self, delivery: Delivery) -> None:
+        header = delivery.frame.header
+        error = self._guard("on_frame", self.consumer.on_frame, delivery.frame)
+        self.frames += 1
+        self.rows += delivery.rows
+        self.bytes += delivery.rows * header.hidden_size * DTYPES[header.dtype].itemsize
+        if error is not None:
+            for tally, rows in delivery.parts:
+                tally.rows_failed += rows
+                tally.error = tally.error or error
+
+    def _finish(self, request: Request) -> None:
+        done = request.done_for(self.index)
+        said: list[CaptureResult | None] = []
+        error = self._guard("on_request_done", lambda: said.append(self.consumer.on_request_done(done)))
+        result = CaptureResult("error", error) if error is not None else said[0]
+        self._on_result(request, self.index, request.judge(self.index, result))
+
+    def _guard(self, method: str, call: Callable[..., Any], *args: Any) -> str | None:
+        """Call a method of the consumer; return what went wrong, None if nothing did."""
+        try:
+            call(*args)
+        except Exception as e:
+            self.errors += 1
+            kind = (method, type(e))
+            if kind not in self._logged:
+                self._logged.add(kind)
+                logger.exception("consumer %s: %s failed; more of this kind are counted only", self.name, method)
+            return f"{self.name}.{method}: {type(e).__name__}: {e}"
+        return None
+
+    def _lose(self, delivery: Delivery, reason: str) -> None:
+        self.dropped[reason] += delivery.rows
+        for tally, rows in delivery.parts:
+            tally.dropped[reason] += rows
+            if reason == "shutdown":
+                tally.rows -= rows

@@ -1,0 +1,297 @@
+"""The ledger: which requests run, what each consumer wants of them, and what became of them.
+
+It belongs to the hub's thread and does no I/O. A request enters with the first frame that names it and is
+over when every pipeline stage of its engine's replica has sent its `Finished`, or the engine is gone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from capflow import limits
+from capflow.errors import RemoteProtocolError, UsageError, explain
+from capflow.frame import Dropped, Finished, Frame, FrameHeader, Rank, RequestRows
+from capflow.message import ModelInfo
+from capflow.result import CaptureResult, RequestDone
+from capflow.site import Site
+from capflow.spec import CaptureSpec, Positions, Wanted, join, span
+
+_ALL = int(Positions.ALL)
+_SHARES_KEPT_MAX = 4096
+
+
+class Wish(NamedTuple):
+    """What one consumer wants: of every request, and whether also what requests ask for themselves."""
+
+    consumer: str
+    spec: CaptureSpec | None
+    reads_requests: bool
+
+
+class Share:
+    """What one consumer wants of the requests of a model that brought the same spec."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self._groups: dict[tuple[Site, ...], tuple[tuple[int, int], ...]] = {}  # see `groups`; one entry a block shape
+
+    def groups(self, sites: tuple[Site, ...]) -> tuple[tuple[int, int], ...]:
+        """Return, for a block's sites, the sets of positions wanted (as ints) and at how many sites each."""
+        groups = self._groups.get(sites)
+        if groups is None:
+            counts = Counter(int(self.wanted.get(site, Positions.NONE)) for site in sites)
+            groups = tuple((positions, count) for positions, count in counts.items() if positions)
+            if len(self._groups) >= _SHARES_KEPT_MAX:
+                self._groups.clear()
+            self._groups[sites] = groups
+        return groups
+
+
+class Tally:
+    """What one consumer has had of one request."""
+
+    __slots__ = ("dropped", "error", "rows", "rows_failed")
+
+    def __init__(self) -> None:
+        self.rows = 0  # given to its queue; written by the hub's thread
+        self.dropped: Counter[str] = Counter()  # rows by reason; by the hub's thread, and at shutdown by the consumer's
+        self.rows_failed = 0  # in frames that the consumer raised on; written by its thread
+        self.error: str | None = None  # the first such error; written by its thread
+
+
+class Engine:
+    """An engine that is known: its model, and its open requests by id."""
+
+    def __init__(self, name: str, model: ModelInfo) -> None:
+        self.name = name
+        self.model = model
+        self.open: dict[str, Request] = {}  # until they are over
+        self.shares: dict[bytes, tuple[Share | None, ...]] = {}  # by consumer, by the encoded spec of a request
+        self.step_last: dict[int, int] = {}  # the last step counted, by data-parallel replica
+
+
+class Request:
+    """A request and, per consumer (None where it wants nothing of it): its share, tally and result."""
+
+    def __init__(self, engine: str, request: str, replica: int, shares: tuple[Share | None, ...]) -> None:
+        self.engine = engine
+        self.id = request
+        self.replica = replica
+        self.shares = shares
+        self.tallies = tuple(None if share is None else Tally() for share in shares)
+        self.results: list[CaptureResult | None] = [
+            CaptureResult("not_requested") if share is None else None for share in shares
+        ]
+        self.prompt_length = 0
+        self.received: dict[int, int] = {}  # rows by pipeline stage
+        self.finished: dict[int, Finished] = {}  # by pipeline stage
+        self.dropped: Counter[str] = Counter()  # rows that did not reach this hub, by reason
+        self.status: str | None = None  # set when it is over
+
+    def done_for(self, consumer: int) -> RequestDone:
+        """Return what a consumer is told at the end, with its own counts."""
+        tally = self.tallies[consumer]
+        assert tally is not None
+        finished = tuple(self.finished[stage] for stage in sorted(self.finished))
+        dropped = self.dropped + tally.dropped
+        return RequestDone(
+            engine=self.engine,
+            request=self.id,
+            status=self.status or "error",
+            prompt_length=self.prompt_length,
+            computed_length=max((f.computed_length for f in finished), default=0),
+            rows_promised=sum(max(f.rows, self.received.get(stage, 0)) for stage, f in self.finished.items())
+            + sum(rows for stage, rows in self.received.items() if stage not in self.finished),
+            rows=tally.rows,
+            dropped=tuple(Dropped(rows, reason) for reason, rows in sorted(dropped.items())),
+            finished=finished,
+        )
+
+    def judge(self, consumer: int, said: CaptureResult | None) -> CaptureResult:
+        """Return a consumer's own result, worsened by what it did not get and what it failed on."""
+        tally = self.tallies[consumer]
+        assert tally is not None
+        result = said or CaptureResult("ok")
+        troubles = [tally.error] if tally.error else []
+        troubles += [f"{rows} rows lost: {reason}" for reason, rows in sorted((self.dropped + tally.dropped).items())]
+        if self.status == "error":
+            troubles.append("the request did not end: its engine is gone or the hub stopped")
+        if not troubles or result.status in ("error", "not_requested"):
+            return result
+        status = "partial_error" if tally.rows > tally.rows_failed else "error"
+        return msgspec.structs.replace(result, status=status, error="; ".join(filter(None, [result.error, *troubles])))
+
+
+class Delivery(NamedTuple):
+    """A frame as one consumer gets it. parts: whose rows these are and how many."""
+
+    consumer: int
+    frame: Frame
+    rows: int
+    parts: Sequence[tuple[Tally, int]]
+
+
+class Ledger:
+    """All requests of a hub, open ones and the latest `limits.RESULTS_KEPT_MAX` that are over."""
+
+    def __init__(self, wishes: Sequence[Wish]) -> None:
+        self.wishes = tuple(wishes)
+        self.requests_done = 0
+        self.requests_failed = 0  # of these, those whose engine went away
+        self.requests_open = 0
+        self.dropped: Counter[str] = Counter()  # rows that did not reach this hub, by reason
+        self._requests: dict[str, Request] = {}  # the newest of each id, open or over
+        self._over: dict[str, Request] = {}  # of `_requests` those that are over, oldest first
+
+    def check(self, model: ModelInfo) -> None:
+        """Raise UsageError when a consumer's own spec names a site that the model does not have or tap."""
+        for wish in self.wishes:
+            if wish.spec is not None:
+                where = f"consumers.{wish.consumer}.capture"
+                wish.spec.resolve(model.sites, num_layers=model.num_layers, where=where)
+
+    def take(self, frame: Frame, engine: Engine) -> list[Delivery]:
+        """Note a frame's rows; return it for each consumer that wants some of them.
+
+        Raises RemoteProtocolError, having changed nothing that matters, when too many requests are open.
+        """
+        header = frame.header
+        rank = header.rank
+        requests = [self._request(engine, part, rank) for part in header.requests]
+        sent = [0] * len(requests)
+        for block in header.blocks:
+            count = len(block.sites)
+            for index, _, length, _ in block.spans:
+                sent[index] += count * length
+        for request, part, rows in zip(requests, header.requests, sent, strict=True):
+            request.prompt_length = part.prompt_length
+            request.received[rank.pp] = request.received.get(rank.pp, 0) + rows
+        deliveries = []
+        for consumer in range(len(self.wishes)):
+            counts = _count(header, requests, consumer)
+            rows = sum(counts)
+            if rows:
+                mine = frame if counts == sent else frame.narrowed(_Wants(requests, consumer))
+                parts = [
+                    (tally, count)
+                    for request, count in zip(requests, counts, strict=True)
+                    if count and (tally := request.tallies[consumer]) is not None
+                ]
+                deliveries.append(Delivery(consumer, mine, rows, parts))
+        return deliveries
+
+    def finish(self, header: FrameHeader, engine: Engine) -> list[Request]:
+        """Note the ends that a frame tells of; return the requests that are over now."""
+        over = []
+        for finished in header.finished:
+            part = RequestRows(finished.id, finished.prompt_length, 0, (), capture=finished.capture)
+            request = self._request(engine, part, header.rank)
+            request.prompt_length = finished.prompt_length
+            request.finished[header.rank.pp] = finished
+            for rows, reason in finished.dropped:
+                request.dropped[reason] += rows
+            if (missing := finished.rows - request.received.get(header.rank.pp, 0)) > 0:
+                request.dropped["earlier_hub"] += missing
+            if len(request.finished) >= engine.model.stages:
+                statuses = [f.status for f in request.finished.values()]
+                self._end(engine, request, max(statuses, key=lambda status: (status == "error", status == "abort")))
+                over.append(request)
+        return over
+
+    def lose(self, engine: Engine, replica: int | None = None) -> list[Request]:
+        """End the open requests of an engine, or of one replica of it, with status `error`; return them."""
+        lost = [r for r in engine.open.values() if replica is None or r.replica == replica]
+        for request in lost:
+            self._end(engine, request, "error")
+        self.requests_failed += len(lost)
+        return lost
+
+    def find(self, request: str) -> Request | None:
+        """Return the newest request of that id."""
+        return self._requests.get(request)
+
+    def results_of(self, request: str) -> tuple[dict[str, CaptureResult], bool] | None:
+        """Return a request's results by consumer and whether they are final; None when it is not known."""
+        found = self._requests.get(request)
+        if found is None:
+            return None
+        pending = CaptureResult("pending")
+        results = {wish.consumer: result or pending for wish, result in zip(self.wishes, found.results, strict=True)}
+        return results, found.status is not None and None not in found.results
+
+    def _end(self, engine: Engine, request: Request, status: str) -> None:
+        request.status = status
+        del engine.open[request.id]
+        self.requests_open -= 1
+        self.requests_done += 1
+        self.dropped.update(request.dropped)
+        if self._requests.get(request.id) is request:
+            self._over[request.id] = request
+        while len(self._over) > limits.RESULTS_KEPT_MAX:
+            oldest = next(iter(self._over))
+            del self._over[oldest], self._requests[oldest]
+
+    def _request(self, engine: Engine, part: RequestRows, rank: Rank) -> Request:
+        request = engine.open.get(part.id)
+        if request is None:
+            if self.requests_open >= limits.REQUESTS_OPEN_MAX:
+                raise RemoteProtocolError(explain("open requests", expected=f"at most {limits.REQUESTS_OPEN_MAX}"))
+            request = Request(engine.name, part.id, rank.dp, self._shares(engine, part.capture))
+            engine.open[part.id] = self._requests[part.id] = request
+            self._over.pop(part.id, None)
+            self.requests_open += 1
+        return request
+
+    def _shares(self, engine: Engine, capture: CaptureSpec | None) -> tuple[Share | None, ...]:
+        key = b"" if capture is None else msgspec.msgpack.encode(capture)
+        shares = engine.shares.get(key)
+        if shares is None:
+            shares = tuple(self._share(wish, engine.model, capture) for wish in self.wishes)
+            if len(engine.shares) >= _SHARES_KEPT_MAX:
+                engine.shares.clear()
+            engine.shares[key] = shares
+        return shares
+
+    @staticmethod
+    def _share(wish: Wish, model: ModelInfo, capture: CaptureSpec | None) -> Share | None:
+        specs: Iterable[CaptureSpec | None] = (wish.spec, capture if wish.reads_requests else None)
+        try:
+            wanted = join(s.resolve(model.sites, num_layers=model.num_layers) for s in specs if s is not None)
+        except (UsageError, KeyError) as e:
+            raise RemoteProtocolError(explain("capture of a request", got=str(e), expected="one that fits")) from e
+        return Share(wanted) if wanted else None
+
+
+class _Wants:
+    """What a consumer wants of the requests in one frame; called on the consumer's thread."""
+
+    def __init__(self, requests: Sequence[Request], consumer: int) -> None:
+        self._wanted = {r.id: share.wanted for r in requests if (share := r.shares[consumer]) is not None}
+
+    def __call__(self, part: RequestRows) -> Wanted:
+        return self._wanted.get(part.id, {})
+
+
+def _count(header: FrameHeader, requests: Sequence[Request], consumer: int) -> list[int]:
+    """Return how many rows of each request a consumer wants of a frame."""
+    counts = [0] * len(requests)
+    for block in header.blocks:
+        share: Share | None = None
+        groups: tuple[tuple[int, int], ...] = ()
+        for index, start, length, _ in block.spans:
+            mine = requests[index].shares[consumer]
+            if mine is None:
+                continue
+            if mine is not share:
+                share, groups = mine, mine.groups(block.sites)
+            for positions, sites in groups:
+                if positions == _ALL:
+                    counts[index] += sites * length
+                else:
+                    first, end = span(positions, header.requests[index].prompt_length, start, start + length)
+                    counts[index] += sites * (end - first)
+    return counts

@@ -1,0 +1,322 @@
+"""Plugins: finds them, and makes configured consumers and controllers of what the user wrote.
+
+Every plugin that is installed is loaded, capflow's own like anyone's, and one that cannot be stops the
+start: a consumer that is silently missing is found out when its data is.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pluggy
+from msgspec import inspect
+
+from capflow import hookspecs, limits
+from capflow.consumer import Consumer, Controller
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.message import ControllerSpec
+from capflow.queue import Overload
+
+Plugin = type[Consumer] | type[Controller]
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_EXPECTED = re.compile(r"Expected (?P<expected>.*?)(?:, got .*?)?(?: - at `\$\.(?P<field>\w+).*`)?$")
+_SEQUENCES = (inspect.ListType, inspect.VarTupleType, inspect.TupleType, inspect.SetType, inspect.FrozenSetType)
+
+UNIVERSAL_OPTIONS = ("policy", "queue_bytes_max")
+"""The options that every consumer has besides its own."""
+
+
+@dataclass(frozen=True)
+class ConfiguredConsumer:
+    """A consumer ready to be opened, and the queue that it is to have in the hub."""
+
+    name: str
+    consumer: Consumer
+    policy: Overload
+    queue_bytes_max: int = limits.QUEUE_BYTES_DEFAULT
+
+    @classmethod
+    def of(
+        cls, consumer: Consumer, *, policy: str | None = None, queue_bytes_max: int | None = None
+    ) -> ConfiguredConsumer:
+        """Return the consumer with a queue as given, or as its class and the limits say."""
+        return cls(
+            consumer.name,
+            consumer,
+            Overload(policy or consumer.policy),
+            limits.QUEUE_BYTES_DEFAULT if queue_bytes_max is None else queue_bytes_max,
+        )
+
+
+@dataclass(frozen=True)
+class ConfiguredController:
+    """A controller ready to be sent to workers."""
+
+    name: str
+    kind: type[Controller]
+    state: msgspec.Struct
+
+    def spec(self) -> ControllerSpec:
+        """Return what tells a worker to run it."""
+        return ControllerSpec(self.name, msgspec.msgpack.encode(self.state))
+
+
+Configured = ConfiguredConsumer | ConfiguredController
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One option of a plugin, for showing: its type as a user reads it, and its default unless required."""
+
+    name: str
+    type: str
+    required: bool
+    default: Any = None
+
+
+def load_plugins(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> dict[str, Plugin]:
+    """Return the consumers and controllers of every installed plugin, by name.
+
+    Raises CapflowError naming the plugin that cannot be imported, brings what is neither, or repeats a name.
+    """
+    if entry_points is None:
+        entry_points = importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP)
+    found: dict[str, Plugin] = {}
+    brought_by: dict[str, str] = {}
+    for entry_point in sorted(entry_points, key=lambda e: e.name):
+        for plugin in _brought(entry_point):
+            _check(plugin, entry_point.name)
+            if plugin.name in found:
+                got = f"{plugin.name} from both {brought_by[plugin.name]} and {entry_point.name}"
+                raise CapflowError(
+                    explain("plugins", got=got, expected="names of their own", do="uninstall one of them")
+                )
+            found[plugin.name] = plugin
+            brought_by[plugin.name] = entry_point.name
+    return found
+
+
+def _brought(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
+    """Return what one plugin's hook gives."""
+    what = f"plugin {entry_point.name} ({entry_point.value})"
+    manager = pluggy.PluginManager("capflow")
+    manager.add_hookspecs(hookspecs)
+    try:
+        manager.register(entry_point.load(), name=entry_point.name)
+        manager.check_pending()
+        brought = manager.hook.capflow_consumers()
+    except Exception as e:
+        got = f"{type(e).__name__}: {e}"
+        raise CapflowError(explain(f"{what} cannot be loaded", got=got, do="mend it or uninstall it")) from e
+    if not brought:
+        raise CapflowError(explain(what, got="no hook", expected="an implementation of capflow_consumers()"))
+    classes = brought[0]
+    if not isinstance(classes, Sequence) or isinstance(classes, str):
+        raise CapflowError(explain(f"{what}: capflow_consumers()", got=classes, expected="a list of classes"))
+    return list(classes)
+
+
+def _check(plugin: Any, entry_point: str) -> None:
+    what = f"plugin {entry_point}: capflow_consumers()"
+    if not (isinstance(plugin, type) and issubclass(plugin, Consumer | Controller)):
+        raise CapflowError(explain(what, got=plugin, expected="subclasses of Consumer or Controller"))
+    name = getattr(plugin, "name", None)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise CapflowError(explain(f"{what}: {plugin.__name__}.name", got=name, expected="letters, digits, - and _"))
+    missing: Iterable[str] = getattr(plugin, "__abstractmethods__", ())
+    if missing:
+        expected = f"methods {', '.join(sorted(missing))}"
+        raise CapflowError(explain(f"{what}: {plugin.__name__}", got="an abstract class", expected=expected))
+    config = getattr(plugin, "Config", None)
+    if not (isinstance(config, type) and issubclass(config, msgspec.Struct)):
+        raise CapflowError(explain(f"{what}: {plugin.__name__}.Config", got=config, expected="a msgspec.Struct"))
+
+
+def options_of(plugin: Plugin) -> list[Option]:
+    """Return a plugin's options, in the order of its Config, and after them every consumer's."""
+    options = [
+        Option(
+            field.name,
+            _type_name(field.type),
+            field.required,
+            msgspec.to_builtins(_default(field), enc_hook=str),
+        )
+        for field in _fields(plugin.Config)
+    ]
+    if issubclass(plugin, Consumer):
+        options.append(Option("policy", "block or drop", required=False, default=plugin.policy))
+        options.append(Option("queue_bytes_max", "int", required=False, default=limits.QUEUE_BYTES_DEFAULT))
+    return options
+
+
+def parse(text: str) -> tuple[str, dict[str, str]]:
+    r"""Return the name and the options that `NAME:key=value,key=value` holds.
+
+    A value may contain `=`; a comma in it is written `\,`, a backslash before a comma `\\`.
+    """
+    name, _, rest = text.partition(":")
+    options: dict[str, str] = {}
+    for part in re.findall(r"(?:\\[\\,]|[^,])+|(?<=,)(?=,|$)", rest):
+        key, equals, value = part.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise UsageError(explain(f"consumers.{name}", got=part, expected="key=value", do=r"write \, for a comma"))
+        if key in options:
+            raise UsageError(explain(f"consumers.{name}.{key}", got="the option twice", expected="it once"))
+        options[key] = re.sub(r"\\([\\,])", r"\1", value)
+    return name.strip(), options
+
+
+def read_config(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return the names and options of the consumers that a TOML file lists as `[[consumer]]` tables."""
+    try:
+        with path.open("rb") as file:
+            content = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        got = e.strerror if isinstance(e, OSError) else str(e)
+        raise UsageError(explain(f"--config {path}", got=got, expected="a TOML file")) from e
+    unknown = set(content) - {"consumer"}
+    tables = content.get("consumer", [])
+    if unknown or not isinstance(tables, list):
+        got = min(unknown, default="consumer")
+        raise UsageError(explain(f"--config {path}", got=got, expected="tables [[consumer]] and nothing else"))
+    consumers = []
+    for number, table in enumerate(tables, 1):
+        name = table.get("name") if isinstance(table, dict) else None
+        if not isinstance(name, str):
+            raise UsageError(
+                explain(f"--config {path}: consumer {number}: name", got=name, expected="a consumer's name")
+            )
+        consumers.append((name, {key: value for key, value in table.items() if key != "name"}))
+    return consumers
+
+
+def configure(name: str, options: Mapping[str, Any], known: Mapping[str, Plugin]) -> Configured:
+    """Return the named consumer or controller with its options, checked.
+
+    Raises UsageError naming the option, what came and what was expected.
+    """
+    plugin = known.get(name)
+    if plugin is None:
+        expected = f"one of {', '.join(sorted(known)) or 'none installed'}"
+        raise UsageError(explain("--consumer", got=name, expected=expected, do="see `capflow plugins`"))
+    where = f"consumers.{name}"
+    own = {
+        key: value for key, value in options.items() if key not in UNIVERSAL_OPTIONS or not issubclass(plugin, Consumer)
+    }
+    config = _convert(plugin, own, where)
+    try:
+        if not issubclass(plugin, Consumer):
+            return ConfiguredController(name, plugin, plugin.load(config))
+        consumer = plugin(config)
+        consumer.check()
+    except CapflowError:
+        raise
+    except Exception as e:
+        raise CapflowError(explain(f"consumer {name} failed", got=f"{type(e).__name__}: {e}")) from e
+    return ConfiguredConsumer.of(
+        consumer, policy=_policy(options.get("policy"), where), queue_bytes_max=_queue_bytes(options, where)
+    )
+
+
+def configure_all(
+    texts: Iterable[str], config: Path | None, known: Mapping[str, Plugin]
+) -> tuple[list[ConfiguredConsumer], list[ConfiguredController]]:
+    """Return what a config file lists and then what `--consumer` options say, each plugin at most once."""
+    asked: list[tuple[str, Mapping[str, Any]]] = list(read_config(config)) if config is not None else []
+    asked.extend(parse(text) for text in texts)
+    made: dict[str, Configured] = {}
+    for name, options in asked:
+        if name in made:
+            raise UsageError(explain(f"consumers.{name}", got="the consumer twice", expected="it once"))
+        made[name] = configure(name, options, known)
+    return (
+        [c for c in made.values() if isinstance(c, ConfiguredConsumer)],
+        [c for c in made.values() if isinstance(c, ConfiguredController)],
+    )
+
+
+def _fields(config: type[msgspec.Struct]) -> Sequence[inspect.Field]:
+    info = inspect.type_info(config)
+    assert isinstance(info, inspect.StructType)
+    return info.fields
+
+
+def _default(field: inspect.Field) -> Any:
+    if field.default is not msgspec.NODEFAULT:
+        return field.default
+    return field.default_factory() if field.default_factory is not msgspec.NODEFAULT else None
+
+
+def _convert(plugin: Plugin, options: Mapping[str, Any], where: str) -> msgspec.Struct:
+    fields = {field.name: field for field in _fields(plugin.Config)}
+    own = (*fields, *(UNIVERSAL_OPTIONS if issubclass(plugin, Consumer) else ()))
+    for key in options:
+        if key not in fields:
+            raise UsageError(explain(f"{where}.{key}", got="an unknown option", expected=f"one of {', '.join(own)}"))
+    for field in fields.values():
+        if field.required and field.name not in options:
+            expected = f"{_type_name(field.type)}, required"
+            raise UsageError(explain(f"{where}.{field.name}", got="nothing", expected=expected))
+    values = {key: _split(value, fields[key].type) for key, value in options.items()}
+    try:
+        return msgspec.convert(values, plugin.Config, strict=False)
+    except msgspec.ValidationError as e:
+        match = _EXPECTED.match(str(e))
+        if match is None or match["field"] is None:
+            raise UsageError(explain(where, got=str(e), expected="valid options")) from e
+        name, expected = str(match["field"]), match["expected"].replace("`", "")
+        raise UsageError(explain(f"{where}.{name}", got=str(options[name]), expected=expected)) from e
+
+
+def _members(kind: inspect.Type) -> Sequence[inspect.Type]:
+    return kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+
+
+def _split(value: Any, kind: inspect.Type) -> Any:
+    """Return the list that `a+b+c` means, where a list is expected."""
+    members = _members(kind)
+    if not isinstance(value, str) or not any(isinstance(member, _SEQUENCES) for member in members):
+        return value
+    if any(isinstance(member, inspect.StrType) for member in members) and "+" not in value:
+        return value
+    return value.split("+") if value else []
+
+
+def _type_name(kind: inspect.Type) -> str:
+    names = []
+    for member in _members(kind):
+        match member:
+            case inspect.LiteralType():
+                names.append(" or ".join(map(str, member.values)))
+            case inspect.ListType() | inspect.VarTupleType() | inspect.SetType() | inspect.FrozenSetType():
+                names.append(f"list of {_type_name(member.item_type)}")
+            case inspect.NoneType():
+                continue
+            case _:
+                names.append(type(member).__name__.removesuffix("Type").lower())
+    return " or ".join(names)
+
+
+def _policy(value: Any, where: str) -> str | None:
+    if value is None or value in tuple(Overload):
+        return None if value is None else str(value)
+    raise UsageError(explain(f"{where}.policy", got=value, expected=f"one of {', '.join(Overload)}"))
+
+
+def _queue_bytes(options: Mapping[str, Any], where: str) -> int | None:
+    value = options.get("queue_bytes_max")
+    if value is None:
+        return None
+    number = int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,20}", value) else value
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= limits.QUEUE_BYTES_MAX:
+        expected, do = f"1..{limits.QUEUE_BYTES_MAX}", "remove it to use the default"
+        raise UsageError(explain(f"{where}.queue_bytes_max", got=value, expected=expected, do=do))
+    return number
