@@ -15,18 +15,17 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
-
-import msgspec
+from dataclasses import dataclass
+from typing import Any, Self
 
 import capflow
 from capflow import limits
 from capflow.action import Action, Applied, Outcome, Rejected
 from capflow.address import check_address, held, is_local
+from capflow.counts import Counts, Snapshot
 from capflow.errors import RemoteProtocolError, UsageError, explain
 from capflow.fanout import Lane
-from capflow.frame import Frame, Rank
+from capflow.frame import Frame, FrameHeader
 from capflow.ledger import Engine, Ledger, Request, Wish
 from capflow.message import (
     Ack,
@@ -36,7 +35,6 @@ from capflow.message import (
     Bye,
     Hello,
     Message,
-    ModelInfo,
     Results,
     Status,
     Welcome,
@@ -46,8 +44,10 @@ from capflow.plugins import ConfiguredConsumer, ConfiguredController
 from capflow.queue import Overload
 from capflow.relay import Relay
 from capflow.result import CaptureResult
-from capflow.session import HubSession, Intake, Parts, State, UnexpectedMessageError, cost
+from capflow.roster import Peer, Roster, Source
+from capflow.session import HubSession, Parts, State, UnexpectedMessageError, cost
 from capflow.transport import Router
+from capflow.waiters import Waiters
 
 logger = logging.getLogger("capflow.hub")
 
@@ -62,73 +62,12 @@ ACTIONS_OFF = explain(
 
 
 @dataclass
-class _Source:
-    """One worker, by (engine, rank): what the hub has of it. Replaced when the worker has a new boot."""
-
-    boot: str
-    rank: Rank
-    engine: Engine
-    intake: Intake
-    peer: bytes | None = None  # its connection, while it has one
-    frames: int = 0
-    rows: int = 0
-    bytes: int = 0
-    step_tokens: int = 0
-
-
-class _Peer(NamedTuple):
-    """One connection that said Hello."""
-
-    session: HubSession
-    hello: Hello
-    source: _Source | None  # a worker's
-
-
-@dataclass
 class _Hold:
     """A frame that consumers have not handled; it goes back to its worker's credit when `left` is 0."""
 
-    source: _Source
+    source: Source
     seq: int
     left: int
-
-
-class Snapshot(msgspec.Struct, frozen=True):
-    """The hub at one moment, for showing how things go; rows and bytes are as received."""
-
-    requests_done: int
-    requests_open: int
-    requests_failed: int
-    tokens: int
-    frames: int
-    rows: int
-    bytes: int
-    queued_bytes: int
-    dropped_rows: dict[str, int]
-    sessions: int
-    engines: int
-    refused: int
-    errors: int
-    spilled: int = 0
-
-    @property
-    def rows_lost(self) -> int:
-        """How many rows were lost, for whatever reason; a row that two consumers lost counts twice."""
-        return sum(self.dropped_rows.values())
-
-
-@dataclass
-class _Counts:
-    """What the hub counts from its start to its end; written by its thread, read by anyone."""
-
-    frames: int = 0
-    rows: int = 0
-    bytes: int = 0
-    tokens: int = 0
-    duplicates: int = 0
-    protocol_errors: int = 0
-    sessions_lost: int = 0
-    refused: Counter[str] = field(default_factory=Counter)  # Hellos, by reason
 
 
 class Hub:
@@ -153,7 +92,7 @@ class Hub:
         self.controllers = tuple(controllers)
         self.message_bytes_max = message_bytes_max
         self.on_refused = on_refused
-        self.counts = _Counts()
+        self.counts = Counts()
         self.lanes = tuple(
             Lane(index, consumer, on_result=self._on_result, on_action=self._on_action)
             for index, consumer in enumerate(consumers)
@@ -162,16 +101,19 @@ class Hub:
         self._id = uuid.uuid4().hex
         self._ledger = Ledger(wishes)
         self._captures = tuple(wish.spec for wish in wishes if wish.spec is not None)
-        self._window_bytes = min(
+        window_bytes = min(
             (c.queue_bytes_max for c in consumers if c.policy is Overload.BLOCK), default=limits.CREDIT_BYTES_DEFAULT
         )
-        self._window_bytes = min(self._window_bytes, limits.CREDIT_BYTES_DEFAULT)
         # The thread's alone, from `start` to `stop`; `status` and `snapshot` read copies of them.
-        self._peers: dict[bytes, _Peer] = {}
-        self._sources: dict[tuple[str, Rank], _Source] = {}
-        self._engines: dict[str, Engine] = {}
-        self._waiters: dict[str, set[bytes]] = {}  # clients by the request they wait for
-        self._waits = 0  # how many ids clients wait for, all in all
+        self._roster = Roster(
+            min(window_bytes, limits.CREDIT_BYTES_DEFAULT),
+            self.controllers,
+            fits=self._ledger.check,
+            on_engine=self._greet,
+            on_lost=self._lose,
+        )
+        self._relay = Relay()
+        self._waiters = Waiters()
         self._told: set[tuple[str, str]] = set()  # refusals that were logged, by engine and reason
         self._tick_at = 0.0
         self._draining = False  # set by `stop`: frames are left to their workers, for the next hub
@@ -179,7 +121,6 @@ class Hub:
         self._posted: deque[Callable[[], None]] = deque()  # for the thread to call; any thread appends
         self._thread = threading.Thread(target=self._run, name="capflow-hub", daemon=True)
         self._open = contextlib.ExitStack()  # the address's lock and the router, from `start` to `stop`
-        self._relay = Relay()
         self._router: Router | None = None  # from `start`
         self._started = 0.0  # when
 
@@ -215,8 +156,8 @@ class Hub:
 
         def drain() -> None:
             self._draining = True
-            for engine in self._engines.values():
-                self._lose(engine)
+            for engine in list(self._roster.engines.values()):
+                self._lose(engine, None)
             for lane in self.lanes:
                 lane.close()
             drained.set()
@@ -259,7 +200,6 @@ class Hub:
         dropped = Counter(self._ledger.dropped)
         for lane in self.lanes:
             dropped.update(dict(lane.dropped))
-        peers = list(self._peers.values())
         return Snapshot(
             requests_done=self._ledger.requests_done,
             requests_open=self._ledger.requests_open,
@@ -270,8 +210,8 @@ class Hub:
             bytes=self.counts.bytes,
             queued_bytes=sum(lane.queue.nbytes for lane in self.lanes),
             dropped_rows=dict(dropped),
-            sessions=len(peers),
-            engines=len({peer.hello.engine for peer in peers if peer.hello.role != "client"}),
+            sessions=len(self._roster.peers),
+            engines=self._roster.engines_connected(),
             refused=sum(self.counts.refused.values()),
             errors=sum(lane.errors for lane in self.lanes),
         )
@@ -299,7 +239,7 @@ class Hub:
             "dropped_rows": dict(self._ledger.dropped),
             "spilled": 0,
             "actions": {"applied": self._relay.applied, "rejected": self._relay.rejected, "waiting": len(self._relay)},
-            "sessions": [_session_status(peer) for peer in list(self._peers.values())],
+            "sessions": [peer.status() for peer in list(self._roster.peers.values())],
             "consumers": {lane.name: lane.status() for lane in self.lanes},
             "controllers": [controller.name for controller in self.controllers],
         }
@@ -339,7 +279,7 @@ class Hub:
             if now >= self._tick_at:
                 self._tick_at = now + _TICK_S
                 self._tick(now)
-        for peer in list(self._peers):
+        for peer in list(self._roster.peers):
             self._send(peer, [encode(Bye())])
 
     def _safely(self, call: Callable[[], None]) -> None:
@@ -351,7 +291,7 @@ class Hub:
     def _receive(self, peer: bytes, parts: Parts) -> None:
         """Take one message; whatever is wrong with it is the peer's loss."""
         now = time.monotonic()
-        known = self._peers.get(peer)
+        known = self._roster.peers.get(peer)
         if known is None and len(parts) == limits.MESSAGE_PARTS_MAX:
             self._send(peer, [encode(Bye())])  # a frame of a connection that was given up: say Hello again
             return
@@ -373,7 +313,7 @@ class Hub:
             logger.exception("the hub failed at a message and gives its sender up")
             self._cut_off(peer, session, "the hub failed at a message of this peer; see its log", now)
 
-    def _handle(self, peer: bytes, known: _Peer, said: Frame | Message, parts: Parts, now: float) -> None:
+    def _handle(self, peer: bytes, known: Peer, said: Frame | Message, parts: Parts, now: float) -> None:
         match said:
             case Frame():
                 self._frame(peer, known, said, cost(parts), now)
@@ -386,81 +326,29 @@ class Hub:
             case Status():
                 self._say(peer, Status(self.status()))
             case Bye():
-                self._forget(peer, gone=True)
+                self._forget(peer, for_good=True)
 
     # Sessions.
 
     def _hello(self, peer: bytes, session: HubSession, hello: Hello, now: float) -> None:
         if self._draining:
             return
-        if peer in self._peers:
-            self._forget(peer, gone=False)
-        if len(self._peers) >= limits.SESSIONS_MAX:
-            expected = f"at most {limits.SESSIONS_MAX}"
-            raise RemoteProtocolError(explain("sessions", got=len(self._peers), expected=expected))
-        source = None
-        if hello.role != "client":
-            assert hello.model is not None
-            try:
-                engine = self._engine(hello.engine, hello.model)
-            except UsageError as e:
-                self._refuse(peer, session, str(e), now)
-                return
-            if hello.role == "worker":
-                source = self._source(engine, hello)
-                source.peer = peer
-        self._peers[peer] = _Peer(session, hello, source)
-        welcome = Welcome(self._id, self._window_bytes)
+        self._forget(peer, for_good=False)
+        try:
+            known = self._roster.join(peer, session, hello)
+        except UsageError as e:
+            self._refuse(peer, session, str(e), now)
+            return
+        welcome = Welcome(self._id, self._roster.window_bytes)
         if hello.role == "scheduler":
             controllers = tuple(controller.spec() for controller in self.controllers)
             welcome = Welcome(self._id, 0, captures=self._captures, controllers=controllers)
-        for parts in session.welcome(welcome, now, source.intake if source is not None else None):
+        for parts in session.welcome(welcome, now, known.source.intake if known.source is not None else None):
             self._send(peer, parts)
-
-    def _engine(self, name: str, model: ModelInfo) -> Engine:
-        """Return the engine of that name, known to the consumers.
-
-        Raises UsageError when the model lacks what a consumer or a controller wants.
-        """
-        engine = self._engines.get(name)
-        connected = any(peer.hello.engine == name for peer in self._peers.values() if peer.hello.role != "client")
-        if engine is not None and engine.model == model:
-            if not connected:
-                self._greet(engine)
-            return engine
-        if connected:
-            raise UsageError(explain(f"engine {name}", got="another model than its other workers", expected="the same"))
-        self._ledger.check(model)
-        for controller in self.controllers:
-            running = controller.kind(controller.state)
-            where = f"controllers.{controller.name}.capture"
-            running.spec().resolve(model.sites, num_layers=model.num_layers, where=where)
-            running.open(model)
-        if engine is not None:
-            self._lose(engine)
-        engine = self._engines[name] = Engine(name, model)
-        self._greet(engine)
-        return engine
 
     def _greet(self, engine: Engine) -> None:
         for lane in self.lanes:
             lane.greet(engine.name, engine.model)
-
-    def _source(self, engine: Engine, hello: Hello) -> _Source:
-        """Return what the hub has of a worker, new if it is a new boot of it."""
-        key = engine.name, hello.rank
-        source = self._sources.get(key)
-        if source is not None and source.boot == hello.boot:
-            if source.peer is not None:
-                self._peers.pop(source.peer, None)  # the connection that this one replaces
-            source.engine = engine
-            return source
-        if source is not None:
-            if source.peer is not None:
-                self._peers.pop(source.peer, None)
-            self._lose(source.engine, hello.rank.dp)
-        source = self._sources[key] = _Source(hello.boot, hello.rank, engine, Intake(self._window_bytes))
-        return source
 
     def _refuse(self, peer: bytes, session: HubSession, reason: str, now: float) -> None:
         self.counts.refused[reason] += 1
@@ -477,45 +365,31 @@ class Hub:
         """Refuse a peer that broke the protocol, and forget it."""
         self.counts.protocol_errors += 1
         self._refuse(peer, session, reason, now)
-        self._forget(peer, gone=True)
+        self._forget(peer, for_good=True)
 
-    def _forget(self, peer: bytes, *, gone: bool) -> None:
-        """End a session. gone: its worker does not come back, so its open requests are over."""
-        known = self._peers.pop(peer, None)
-        if known is None:
-            return
-        if known.hello.role == "scheduler":
+    def _forget(self, peer: bytes, *, for_good: bool) -> None:
+        known = self._roster.leave(peer, for_good=for_good)
+        if known is not None and known.hello.role == "scheduler":
             self._relay.gone(peer)
-        if known.source is not None:
-            known.source.peer = None
-            if gone:
-                self._sources.pop((known.hello.engine, known.hello.rank), None)
-                self._lose(known.source.engine, known.hello.rank.dp)
-        if known.hello.role == "client":
-            for request, waiting in list(self._waiters.items()):
-                if peer in waiting:
-                    self._unwait(request, peer)
-        elif gone and not any(
-            other.hello.engine == known.hello.engine for other in self._peers.values() if other.hello.role != "client"
-        ):
-            self._engines.pop(known.hello.engine, None)
+        elif known is not None and known.hello.role == "client":
+            self._waiters.gone(peer)
 
     def _tick(self, now: float) -> None:
         self._safely(lambda: self._relay.expire(now))
-        for peer, known in list(self._peers.items()):
+        for peer, known in list(self._roster.peers.items()):
             if known.session.silent(now):
                 if known.hello.role != "client":
                     self.counts.sessions_lost += 1
                     logger.warning("engine %s: its %s fell silent", known.hello.engine, known.hello.role)
-                self._forget(peer, gone=False)
-                if known.source is not None:
+                self._forget(peer, for_good=False)
+                if known.source is not None:  # it may come back, but its requests are not waited for
                     self._lose(known.source.engine, known.hello.rank.dp)
             elif (beat := known.session.tick(now)) is not None:
                 self._send(peer, beat)
 
     # Frames, requests and results.
 
-    def _frame(self, peer: bytes, known: _Peer, frame: Frame, nbytes: int, now: float) -> None:
+    def _frame(self, peer: bytes, known: Peer, frame: Frame, nbytes: int, now: float) -> None:
         if self._draining:
             return  # not taken, so not acknowledged: its worker keeps it for the next hub
         source, header = known.source, frame.header
@@ -524,7 +398,7 @@ class Hub:
             self.counts.duplicates += 1
             self._send(peer, known.session.send(source.intake.refund(nbytes), now))
             return
-        self._count(source, frame)
+        self._count(source, header)
         hold = _Hold(source, header.seq, 1)
 
         def taken() -> None:
@@ -538,17 +412,15 @@ class Hub:
             for request in self._ledger.finish(header, source.engine):
                 self._over(request)
 
-    def _count(self, source: _Source, frame: Frame) -> None:
-        header, counts = frame.header, self.counts
+    def _count(self, source: Source, header: FrameHeader) -> None:
         rows = sum(len(block.sites) * block.rows for block in header.blocks)
-        for tally in (counts, source):
-            tally.frames += 1
-            tally.rows += rows
-            tally.bytes += header.payload_bytes
-        source.step_tokens += header.step_tokens
+        source.count(header, rows)
+        self.counts.frames += 1
+        self.counts.rows += rows
+        self.counts.bytes += header.payload_bytes
         if header.step > source.engine.step_last.get(header.rank.dp, -1):  # every stage tells of the same step
             source.engine.step_last[header.rank.dp] = header.step
-            counts.tokens += header.step_tokens
+            self.counts.tokens += header.step_tokens
 
     def _release(self, hold: _Hold) -> None:
         """One of those who held a frame needs it no more."""
@@ -566,7 +438,7 @@ class Hub:
                 lane.finish(request)
         self._answer_waiters(request)
 
-    def _lose(self, engine: Engine, replica: int | None = None) -> None:
+    def _lose(self, engine: Engine, replica: int | None) -> None:
         for request in self._ledger.lose(engine, replica):
             self._over(request)
 
@@ -580,28 +452,15 @@ class Hub:
             if not said.wait or (found is not None and found[1]):
                 self._say(peer, Results(request, found[0] if found is not None else {}))
                 continue
-            waiting = self._waiters.setdefault(request, set())
-            if peer not in waiting:
-                if self._waits >= limits.AWAITED_MAX:
-                    expected = f"at most {limits.AWAITED_MAX}"
-                    raise RemoteProtocolError(explain("requests waited for", got=self._waits + 1, expected=expected))
-                waiting.add(peer)
-                self._waits += 1
+            self._waiters.add(request, peer)
 
     def _answer_waiters(self, request: Request) -> None:
-        if request.id not in self._waiters or self._ledger.find(request.id) is not request:
+        if not self._waiters.waits(request.id) or self._ledger.find(request.id) is not request:
             return
         found = self._ledger.results_of(request.id)
         if found is not None and found[1]:
-            for peer in list(self._waiters[request.id]):
-                self._unwait(request.id, peer)
+            for peer in self._waiters.pop(request.id):
                 self._say(peer, Results(request.id, found[0]))
-
-    def _unwait(self, request: str, peer: bytes) -> None:
-        self._waits -= 1
-        self._waiters[request].discard(peer)
-        if not self._waiters[request]:
-            del self._waiters[request]
 
     # Actions.
 
@@ -616,7 +475,7 @@ class Hub:
 
     def _act(self, own_id: str, action: Action, answer: Callable[[Outcome], None]) -> None:
         """Pass an action to the engine that runs its request, or, not knowing that, to every one."""
-        schedulers = {peer: known.hello for peer, known in self._peers.items() if known.hello.role == "scheduler"}
+        schedulers = dict(self._roster.schedulers())
         request = self._ledger.find(action.request)
         mine = {
             peer
@@ -633,27 +492,10 @@ class Hub:
     # Sending.
 
     def _say(self, peer: bytes, said: Ack | Act | ActionOutcome | Results | Status) -> None:
-        known = self._peers.get(peer)
+        known = self._roster.peers.get(peer)
         if known is not None and known.session.state is State.OPEN:
             self._send(peer, known.session.send(said, time.monotonic()))
 
     def _send(self, peer: bytes, parts: Parts) -> None:
         assert self._router is not None
         self._router.send(peer, parts)  # one that is not connected any more falls silent, and is forgotten then
-
-
-def _session_status(peer: _Peer) -> dict[str, Any]:
-    hello, source = peer.hello, peer.source
-    told: dict[str, Any] = {"role": hello.role, "engine": hello.engine, "rank": list(hello.rank)}
-    if hello.model is not None:
-        told["model"] = hello.model.name
-    if source is not None:
-        told |= {
-            "frames": source.frames,
-            "rows": source.rows,
-            "bytes": source.bytes,
-            "step_tokens": source.step_tokens,
-            "credit_bytes": source.intake.credit_bytes,
-            "held_bytes": source.intake.held_bytes,
-        }
-    return told

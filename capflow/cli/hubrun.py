@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from capflow import limits
-from capflow.hub import Hub, Snapshot
+from capflow.counts import Snapshot
+from capflow.hub import Hub
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
 
 _LIVE_S = 0.5  # between two drawings of the live line

@@ -1,0 +1,46 @@
+"""What a hub counts, and the picture of it that is shown while it runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+@dataclass
+class Counts:
+    """What the hub counts from its start to its end; written by its thread, read by anyone."""
+
+    frames: int = 0
+    rows: int = 0
+    bytes: int = 0
+    tokens: int = 0
+    duplicates: int = 0
+    protocol_errors: int = 0
+    sessions_lost: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # peers, by reason
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The hub at one moment, for showing how things go; rows and bytes are as received."""
+
+    requests_done: int
+    requests_open: int
+    requests_failed: int
+    tokens: int
+    frames: int
+    rows: int
+    bytes: int
+    queued_bytes: int
+    dropped_rows: dict[str, int]
+    sessions: int
+    engines: int
+    refused: int
+    errors: int
+    spilled: int = 0
+
+    @property
+    def rows_lost(self) -> int:
+        """How many rows were lost, for whatever reason; a row that two consumers lost counts twice."""
+        return sum(self.dropped_rows.values())

@@ -1,0 +1,179 @@
+"""The roster: which peers are connected, which engines they belong to, and what the hub has of each worker.
+
+It belongs to the hub's thread and does no I/O. A worker's source outlives its connections, so that it can resume; it ends
+with the worker's Bye, or when the worker comes back with another boot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from capflow import limits
+from capflow.errors import RemoteProtocolError, UsageError, explain
+from capflow.frame import FrameHeader, Rank
+from capflow.ledger import Engine
+from capflow.message import Hello, ModelInfo
+from capflow.plugins import ConfiguredController
+from capflow.session import HubSession, Intake
+
+
+@dataclass(eq=False)
+class Source:
+    """What the hub has of one boot of one worker, and what came from it so far."""
+
+    boot: str
+    rank: Rank
+    engine: Engine
+    intake: Intake
+    peer: bytes | None = None  # its connection, while it has one
+    frames: int = 0
+    rows: int = 0
+    bytes: int = 0
+    step_tokens: int = 0
+
+    def count(self, header: FrameHeader, rows: int) -> None:
+        """Count a frame."""
+        self.frames += 1
+        self.rows += rows
+        self.bytes += header.payload_bytes
+        self.step_tokens += header.step_tokens
+
+
+class Peer(NamedTuple):
+    """One connection that said Hello and was let in."""
+
+    session: HubSession
+    hello: Hello
+    source: Source | None  # a worker's
+
+    def status(self) -> dict[str, Any]:
+        """Return what is shown of a session."""
+        told: dict[str, Any] = {"role": self.hello.role, "engine": self.hello.engine, "rank": list(self.hello.rank)}
+        if self.hello.model is not None:
+            told["model"] = self.hello.model.name
+        if self.source is not None:
+            told |= {
+                "frames": self.source.frames,
+                "rows": self.source.rows,
+                "bytes": self.source.bytes,
+                "step_tokens": self.source.step_tokens,
+                "credit_bytes": self.source.intake.credit_bytes,
+                "held_bytes": self.source.intake.held_bytes,
+            }
+        return told
+
+
+class Roster:
+    """All peers, sources and engines of a hub.
+
+    fits(model) raises UsageError when consumers want what a model lacks. on_engine is told of an engine that
+    connected or came back; on_lost of a replica (None: all) of an engine whose open requests are over.
+    """
+
+    def __init__(
+        self,
+        window_bytes: int,
+        controllers: Sequence[ConfiguredController],
+        *,
+        fits: Callable[[ModelInfo], None],
+        on_engine: Callable[[Engine], None],
+        on_lost: Callable[[Engine, int | None], None],
+    ) -> None:
+        self.window_bytes = window_bytes
+        self.controllers = tuple(controllers)
+        self.peers: dict[bytes, Peer] = {}  # by connection, until they leave
+        self.engines: dict[str, Engine] = {}  # by name, while a worker or a scheduler of it is known
+        self._sources: dict[tuple[str, Rank], Source] = {}
+        self._fits = fits
+        self._on_engine = on_engine
+        self._on_lost = on_lost
+
+    def schedulers(self) -> Iterator[tuple[bytes, Hello]]:
+        """Yield the connected schedulers."""
+        return ((peer, known.hello) for peer, known in self.peers.items() if known.hello.role == "scheduler")
+
+    def engines_connected(self) -> int:
+        """Return how many engines have a peer that is connected."""
+        return len({known.hello.engine for known in list(self.peers.values()) if known.hello.role != "client"})
+
+    def join(self, peer: bytes, session: HubSession, hello: Hello) -> Peer:
+        """Let a peer in, in the place of any connection it had before.
+
+        Raises UsageError when consumers want what its model lacks, RemoteProtocolError when the hub is full.
+        """
+        self.leave(peer, for_good=False)
+        if len(self.peers) >= limits.SESSIONS_MAX:
+            expected = f"at most {limits.SESSIONS_MAX}"
+            raise RemoteProtocolError(explain("sessions", got=len(self.peers), expected=expected))
+        source = None
+        if hello.role != "client":
+            assert hello.model is not None
+            engine = self._engine(hello.engine, hello.model)
+            source = self._source(engine, hello, peer) if hello.role == "worker" else None
+        known = self.peers[peer] = Peer(session, hello, source)
+        return known
+
+    def leave(self, peer: bytes, *, for_good: bool) -> Peer | None:
+        """Forget a connection; return what it was.
+
+        for_good: its worker does not come back, so nothing is kept to resume it with and its open requests are over.
+        """
+        known = self.peers.pop(peer, None)
+        if known is None:
+            return None
+        name = known.hello.engine
+        if known.source is not None:
+            known.source.peer = None
+            if for_good:
+                self._sources.pop((name, known.hello.rank), None)
+                self._on_lost(known.source.engine, known.hello.rank.dp)
+        if not self._connected(name) and not any(engine == name for engine, _ in self._sources):
+            self.engines.pop(name, None)
+        return known
+
+    def _connected(self, engine: str) -> bool:
+        return any(known.hello.engine == engine and known.hello.role != "client" for known in self.peers.values())
+
+    def _engine(self, name: str, model: ModelInfo) -> Engine:
+        engine = self.engines.get(name)
+        connected = self._connected(name)
+        if engine is not None and engine.model == model:
+            if not connected:
+                self._on_engine(engine)
+            return engine
+        if connected:
+            raise UsageError(explain(f"engine {name}", got="another model than its other workers", expected="the same"))
+        self._fits(model)
+        for controller in self.controllers:
+            running = controller.kind(controller.state)
+            where = f"controllers.{controller.name}.capture"
+            running.spec().resolve(model.sites, num_layers=model.num_layers, where=where)
+            running.open(model)
+        if engine is not None:
+            self._on_lost(engine, None)
+        engine = self.engines[name] = Engine(name, model)
+        self._on_engine(engine)
+        return engine
+
+    def _source(self, engine: Engine, hello: Hello, peer: bytes) -> Source:
+        """Return what the hub has of a worker, new if it is a new boot of it."""
+        key = engine.name, hello.rank
+        source = self._sources.get(key)
+        if source is not None and source.peer is not None:
+            self.peers.pop(source.peer, None)  # the connection that this one replaces
+        if source is None or source.boot != hello.boot:
+            if source is not None:
+                self._on_lost(source.engine, hello.rank.dp)
+            self._prune()
+            source = self._sources[key] = Source(hello.boot, hello.rank, engine, Intake(self.window_bytes))
+        source.engine = engine
+        source.peer = peer
+        return source
+
+    def _prune(self) -> None:
+        """Forget the oldest workers that fell silent, when there are too many to wait for."""
+        if len(self._sources) >= limits.SESSIONS_MAX:
+            for key in [key for key, source in self._sources.items() if source.peer is None]:
+                del self._sources[key]
