@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import test_tap
 import torch
+
+from capflow.spec import Positions
 from capflow_engine.kernel import launch
 from capflow_engine.plan import Plan, Planner, Scheduled, Tracked
 from capflow_engine.tables import Tables
-
-from capflow.spec import Positions
 
 SHAPES = [(36, 2560, 8), (36, 2560, 64), (36, 2560, 256), (36, 4096, 256), (36, 4096, 2048), (18, 640, 64)]
 REPLAYS = 200
@@ -54,7 +54,7 @@ def plan_of(kind: str, sites: int, tokens: int) -> Plan:
     for number in range(tokens):
         request = Tracked(str(number), str(number), 1, planner.program(want), planner.nothing)
         if kind == "steer":
-            request.decode_steer = {site: number % 64 for site in range(sites)}
+            request.decode_steer = dict.fromkeys(range(sites), number % 64)
         batch.append(Scheduled(request, number, 5, 1))
     return planner.plan(batch)
 
@@ -131,7 +131,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu_kernels: no GPU here; the kernel's interpreter tests are in tests/test_tap.py")
     lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {check_cases()} cases equal to float64.", ""]
-    lines += ["| sites | width | tokens | idle µs | capture µs | steer µs | bare add µs |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        "| sites | width | tokens | idle µs | capture µs | steer µs | bare add µs |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for sites, width, tokens in SHAPES:
         t = measure(sites, width, tokens)
         lines.append(

@@ -49,12 +49,15 @@ def child(kind: str, model: str, root: str, eager: bool) -> None:
 
         llm = LLM(**arguments)
     else:
-        import capflow
         from vllm import SamplingParams
+
+        import capflow
 
         llm = capflow.LLM(consumers=[f"filesystem:root={root},capture=requests"], **arguments)
     rng = np.random.default_rng(0)
-    prompts = [{"prompt_token_ids": [2, *rng.integers(1000, 200_000, PROMPT_TOKENS - 1).tolist()]} for _ in range(PROMPTS)]
+    prompts = [
+        {"prompt_token_ids": [2, *rng.integers(1000, 200_000, PROMPT_TOKENS - 1).tolist()]} for _ in range(PROMPTS)
+    ]
     fixed: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
     out.write(json.dumps({"ready": True}) + "\n")
     for turn, line in enumerate(sys.stdin):
@@ -167,9 +170,11 @@ def main() -> int:
         engine.close()
     median = {mode: statistics.median(values) for mode, values in seconds.items()}
     generated = PROMPTS * TOKENS
-    print(f"\n{PROMPTS} prompts x {PROMPT_TOKENS} tokens + {TOKENS} generated, {model.rsplit('/', 1)[-1]}, "
-          f"{'eager' if args.eager else 'torch.compile on'}, {platform.processor() or platform.machine()}, "
-          f"{2 * args.rounds} turns each, interleaved")
+    print(
+        f"\n{PROMPTS} prompts x {PROMPT_TOKENS} tokens + {TOKENS} generated, {model.rsplit('/', 1)[-1]}, "
+        f"{'eager' if args.eager else 'torch.compile on'}, {platform.processor() or platform.machine()}, "
+        f"{2 * args.rounds} turns each, interleaved"
+    )
     print("| mode | generated tok/s (median) | of plain | goal | spread |")
     print("|---|---|---|---|---|")
     for mode in ("plain", "idle", "capture"):
@@ -178,10 +183,14 @@ def main() -> int:
         goal = f"{GOALS[mode]:.2f}" if mode in GOALS else ""
         print(f"| {mode} | {generated / median[mode]:.0f} | {ratio:.3f} | {goal} | {spread} |")
     rows, size = captured
-    print(f"\ncapture: {rows} rows, {size / 1e6:.0f} MB a turn, {size / median['capture'] / 1e6:.0f} MB/s, each file verified")
+    print(
+        f"\ncapture: {rows} rows, {size / 1e6:.0f} MB a turn, {size / median['capture'] / 1e6:.0f} MB/s, each file verified"
+    )
     same = {m: sum(a == b for a, b in zip(tokens[m], tokens["plain"], strict=True)) for m in ("idle", "capture")}
-    print(f"answers equal to plain vLLM's: idle {same['idle']}/{PROMPTS}, capture {same['capture']}/{PROMPTS}; "
-          f"idle equal to capture: {sum(a == b for a, b in zip(tokens['idle'], tokens['capture'], strict=True))}/{PROMPTS}")
+    print(
+        f"answers equal to plain vLLM's: idle {same['idle']}/{PROMPTS}, capture {same['capture']}/{PROMPTS}; "
+        f"idle equal to capture: {sum(a == b for a, b in zip(tokens['idle'], tokens['capture'], strict=True))}/{PROMPTS}"
+    )
     if args.json is not None:
         args.json.write_text(json.dumps({"seconds": seconds, "rows": rows, "bytes": size}))
     shutil.rmtree(work)

@@ -58,7 +58,9 @@ class HubProcess:
                 return
             if time.monotonic() > deadline:
                 self.stop()
-                raise CapflowError(explain("the hub did not start", got=f"no answer at {self.address} in {timeout_s:g} s"))
+                raise CapflowError(
+                    explain("the hub did not start", got=f"no answer at {self.address} in {timeout_s:g} s")
+                )
 
     def stop(self) -> int:
         """Ask the hub to drain and end, and wait for it; return its exit code."""

@@ -72,7 +72,9 @@ def test_captured_rows_equal_transformers_row_by_row(tmp_path, files, architectu
     model = save_tiny(tmp_path / "model", architecture)
     consumer, read = files
     with engine(model, consumers=[consumer], enforce_eager=eager) as llm:
-        params = [capflow.sampling_params(id=f"r{n}", capture=ALL, max_tokens=12, **GREEDY) for n in range(len(LENGTHS))]
+        params = [
+            capflow.sampling_params(id=f"r{n}", capture=ALL, max_tokens=12, **GREEDY) for n in range(len(LENGTHS))
+        ]
         outputs = llm.generate(prompts(LENGTHS), params, use_tqdm=False)
         assert [o.capture_results["filesystem"].status for o in outputs] == ["ok"] * len(LENGTHS)
         sites = [Site(layer, "post_block") for layer in range(LAYERS)]
@@ -116,7 +118,9 @@ def test_batch_mates_that_ask_for_nothing_answer_as_plain_vllm_does(tiny, plain,
                 mixed.append(nothing)
             else:
                 steering = {"post_block": {1: vector(n), 2: {"vector": vector(n + 50), "scale": 1.5}}}
-                mixed.append(capflow.sampling_params(id=f"r{n}", capture=ALL, steering=steering, max_tokens=12, **GREEDY))
+                mixed.append(
+                    capflow.sampling_params(id=f"r{n}", capture=ALL, steering=steering, max_tokens=12, **GREEDY)
+                )
         alone = answers(llm.generate(prompts(LENGTHS), nothing, use_tqdm=False))
         together = llm.generate(prompts(LENGTHS), mixed, use_tqdm=False)
         assert alone == plain
@@ -171,7 +175,9 @@ def test_prompt_captures_compute_the_prompt_and_other_captures_keep_the_cache(ti
         assert cached["all_generated"] >= 64
         data, site = read(), Site(2, "post_block")
         assert len(data["all_prompt"][site].rows) == 100
-        np.testing.assert_allclose(data["last_prompt"][site].rows[0], data["all_prompt"][site].rows[99], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(
+            data["last_prompt"][site].rows[0], data["all_prompt"][site].rows[99], rtol=0, atol=1e-4
+        )
 
 
 def test_a_preempted_request_delivers_each_row_once(tiny, reference, files):
@@ -183,8 +189,13 @@ def test_a_preempted_request_delivers_each_row_once(tiny, reference, files):
         preempted = []
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         original = scheduler._preempt_request
-        scheduler._preempt_request = lambda request, *a, **k: (preempted.append(request.request_id), original(request, *a, **k))
-        params = [capflow.sampling_params(id=f"r{n}", capture=ALL, max_tokens=100, **GREEDY) for n in range(len(lengths))]
+        scheduler._preempt_request = lambda request, *a, **k: (
+            preempted.append(request.request_id),
+            original(request, *a, **k),
+        )
+        params = [
+            capflow.sampling_params(id=f"r{n}", capture=ALL, max_tokens=100, **GREEDY) for n in range(len(lengths))
+        ]
         outputs = llm.generate(prompts(lengths), params, use_tqdm=False)
         assert preempted
         check_files(read(), outputs, reference, [Site(layer, "post_block") for layer in range(LAYERS)])
@@ -208,7 +219,10 @@ def test_a_wrong_request_is_refused_before_anything_runs(shared, options, words)
     with pytest.raises(ValueError, match=words) as caught:
         llm.generate(prompts((4,)), capflow.sampling_params(max_tokens=2, **options, **GREEDY), use_tqdm=False)
     assert "\n" not in str(caught.value)
-    assert len(answers(llm.generate(prompts((4,)), capflow.sampling_params(max_tokens=2, **GREEDY), use_tqdm=False))[0]) == 2
+    assert (
+        len(answers(llm.generate(prompts((4,)), capflow.sampling_params(max_tokens=2, **GREEDY), use_tqdm=False))[0])
+        == 2
+    )
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +347,9 @@ def test_two_tensor_parallel_ranks_capture_and_steer_as_one_does(tiny, reference
     with engine(tiny, consumers=[consumer], **arguments) as llm:
         steering = {"post_block": {1: vector(1)}}
         params = [
-            capflow.sampling_params(id=f"r{n}", capture=ALL, steering=steering if n % 2 else None, max_tokens=8, **GREEDY)
+            capflow.sampling_params(
+                id=f"r{n}", capture=ALL, steering=steering if n % 2 else None, max_tokens=8, **GREEDY
+            )
             for n in range(4)
         ]
         outputs = llm.generate(prompts((5, 40, 3, 70)), params, use_tqdm=False)
@@ -348,7 +364,9 @@ def test_the_generation_survives_its_hub(tiny, plain):
     from vllm import SamplingParams
 
     with engine(tiny, consumers=["log"]) as llm:
-        params = [capflow.sampling_params(id=f"r{n}", capture=ALL, max_tokens=12, **GREEDY) for n in range(len(LENGTHS))]
+        params = [
+            capflow.sampling_params(id=f"r{n}", capture=ALL, max_tokens=12, **GREEDY) for n in range(len(LENGTHS))
+        ]
         assert answers(llm.generate(prompts(LENGTHS), SamplingParams(max_tokens=12, **GREEDY), use_tqdm=False)) == plain
         llm._hub_process._process.kill()
         llm._hub_process._process.wait()

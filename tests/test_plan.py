@@ -2,19 +2,17 @@
 
 import numpy as np
 import pytest
-from capflow_engine.plan import SHIP, VIEW, Planner, Scheduled, Tracked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capflow.spec import POSITION_NAMES, Positions
+from capflow_engine.plan import SHIP, VIEW, Planner, Scheduled, Tracked
 
 SITES = 5
 
 
 def tracked(planner, key, prompt_length, ship=None, view=None, computed=0):
-    return Tracked(
-        key, key, prompt_length, planner.program(ship or {}), planner.program(view or {}), computed=computed
-    )
+    return Tracked(key, key, prompt_length, planner.program(ship or {}), planner.program(view or {}), computed=computed)
 
 
 def wanted_position(positions, prompt_length, position):
@@ -122,7 +120,9 @@ def test_requests_with_one_program_form_one_group_with_one_run():
     assert group.runs == ((0, 0, 128),)
 
 
-@pytest.mark.parametrize(("start", "length", "prefill", "decode"), [(0, 4, 4, 0), (3, 1, 1, 0), (4, 1, 0, 1), (2, 5, 2, 3)])
+@pytest.mark.parametrize(
+    ("start", "length", "prefill", "decode"), [(0, 4, 4, 0), (3, 1, 1, 0), (4, 1, 0, 1), (2, 5, 2, 3)]
+)
 def test_steering_changes_at_the_end_of_the_prompt(start, length, prefill, decode):
     planner = Planner(2)
     request = tracked(planner, "r", 4)

@@ -7,14 +7,15 @@ defined. Where there is a GPU, `benchmarks/gpu_kernels.py` runs the same cases o
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from capflow_engine.plan import Planner, Scheduled, Tracked
-from capflow_engine.step import Step
 
 from capflow.spec import Positions
+from capflow_engine.plan import Planner, Scheduled, Tracked
+from capflow_engine.step import Step
 
 CASES = [  # sites, width, dtype, split, tokens of each request
     (3, 8, torch.float32, True, (1,)),
@@ -39,7 +40,11 @@ def make(case, seed):
         view = {int(rng.integers(sites)): Positions.ALL} if rng.random() < 0.3 else {}
         start = int(rng.integers(0, 3))
         request = Tracked(
-            f"r{number}", f"r{number}", int(rng.integers(1, start + length + 1)), planner.program(ship), planner.program(view)
+            f"r{number}",
+            f"r{number}",
+            int(rng.integers(1, start + length + 1)),
+            planner.program(ship),
+            planner.program(view),
         )
         if rng.random() < 0.6:
             request.prefill_steer = {int(rng.integers(sites)): int(rng.integers(4))}
@@ -137,7 +142,7 @@ def test_the_cases_do_every_kind_of_thing():
 
 def test_the_triton_kernel_equals_the_reference():
     code = "import test_tap; test_tap.run_all_kernel_cases()"
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.path.dirname(__file__)}
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["kernel", "cases", "18"]

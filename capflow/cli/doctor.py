@@ -38,7 +38,9 @@ def doctor(no_capture: bool) -> None:
     table.add_row("C++ compiler", compiler or "-", "" if compiler else "missing: torch.compile needs one on the CPU")
     console.print(table)
     if not complete:
-        console.print("\nThis machine can consume. To run models: pip install 'capflow\\[vllm]' (GPU) or 'capflow\\[cpu]'.")
+        console.print(
+            "\nThis machine can consume. To run models: pip install 'capflow\\[vllm]' (GPU) or 'capflow\\[cpu]'."
+        )
         return
     if no_capture:
         return

@@ -33,7 +33,8 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the parent asks for, as JSON on the child's standard input.
 
-    model: a path or a name that vLLM takes, or `demo`. engine: further arguments of the engine, by vLLM's names.
+    model: a path or a name that vLLM takes, or `demo`. engine: further arguments of the engine, and sampling of
+    `SamplingParams`, by vLLM's names.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sites: list[str]
     max_tokens: int
     engine: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
 
 
 def run(job: Job, tell: Any) -> None:
@@ -53,7 +55,7 @@ def run(job: Job, tell: Any) -> None:
     if model == "demo":
         from capflow_engine.demo import prepare
 
-        model = str(prepare())
+        model = str(prepare(progress=lambda what: tell("preparing", what=what)))
     elif not _known(model):
         expected = "a directory with a config.json, or a model name that can be fetched"
         raise UsageError(explain("--model", got=model, expected=expected, do="`demo` needs no download"))
@@ -65,7 +67,11 @@ def run(job: Job, tell: Any) -> None:
     from capflow_engine.options import KEY, RequestOptions
 
     settings = Settings(engine=uuid.uuid4().hex, hub=job.hub, sites=tuple(job.sites), hub_wait_s=30.0)
-    arguments = EngineArgs(model=model, disable_log_stats=True, **job.engine, **engine_arguments(settings))
+    try:
+        arguments = EngineArgs(model=model, disable_log_stats=True, **job.engine, **engine_arguments(settings))
+        SamplingParams(**job.sampling)
+    except (TypeError, ValueError) as e:
+        raise UsageError(explain("--engine-arg or --sampling", got=str(e), expected="names that vLLM knows")) from e
     engine = LLMEngine.from_engine_args(arguments)
     try:
         info = compat.model_info(engine.vllm_config)
@@ -73,8 +79,7 @@ def run(job: Job, tell: Any) -> None:
         begun = time.perf_counter()
         for prompt in job.prompts:
             params = SamplingParams(
-                temperature=0.0,
-                max_tokens=prompt.max_tokens or job.max_tokens,
+                **{"temperature": 0.0, **job.sampling, "max_tokens": prompt.max_tokens or job.max_tokens},
                 extra_args={KEY: RequestOptions(prompt.id).pack()},
             )
             try:
@@ -122,7 +127,7 @@ def main() -> int:
     except CapflowError as e:
         tell("error", usage=False, message=str(e))
         return 1
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001 - the parent is told, and the log has the traceback
         import traceback
 
         traceback.print_exc()

@@ -144,7 +144,9 @@ def decoder_layers(model: Any, num_layers: int) -> list[tuple[int, Any]]:
     lists = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers and name.split(".")[-1] in ("layers", "h", "blocks")
+        if isinstance(module, nn.ModuleList)
+        and len(module) == num_layers
+        and name.split(".")[-1] in ("layers", "h", "blocks")
     ]
     if len(lists) != 1:
         found = ", ".join(name for name, _ in lists) or "none"
@@ -232,10 +234,10 @@ def step_token_ids(runner: Any, tokens: int) -> Any:
 
 def forward_tokens(input_ids: Any, kwargs: dict[str, Any]) -> int:
     """Return how many token rows the tensors of a V1 forward pass have, padding included."""
-    for tensor in (input_ids, kwargs.get("inputs_embeds"), kwargs.get("positions")):
+    for tensor in (input_ids, kwargs.get("inputs_embeds")):
         if tensor is not None:
-            return int(tensor.shape[-1] if tensor is kwargs.get("positions") else tensor.shape[0])
-    raise CapflowError("the model's forward pass has no inputs")
+            return int(tensor.shape[0])
+    return int(kwargs["positions"].shape[-1])
 
 
 def new_requests(scheduler_output: Any) -> Iterator[tuple[str, int, dict[str, Any] | None]]:

@@ -29,7 +29,6 @@ def _tap_kernel(
     residual_stride,
     sites,
     tokens_max,
-    tokens,
     width: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -50,7 +49,9 @@ def _tap_kernel(
             if row >= 0:
                 value = tl.load(hidden + token.to(tl.int64) * hidden_stride + columns, mask=inside).to(tl.float32)
                 if SPLIT:
-                    value += tl.load(residual + token.to(tl.int64) * residual_stride + columns, mask=inside).to(tl.float32)
+                    value += tl.load(residual + token.to(tl.int64) * residual_stride + columns, mask=inside).to(
+                        tl.float32
+                    )
                 target = (tl.load(site_base + channel * sites + here) + row).to(tl.int64)
                 tl.store(staging + target * width + columns, value.to(staging.dtype.element_ty), mask=inside)
     if bank_row >= 0:
@@ -98,7 +99,6 @@ def launch(
         other.stride(0),
         steer_bank.shape[1],
         token_steer.shape[0],
-        tokens,
         width=width,
         BLOCK=triton.next_power_of_2(width),
         SPLIT=residual is not None,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import uuid
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 from capflow.address import default_address
 from capflow.client import Client
@@ -30,7 +30,11 @@ _LAUNCH_WAIT_S = 60.0
 
 
 def sampling_params(
-    *, id: str | None = None, capture: Any = None, steering: Any = None, **kwargs: Any  # noqa: A002
+    *,
+    id: str | None = None,
+    capture: Any = None,
+    steering: Any = None,
+    **kwargs: Any,
 ) -> SamplingParams:
     """Return vLLM's `SamplingParams` for a request that captures or is steered.
 
@@ -48,7 +52,7 @@ def sampling_params(
 
 
 class LLM(VLLM):  # type: ignore[misc]
-    """A `vllm.LLM` whose requests may capture and be steered; takes what that takes, and:
+    """A `vllm.LLM` whose requests may capture and be steered. It takes what that takes, and more.
 
     consumers: consumers to run for this engine, as on the command line (`"filesystem:root=rows"`); a hub is started
     for them and stopped with `close`. hub: the address of a running hub instead. Without either, the default
@@ -75,15 +79,16 @@ class LLM(VLLM):  # type: ignore[misc]
             if name in kwargs:
                 raise UsageError(explain(name, got=kwargs[name], expected="to be left out; capflow brings its own"))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        self._hub_process: HubProcess | None = None
+        self._stop_hub: Callable[[], Any] = lambda: None  # stops the hub started here; also when this is collected
         self._client: Client | None = None
         self._numbers = itertools.count()
         if consumers and hub is not None:
             raise UsageError(explain("LLM: both hub and consumers", do="give consumers to the hub with `capflow run`"))
         if consumers:
-            self._hub_process = HubProcess(consumers)
-            self._hub_process.start(_LAUNCH_WAIT_S)
-            hub = self._hub_process.address
+            process = HubProcess(consumers)
+            process.start(_LAUNCH_WAIT_S)
+            self._stop_hub = weakref.finalize(self, process.stop)
+            hub = process.address
         elif hub is not None:
             with Client(hub):  # raises when nobody answers
                 pass
@@ -119,23 +124,17 @@ class LLM(VLLM):  # type: ignore[misc]
         engine = getattr(self, "llm_engine", None)
         if engine is not None:
             engine.engine_core.shutdown()
-            self.llm_engine = None
+            del self.llm_engine
         if self._client is not None:
             self._client.close()
             self._client = None
-        if self._hub_process is not None:
-            process, self._hub_process = self._hub_process, None
-            process.stop()
+        self._stop_hub()
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
 
     def _prepared(self, params: Any, count: int) -> list[SamplingParams]:
         """Return one copy of the parameters for each prompt, checked, each with a name of its own."""
@@ -189,4 +188,3 @@ def _is_one_prompt(prompts: Any) -> bool:
     if isinstance(prompts, str | dict):
         return True
     return bool(prompts) and isinstance(prompts[0], int)
-

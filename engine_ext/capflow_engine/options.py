@@ -20,8 +20,10 @@ KEY = "capflow"
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """id: what the request is called in frames and files, unique among running ones. capture: what to capture
-    of it for consumers that read requests' own specs. steering: what is added to its stream.
+    """What one request asks for.
+
+    id: what the request is called in frames and files, unique among running ones. capture: what to capture of it for
+    consumers that read requests' own specs. steering: what is added to its stream.
     """
 
     id: str | None = None
@@ -29,7 +31,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steering: tuple[SteeringVector, ...] = ()
 
     @classmethod
-    def make(cls, *, id: str | None = None, capture: Any = None, steering: Any = None) -> RequestOptions:  # noqa: A002
+    def make(cls, *, id: str | None = None, capture: Any = None, steering: Any = None) -> RequestOptions:
         """Return the options that plain values describe; raise UsageError naming the field that is wrong."""
         if id is not None and (not isinstance(id, str) or not 0 < len(id) <= limits.REQUEST_ID_LENGTH_MAX):
             raise UsageError(explain("id", got=id, expected=f"1..{limits.REQUEST_ID_LENGTH_MAX} characters"))

@@ -157,16 +157,24 @@ class Planner:
 
     def _add_groups(self, groups: list[Group], channel: int, batch: Sequence[Scheduled], base: int) -> int:
         """Append the channel's groups, their rows from `base` on; return the row behind the last."""
-        programs: dict[Program, int] = {}
-        members: list[tuple[int, int, Scheduled]] = []  # number in the batch, number of its program, itself
+        members: dict[Program, list[_Member]] = {}
+        order: list[tuple[Program, _Member]] = []
         for number, part in enumerate(batch):
             program = part.request.ship if channel == SHIP else part.request.view
             if program.any:
-                members.append((number, programs.setdefault(program, len(programs)), part))
+                member = _Member(number, part, {})
+                members.setdefault(program, []).append(member)
+                order.append((program, member))
         if not members:
             return base
-        for signature, sites in self._grouping(tuple(programs)).items():
-            runs, spans, rows = _lay(members, signature)
+        programs = tuple(members)
+        for signature, sites in self._grouping(programs).items():
+            wanted = {p: positions for p, positions in zip(programs, signature, strict=True) if positions}
+            if len(wanted) == len(programs):  # in the batch's order, where neighbours make long runs
+                parts = [(wanted[program], member) for program, member in order]
+            else:
+                parts = [(positions, member) for program, positions in wanted.items() for member in members[program]]
+            runs, spans, rows = _lay(parts)
             if rows:
                 groups.append(Group(channel, sites, rows, base, runs, spans))
                 base += rows * len(sites)
@@ -187,20 +195,27 @@ class Planner:
         return grouping
 
 
-def _lay(
-    members: Sequence[tuple[int, int, Scheduled]], signature: tuple[int, ...]
-) -> tuple[tuple[Run, ...], tuple[Span, ...], int]:
-    """Return the runs, spans and number of rows of a group whose sites want `signature`, by program."""
+class _Member(NamedTuple):
+    """A request's part of the batch, its number there, and what was found of it: `(first, size)` by positions."""
+
+    number: int
+    part: Scheduled
+    found: dict[int, tuple[int, int]]
+
+
+def _lay(parts: Sequence[tuple[int, _Member]]) -> tuple[tuple[Run, ...], tuple[Span, ...], int]:
+    """Return the runs, spans and number of rows of a group, given the positions wanted of each member."""
     runs: list[Run] = []
     spans: list[Span] = []
     rows = 0
     source, target, length = -1, 0, 0  # the run being built; runs that touch are one
-    for number, program, (request, row, start, count) in members:
-        done = request.computed
-        first, end = span(
-            signature[program], request.prompt_length, start if start > done else done, start + count
-        )
-        size = end - first
+    for positions, (number, (request, row, start, count), found) in parts:
+        known = found.get(positions)
+        if known is None:
+            done = request.computed
+            first, end = span(positions, request.prompt_length, max(done, start), start + count)
+            known = found[positions] = (first, end - first)
+        first, size = known
         if size <= 0:
             continue
         spans.append(Span(number, first, size, rows))

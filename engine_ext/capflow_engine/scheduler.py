@@ -35,14 +35,16 @@ class Captured:
     """Mixed in before vLLM's scheduler; keeps what it knows in `self.capflow`."""
 
     def __init__(self, *args: Any, vllm_config: Any, **kwargs: Any) -> None:
-        super().__init__(*args, vllm_config=vllm_config, **kwargs)
+        super().__init__(*args, vllm_config=vllm_config, **kwargs)  # type: ignore[call-arg]
         self.capflow = Ledger(vllm_config, hash_block_size=kwargs.get("hash_block_size") or kwargs["block_size"])
 
     def add_request(self, request: Any) -> None:
         """Admit a request; vLLM's scheduler takes it from here."""
-        if request.request_id not in self.requests:  # type: ignore[attr-defined]
-            self.capflow.admit(request)
+        new = request.request_id not in self.requests  # type: ignore[attr-defined]
+        fits = self.capflow.admit(request) if new else True
         super().add_request(request)  # type: ignore[misc]
+        if not fits and compat.abort(self, request.request_id):
+            self.capflow.aborted.append(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule a step and put its orders on it."""
@@ -83,6 +85,8 @@ class Ledger:
         self._step = 0
         self._keys: dict[str, str] = {}  # outside id → vLLM's id, of requests that run
         self._names: dict[str, str] = {}  # the other way round
+        self._reserved: dict[str, int] = {}  # bank rows, by vLLM's id, of requests that run
+        self._reserved_rows = 0  # their sum
         self._unscheduled: dict[str, tuple[str, int]] = {}  # for `Orders.admitted`, until its first step
         self._ended: dict[str, Ended] = {}  # until the next step's orders are made
         self._actions: list[Any] = []  # likewise
@@ -98,8 +102,12 @@ class Ledger:
             self.link.wait_welcome(self.settings.hub_wait_s)
         self._take_welcome()
 
-    def admit(self, request: Any) -> None:
-        """Name a new request, and key its cache by what it asks for."""
+    def admit(self, request: Any) -> bool:
+        """Name a new request, and key its cache by what it asks for.
+
+        Returns False when its steering vectors do not fit beside those of the requests that run; a request is never
+        run without the steering that it asked for.
+        """
         self._take_welcome()
         key = request.request_id
         params = request.sampling_params
@@ -124,6 +132,18 @@ class Ledger:
             compat.fork_prompt_cache(request, salt)
         if self._wishes.controllers:  # they may steer it at any step, unseen from here
             compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
+        return self._reserve(key, 2 * len(steering))
+
+    def _reserve(self, key: str, rows: int) -> bool:
+        """Reserve bank rows for a request's vectors, in the prompt and behind it; False if there are not as many."""
+        if self._reserved_rows + rows > self.settings.bank_rows_max:
+            logger.error(
+                "request %s: the steering bank has no room for %d more vectors; raise bank_rows_max", key, rows
+            )
+            return False
+        self._reserved_rows += rows
+        self._reserved[key] = self._reserved.get(key, 0) + rows
+        return True
 
     def take_actions(self, scheduler: Any) -> None:
         """Take what the hub sent since the last step; what can be applied goes into the next orders."""
@@ -151,6 +171,7 @@ class Ledger:
     def end(self, request: Any) -> None:
         """Note that a request is over."""
         key = request.request_id
+        self._reserved_rows -= self._reserved.pop(key, 0)
         name = self._names.pop(key, None)
         if name is not None:
             del self._keys[name]
@@ -194,6 +215,8 @@ class Ledger:
                 RequestOptions(steering=action.vectors).check(self.info)
             except UsageError as e:
                 return str(e)
+            if not self._reserve(key, len(action.vectors)):
+                return explain("steering bank", got="no room for more vectors", do="raise bank_rows_max")
             salt = f"{self._boot}:{key}:{time.monotonic_ns()}"
             position = max(request.num_computed_tokens, request.num_prompt_tokens)
             compat.fork_cache_from(request, position, salt, self.hash_block_size)

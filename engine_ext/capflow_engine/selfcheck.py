@@ -65,15 +65,10 @@ def _capture(directory: Path) -> tuple[int, float]:
     data = capflow.open(directory / "rows")
     for n, output in enumerate(outputs):
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        caught: list[Any] = []
-        hooks = [
-            layer.register_forward_hook(lambda _m, _i, o: caught.append((o[0] if isinstance(o, tuple) else o).squeeze(0)))
-            for layer in model.model.layers
-        ]
         with torch.no_grad():
-            model(torch.tensor([tokens]))
-        for hook in hooks:
-            hook.remove()
+            states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        # The last of them lies behind the final norm, so the last layer's stream is not among them.
+        caught = [state[0] for state in states[1:-1]]
         for layer, expected in enumerate(caught):
             got = np.asarray(data[f"r{n}"][capflow.Site(layer, "post_block")].rows)
             reference = expected[: len(tokens) - 1].numpy()

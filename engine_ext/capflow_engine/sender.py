@@ -214,4 +214,3 @@ def _count(plan: Plan, trimmed: list[tuple[Span, ...]]) -> dict[str, int]:
             key = plan.batch[span.request].request.key
             counts[key] = counts.get(key, 0) + span.length * len(group.sites)
     return counts
-

@@ -1,7 +1,7 @@
 """`capflow serve MODEL …`: vLLM's own OpenAI-compatible server, its engine tapped.
 
 Takes every flag that `vllm serve` takes, and `--hub`, `--sites` and `--policy`. Requests that want their own capture or steering
-carry it in `vllm_xargs`: `{"capflow": "{\\"capture\\": {\\"hooks\\": {\\"post_block\\": [5]}}}"}`.
+carry it in `vllm_xargs`, under `capflow`, as JSON text: `{"capture": {"hooks": {"post_block": [5]}}}`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Any]:
     for name in ("worker_cls", "scheduler_cls"):
         if getattr(args, name, None) not in (None, "auto"):
             flag = "--" + name.replace("_", "-")
-            raise UsageError(explain(flag, got=str(getattr(args, name)), expected="to be left out; capflow brings its own"))
+            raise UsageError(
+                explain(flag, got=str(getattr(args, name)), expected="to be left out; capflow brings its own")
+            )
     hub = mine.hub or default_address()
     check_address(hub, insecure=mine.insecure)
     settings = Settings(

@@ -73,9 +73,7 @@ def tapped_sites(patterns: Iterable[str], num_layers: int) -> tuple[Site, ...]:
     for pattern in patterns:
         hook = pattern.partition(":")[0]
         if hook in HOOKS and hook not in TAPPED_HOOKS:
-            raise UsageError(
-                explain("--sites", got=pattern, expected=f"a hook with taps: {', '.join(TAPPED_HOOKS)}")
-            )
+            raise UsageError(explain("--sites", got=pattern, expected=f"a hook with taps: {', '.join(TAPPED_HOOKS)}"))
         found = [site for site in everything if fnmatchcase(str(site), pattern)]
         if not found:
             expected = f"HOOK:LAYER with a hook of {', '.join(TAPPED_HOOKS)} and a layer of 0..{num_layers - 1} or *"

