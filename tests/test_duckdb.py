@@ -287,7 +287,7 @@ def test_lost_rows_are_a_partial_error_on_record(tmp_path):
     result = consumer.on_request_done(done(rows=13, dropped=(Dropped(1, "queue_full"),)))
     consumer.close()
     assert result.status == "partial_error"
-    assert result.error == "1 rows dropped: queue_full; rows seen: got 12, expected 13 as delivered"
+    assert result.error == "1 rows lost: queue_full; rows seen: got 12, expected 13 as delivered"
     assert query(tmp_path, "SELECT capture_status FROM requests") == [("partial_error",)]
 
 
@@ -344,6 +344,18 @@ def test_a_probe_that_does_not_fit_the_model_is_refused_when_the_engine_connects
     probe_file(tmp_path, "p", width=4)
     with pytest.raises(UsageError, match=r"p\.safetensors: weight: got 4 numbers, expected 8, the model's width"):
         opened(tmp_path, "p")
+
+
+def test_frames_of_a_model_that_does_not_fit_are_refused_with_the_reason(tmp_path):
+    probe_file(tmp_path, "p")
+    consumer = opened(tmp_path, "p")
+    with pytest.raises(UsageError, match="expected 16, the model's width"):
+        consumer.on_session("engine-1", make_model(hidden=16))
+    with pytest.raises(UsageError, match="expected 16, the model's width"):
+        consumer.on_frame(make_frame(sites=SITES, hidden=16))
+    assert consumer.on_request_done(done(rows=12)).status == "error"
+    consumer.on_session("engine-1", make_model())
+    consumer.on_frame(make_frame(sites=SITES))
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path):

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import capflow
+from capflow import plugins
 from capflow.errors import CapflowError, UsageError
 from capflow.frame import DTYPES, Dropped, Frame
 from capflow.result import CaptureResult, RequestDone
 from capflow.site import Site
-from capflow.spec import Positions
+from capflow.spec import CaptureSpec, Positions
 from capflow_consumers import layout
 from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
 from capflow_consumers.slug import LENGTH_MAX, slug
@@ -42,11 +43,13 @@ class Counts:
         self.counts[name] += amount
 
 
-def opened(root: Path, **options: object) -> FilesystemConsumer:
+def opened(root: Path, sites: tuple[Site, ...] = SITES[:1], **options: object) -> FilesystemConsumer:
+    """Return a consumer that has met an engine with taps at these sites, and wants them all."""
+    options = {"hooks": sorted({site.hook for site in sites}), **options}
     consumer = FilesystemConsumer(FilesystemConfig(root=str(root), **{"fsync": False, **options}))
     consumer.check()
     consumer.open(Counts())
-    consumer.on_session("engine-1", make_model())
+    consumer.on_session("engine-1", msgspec.structs.replace(make_model(), sites=sites))
     return consumer
 
 
@@ -63,17 +66,21 @@ def done(
     return RequestDone("engine-1", request, status, prompt_length, computed_length, rows, rows, dropped)
 
 
-def assert_is_whole(capture, request, sites, first, end, *, dtype="float32"):
-    """Assert that a capture holds exactly the rows of positions `first..end` of a request at the sites."""
+def assert_site_is_whole(capture, request, site, first, end, *, dtype="float32"):
+    """Assert that a site of a capture holds exactly the rows of positions `first..end` of a request."""
+    rows = capture[site]
+    assert rows.rows.dtype == DTYPES[dtype]
+    assert rows.positions.tolist() == list(range(first, end))
+    assert rows.token_ids.tolist() == [token_of(request, p) for p in range(first, end)]
+    assert rows.rows.tobytes() == np.stack([row_of(request, site, p, dtype=dtype) for p in range(first, end)]).tobytes()
+
+
+def assert_is_whole(capture, request, sites, end):
+    """Assert that a capture holds exactly the rows of positions `0..end` of a request at the sites."""
     assert set(capture.sites) == set(sites)
     capture.verify()
     for site in sites:
-        rows = capture[site]
-        assert rows.rows.dtype == DTYPES[dtype]
-        assert rows.positions.tolist() == list(range(first, end))
-        assert rows.token_ids.tolist() == [token_of(request, p) for p in range(first, end)]
-        expected = np.stack([row_of(request, site, p, dtype=dtype) for p in range(first, end)])
-        assert rows.rows.tobytes() == expected.tobytes()
+        assert_site_is_whole(capture, request, site, 0, end)
 
 
 def names(root: Path) -> list[str]:
@@ -84,7 +91,7 @@ def names(root: Path) -> list[str]:
 
 
 def test_a_request_becomes_a_directory_of_safetensors_and_a_sidecar(tmp_path):
-    consumer = opened(tmp_path)
+    consumer = opened(tmp_path, SITES)
     consumer.on_frame(make_frame([("r1", 4, 0, 4)], SITES, texts=True))
     consumer.on_frame(make_frame([("r1", 4, 4, 1)], SITES, texts=True, seq=2))
     assert names(tmp_path) == []
@@ -105,12 +112,12 @@ def test_a_request_becomes_a_directory_of_safetensors_and_a_sidecar(tmp_path):
     assert sidecar["model"] == "test-model"
     assert sidecar["capture_status"] == "ok"
     assert sidecar["texts"] == [{"start": 0, "texts": [f" {token_of('r1', p)}" for p in range(5)]}]
-    assert_is_whole(capflow.open(tmp_path)["r1"], "r1", SITES, 0, 5)
+    assert_is_whole(capflow.open(tmp_path)["r1"], "r1", SITES, 5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_rows_are_kept_bit_for_bit_and_other_tools_read_them(tmp_path, dtype):
-    consumer = opened(tmp_path)
+    consumer = opened(tmp_path, SITES)
     consumer.on_frame(make_frame([("r1", 3, 0, 3)], SITES, dtype=dtype))
     consumer.on_request_done(done(prompt_length=3, computed_length=3, rows=9))
     tensors = load_file(tmp_path / "r1" / "post_block.001.safetensors")
@@ -123,12 +130,12 @@ def test_rows_are_kept_bit_for_bit_and_other_tools_read_them(tmp_path, dtype):
 
 
 def test_sites_of_different_pipeline_stages_join_in_one_request(tmp_path):
-    consumer = opened(tmp_path)
+    consumer = opened(tmp_path, SITES)
     for sites in (SITES[:1], SITES[1:]):
         for start, length in ((0, 3), (3, 2), (5, 1)):
             consumer.on_frame(make_frame([("r1", 5, start, length)], sites))
     assert consumer.on_request_done(done(prompt_length=5, computed_length=6, rows=18)).status == "ok"
-    assert_is_whole(capflow.open(tmp_path)["r1"], "r1", SITES, 0, 6)
+    assert_is_whole(capflow.open(tmp_path)["r1"], "r1", SITES, 6)
 
 
 def test_sites_that_want_different_positions_have_different_rows(tmp_path):
@@ -150,40 +157,41 @@ def test_any_interleaving_of_requests_and_steps_gives_each_request_exactly_its_r
     root = tmp_path_factory.mktemp("root")
     dtype = data.draw(st.sampled_from(sorted(DTYPES)))
     limit = data.draw(st.sampled_from([0, 500, 3_000, 1 << 20]), label="buffer_bytes_max")
-    consumer = opened(root, buffer_bytes_max=limit)
+    consumer = opened(root, SITES, buffer_bytes_max=limit)
     ids = [f"r{n}" for n in range(data.draw(st.integers(1, 4)))]
-    shape = {
-        i: (data.draw(st.integers(1, 12)), data.draw(st.integers(0, 8)), data.draw(st.integers(0, 3))) for i in ids
-    }
-    at = {(i, stage): shape[i][2] for i in ids for stage in (0, 1)}
+    length = {i: (data.draw(st.integers(1, 12)), data.draw(st.integers(1, 20))) for i in ids}  # of prompt, computed
+    sets = st.sampled_from([Positions.LAST_PROMPT, Positions.ALL_PROMPT, Positions.ALL_GENERATED, Positions.ALL])
+    wanted = {i: {site: data.draw(sets) for site in SITES} for i in ids}
     stages = {0: SITES[:2], 1: SITES[2:]}
-    end = {i: max(prompt + generated, first) for i, (prompt, generated, first) in shape.items()}
+    at = {(i, stage): 0 for i in ids for stage in stages}
     while at:
         stage = data.draw(st.sampled_from(sorted({stage for _, stage in at})))
-        running = data.draw(st.lists(st.sampled_from(sorted(i for i, s in at if s == stage)), unique=True, min_size=1))
         asked = []
-        for i in running:
-            left = end[i] - at[i, stage]
-            length = data.draw(st.integers(min(1, left), left))
-            asked.append((i, shape[i][0], at[i, stage], length))
-            at[i, stage] += length
-            if at[i, stage] == end[i]:
+        for i in data.draw(st.lists(st.sampled_from(sorted(i for i, s in at if s == stage)), unique=True, min_size=1)):
+            count = data.draw(st.integers(1, length[i][1] - at[i, stage]))
+            asked.append((i, length[i][0], at[i, stage], count))
+            at[i, stage] += count
+            if at[i, stage] == length[i][1]:
                 del at[i, stage]
         frame = make_frame(asked, stages[stage], dtype=dtype)
-        consumer.on_frame(Frame.decode(*frame.encode()))
+        consumer.on_frame(Frame.decode(*frame.encode()).narrowed(lambda request: wanted[request.id]))
         for i, *_ in asked:
             if (i, 0) not in at and (i, 1) not in at:
-                total = (end[i] - shape[i][2]) * len(SITES)
-                result = consumer.on_request_done(done(i, shape[i][0], end[i], rows=total))
+                spans = {site: positions.span(length[i][0], 0, length[i][1]) for site, positions in wanted[i].items()}
+                total = sum(end - first for first, end in spans.values())
+                result = consumer.on_request_done(done(i, *length[i], rows=total))
                 assert (result.status, result.error) == ("ok", None)
-                assert_is_whole(capflow.open(root)[i], i, SITES if total else (), shape[i][2], end[i], dtype=dtype)
+                capture = capflow.open(root)[i]
+                assert len(capture.sites) == sum(end > first for first, end in spans.values())
+                for site in capture.sites:
+                    assert_site_is_whole(capture, i, site, *spans[site], dtype=dtype)
     assert consumer._buffered_bytes == 0
     consumer.close()
     assert set(names(root)) == set(ids)
 
 
 def test_memory_stays_within_the_bound_while_files_grow(tmp_path):
-    consumer = opened(tmp_path, buffer_bytes_max=4096)
+    consumer = opened(tmp_path, SITES, buffer_bytes_max=4096)
     for start in range(200):
         consumer.on_frame(make_frame([("long", 1, start, 1), ("other", 1, start, 1)], SITES))
         assert consumer._buffered_bytes <= 4096
@@ -191,7 +199,7 @@ def test_memory_stays_within_the_bound_while_files_grow(tmp_path):
     assert consumer._context.counts["buffer_overflows"] > 0
     for request in ("long", "other"):
         assert consumer.on_request_done(done(request, 1, 200, rows=600)).status == "ok"
-        assert_is_whole(capflow.open(tmp_path)[request], request, SITES, 0, 200)
+        assert_is_whole(capflow.open(tmp_path)[request], request, SITES, 200)
 
 
 def test_rows_do_not_keep_the_frames_alive_that_they_came_in(tmp_path):
@@ -202,7 +210,7 @@ def test_rows_do_not_keep_the_frames_alive_that_they_came_in(tmp_path):
     payload[:] = b"\xff" * len(payload)
     payload.clear()  # BufferError while anything still points into it
     consumer.on_request_done(done())
-    assert_is_whole(capflow.open(tmp_path)["r1"], "r1", SITES[:1], 0, 4)
+    assert_is_whole(capflow.open(tmp_path)["r1"], "r1", SITES[:1], 4)
 
 
 # What is missing is said.
@@ -213,7 +221,10 @@ def test_fewer_rows_than_promised_is_a_partial_error_with_the_difference(tmp_pat
     consumer.on_frame(make_frame([("r1", 4, 0, 3)]))
     result = consumer.on_request_done(done(rows=4))
     assert result.status == "partial_error"
-    assert result.error == "rows written: got 3, expected 4 as delivered"
+    assert (
+        result.error
+        == "rows written: got 3, expected 4 as delivered; positions of post_block:0: got 0..3, expected 0..4"
+    )
     sidecar = capflow.open(tmp_path)["r1"].sidecar
     assert (sidecar.capture_status, sidecar.error) == ("partial_error", result.error)
 
@@ -230,6 +241,23 @@ def test_a_site_without_its_positions_is_named(tmp_path):
     assert counts == {SITES[0]: (5, 5), SITES[1]: (4, 5)}
 
 
+def test_what_its_own_spec_and_the_requests_ask_for_is_expected_when_the_frame_is_not_narrowed(tmp_path):
+    consumer = opened(tmp_path, SITES, hooks=["post_block"], layers="0+1")
+    asked = {"r1": CaptureSpec({"mlp_in": [1]}, "all_generated")}
+    consumer.on_frame(make_frame([("r1", 4, 0, 5)], SITES[:1], captures=asked))
+    result = consumer.on_request_done(done(computed_length=5))
+    assert result.error == (
+        "positions of mlp_in:1: got none, expected 4..5; positions of post_block:1: got none, expected 0..5"
+    )
+
+
+def test_a_request_that_did_not_end_is_not_called_whole(tmp_path):
+    consumer = opened(tmp_path)
+    consumer.on_frame(make_frame())
+    result = consumer.on_request_done(done(computed_length=0, rows=4, status="error"))
+    assert (result.status, result.error) == ("partial_error", "the request did not end")
+
+
 def test_rows_delivered_twice_are_a_partial_error(tmp_path):
     consumer = opened(tmp_path)
     for _ in range(2):
@@ -242,7 +270,7 @@ def test_dropped_rows_are_named_with_their_reason(tmp_path):
     consumer = opened(tmp_path)
     consumer.on_frame(make_frame())
     result = consumer.on_request_done(done(dropped=(Dropped(7, "queue_full"),)))
-    assert (result.status, result.error) == ("partial_error", "7 rows dropped: queue_full")
+    assert (result.status, result.error) == ("partial_error", "7 rows lost: queue_full")
     assert capflow.open(tmp_path)["r1"].sidecar.dropped == [(7, "queue_full")]
 
 
@@ -250,7 +278,7 @@ def test_a_request_all_of_whose_rows_were_lost_is_an_error_on_record(tmp_path):
     consumer = opened(tmp_path)
     result = consumer.on_request_done(done(rows=0, dropped=(Dropped(4, "queue_full"),)))
     assert result.status == "error"
-    assert capflow.open(tmp_path)["r1"].error == "4 rows dropped: queue_full"
+    assert capflow.open(tmp_path)["r1"].error == "4 rows lost: queue_full"
 
 
 def test_a_request_that_computed_nothing_is_whole(tmp_path):
@@ -340,7 +368,7 @@ WRITER = """
 import sys
 from frames import make_frame, make_model
 from test_filesystem import SITES, done, opened
-consumer = opened(sys.argv[1], buffer_bytes_max=2000, fsync=True)
+consumer = opened(sys.argv[1], SITES, buffer_bytes_max=2000, fsync=True)
 consumer.on_frame(make_frame([("whole", 4, 0, 4)], SITES))
 print(consumer.on_request_done(done("whole", rows=12)).status, flush=True)
 start = 0
@@ -369,9 +397,9 @@ def test_a_killed_writer_leaves_no_directory_that_looks_whole(tmp_path, requests
     assert "endless" not in dataset.requests()
     assert len(dataset) >= 1 + requests_before
     for capture in dataset:
-        assert_is_whole(capture, capture.id, SITES, 0, 4 if capture.id == "whole" else 50)
+        assert_is_whole(capture, capture.id, SITES, 4 if capture.id == "whole" else 50)
     assert list(tmp_path.glob(".partial-*"))
-    opened(tmp_path).close()
+    opened(tmp_path, SITES).close()
     assert not list(tmp_path.glob(".partial-*"))
 
 
@@ -399,7 +427,7 @@ def test_closing_removes_what_is_unfinished_and_counts_it(tmp_path):
 
 
 def test_a_failed_write_is_that_requests_error_and_no_others(tmp_path):
-    consumer = opened(tmp_path, buffer_bytes_max=1 << 20)
+    consumer = opened(tmp_path, SITES, buffer_bytes_max=1 << 20)
     consumer.on_frame(make_frame([("big", 4, 0, 4)], SITES))
     blocker = consumer._requests["engine-1", "big"].files.path
     blocker.write_text("a file where the directory would be")
@@ -457,6 +485,14 @@ def test_hooks_and_layers_are_options(tmp_path, layers):
     config = FilesystemConfig(str(tmp_path), hooks=["mlp_in", "mlp_out"], layers=layers, positions="last_prompt")
     spec = FilesystemConsumer(config).spec()
     assert (spec.hooks, spec.positions) == ({"mlp_in": [0, 5, 12], "mlp_out": [0, 5, 12]}, "last_prompt")
+
+
+@pytest.mark.parametrize(("text", "layers"), [("0+5", [0, 5]), ("5", [5]), ("all", "all")])
+def test_options_are_what_the_command_line_says(tmp_path, text, layers):
+    name, options = plugins.parse(f"filesystem:root={tmp_path},hooks=mlp_in+mlp_out,layers={text},fsync=false")
+    configured = plugins.configure(name, options, {"filesystem": FilesystemConsumer})
+    assert configured.consumer.spec().hooks == {"mlp_in": layers, "mlp_out": layers}
+    assert configured.consumer.config.fsync is False
 
 
 def test_capture_requests_captures_nothing_of_its_own(tmp_path):

@@ -3,7 +3,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from frames import make_frame, make_model, row_of
@@ -12,6 +14,7 @@ import capflow
 from capflow.errors import CapflowError, UsageError
 from capflow.result import RequestDone
 from capflow.site import Site
+from capflow_consumers import layout
 from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
 
 SITES = (Site(2, "post_block"), Site(3, "mlp_out"))
@@ -21,7 +24,7 @@ SITES = (Site(2, "post_block"), Site(3, "mlp_out"))
 def root(tmp_path):
     """A data set of two requests, `a` of 5 rows a site and `b/c` of 3, in bfloat16."""
     root = tmp_path / "root"
-    consumer = FilesystemConsumer(FilesystemConfig(str(root)))
+    consumer = FilesystemConsumer(FilesystemConfig(str(root), capture="requests"))
     consumer.open(None)
     consumer.on_session("engine-1", make_model())
     consumer.on_frame(make_frame([("a", 4, 0, 5), ("b/c", 3, 0, 3)], SITES, dtype="bfloat16", texts=True))
@@ -136,3 +139,26 @@ def test_reading_loads_neither_torch_nor_vllm_nor_zmq(root):
     )
     run = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
+
+
+def test_the_snippets_of_the_documentation_work_as_pasted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    consumer = FilesystemConsumer(FilesystemConfig("rows"))
+    consumer.open(None)
+    sites = (Site(12, "post_block"),)
+    consumer.on_frame(make_frame([("r1", 3, 0, 5)], sites, hidden=640, dtype="bfloat16", texts=True))
+    consumer.on_request_done(RequestDone("engine-1", "r1", "stop", 3, 5, 5, 5, ()))
+    consumer.close()
+    text = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(snippets) == 4
+    exec("".join(snippets), {})  # noqa: S102 - our own documentation
+
+
+def test_the_documentation_names_every_option_and_every_key_of_the_sidecar():
+    text = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+    for field in msgspec.structs.fields(FilesystemConfig):
+        default = "" if field.default is msgspec.NODEFAULT else str(field.default).lower()
+        assert re.search(rf"^\| `{field.name}` \|.*{default}", text, re.MULTILINE), field.name
+    for field in msgspec.structs.fields(layout.Sidecar):
+        assert re.search(rf"^\|.*`{field.name}`.*\|", text, re.MULTILINE), field.name

@@ -71,6 +71,7 @@ class DuckdbConsumer(Consumer):
         self._database: Database | None = None
         self._context: Context | None = None
         self._models: dict[str, ModelInfo] = {}
+        self._unfit: dict[str, str] = {}  # why no rows of an engine can be scored
         self._requests: dict[tuple[str, str], ScoredRequest] = {}
         self._captures = 0
         self._pending = PendingRows()
@@ -130,14 +131,21 @@ class DuckdbConsumer(Consumer):
         self._database = database
 
     def on_session(self, engine: str, model: ModelInfo) -> None:
-        """Raise UsageError unless every probe fits the model."""
-        for probe in self._probes:
-            probe.check(model.sites, model.hidden_size)
+        """Raise UsageError unless every probe fits the model; if not, every frame of the engine is refused."""
         self._models[engine] = model
+        self._unfit.pop(engine, None)
+        try:
+            for probe in self._probes:
+                probe.check(model.sites, model.hidden_size)
+        except UsageError as e:
+            self._unfit[engine] = str(e)
+            raise
 
     def on_frame(self, frame: Frame) -> None:
         """Score the rows, in one product for each site, and keep the tokens."""
         header = frame.header
+        if header.engine in self._unfit:
+            raise UsageError(self._unfit[header.engine])
         waiting = self._pending.count
         for rows in header.requests:
             if frame.wants is None or frame.wants(rows):
@@ -161,7 +169,9 @@ class DuckdbConsumer(Consumer):
         now_ns = time.time_ns()
         key = (done.engine, done.request)
         request = self._requests.pop(key, None) or self._new(done.request, now_ns)
-        problems = [f"{dropped.rows} rows dropped: {dropped.reason}" for dropped in done.dropped]
+        problems = [f"{dropped.rows} rows lost: {dropped.reason}" for dropped in done.dropped]
+        if done.status == "error":
+            problems.append("the request did not end")
         if request.error is not None:
             problems.append(request.error)
         if request.rows != done.rows:

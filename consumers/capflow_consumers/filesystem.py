@@ -25,7 +25,7 @@ from capflow.hookspecs import hookimpl
 from capflow.message import ModelInfo
 from capflow.result import CaptureResult, RequestDone, Status
 from capflow.site import Site
-from capflow.spec import CaptureSpec, Wanted
+from capflow.spec import CaptureSpec, Wanted, join
 from capflow_consumers import layout
 from capflow_consumers.requestfiles import RequestFiles, Runs
 from capflow_consumers.rowbuffer import RowBuffer
@@ -193,13 +193,24 @@ class FilesystemConsumer(Consumer):
         key = (header.engine, rows.id)
         request = self._requests.get(key)
         if request is None:
-            wanted = frame.wants(rows) if frame.wants is not None else None
+            wanted = frame.wants(rows) if frame.wants is not None else self._wanted(header.engine, rows)
             request = self._requests[key] = _Request(self._files(header.dtype, header.hidden_size), wanted)
         elif (request.files.dtype, request.files.hidden_size) != (header.dtype, header.hidden_size):
             came = f"{header.dtype} rows of {header.hidden_size}"
             had = f"{request.files.dtype} of {request.files.hidden_size}, as the request's first"
             self._fail(request, explain("rows of another model", got=came, expected=had))
         return request
+
+    def _wanted(self, engine: str, rows: RequestRows) -> Wanted | None:
+        """Return what is wanted of a request where the frame does not say; None before the engine's model is known."""
+        model = self._models.get(engine)
+        if model is None:
+            return None
+        specs = [spec for spec in (self.spec(), rows.capture) if spec is not None]
+        try:
+            return join(spec.resolve(model.sites, num_layers=model.num_layers) for spec in specs)
+        except UsageError:  # the engine's to refuse; the number of rows is checked all the same
+            return None
 
     def _empty(self, engine: str) -> _Request:
         """Return the request of which no row came."""
@@ -260,7 +271,9 @@ def _problems(
     runs: Mapping[Site, Runs], rows: int, expected: Mapping[Site, tuple[int, int]], done: RequestDone
 ) -> Sequence[str]:
     """Return what the files lack of what was promised, one message each."""
-    problems = [f"{dropped.rows} rows dropped: {dropped.reason}" for dropped in done.dropped]
+    problems = [f"{dropped.rows} rows lost: {dropped.reason}" for dropped in done.dropped]
+    if done.status == "error":
+        problems.append("the request did not end")
     if rows != done.rows:
         problems.append(explain("rows written", got=rows, expected=f"{done.rows} as delivered"))
     for site, span in sorted(expected.items()):

@@ -11,7 +11,7 @@ from capflow import CaptureResult, CaptureSpec, Consumer, Frame, RequestDone, Si
 from capflow.errors import explain
 from capflow.result import Status
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("capflow.consumer.log")
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
