@@ -1,0 +1,49 @@
+# What a checkout can do. Needs Python 3.11, make and git; `make env` and `make system` see to the rest.
+
+PYTHON := .venv/bin/python
+RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
+	--consumer filesystem:root=demo-data/rows,on_collision=overwrite \
+	--consumer duckdb:path=demo-data/capflow.duckdb \
+	--consumer dashboard
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench env system compiler lock clean
+
+help:  ## show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+
+demo: env compiler  ## run a real model over examples/prompts.jsonl, with files, DuckDB and the dashboard
+	@mkdir -p demo-data
+	$(RUN)
+
+test: env system  ## run every test
+	@$(PYTHON) -m pytest || { code=$$?; \
+		if [ $$code -eq 5 ]; then echo "make test: no test ran" >&2; fi; exit $$code; }
+
+lint: env  ## ruff and mypy
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@$(PYTHON) -m mypy
+
+format: env  ## let ruff rewrite what it can
+	@$(PYTHON) -m ruff check --fix-only .
+	@$(PYTHON) -m ruff format .
+
+bench: env compiler  ## measure what capflow costs, against vLLM without it
+	$(PYTHON) benchmarks/overhead.py
+
+env:  ## make .venv from requirements/cpu.lock; does nothing when it is up to date
+	@bash requirements/env.sh
+
+system:  ## install what pip cannot: a C++ compiler, Python's headers, Chromium
+	@bash requirements/system.sh compiler chromium
+
+compiler:
+	@bash requirements/system.sh compiler
+
+lock: env  ## renew requirements/*.lock from pyproject.toml and requirements/cpu.in
+	$(PYTHON) requirements/lock.py
+
+clean:  ## remove what was built and captured, .venv included; the model cache stays
+	rm -rf .venv demo-data build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
