@@ -1,0 +1,132 @@
+"""The byte queue: bounded in bytes, in order, and never stuck."""
+
+from __future__ import annotations
+
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+from waiting import eventually
+
+from capflow.queue import ByteQueue
+
+
+def test_items_leave_in_the_order_they_came():
+    queue = ByteQueue(100)
+    for item in range(5):
+        assert queue.offer(item, 10)
+    assert [queue.get(0) for _ in range(6)] == [0, 1, 2, 3, 4, None]
+
+
+def test_offer_refuses_what_does_not_fit_and_counts_it():
+    queue = ByteQueue(100)
+    assert queue.offer("a", 60)
+    assert not queue.offer("b", 41)
+    assert queue.offer("c", 40)
+    assert (queue.accepted, queue.refused, queue.nbytes, queue.bytes_peak) == (2, 1, 100, 100)
+
+
+def test_an_item_larger_than_the_bound_is_admitted_alone():
+    queue = ByteQueue(100)
+    assert queue.offer("large", 500)
+    assert not queue.offer("small", 1)
+    assert queue.get(0) == "large"
+    assert queue.offer("small", 1)
+
+
+def test_put_waits_for_room():
+    queue = ByteQueue(100)
+    queue.offer("a", 100)
+    results = []
+    thread = threading.Thread(target=lambda: results.append(queue.put("b", 50, 20)))
+    thread.start()
+    assert queue.get(0) == "a"
+    thread.join(20)
+    assert results == [True]
+    assert queue.get(0) == "b"
+
+
+def test_put_gives_up_in_time():
+    queue = ByteQueue(100)
+    queue.offer("a", 100)
+    assert not queue.put("b", 50, 0.01)
+    assert queue.refused == 1
+
+
+def test_close_wakes_those_who_wait_and_leaves_what_is_in_it():
+    queue = ByteQueue(100)
+    queue.offer("a", 100)
+    results = []
+    thread = threading.Thread(target=lambda: results.append(queue.put("b", 50)))
+    thread.start()
+    queue.close()
+    thread.join(20)
+    assert results == [False]
+    assert not queue.offer("c", 0)
+    queue.force("d", 0)
+    assert (queue.get(), queue.get()) == ("a", None)
+
+
+def test_get_waits_for_an_item():
+    queue = ByteQueue(100)
+    results = []
+    thread = threading.Thread(target=lambda: results.append(queue.get(20)))
+    thread.start()
+    queue.offer("a", 1)
+    thread.join(20)
+    assert results == ["a"]
+
+
+def test_wait_empty_returns_when_everything_was_taken():
+    queue = ByteQueue(100)
+    queue.offer("a", 1)
+    assert not queue.wait_empty(0)
+    thread = threading.Thread(target=queue.get)
+    thread.start()
+    assert queue.wait_empty(20)
+    thread.join(20)
+
+
+def test_force_ignores_the_bound_and_clear_takes_everything():
+    queue = ByteQueue(10)
+    queue.force("a", 50)
+    queue.force("b", 50)
+    assert queue.nbytes == 100
+    assert queue.clear() == ["a", "b"]
+    assert queue.nbytes == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["offer", "get"]), st.integers(0, 30))), st.integers(1, 50))
+def test_the_bound_holds_and_nothing_is_lost(steps, bound):
+    queue, inside = ByteQueue(bound), []
+    for number, (step, size) in enumerate(steps):
+        if step == "offer":
+            fits = not inside or sum(s for _, s in inside) + size <= bound
+            assert queue.offer(number, size) == fits
+            if fits:
+                inside.append((number, size))
+        else:
+            assert queue.get(0) == (inside.pop(0)[0] if inside else None)
+        assert queue.nbytes == sum(s for _, s in inside)
+
+
+def test_many_threads_pass_everything_through_once():
+    queue, taken = ByteQueue(64), []
+
+    def give(first):
+        for item in range(first, first + 200):
+            assert queue.put(item, 7, 20)
+
+    def take():
+        while (item := queue.get(20)) is not None:
+            taken.append(item)
+
+    givers = [threading.Thread(target=give, args=(first,)) for first in (0, 200, 400)]
+    takers = [threading.Thread(target=take) for _ in range(2)]
+    for thread in (*givers, *takers):
+        thread.start()
+    for thread in givers:
+        thread.join(20)
+    queue.close()
+    eventually(lambda: not any(thread.is_alive() for thread in takers))
+    assert sorted(taken) == list(range(600))
