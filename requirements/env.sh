@@ -30,13 +30,14 @@ begun=$SECONDS
 
 # Run pip, its output in the log, and show one line that grows or, where nobody watches, one every 30 packages.
 pip_install() {
-    local terminal=0 status=0
+    local terminal=0 status=0 total=$1
+    shift
     [ -t 1 ] && terminal=1
     .venv/bin/python -m pip install --disable-pip-version-check --no-deps "$@" 2>&1 | tee "$log" |
-        awk -v terminal="$terminal" -v total="$(grep -c '==' requirements/cpu.lock)" '
+        awk -v terminal="$terminal" -v total="$total" '
             /^Collecting / { n++; if (terminal) printf "\r  fetched %d of %d: %-50.50s", n, total, $2
                              else if (n % 30 == 0) printf "  fetched %d of %d\n", n, total; fflush() }
-            /^Installing collected/ { printf "%s  installing, a minute or two\n", terminal ? "\r\033[K" : ""; fflush() }
+            /^Installing collected/ && total > 1 { printf "%s  installing, a minute or two\n", terminal ? "\r\033[K" : ""; fflush() }
         ' || status=$?
     [ "$status" -eq 0 ] || { tail -n 15 "$log" >&2; fail "pip failed; its last lines are above"; }
 }
@@ -45,7 +46,7 @@ if [ ! -e "$lock_stamp" ]; then
     echo "make env: .venv with $(grep -c '==' requirements/cpu.lock) packages, a few minutes ($("$python" --version))"
     rm -rf .venv
     "$python" -m venv .venv || fail "$python has no venv module: install python3-venv"
-    pip_install -r requirements/cpu.lock
+    pip_install "$(grep -c '==' requirements/cpu.lock)" -r requirements/cpu.lock
     # pip takes the CUDA build of torch where it finds no other, and the lock has not what that needs.
     for library in .venv/lib/python3*/site-packages/torch/lib/libtorch_cuda.so; do
         [ ! -e "$library" ] ||
@@ -53,7 +54,7 @@ if [ ! -e "$lock_stamp" ]; then
     done
 fi
 rm -f .venv/project-*
-pip_install --no-build-isolation -e .
+pip_install 1 --no-build-isolation -e .
 .venv/bin/python -c 'import capflow, torch, vllm' 2>"$log" || { tail -n 3 "$log" >&2; fail "what was installed does not import"; }
 touch "$lock_stamp" "$project_stamp"
 echo "make env: done in $((SECONDS - begun)) s"

