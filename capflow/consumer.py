@@ -87,6 +87,10 @@ class Consumer(ABC):
         """
         return None
 
+    def look(self) -> tuple[str, str] | None:
+        """Return where what was consumed lies and a command that shows it, for the table at the end of a run."""
+        return None
+
     def on_idle(self) -> None:
         """Called about four times a second while nothing else is, and between frames."""
 

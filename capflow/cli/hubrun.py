@@ -68,7 +68,7 @@ class HubRun:
         with self._signals:
             before = self.hub.snapshot()
             if before.queued_bytes:
-                self.console.print(f"capflow: draining {_bytes(before.queued_bytes)}", highlight=False)
+                self.console.print(f"capflow: draining {human_bytes(before.queued_bytes)}", highlight=False)
             self._drained = self._stop_hub()
             self.console.print(self._summary())
 
@@ -123,8 +123,8 @@ class HubRun:
             f"requests {now.requests_done} done, {now.requests_open} open",
             f"{now.tokens / elapsed_s:.0f} tok/s",
             f"{now.rows / elapsed_s:.0f} rows/s",
-            f"{_bytes(now.bytes / elapsed_s)}/s",
-            f"queued {_bytes(now.queued_bytes)}",
+            f"{human_bytes(now.bytes / elapsed_s)}/s",
+            f"queued {human_bytes(now.queued_bytes)}",
             f"dropped {now.rows_lost}",
             f"spilled {now.spilled}",
         ]
@@ -132,7 +132,7 @@ class HubRun:
 
     def _summary(self) -> Table:
         now = self.hub.snapshot()
-        title = f"{now.requests_done} requests, {now.tokens} tokens, {now.rows} rows, {_bytes(now.bytes)}"
+        title = f"{now.requests_done} requests, {now.tokens} tokens, {now.rows} rows, {human_bytes(now.bytes)}"
         if now.requests_failed:
             title += f", {now.requests_failed} requests unfinished"
         table = Table(title=title, title_justify="left", caption=_lost(now), caption_justify="left")
@@ -141,7 +141,7 @@ class HubRun:
             table.add_column(column, justify="right")
         for lane in self.hub.lanes:
             dropped = sum(lane.dropped.values())
-            cells = (lane.frames, lane.rows, _bytes(lane.bytes), dropped, lane.errors)
+            cells = (lane.frames, lane.rows, human_bytes(lane.bytes), dropped, lane.errors)
             table.add_row(lane.name, *map(str, cells), style="red" if dropped or lane.errors else "")
         return table
 
@@ -152,7 +152,8 @@ def _lost(now: Snapshot) -> str | None:
     return "rows lost: " + ", ".join(f"{rows} {reason}" for reason, rows in sorted(now.dropped_rows.items()))
 
 
-def _bytes(count: float) -> str:
+def human_bytes(count: float) -> str:
+    """Return a number of bytes as people read it."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -6,7 +6,11 @@ interpreter with the engine's.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,9 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from capflow import limits
+from capflow.cli.hubrun import HubRun, human_bytes
+from capflow.client import Client
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.message import ModelInfo
+from capflow.result import CaptureResult
+from capflow.spec import join
+
+_RESULTS_WAIT_S = 120.0
+_CAUSE = re.compile(r"^\(\w[^)]*\) ERROR [^\]]*\] (\w+(?:Error|Exception): .+)$", re.MULTILINE)
+_PLAIN_S = 10.0  # between two lines of progress where nobody watches
 
 
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -88,12 +103,13 @@ class ModelJob:
 
     model: str
     prompts: list[Prompt]
-    hub: str
     sites: tuple[str, ...]
     max_tokens: int
     engine: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
+    hub: str = ""  # the address, known once the hub listens
     stage: str = "starting"
+    info: ModelInfo | None = None
     done: list[dict[str, Any]] = field(default_factory=list)
     generated_s: float | None = None  # how long the requests took, once all are done
     ready_at: float | None = None  # when the engine took its first request, on the monotonic clock
@@ -102,14 +118,19 @@ class ModelJob:
     _error: CapflowError | None = None
     _log: Path | None = None
 
-    def start(self) -> None:
-        """Start the child.
-
-        Raises UsageError when no engine is installed.
-        """
+    def check(self) -> None:
+        """Raise UsageError for what can be known to be wrong before anything is started."""
         if find_spec("vllm") is None:
             do = "pip install 'capflow[vllm]' (GPU) or 'capflow[cpu]'"
             raise UsageError(explain("--model: vLLM is not installed", do=do))
+        path = Path(self.model)
+        local = path.exists() or self.model.startswith((".", "/", "~")) or self.model.count("/") > 1
+        if local and not (path / "config.json").is_file():
+            expected = "a directory with a config.json, a model's name, or `demo`"
+            raise UsageError(explain("--model", got=self.model, expected=expected))
+
+    def start(self) -> None:
+        """Start the child."""
         log = tempfile.NamedTemporaryFile(prefix="capflow-engine-", suffix=".log", delete=False)  # noqa: SIM115
         self._log = Path(log.name)
         self._process = subprocess.Popen(
@@ -152,10 +173,6 @@ class ModelJob:
         """End the child and everything it started, whatever it is at."""
         if self._process is None or self._process.poll() is not None:
             return
-        import contextlib
-        import os
-        import signal
-
         for which, wait_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, which)
@@ -182,6 +199,12 @@ class ModelJob:
     def _see_log(self) -> str:
         return f"see {self._log}"
 
+    def _root_cause(self) -> str | None:
+        """Return what a process of the engine died of, where the engine only says that one did."""
+        text = self._log.read_text(errors="replace") if self._log is not None else ""
+        causes = [m.group(1) for m in _CAUSE.finditer(text) if "ngine core" not in m.group(1)]
+        return explain("the engine failed", got=causes[0]) if causes else None
+
     def _read(self) -> None:
         assert self._process is not None
         assert self._process.stdout is not None
@@ -196,6 +219,7 @@ class ModelJob:
                 case "preparing":
                     self.stage = str(event["what"])
                 case "ready":
+                    self.info = msgspec.convert(event["info"], ModelInfo)
                     self.stage, self.ready_at = "running", time.monotonic()
                 case "done":
                     self.done.append(event)
@@ -206,4 +230,130 @@ class ModelJob:
                     if event["usage"]:
                         self._error = UsageError(message)
                     else:
-                        self._error = CapflowError(f"{message}; {self._see_log()}")
+                        self._error = CapflowError(f"{self._root_cause() or message}; {self._see_log()}")
+
+
+def run_job(running: HubRun, job: ModelJob) -> int:
+    """Run a job with a hub beside it, show how it goes, and say at the end what came of it.
+
+    Return the exit code: 0 only if every row that the consumers' specs promise of every request arrived.
+    Raises UsageError and CapflowError when the job could not be done.
+    """
+    with running:
+        for consumer in running.hub.consumers:
+            address = getattr(consumer.consumer, "address", None)
+            if address:
+                running.console.print(f"capflow: {consumer.name} at {address}", highlight=False, soft_wrap=True)
+        job.hub = running.hub.address
+        job.start()
+        try:
+            _watch(running, job)
+            if running.stopped.is_set():
+                raise CapflowError("interrupted; what was captured until then is complete, request by request")
+            job.finish()
+            results = _results(job)
+        finally:
+            job.stop()
+    missing = _missing(running, job, results)
+    running.console.print(_outcome(running, job, results))
+    for line in missing[:20]:
+        running.console.print(f"capflow: {line}", style="red", soft_wrap=True)
+    return 1 if missing else running.exit_code
+
+
+def _watch(running: HubRun, job: ModelJob) -> None:
+    """Show progress until the job's child is over or a signal came."""
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rates]}"),
+        TimeElapsedColumn(),
+        console=running.console,
+        transient=True,
+        disable=not running.console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task(job.stage, total=len(job.prompts), rates="")
+        said, said_at = "", 0.0
+        while job.running and not running.stopped.wait(limits.IDLE_S):
+            rates = _rates(running, job)
+            bar.update(task, description=job.stage, completed=len(job.done), rates=rates)
+            now = time.monotonic()
+            if bar.disable and (job.stage != said or now - said_at > _PLAIN_S):
+                line = f"capflow: {job.stage}, {len(job.done)} of {len(job.prompts)} requests  {rates}"
+                running.console.print(line.rstrip(), highlight=False, soft_wrap=True)
+                said, said_at = job.stage, now
+
+
+def _rates(running: HubRun, job: ModelJob) -> str:
+    if job.ready_at is None:
+        return ""
+    now = running.hub.snapshot()
+    seconds = max(time.monotonic() - job.ready_at, 1e-3)
+    return (
+        f"{now.tokens / seconds:.0f} tok/s  {now.rows / seconds:.0f} rows/s  {human_bytes(now.bytes / seconds)}/s  "
+        f"queued {human_bytes(now.queued_bytes)}  dropped {now.rows_lost}  spilled {now.spilled}"
+    )
+
+
+def _results(job: ModelJob) -> dict[str, dict[str, CaptureResult]]:
+    """Return what the consumers say of every request, waiting until they are done with all of them."""
+    with Client(job.hub) as client:
+        return client.results([p.id for p in job.prompts], wait=True, timeout=_RESULTS_WAIT_S)
+
+
+def _missing(running: HubRun, job: ModelJob, results: dict[str, dict[str, CaptureResult]]) -> list[str]:
+    """Return what is wrong with what arrived: counted here from the specs, not from what anyone reports."""
+    assert job.info is not None
+    wanted = {}
+    for consumer in running.hub.consumers:
+        if (spec := consumer.consumer.spec()) is not None:
+            wanted[consumer.name] = spec.resolve(job.info.sites, num_layers=job.info.num_layers)
+    lines = []
+    answered = {str(d["id"]): d for d in job.done}
+    total = 0
+    for prompt in job.prompts:
+        done = answered.get(prompt.id)
+        if done is None:
+            lines.append(f"request {prompt.id}: no answer")
+            continue
+        computed = int(done["prompt_tokens"]) + int(done["tokens"]) - 1
+        count = {
+            name: sum(p.count(int(done["prompt_tokens"]), computed) for p in sites.values())
+            for name, sites in wanted.items()
+        }
+        total += sum(p.count(int(done["prompt_tokens"]), computed) for p in join(wanted.values()).values())
+        for name, rows in count.items():
+            result = results.get(prompt.id, {}).get(name)
+            if rows and (result is None or result.status != "ok"):
+                why = "no result" if result is None else f"{result.status}: {result.error}"
+                lines.append(f"request {prompt.id}, {name}: {why}")
+            elif result is not None and result.payload.get("rows", rows) != rows:
+                lines.append(f"request {prompt.id}, {name}: got {result.payload['rows']} rows, expected {rows}")
+    received = running.hub.snapshot().rows
+    if received != total:
+        lines.append(f"rows received: got {received}, expected {total} as the specs and the answers' lengths say")
+    return lines
+
+
+def _outcome(running: HubRun, job: ModelJob, results: dict[str, dict[str, CaptureResult]]) -> Table:
+    """Return the table of what was captured, where it lies, and how to look at it."""
+    assert job.generated_s is not None
+    now = running.hub.snapshot()
+    prompt_tokens = sum(int(d["prompt_tokens"]) for d in job.done)
+    rate = job.tokens / job.generated_s
+    table = Table(
+        title=f"{len(job.done)} requests, {prompt_tokens} prompt and {job.tokens} generated tokens in "
+        f"{job.generated_s:.1f} s: {rate:.0f} generated tok/s, {now.rows} rows, {human_bytes(now.bytes)}, "
+        f"{now.rows_lost} dropped",
+        title_justify="left",
+    )
+    for column in ("consumer", "requests ok", "where it lies", "look at it with"):
+        table.add_column(column, overflow="fold")
+    for consumer in running.hub.consumers:
+        fine = sum(r[consumer.name].status == "ok" for r in results.values() if consumer.name in r)
+        where, how = consumer.consumer.look() or ("", "")
+        table.add_row(consumer.name, str(fine), where, how)
+    return table

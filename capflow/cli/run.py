@@ -21,7 +21,11 @@ import click
 @click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach.")
 @click.option("--drain-s", type=click.FloatRange(min=0), help="How long consumers may take at the end.")
 @click.option("--model", metavar="MODEL", help="Run this model over --prompts, and end when it is through.")
-@click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="The prompts for --model.")
+@click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="The prompts for --model, JSON Lines.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens for each answer.")
+@click.option("--sites", multiple=True, metavar="HOOK:LAYER", help="Sites that carry a tap, with *; post_block:*.")
+@click.option("--engine-arg", multiple=True, metavar="NAME=VALUE", help="An engine argument of vLLM; repeatable.")
+@click.option("--sampling", multiple=True, metavar="NAME=VALUE", help="A sampling parameter of vLLM; repeatable.")
 def run(
     consumers: tuple[str, ...],
     config: Path | None,
@@ -30,6 +34,10 @@ def run(
     drain_s: float | None,
     model: str | None,
     prompts: Path | None,
+    max_tokens: int,
+    sites: tuple[str, ...],
+    engine_arg: tuple[str, ...],
+    sampling: tuple[str, ...],
 ) -> None:
     """Run a hub with consumers.
 
@@ -50,11 +58,24 @@ def run(
     if not made and not controllers:
         raise UsageError(explain("--consumer", got="none", expected="at least one", do="see `capflow plugins`"))
     drain_s = limits.DRAIN_S_MAX if drain_s is None else drain_s
-    running = HubRun(address, made, controllers, insecure=insecure, drain_s=drain_s)
+    job = None
     if model is not None and prompts is not None:
+        from capflow.cli.job import ModelJob, parse_pairs, read_prompts
+
+        job = ModelJob(
+            model=model,
+            prompts=read_prompts(prompts),
+            sites=sites or ("post_block:*",),
+            max_tokens=max_tokens,
+            engine=parse_pairs(engine_arg, "--engine-arg"),
+            sampling=parse_pairs(sampling, "--sampling"),
+        )
+        job.check()
+    running = HubRun(address, made, controllers, insecure=insecure, drain_s=drain_s)
+    if job is not None:
         from capflow.cli.job import run_job
 
-        sys.exit(run_job(running, model=model, prompts=prompts))
+        sys.exit(run_job(running, job))
     with running:
         running.wait()
     sys.exit(running.exit_code)

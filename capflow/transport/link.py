@@ -145,7 +145,7 @@ class _Link:
         return self._closing.is_set() and (self._drained() or now >= self._close_by)
 
     def _lost(self, why: str) -> None:
-        if self._session.state is State.OPEN:
+        if self._welcomed.is_set():
             logger.warning("%s (%s); connecting again", why, self.address)
             self.reconnects += 1
         self._session.lost()

@@ -90,6 +90,10 @@ class FilesystemConsumer(Consumer):
         value = {"hooks": dict.fromkeys(self.config.hooks, layers), "positions": self.config.positions}
         return CaptureSpec.parse(value, where=f"consumers.{self.name}")
 
+    def look(self) -> tuple[str, str]:
+        """Return the root, and a command that lists what is in it."""
+        return self.config.root, f"python -c \"import capflow; print(*capflow.open('{self.config.root}'), sep='\\n')\""
+
     def check(self) -> None:
         """Raise UsageError for options out of range and for a root that cannot be written."""
         self.spec()

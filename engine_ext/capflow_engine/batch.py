@@ -49,7 +49,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def run(job: Job, tell: Any) -> None:
     """Run a job and tell of it as it goes."""
     compat.require()
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    compat.prepare_environment(job.engine)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     model = job.model
     if model == "demo":

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from capflow.errors import CapflowError, UsageError, explain
@@ -44,6 +45,20 @@ def require() -> None:
     if not VERSION_MIN <= parts < VERSION_BELOW:
         low, high = (".".join(map(str, v)) for v in (VERSION_MIN, VERSION_BELOW))
         raise CapflowError(explain(f"{name} version", got=version, expected=f"at least {low} and below {high}"))
+
+
+_CPU_KV_CACHE_GIB = "2"
+
+
+def prepare_environment(arguments: Mapping[str, Any]) -> None:
+    """Set what vLLM on a CPU takes from the environment, unless the user did; without effect on a GPU.
+
+    vLLM would take nearly all memory of a NUMA node for its cache, and bind its threads to one of them. arguments:
+    the engine's, by vLLM's names.
+    """
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & {k for k, v in arguments.items() if v is not None}:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_KV_CACHE_GIB)
 
 
 def worker_base() -> type[Any]:

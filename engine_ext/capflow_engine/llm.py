@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -78,7 +77,7 @@ class LLM(VLLM):  # type: ignore[misc]
         for name in ("worker_cls", "scheduler_cls"):
             if name in kwargs:
                 raise UsageError(explain(name, got=kwargs[name], expected="to be left out; capflow brings its own"))
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        compat.prepare_environment(kwargs)
         self._stop_hub: Callable[[], Any] = lambda: None  # stops the hub started here; also when this is collected
         self._client: Client | None = None
         self._numbers = itertools.count()

@@ -7,7 +7,6 @@ carry it in `vllm_xargs`, under `capflow`, as JSON text: `{"capture": {"hooks": 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import uuid
 from collections.abc import Sequence
@@ -59,10 +58,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server until it is stopped; return the exit code."""
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     try:
         compat.require()
         _, (serve, args) = parse(sys.argv[1:] if arguments is None else arguments)
+        compat.prepare_environment({"kv_cache_memory_bytes": args.kv_cache_memory_bytes})
         serve.validate(args)
         serve.cmd(args)
     except UsageError as e:
