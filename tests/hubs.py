@@ -1,0 +1,165 @@
+"""Hubs, links and consumers for tests: all of them real."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+import threading
+from collections import Counter
+
+import pytest
+import zmq
+from frames import assert_rows, make_hello
+
+from capflow.consumer import Consumer
+from capflow.hub import Hub
+from capflow.plugins import ConfiguredConsumer
+from capflow.result import CaptureResult
+from capflow.spec import CaptureSpec
+from capflow.transport import SchedulerLink, WorkerLink
+
+EVERYTHING = CaptureSpec({"post_block": "all"})
+
+
+class Recorder(Consumer):
+    """Keeps what it is told, checks every row, and can be held up."""
+
+    name = "recorder"
+    reads_requests = False
+
+    def __init__(self, name="recorder", spec=EVERYTHING, *, held=False, fails_on=(), reads_requests=False):
+        super().__init__(None)
+        self.name = name
+        self.reads_requests = reads_requests
+        self._spec = spec
+        self.fails_on = fails_on  # requests whose frames raise
+        self.go = threading.Event()  # `on_frame` waits for it
+        self.waiting = threading.Event()  # set while `on_frame` waits
+        if not held:
+            self.go.set()
+        self.events = []
+        self.rows = Counter()  # by request
+        self.positions = []  # (request, site, position), in the order given
+        self.seqs = []
+        self.threads = set()
+        self.idle = 0
+        self.done = {}  # by request
+
+    def spec(self):
+        return self._spec
+
+    def open(self, context):
+        self._note("open")
+        self.context = context
+
+    def on_session(self, engine, model):
+        self._note(("session", engine))
+
+    def on_frame(self, frame):
+        self.threads.add(threading.current_thread())
+        if not self.go.is_set():
+            self.waiting.set()
+            assert self.go.wait(60)
+        for chunk in frame.chunks():
+            if chunk.request.id in self.fails_on:
+                raise ValueError(f"no {chunk.request.id}")
+            self.rows[chunk.request.id] += assert_rows(chunk)
+            self.positions += [
+                (chunk.request.id, site, chunk.start + offset)
+                for site in chunk.sites
+                for offset in range(chunk.rows.shape[1])
+            ]
+        self.seqs.append(frame.header.seq)
+
+    def on_request_done(self, done):
+        self._note(("done", done.request))
+        self.done[done.request] = done
+        return CaptureResult("ok", payload={"rows": self.rows[done.request]})
+
+    def on_idle(self):
+        self.idle += 1
+
+    def close(self):
+        self._note("close")
+
+    def _note(self, event):
+        self.threads.add(threading.current_thread())
+        self.events.append(event)
+
+
+def configured(consumer, policy="block", queue_bytes_max=None):
+    return ConfiguredConsumer.of(consumer, policy=policy, queue_bytes_max=queue_bytes_max)
+
+
+@contextlib.contextmanager
+def running_hub(address, *consumers, drain_s=20.0, **kwargs):
+    """Run a hub with consumers, each given as one or as what `configured` returns."""
+    made = [c if isinstance(c, ConfiguredConsumer) else configured(c) for c in consumers]
+    hub = Hub(str(address), made, **kwargs)
+    hub.start()
+    try:
+        yield hub
+    finally:
+        for consumer in made:
+            if isinstance(consumer.consumer, Recorder):
+                consumer.consumer.go.set()
+        hub.stop(drain_s)
+
+
+@contextlib.contextmanager
+def worker_link(address, hello=None, *, wait=True, **kwargs):
+    """Run a worker's link; connected unless told otherwise."""
+    link = WorkerLink(str(address), hello or make_hello(), **kwargs)
+    link.start()
+    try:
+        if wait:
+            assert link.wait_welcome(20), link.refusal
+        yield link
+    finally:
+        link.close(0.5)
+
+
+@contextlib.contextmanager
+def scheduler_link(address, hello=None, *, wait=True):
+    """Run a scheduler's link; connected unless told otherwise."""
+    link = SchedulerLink(str(address), hello or make_hello(role="scheduler", boot="scheduler"))
+    try:
+        if wait:
+            assert link.wait_welcome(20), link.refusal
+        yield link
+    finally:
+        link.close()
+
+
+@pytest.fixture
+def address():
+    """Return an ipc address; pytest's own directories are too long for a socket."""
+    with tempfile.TemporaryDirectory(prefix="cf") as directory:
+        yield f"ipc://{directory}/h"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def raw_peer(address):
+    """A DEALER that says what it likes."""
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.set(zmq.LINGER, 0)
+    peer.connect(str(address))
+    try:
+        yield peer
+    finally:
+        peer.close()
+        context.term()
+
+
+def answer(peer, limit_s=20.0):
+    """Return the next message that a raw peer gets."""
+    assert peer.poll(int(limit_s * 1000)), "no answer"
+    return peer.recv_multipart()
