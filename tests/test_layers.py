@@ -1,0 +1,121 @@
+"""Who may import whom: the layers that keep a consumer's machine free of torch and each file free of what is above it."""
+
+import graphlib
+
+import pytest
+from sources import imports_of, modules
+
+LAYERS = (
+    {"errors", "limits", "counts", "__version__"},
+    {"site"},
+    {"spec", "frame", "vector", "action", "result", "message", "probe", "consumer", "hookspecs"},
+    {"queue", "session", "address", "plugins"},
+    {"transport", "transport.sockets", "transport.link"},
+    {"client", "launch"},
+    {"ledger", "relay", "waiters", "roster", "fanout", "hub"},
+    {"cli", "__main__"},
+)
+"""The core, lowest first; a module imports from its own layer and those below. `cli` stands for all of its modules."""
+
+ENGINE_ONLY = {"torch", "triton", "vllm", "transformers", "accelerate", "gguf"}
+HUB_ONLY = {"capflow.hub", "capflow.cli", "capflow.fanout", "capflow.ledger", "capflow.relay", "capflow.roster"}
+
+FILES = modules()
+IMPORTS = {name: imports_of(path.read_text(encoding="utf-8"), set(FILES)) for name, path in FILES.items()}
+
+
+def top(name):
+    return name.partition(".")[0]
+
+
+def inside(name, packages):
+    """Whether a module is one of these packages or in one."""
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def layer(name):
+    core = name.removeprefix("capflow.")
+    core = "cli" if inside(core, {"cli"}) else core
+    found = [index for index, names in enumerate(LAYERS) if core in names]
+    assert found, f"{name} has no layer: give it one in LAYERS"
+    return found[0]
+
+
+def core_modules():
+    return sorted(name for name in FILES if name.startswith("capflow."))
+
+
+@pytest.mark.parametrize("name", core_modules())
+def test_the_core_imports_downwards(name):
+    for imported in IMPORTS[name]:
+        if imported == "capflow":
+            assert layer(name) == len(LAYERS) - 1, f"{name} imports the facade: name the module"
+        elif top(imported) == "capflow":
+            assert layer(imported) <= layer(name), f"{name} imports {imported}, which is above it"
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {name: {i for i in found if i in FILES and i not in ("capflow", name)} for name, found in IMPORTS.items()}
+    del graph["capflow"]  # the facade imports everything
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FILES if top(name) != "capflow_engine"))
+def test_only_the_engine_imports_torch_and_vllm(name):
+    assert {top(imported) for imported in IMPORTS[name]}.isdisjoint(ENGINE_ONLY)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FILES if top(name) == "capflow_engine"))
+def test_the_engine_knows_no_hub(name):
+    assert not [imported for imported in IMPORTS[name] if inside(imported, HUB_ONLY)]
+    assert {top(i) for i in IMPORTS[name]}.isdisjoint({"capflow_consumers", "capflow_dashboard"})
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FILES if top(name) == "capflow_engine"))
+def test_only_compat_knows_the_inside_of_vllm(name):
+    private = {imported for imported in IMPORTS[name] if inside(imported, {"vllm.v1", "vllm.model_executor"})}
+    assert name == "capflow_engine.compat" or not private
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_only_transport_imports_zmq(name):
+    assert inside(name, {"capflow.transport"}) or "zmq" not in {top(i) for i in IMPORTS[name]}
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name in FILES if top(name) in ("capflow_consumers", "capflow_dashboard"))
+)
+def test_consumers_import_capflow_and_themselves(name):
+    ours = {imported for imported in IMPORTS[name] if top(imported).startswith("capflow")}
+    assert all(top(imported) in ("capflow", top(name)) for imported in ours)
+    assert not [imported for imported in ours if inside(imported, HUB_ONLY | {"capflow.transport", "capflow.session"})]
+
+
+def plugin_modules():
+    return {"duckdb", "filesystem", "gate", "log"}
+
+
+@pytest.mark.parametrize("name", sorted(plugin_modules()))
+def test_consumers_do_not_import_each_other(name):
+    others = {f"capflow_consumers.{other}" for other in plugin_modules() - {name}}
+    assert IMPORTS[f"capflow_consumers.{name}"].isdisjoint(others)
+
+
+def test_the_core_names_plugins_only_in_its_facade():
+    """`capflow.open` is loaded by name, lazily; nothing else in the core knows which consumers there are."""
+    for name in core_modules():
+        assert {top(i) for i in IMPORTS[name]}.isdisjoint({"capflow_consumers", "capflow_dashboard", "capflow_engine"})
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch", {"torch"}),
+        ("def f():\n    import vllm.v1.core as c", {"vllm.v1.core"}),
+        ("from capflow import limits", {"capflow.limits"}),
+        ("from capflow import Frame", {"capflow"}),
+        ("if TYPE_CHECKING:\n    from capflow.hub import Hub", {"capflow.hub"}),
+    ],
+)
+def test_the_reader_of_imports_sees_them_all(source, expected):
+    assert imports_of(source, set(FILES)) == expected
