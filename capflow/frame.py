@@ -230,7 +230,7 @@ class Frame:
             )
         try:
             parsed = _decoder.decode(header)
-        except msgspec.MsgspecError as e:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
             raise RemoteProtocolError(explain("frame header", got=str(e), expected="a header of this version")) from e
         frame = cls(parsed, memoryview(payload).cast("B"))
         frame.check()

@@ -1,0 +1,218 @@
+"""The frame: its bytes are pinned, every corruption is refused, and narrowing agrees with a naive loop."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from frames import assert_rows, make_finished, make_frame, row_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from capflow import limits
+from capflow.errors import RemoteProtocolError
+from capflow.frame import DTYPES, Block, Dropped, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.site import HOOKS, Site
+from capflow.spec import CaptureSpec, Positions
+
+GOLDEN_HEADER = "de0011a474797065a56672616d65a776657273696f6e01a6656e67696e65a8656e67696e652d31a4626f6f74a6626f6f742d31a472616e6b93000000"
+
+
+def golden() -> Frame:
+    header = FrameHeader(
+        engine="e",
+        boot="b",
+        rank=Rank(1, 2, 0),
+        seq=7,
+        step=9,
+        time_ns=1_700_000_000_000_000_000,
+        dtype="float16",
+        hidden_size=2,
+        requests=(RequestRows("r1", 3, 2, (5, 6), ("x", "é"), CaptureSpec({"post_block": [1]}, "all")),),
+        blocks=(Block((Site(1, "post_block"),), 2, (Span(0, 2, 2, 0),)),),
+        finished=(make_finished("r0", 3, 4, dropped=(Dropped(1, "queue_full"),)),),
+        step_tokens=4,
+        step_requests=2,
+    )
+    return Frame.seal(header, np.array([[1, 2], [3, 4]], np.float16).view(np.uint8))
+
+
+HEADER_HEX = (
+    "de0011a474797065a56672616d65a776657273696f6e01a6656e67696e65a165a4626f6f74a162a472616e6b93010200a373"
+    "657107a47374657009a774696d655f6e73cf17979cfe362a0000a56474797065a7666c6f61743136ab68696464656e5f7369"
+    "7a6502a872657175657374739186a26964a27231ad70726f6d70745f6c656e67746803a5737461727402a9746f6b656e5f69"
+    "6473920506a5746578747392a178a2c3a9a76361707475726582a5686f6f6b7381aa706f73745f626c6f636b9101a9706f73"
+    "6974696f6e73a3616c6ca6626c6f636b739193919201aa706f73745f626c6f636b02919400020200a866696e697368656491"
+    "87a26964a27230a6737461747573a473746f70ad70726f6d70745f6c656e67746803af636f6d70757465645f6c656e677468"
+    "04a4726f777304a764726f70706564919201aa71756575655f66756c6ca763617074757265c0ab737465705f746f6b656e73"
+    "04ad737465705f726571756573747302ad7061796c6f61645f627974657308a478786833cf41c67facec6b5567"
+)
+PAYLOAD_HEX = "003c004000420044"
+
+
+class TestTheWire:
+    def test_header_bytes_are_pinned(self):
+        header, payload = golden().encode()
+        assert header.hex() == HEADER_HEX
+        assert bytes(payload).hex() == PAYLOAD_HEX
+
+    def test_pinned_bytes_decode(self):
+        frame = Frame.decode(bytes.fromhex(HEADER_HEX), bytes.fromhex(PAYLOAD_HEX))
+        assert frame.header == golden().header
+        assert [(c.request.id, c.start, c.rows.shape) for c in frame.chunks()] == [("r1", 2, (1, 2, 2))]
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_round_trip(self, dtype):
+        frame = make_frame(
+            [("a", 3, 0, 3), ("b", 5, 2, 4)],
+            [(0, "post_block"), (3, "mlp_in")],
+            dtype=dtype,
+            texts=True,
+            captures={"a": CaptureSpec({"post_block": [0]}, "last_prompt")},
+            finished=[make_finished(dropped=(Dropped(2, "queue_full"),))],
+        )
+        again = Frame.decode(*frame.encode())
+        assert again.header == frame.header
+        chunks = list(again.chunks())
+        assert sum(assert_rows(chunk, dtype) for chunk in chunks) == 14
+        assert all(chunk.texts == tuple(f" {token}" for token in chunk.token_ids) for chunk in chunks)
+        assert all(chunk.rows.dtype == DTYPES[dtype] for chunk in chunks)
+
+    def test_a_frame_without_rows(self):
+        frame = Frame.decode(*make_frame([], finished=[make_finished()]).encode())
+        assert list(frame.chunks()) == []
+        assert (frame.nbytes, frame.header.finished) == (0, (make_finished(),))
+
+    def test_rows_are_views_that_cannot_be_written(self):
+        header, payload = make_frame().encode()
+        frame = Frame.decode(header, bytes(payload))
+        (chunk,) = frame.chunks()
+        assert not chunk.rows.flags.writeable
+        assert not chunk.rows.flags.owndata
+
+
+def changed(**fields):
+    """Return the parts of a valid frame with fields of its header replaced."""
+    frame = make_frame([("r1", 4, 2, 3)], [(0, "post_block"), (1, "post_block")])
+    return [msgspec.msgpack.encode(msgspec.structs.replace(frame.header, **fields)), frame.payload]
+
+
+SITES = (Site(0, "post_block"), Site(1, "post_block"))
+REQUEST = make_frame([("r1", 4, 2, 3)]).header.requests[0]
+
+
+class TestWhatIsRefused:
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"version": 2}, "version: got 2, expected 1"),
+            ({"dtype": "int8"}, "dtype: got int8"),
+            ({"hidden_size": 0}, "hidden_size"),
+            ({"hidden_size": -8}, "hidden_size"),
+            ({"hidden_size": limits.HIDDEN_SIZE_MAX + 1}, "hidden_size"),
+            ({"hidden_size": 4}, "payload"),
+            ({"payload_bytes": 1}, "payload"),
+            ({"xxh3": 1}, "payload checksum"),
+            ({"requests": ()}, "span"),
+            ({"requests": (REQUEST,) * (limits.REQUESTS_PER_FRAME_MAX + 1)}, "requests"),
+            ({"requests": (msgspec.structs.replace(REQUEST, id="x" * 600),)}, "request"),
+            ({"requests": (msgspec.structs.replace(REQUEST, start=-1),)}, "request"),
+            ({"requests": (msgspec.structs.replace(REQUEST, start=3),)}, "span"),
+            ({"requests": (msgspec.structs.replace(REQUEST, token_ids=(1, 2)),)}, "span"),
+            ({"requests": (msgspec.structs.replace(REQUEST, texts=("a",)),)}, "texts"),
+            ({"blocks": (Block((), 3, ()),)}, "block sites"),
+            ({"blocks": (Block((SITES[0], SITES[0]), 3, ()),)}, "block sites"),
+            ({"blocks": (Block((Site(0, "elsewhere"), SITES[1]), 3, ()),)}, "site"),
+            ({"blocks": (Block((Site(-1, "mlp_in"), SITES[1]), 3, ()),)}, "site"),
+            ({"blocks": (Block((Site(limits.LAYERS_MAX, "mlp_in"), SITES[1]), 3, ()),)}, "site"),
+            ({"blocks": (Block(SITES, -1, ()),)}, "block rows"),
+            ({"blocks": (Block(SITES, limits.ROWS_PER_FRAME_MAX + 1, ()),)}, "block rows"),
+            ({"blocks": (Block(SITES, 4, ()),)}, "payload"),
+            ({"blocks": ()}, "payload"),
+            ({"blocks": (Block(SITES, 3, (Span(1, 2, 3, 0),)),)}, "span"),
+            ({"blocks": (Block(SITES, 3, (Span(-1, 2, 3, 0),)),)}, "span"),
+            ({"blocks": (Block(SITES, 3, (Span(0, 1, 3, 0),)),)}, "span"),
+            ({"blocks": (Block(SITES, 3, (Span(0, 2, 4, 0),)),)}, "span"),
+            ({"blocks": (Block(SITES, 3, (Span(0, 2, 0, 0),)),)}, "span"),
+            ({"blocks": (Block(SITES, 3, (Span(0, 2, 3, 1),)),)}, "span"),
+            ({"blocks": (Block(SITES, 3, (Span(0, 2, 1, -1),)),)}, "span"),
+        ],
+    )
+    def test_headers_that_do_not_hold_together(self, fields, message):
+        with pytest.raises(RemoteProtocolError, match=f"frame {message}"):
+            Frame.decode(*changed(**fields))
+
+    def test_unchanged_is_not_refused(self):
+        Frame.decode(*changed())
+
+    @given(st.data())
+    def test_any_flipped_bit_of_the_payload(self, data):
+        header, payload = make_frame().encode()
+        flipped = bytearray(payload)
+        flipped[data.draw(st.integers(0, len(flipped) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        with pytest.raises(RemoteProtocolError, match="checksum"):
+            Frame.decode(header, flipped)
+
+    @given(st.data())
+    def test_or_takes_any_damaged_header_without_failing_otherwise(self, data):
+        header, payload = make_frame(texts=True, finished=[make_finished()]).encode()
+        damaged = bytearray(header)
+        for _ in range(data.draw(st.integers(1, 4))):
+            damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+        try:
+            frame = Frame.decode(bytes(damaged), payload)
+        except RemoteProtocolError:
+            return
+        for chunk in frame.chunks():
+            assert chunk.rows.shape[1] == len(chunk.token_ids)
+
+    def test_a_header_that_is_too_large(self):
+        with pytest.raises(RemoteProtocolError, match="frame header"):
+            Frame.decode(bytes(limits.HEADER_BYTES_MAX + 1), b"")
+
+
+positions = st.sampled_from(
+    [Positions.NONE, *map(Positions.named, ["last_prompt", "all_prompt", "all_generated", "all"])]
+)
+
+
+@settings(deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6), st.integers(1, 4)), min_size=1, max_size=4),
+    sites=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(HOOKS[:3])), min_size=1, max_size=5, unique=True),
+    data=st.data(),
+)
+def test_narrowing_yields_what_a_naive_loop_does(requests, sites, data):
+    asked = [(f"r{n}", prompt, start, length) for n, (prompt, start, length) in enumerate(requests)]
+    wanted = {
+        request: {
+            Site(*site): data.draw(positions) | data.draw(positions) for site in sites if data.draw(st.booleans())
+        }
+        for request, *_ in asked
+    }
+    expected = {
+        (request, site, position)
+        for request, prompt, start, length in asked
+        for site, which in wanted[request].items()
+        for position in range(start, start + length)
+        if (which & Positions.ALL_PROMPT and position < prompt)
+        or (which & Positions.LAST_PROMPT and position == prompt - 1)
+        or (which & Positions.ALL_GENERATED and position >= prompt)
+    }
+    frame = Frame.decode(*make_frame(asked, sites).encode()).narrowed(lambda request: wanted[request.id])
+    got = []
+    for chunk in frame.chunks():
+        assert_rows(chunk)
+        got += [
+            (chunk.request.id, site, chunk.start + offset)
+            for site in chunk.sites
+            for offset in range(chunk.rows.shape[1])
+        ]
+    assert len(got) == len(set(got))
+    assert set(got) == expected
+
+
+def test_the_builder_gives_each_place_a_row_of_its_own():
+    site = Site(0, "post_block")
+    rows = {row_of("r1", site, position).tobytes() for position in range(50)}
+    assert len(rows) == 50

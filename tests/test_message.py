@@ -1,0 +1,94 @@
+"""Messages: each is what it was on the other side, and its bytes are pinned."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from frames import make_hello
+
+from capflow import message
+from capflow.action import Abort, Applied, Rejected, Steer, Unsteer
+from capflow.frame import Rank
+from capflow.message import (
+    Ack,
+    Act,
+    ActionOutcome,
+    Await,
+    Beat,
+    Bye,
+    ControllerSpec,
+    Hello,
+    Refused,
+    Results,
+    Status,
+    Welcome,
+)
+from capflow.result import CaptureResult
+from capflow.site import Site
+from capflow.spec import CaptureSpec
+from capflow.vector import SteeringVector
+
+MESSAGES = [
+    make_hello(rank=Rank(1, 2, 3)),
+    Hello("client", "", "c"),
+    Welcome("h", 100, 3, (CaptureSpec({"post_block": "all"}, "last_prompt"),), (ControllerSpec("gate", b"\x01"),)),
+    Refused("no"),
+    Ack(7, 1000),
+    Beat(),
+    Act("1", Steer("r1", (SteeringVector.make(Site(1, "mlp_in"), [1.0, 2.0]),))),
+    Act("2", Unsteer("r1")),
+    Act("3", Abort("r1")),
+    ActionOutcome(Applied("1", 5)),
+    ActionOutcome(Rejected("1", "why")),
+    Await(("r1", "r2"), wait=False),
+    Results("r1", {"duckdb": CaptureResult("ok", None, {"rows": 3})}),
+    Status({"a": [1, {"b": 2.5}]}),
+    Bye(),
+]
+
+
+@pytest.mark.parametrize("said", MESSAGES, ids=lambda said: type(said).__name__)
+def test_round_trip(said):
+    assert message.decode(message.encode(said)) == said
+
+
+@pytest.mark.parametrize(
+    ("said", "golden"),
+    [
+        (Ack(7, 1000), "83a474797065a361636ba373657107ac6372656469745f6279746573cd03e8"),
+        (Beat(), "81a474797065a462656174"),
+        (Bye(), "81a474797065a3627965"),
+        (Refused("no"), "82a474797065a772656675736564a6726561736f6ea26e6f"),
+        (
+            Act("1", Abort("r1")),
+            "83a474797065a3616374a26964a131a6616374696f6e82a474797065a561626f7274a772657175657374a27231",
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_bytes_are_pinned(said, golden):
+    assert message.encode(said).hex() == golden
+
+
+def test_fields_of_a_later_version_are_passed_over():
+    part = msgspec.msgpack.encode({"type": "ack", "seq": 1, "credit_bytes": 2, "new": [1]})
+    assert message.decode(part) == Ack(1, 2)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"type": "frame"},
+        {"type": "nope"},
+        {"type": "ack"},
+        {"type": "ack", "seq": "1", "credit_bytes": 2},
+        {"type": "act", "id": "1", "action": {"type": "abort", "request": "r1", "force": True}},
+        {"type": "act", "id": "1", "action": {"type": "reboot"}},
+        [],
+        None,
+    ],
+)
+def test_what_is_no_message_is_refused(value):
+    with pytest.raises(msgspec.MsgspecError):
+        message.decode(msgspec.msgpack.encode(value))

@@ -1,0 +1,110 @@
+"""Steering vectors: made of what users have, and refused where they cannot fit."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import pytest
+
+from capflow import limits
+from capflow.errors import UsageError
+from capflow.site import Site
+from capflow.vector import SteeringVector, parse_steering
+
+SITE = Site(2, "post_block")
+
+
+@pytest.mark.parametrize(
+    "vector", [[1.0, 2.0, -3.0], (1, 2, -3), np.array([1, 2, -3], np.float64), np.array([1, 2, -3], np.float16)]
+)
+def test_a_vector_of_anything_like_an_array(vector):
+    made = SteeringVector.make(SITE, vector, 2.0)
+    assert made.site == SITE
+    np.testing.assert_array_equal(made.array(), np.array([2, 4, -6], np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_every_dtype_of_the_wire(dtype):
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    vector = SteeringVector(2, "post_block", np.array([0.5, -2], kind).tobytes(), dtype, 0.5)
+    assert vector.array().tolist() == [0.25, -1.0]
+    assert vector.array().dtype == np.float32
+    vector.check([SITE], 2)
+
+
+def test_round_trip():
+    made = SteeringVector.make(SITE, [1, 2], 0.5)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=SteeringVector) == made
+
+
+@pytest.mark.parametrize(
+    ("vector", "scale", "message"),
+    [
+        ([], 1.0, "steering.post_block.2: got shape [0], expected [hidden_size]"),
+        ([[1.0]], 1.0, "steering.post_block.2: got shape [1, 1]"),
+        (3.0, 1.0, "steering.post_block.2: got shape []"),
+        (["a"], 1.0, "steering.post_block.2: got could not convert"),
+        ([1.0, float("nan")], 1.0, "steering.post_block.2: got nan at index 1"),
+        ([float("inf")], 1.0, "steering.post_block.2: got inf at index 0"),
+        ([1.0], float("nan"), "steering.post_block.2.scale: got nan"),
+        (np.zeros(limits.HIDDEN_SIZE_MAX + 1), 1.0, "steering.post_block.2: got shape [65537]"),
+    ],
+)
+def test_a_vector_that_is_none_is_refused(vector, scale, message):
+    with pytest.raises(UsageError) as error:
+        SteeringVector.make(SITE, vector, scale)
+    assert str(error.value).startswith(message)
+
+
+class TestCheck:
+    def test_refuses_a_site_without_a_tap(self):
+        with pytest.raises(UsageError, match="start the engine with --sites post_block:2 to tap it"):
+            SteeringVector.make(SITE, [1, 2]).check([Site(1, "post_block")], 2)
+
+    def test_refuses_another_width(self):
+        with pytest.raises(UsageError, match="got 2 numbers, expected 3, the model's width"):
+            SteeringVector.make(SITE, [1, 2]).check([SITE], 3)
+
+    def test_refuses_bytes_that_do_not_fit_the_dtype(self):
+        with pytest.raises(UsageError, match=r"got 1\.25 numbers"):
+            SteeringVector(2, "post_block", b"12345").check([SITE], 2)
+
+    def test_refuses_another_dtype(self):
+        with pytest.raises(UsageError, match="dtype: got int8"):
+            SteeringVector(2, "post_block", b"12", "int8").check([SITE], 2)
+
+    def test_refuses_numbers_that_are_not_finite_on_the_wire(self):
+        data = np.array([1, np.nan], np.float32).tobytes()
+        with pytest.raises(UsageError, match="NaN or infinity"):
+            SteeringVector(2, "post_block", data).check([SITE], 2)
+
+
+class TestParse:
+    def test_takes_plain_values(self):
+        vectors = parse_steering({"post_block": {"2": [1, 2], 3: {"vector": [3, 4], "scale": 2}}})
+        assert [(v.site, v.array().tolist()) for v in vectors] == [
+            (Site(2, "post_block"), [1, 2]),
+            (Site(3, "post_block"), [6, 8]),
+        ]
+        assert parse_steering(vectors) == vectors
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            ({}, "steering: got {}"),
+            (3, "steering: got 3"),
+            ({"nope": {1: [1]}}, "steering: got nope, expected a hook"),
+            ({"post_block": {}}, "steering.post_block: got {}"),
+            ({"post_block": [1]}, "steering.post_block: got [1]"),
+            ({"post_block": {"x": [1]}}, "steering.post_block: got x, expected a layer number"),
+            ({"post_block": {"1": {"scale": 2}}}, "steering.post_block.1: got keys ['scale']"),
+            ({"post_block": {"1": {"vector": [1], "gain": 2}}}, "steering.post_block.1: got keys ['gain', 'vector']"),
+            ({"post_block": {"1": {"vector": [1], "scale": "2"}}}, "steering.post_block.1.scale: got 2"),
+            ({"post_block": {"1": {"vector": [1], "scale": True}}}, "steering.post_block.1.scale: got True"),
+        ],
+    )
+    def test_refuses_the_rest_by_its_field(self, value, message):
+        with pytest.raises(UsageError) as error:
+            parse_steering(value)
+        assert str(error.value).startswith(message)
