@@ -38,5 +38,5 @@ def imports_of(source: str, known: set[str]) -> set[str]:
             assert node.module is not None
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                found.add(inner if inner in known or alias.name == "__version__" else node.module)
+                found.add(inner if inner in known else node.module)
     return found
