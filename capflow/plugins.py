@@ -27,7 +27,8 @@ from capflow.queue import Overload
 Plugin = type[Consumer] | type[Controller]
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_EXPECTED = re.compile(r"Expected (?P<expected>.*?)(?:, got .*?)?(?: - at `\$\.(?P<field>\w+).*`)?$")
+_FIELD = re.compile(r" - at `\$\.(\w+)")
+_EXPECTED = re.compile(r"Expected (.*?)(?:, got .*?)?(?: - at .*)?$")
 _SEQUENCES = (inspect.ListType, inspect.VarTupleType, inspect.TupleType, inspect.SetType, inspect.FrozenSetType)
 
 UNIVERSAL_OPTIONS = ("policy", "queue_bytes_max")
@@ -269,11 +270,12 @@ def _convert(plugin: Plugin, options: Mapping[str, Any], where: str) -> msgspec.
     try:
         return msgspec.convert(values, plugin.Config, strict=False)
     except msgspec.ValidationError as e:
-        match = _EXPECTED.match(str(e))
-        if match is None or match["field"] is None:
+        at = _FIELD.search(str(e))
+        if at is None:
             raise UsageError(explain(where, got=str(e), expected="valid options")) from e
-        name, expected = str(match["field"]), match["expected"].replace("`", "")
-        raise UsageError(explain(f"{where}.{name}", got=str(options[name]), expected=expected)) from e
+        said = _EXPECTED.match(str(e))
+        expected = said[1].replace("`", "") if said else _type_name(fields[at[1]].type)
+        raise UsageError(explain(f"{where}.{at[1]}", got=str(options[at[1]]), expected=expected)) from e
 
 
 def _members(kind: inspect.Type) -> Sequence[inspect.Type]:

@@ -40,6 +40,7 @@ def plugins(as_json: bool) -> None:
 def _print(found: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(show_lines=True)
     table.add_column("name", no_wrap=True)
@@ -55,5 +56,6 @@ def _print(found: list[dict[str, Any]]) -> None:
         ]
         doc = plugin["doc"].partition("\n")[0]
         details = plugin["config_doc"].partition("\n\n")[2].replace("\n", " ")
-        table.add_row(plugin["name"], plugin["kind"], f"{doc}\n\n{details}".strip(), "\n".join(options))
-    Console().print(table, markup=False) if found else click.echo("no plugins are installed")
+        cells = (plugin["name"], plugin["kind"], f"{doc}\n\n{details}".strip(), "\n".join(options))
+        table.add_row(*map(Text, cells))
+    Console().print(table)

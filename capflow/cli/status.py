@@ -27,6 +27,7 @@ def status(address: str | None, as_json: bool) -> None:
 def _print(told: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console()
     requests = told["requests"]
@@ -45,7 +46,7 @@ def _print(told: dict[str, Any]) -> None:
         for column in columns:
             table.add_column(column, overflow="fold")
         for row in rows:
-            table.add_row(*(str(row.get(column, "")) for column in columns))
+            table.add_row(*(Text(str(row.get(column, ""))) for column in columns))
         console.print(table)
 
 
