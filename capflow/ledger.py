@@ -50,6 +50,11 @@ class Share:
             self._groups[sites] = groups
         return groups
 
+    def wants_all(self, sites: tuple[Site, ...]) -> bool:
+        """Return whether every position at each of a block's sites is wanted."""
+        groups = self.groups(sites)
+        return len(groups) == 1 and groups[0] == (_ALL, len(sites))
+
 
 class Tally:
     """What one consumer has had of one request."""
@@ -161,7 +166,8 @@ class Ledger:
         """
         header = frame.header
         rank = header.rank
-        requests = [self._request(engine, part, rank) for part in header.requests]
+        known = engine.open.get
+        requests = [known(part.id) or self._request(engine, part, rank) for part in header.requests]
         sent = [0] * len(requests)
         for block in header.blocks:
             count = len(block.sites)
@@ -170,17 +176,22 @@ class Ledger:
         for request, part, rows in zip(requests, header.requests, sent, strict=True):
             request.prompt_length = part.prompt_length
             request.received[rank.pp] = request.received.get(rank.pp, 0) + rows
+        if not any(sent):
+            return []
+        first = requests[0].shares
+        alike = all(request.shares is first for request in requests)  # the usual case: they want the same
         deliveries = []
         for consumer in range(len(self.wishes)):
-            counts = _count(header, requests, consumer)
+            share = first[consumer]
+            if alike and (share is None or not any(share.groups(block.sites) for block in header.blocks)):
+                continue
+            whole = alike and share is not None and all(share.wants_all(block.sites) for block in header.blocks)
+            counts = sent if whole else _count(header, requests, consumer)
             rows = sum(counts)
             if rows:
                 mine = frame if counts == sent else frame.narrowed(_Wants(requests, consumer))
-                parts = [
-                    (tally, count)
-                    for request, count in zip(requests, counts, strict=True)
-                    if count and (tally := request.tallies[consumer]) is not None
-                ]
+                tallies = [request.tallies[consumer] for request in requests]
+                parts = [(tally, n) for tally, n in zip(tallies, counts, strict=True) if n and tally is not None]
                 deliveries.append(Delivery(consumer, mine, rows, parts))
         return deliveries
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import threading
-import time
 from collections import deque
 from typing import Generic, TypeVar
 
@@ -96,26 +95,11 @@ class ByteQueue(Generic[T]):
             self._changed.notify_all()
             return item
 
-    def clear(self) -> list[T]:
-        """Remove and return everything."""
-        with self._changed:
-            items = [item for item, _ in self._items]
-            self._items.clear()
-            self._bytes = 0
-            self._changed.notify_all()
-            return items
-
     def close(self) -> None:
         """Take nothing any more, and wake everyone who waits."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-    def wait_empty(self, timeout_s: float) -> bool:
-        """Wait until everything was taken out; return whether it was."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._items, max(0.0, deadline - time.monotonic()))
 
     def _fits(self, nbytes: int) -> bool:
         return not self._closed and (not self._items or self._bytes + nbytes <= self.bytes_max)

@@ -235,9 +235,8 @@ class TestOverload:
         with running_hub(address, Recorder(spec=LAST)) as hub, worker_link(address) as link:
             for step in range(20):
                 send(link, [("r1", 4, step * 4, 4)], step=step)
-            eventually(lambda: link.counters["unacked_frames"] == 0)
+            eventually(lambda: hub.counts.frames == 20 and link.counters["unacked_frames"] == 0)
             assert link.counters["credit_bytes"] == link.welcome.credit_bytes
-            assert hub.counts.frames == 20
 
 
 class TestConsumersThatFail:
