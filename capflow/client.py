@@ -15,6 +15,7 @@ from capflow.errors import CapflowError, HubUnreachableError, RemoteProtocolErro
 from capflow.message import Act, ActionOutcome, Await, Bye, Hello, Message, Refused, Results, Status
 from capflow.result import CaptureResult
 from capflow.session import PeerSession, State
+from capflow.spec import CaptureSpec
 from capflow.transport import Dealer, Event
 
 
@@ -39,6 +40,12 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def captures(self) -> tuple[CaptureSpec, ...]:
+        """What the hub captures of every request, as it said when it was last connected to."""
+        welcome = self._session.welcome
+        return welcome.captures if welcome is not None else ()
 
     def close(self) -> None:
         """Leave the hub."""

@@ -343,6 +343,8 @@ class Hub:
         if hello.role == "scheduler":
             controllers = tuple(controller.spec() for controller in self.controllers)
             welcome = Welcome(self._id, 0, captures=self._captures, controllers=controllers)
+        elif hello.role == "client":
+            welcome = Welcome(self._id, 0, captures=self._captures)
         for parts in session.welcome(welcome, now, known.source.intake if known.source is not None else None):
             self._send(peer, parts)
 

@@ -70,7 +70,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """What the hub wants of this engine. last_seq: the last frame it has of the peer's boot, 0 if none.
 
     captures: the consumers' own specs, each to be applied to every request. controllers: to be run in
-    every worker. Both go to schedulers, which give them to their workers.
+    every worker. Both go to schedulers, which give them to their workers; clients are told captures.
     """
 
     hub: str

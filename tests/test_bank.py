@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 import torch
-from capflow_engine.bank import Bank
 
 from capflow.errors import CapflowError
+from capflow_engine.bank import Bank
 
 
 def vector(seed):

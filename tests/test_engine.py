@@ -286,7 +286,7 @@ def test_an_action_aborts_a_running_request(shared):
     assert output.outputs[0].finish_reason == "abort"
     assert len(output.outputs[0].token_ids) < 240
     request = capflow.open(root)["doomed"]
-    assert request.status == "abort"
+    assert request.sidecar.status == "abort"
 
 
 def test_an_action_for_a_request_that_does_not_run_is_rejected(shared):

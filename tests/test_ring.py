@@ -3,6 +3,7 @@ import threading
 
 import numpy as np
 import pytest
+
 from capflow_engine.ring import Ring
 
 

@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from capflow_engine.orders import Ended
-from capflow_engine.plan import Planner, Scheduled, Tracked
-from capflow_engine.sender import Computed, Sender
 
 from capflow.frame import Dropped, Frame, Rank
 from capflow.message import ModelInfo
 from capflow.site import Site
 from capflow.spec import Positions
+from capflow_engine.orders import Ended
+from capflow_engine.plan import Planner, Scheduled, Tracked
+from capflow_engine.sender import Computed, Sender
 
 SITES = (Site(0, "post_block"), Site(3, "post_block"))
 INFO = ModelInfo("m", 4, 2, "float32", SITES)

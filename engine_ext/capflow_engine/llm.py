@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from vllm import RequestOutput, SamplingParams  # noqa: E402
 
 from capflow_engine.options import KEY, RequestOptions  # noqa: E402
 from capflow_engine.settings import Settings, engine_arguments  # noqa: E402
+
+logger = logging.getLogger("vllm.capflow")
 
 _RESULTS_WAIT_S = 120.0
 _LAUNCH_WAIT_S = 60.0
@@ -162,20 +165,25 @@ class LLM(VLLM):  # type: ignore[misc]
 
     def _with_results(self, outputs: list[Any], params: list[SamplingParams]) -> list[Any]:
         compat.flush(self.llm_engine)
-        names = [RequestOptions.unpack(p.extra_args).id or "" for p in params]
-        found = self._results([n for n in names if n])
-        for output, name in zip(outputs, names, strict=True):
-            output.capture_results = found.get(name, {})
+        options = [RequestOptions.unpack(p.extra_args) for p in params]
+        found = self._results([o for o in options if o.id is not None])
+        for output, its in zip(outputs, options, strict=True):
+            output.capture_results = found.get(its.id or "", {})
         return outputs
 
-    def _results(self, names: Sequence[str]) -> dict[str, dict[str, CaptureResult]]:
-        if not names:
-            return {}
+    def _results(self, options: Sequence[RequestOptions]) -> dict[str, dict[str, CaptureResult]]:
+        """Return what became of the requests of which rows were wanted, by id; nothing when there is no hub."""
         try:
             if self._client is None:
                 self._client = Client(self.capflow_settings.hub)
+                self._client.__enter__()
+            everything = bool(self._client.captures)
+            names = [o.id for o in options if o.id is not None and (everything or o.capture is not None)]
+            if not names:
+                return {}
             return self._client.results(names, wait=True, timeout=_RESULTS_WAIT_S)
-        except HubUnreachableError:
+        except HubUnreachableError as e:
+            logger.warning("%s; the results of this call's captures are not known", e)
             if self._client is not None:
                 self._client.close()
             self._client = None
