@@ -24,7 +24,7 @@ class HubProcess:
     """Runs `capflow run` with some consumers at an address of its own, from `start` to `stop`.
 
     address: where it listens. The process is a child of this one, in a session of its own, so that a Ctrl-C meant
-    for its parent does not end it first.
+    for its parent does not end it first; it drains and ends when this process is gone, however that went.
     """
 
     def __init__(self, consumers: Sequence[str], *, address: str | None = None) -> None:
@@ -40,11 +40,11 @@ class HubProcess:
         """
         handle, log = tempfile.mkstemp(prefix="capflow-hub-", suffix=".log")
         self._log = Path(log)
-        command = [sys.executable, "-m", "capflow", "run", "--address", self.address]
+        command = [sys.executable, "-m", "capflow", "run", "--address", self.address, "--until-eof"]
         for consumer in self.consumers:
             command += ["--consumer", consumer]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle, start_new_session=True
+            command, stdin=subprocess.PIPE, stdout=handle, stderr=handle, start_new_session=True
         )
         os.close(handle)
         deadline = time.monotonic() + timeout_s

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from capflow.cli.hubrun import HubRun
 
 
 @click.command()
@@ -26,6 +31,7 @@ import click
 @click.option("--sites", multiple=True, metavar="HOOK:LAYER", help="Sites that carry a tap, with *; post_block:*.")
 @click.option("--engine-arg", multiple=True, metavar="NAME=VALUE", help="An engine argument of vLLM; repeatable.")
 @click.option("--sampling", multiple=True, metavar="NAME=VALUE", help="A sampling parameter of vLLM; repeatable.")
+@click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does: with the parent process.")
 def run(
     consumers: tuple[str, ...],
     config: Path | None,
@@ -38,6 +44,7 @@ def run(
     sites: tuple[str, ...],
     engine_arg: tuple[str, ...],
     sampling: tuple[str, ...],
+    until_eof: bool,
 ) -> None:
     """Run a hub with consumers.
 
@@ -77,5 +84,13 @@ def run(
 
         sys.exit(run_job(running, job))
     with running:
+        if until_eof:
+            threading.Thread(target=_stop_at_eof, args=(running,), name="capflow-stdin", daemon=True).start()
         running.wait()
     sys.exit(running.exit_code)
+
+
+def _stop_at_eof(running: HubRun) -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    running.stopped.set()

@@ -99,6 +99,14 @@ class DuckdbConsumer(Consumer):
             hooks.setdefault(site.hook, []).append(site.layer)
         return CaptureSpec.parse({"hooks": hooks, "positions": self.config.positions}, where=f"consumers.{self.name}")
 
+    def look(self) -> tuple[str, str]:
+        """Return the database file, and a command that says what the probes fired on, or how many tokens there are."""
+        sql = "FROM fired LIMIT 20" if self.config.probes else "FROM requests"
+        return (
+            self.config.path,
+            f"python -c \"import duckdb; duckdb.connect('{self.config.path}').sql('{sql}').show()\"",
+        )
+
     def check(self) -> None:
         """Raise UsageError for options out of range, files that are no probes, and a path that cannot be a file."""
         names = [name for probe in self._probes for name in probe.names]

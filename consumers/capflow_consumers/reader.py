@@ -45,6 +45,10 @@ class RequestCapture:
         self.sidecar = sidecar
         self._files = {entry.site: entry for entry in sidecar.sites}
 
+    def __repr__(self) -> str:
+        about = f"{len(self._files)} sites, {self.sidecar.rows} rows, {self.prompt_length} prompt tokens"
+        return f"<capture {self.id!r}: {about}, {self.status}>"
+
     @property
     def id(self) -> str:
         """The request's id, exactly."""
@@ -162,6 +166,9 @@ class Dataset:
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"<data set {str(self.path)!r}: {len(self)} captures>"
 
     def __contains__(self, request_id: object) -> bool:
         return isinstance(request_id, str) and (self.path / slug(request_id) / layout.SIDECAR_NAME).is_file()
