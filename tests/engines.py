@@ -40,6 +40,17 @@ def save_tiny(directory, architecture="llama"):
     return str(directory)
 
 
+def save_words(directory):
+    """Save a tokenizer beside a tiny model: one token for each word `w5` … `w299`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {f"w{n}": n for n in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w1")
+    fast.save_pretrained(directory)
+
+
 def prompts(lengths, seed=0):
     """Return prompts of random tokens, one for each length."""
     rng = np.random.default_rng(seed)

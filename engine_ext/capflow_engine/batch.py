@@ -12,7 +12,6 @@ import os
 import sys
 import time
 import uuid
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -56,9 +55,6 @@ def run(job: Job, tell: Any) -> None:
         from capflow_engine.demo import prepare
 
         model = str(prepare(progress=lambda what: tell("preparing", what=what)))
-    elif not _known(model):
-        expected = "a directory with a config.json, or a model name that can be fetched"
-        raise UsageError(explain("--model", got=model, expected=expected, do="`demo` needs no download"))
     tell("loading", model=model)
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
@@ -72,6 +68,7 @@ def run(job: Job, tell: Any) -> None:
         SamplingParams(**job.sampling)
     except (TypeError, ValueError) as e:
         raise UsageError(explain("--engine-arg or --sampling", got=str(e), expected="names that vLLM knows")) from e
+    compat.check_model(arguments, settings)
     engine = LLMEngine.from_engine_args(arguments)
     try:
         info = compat.model_info(engine.vllm_config)
@@ -103,12 +100,6 @@ def run(job: Job, tell: Any) -> None:
         tell("end", seconds=time.perf_counter() - begun)
     finally:
         engine.engine_core.shutdown()
-
-
-def _known(model: str) -> bool:
-    if Path(model).is_dir():
-        return (Path(model) / "config.json").is_file()
-    return not model.startswith((".", "/", "~")) and model.count("/") <= 1
 
 
 def main() -> int:

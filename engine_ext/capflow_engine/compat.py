@@ -130,6 +130,17 @@ def check_config(vllm_config: Any) -> None:
         raise UsageError(explain("model runner type", got=got, expected="a model that generates text"))
 
 
+def check_model(engine_args: Any, settings: Settings) -> None:
+    """Raise UsageError for a model that cannot be found, or sites that it does not have, before anything starts."""
+    try:
+        model = engine_args.create_model_config()
+    except (OSError, ValueError) as e:
+        first = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
+        expected = "a directory with a config.json, or a model that can be fetched"
+        raise UsageError(explain(f"model {engine_args.model}", got=first, expected=expected)) from e
+    tapped_sites(settings.sites, model.get_total_num_hidden_layers())
+
+
 def model_info(vllm_config: Any) -> ModelInfo:
     """Return what a hub is told about the model of a vLLM configuration that carries `Settings`."""
     model = vllm_config.model_config

@@ -21,6 +21,7 @@ compat.require()
 
 from vllm import LLM as VLLM  # noqa: E402 - only once the version is known to be one that works
 from vllm import RequestOutput, SamplingParams  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
 from capflow_engine.options import KEY, RequestOptions  # noqa: E402
 from capflow_engine.settings import Settings, engine_arguments  # noqa: E402
@@ -104,6 +105,7 @@ class LLM(VLLM):  # type: ignore[misc]
         )
         self.capflow_settings = settings
         try:
+            compat.check_model(EngineArgs(model=model, **kwargs), settings)
             super().__init__(model, **engine_arguments(settings), **kwargs)
             self.capflow_model = compat.model_info(self.llm_engine.vllm_config)
         except BaseException:

@@ -18,8 +18,8 @@ from capflow_engine import compat
 from capflow_engine.settings import Settings, engine_arguments
 
 
-def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Any]:
-    """Return (capflow's own options, vLLM's parsed arguments with capflow's put in)."""
+def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
+    """Return vLLM's `serve` command and its parsed arguments, with capflow's put in."""
     own = argparse.ArgumentParser(prog="capflow serve", add_help=False, allow_abbrev=False)
     own.add_argument("--hub", default=None)
     own.add_argument("--sites", action="append", default=None)
@@ -53,14 +53,19 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Any]:
     )
     for name, value in engine_arguments(settings).items():
         setattr(args, name, value)
-    return mine, (serve, args)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    compat.check_model(AsyncEngineArgs.from_cli_args(args), settings)
+    return serve, args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server until it is stopped; return the exit code."""
     try:
         compat.require()
-        _, (serve, args) = parse(sys.argv[1:] if arguments is None else arguments)
+        serve, args = parse(sys.argv[1:] if arguments is None else arguments)
         compat.prepare_environment({"kv_cache_memory_bytes": args.kv_cache_memory_bytes})
         serve.validate(args)
         serve.cmd(args)
