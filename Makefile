@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
 	--consumer filesystem:root=demo-data/rows,on_collision=overwrite \
-	--consumer duckdb:path=demo-data/capflow.duckdb \
+	--consumer duckdb:path=demo-data/capflow.duckdb,probes=examples/code.safetensors \
 	--consumer dashboard
 
 .DEFAULT_GOAL := help
