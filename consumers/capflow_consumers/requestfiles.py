@@ -6,8 +6,12 @@ No file is open between calls, so that any number of requests can be under way.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import platform
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +77,8 @@ class RequestFiles:
         fd = os.open(self.path / layout.SIDECAR_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             _write(fd, [sidecar], 0)
-            self._sync(fd)
+            if self.fsync:
+                sync_files(fd, [self.path / layout.file_name(site) for site in self.runs])
         finally:
             os.close(fd)
         if self.fsync:
@@ -100,7 +105,6 @@ class RequestFiles:
                 for part in body:
                     hasher.update(part)
                 digest = hasher.hexdigest()
-            self._sync(fd)
         finally:
             os.close(fd)
         return layout.SiteFile(site.layer, site.hook, name, rows, expected, end, digest)
@@ -114,9 +118,33 @@ class RequestFiles:
             else:
                 runs.append((part.start, stop))
 
-    def _sync(self, fd: int) -> None:
-        if self.fsync:
-            os.fsync(fd)
+
+def sync_files(fd: int, others: Sequence[Path]) -> None:
+    """Get an open file and others of its file system onto the disk; raises OSError.
+
+    One `syncfs` does it where it reports errors (Linux 5.8): a journal commit for each of many files took 5 to 8 times
+    as long. It waits for what others wrote to the same file system, too.
+    """
+    if _syncfs is not None:
+        if _syncfs(fd) != 0:
+            raise OSError(ctypes.get_errno(), "syncfs failed")
+        return
+    os.fsync(fd)
+    for path in others:
+        other = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(other)
+        finally:
+            os.close(other)
+
+
+def _find_syncfs() -> Any:
+    if sys.platform != "linux" or tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (5, 8):
+        return None
+    return getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+
+
+_syncfs = _find_syncfs()
 
 
 def sync_directory(path: Path) -> None:
