@@ -36,6 +36,7 @@ class _Rows(NamedTuple):
 
 class _Done(NamedTuple):
     request: Request
+    taken: Callable[[], None] | None
 
 
 class _Session(NamedTuple):
@@ -110,9 +111,11 @@ class Lane:
             self._lose(delivery, "consumer_queue_full")
         return accepted and item.taken is not None
 
-    def finish(self, request: Request) -> None:
-        """Tell the consumer, after everything before, that a request is over."""
-        self.queue.force(_Done(request))
+    def finish(self, request: Request, taken: Callable[[], None] | None) -> bool:
+        """Tell the consumer, after everything before, that a request is over; return as `deliver` does."""
+        waited_for = taken is not None and self.policy is Overload.BLOCK and not self.queue.closed
+        self.queue.force(_Done(request, taken if waited_for else None))
+        return waited_for
 
     def greet(self, engine: str, model: ModelInfo) -> None:
         """Tell the consumer, after everything before, that an engine connected."""
@@ -188,8 +191,10 @@ class Lane:
                     self._give(delivery)
                     if taken is not None:
                         taken()
-            case _Done(request):
+            case _Done(request, taken):
                 self._finish(request)
+                if taken is not None:
+                    taken()
             case _Session(engine, model):
                 self._guard("on_session", self.consumer.on_session, engine, model)
 

@@ -209,7 +209,7 @@ class TestWhatIsRefused:
     def test_in_one_line(self, capflow, arguments, code, message):
         refused(capflow(*arguments), code, message)
 
-    @pytest.mark.parametrize("command", [["status"], ["abort", "r1"], ["unsteer", "r1"]])
+    @pytest.mark.parametrize("command", [["status"], ["abort", "r1"]])
     def test_a_hub_that_is_not_there(self, capflow, command, address):
         refused(
             capflow(*command, "--address", address), 1, f"no hub answers at {address}; start one with `capflow run`"
@@ -323,6 +323,44 @@ class TestRun:
         _, errors = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 1
         assert "consumer keep: on_frame failed" in errors
+
+    def test_shows_how_things_go_on_a_terminal(self, environment, address, tmp_path):
+        terminal, end_of_it = os.openpty()
+        command = [
+            sys.executable,
+            "-m",
+            "capflow",
+            "run",
+            "--address",
+            address,
+            "--consumer",
+            f"keep:path={tmp_path}/x",
+        ]
+        process = subprocess.Popen(
+            command, env={**environment, "TERM": "xterm"}, stdin=end_of_it, stdout=end_of_it, stderr=end_of_it
+        )
+        os.close(end_of_it)
+        shown = ""
+
+        def reads(what):
+            nonlocal shown
+            with contextlib.suppress(OSError):
+                shown += os.read(terminal, 65536).decode()
+            return what in shown
+
+        try:
+            eventually(lambda: reads("0 sessions"))
+            with worker_link(address) as link:
+                frame = make_frame(finished=[make_finished()])
+                link.send(frame.header, frame.payload)
+                eventually(lambda: reads("requests 1 done, 0 open"))
+            process.send_signal(signal.SIGINT)
+            eventually(lambda: reads("1 requests, 4 tokens, 4 rows, 128 B"))
+            assert process.wait(LIMIT_S) == 0
+        finally:
+            process.kill()
+            process.wait()
+            os.close(terminal)
 
     def test_reads_a_config_file(self, hub, address, tmp_path):
         config = tmp_path / "hub.toml"

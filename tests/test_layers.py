@@ -12,13 +12,13 @@ LAYERS = (
     {"queue", "session", "address", "plugins"},
     {"transport", "transport.sockets", "transport.link"},
     {"client", "launch"},
-    {"ledger", "relay", "waiters", "roster", "fanout", "hub"},
+    {"ledger", "relay", "waiters", "roster", "fanout", "exchange", "hub"},
     {"cli", "__main__"},
 )
 """The core, lowest first; a module imports from its own layer and those below. `cli` stands for all of its modules."""
 
 ENGINE_ONLY = {"torch", "triton", "vllm", "transformers", "accelerate", "gguf"}
-HUB_ONLY = {"capflow.hub", "capflow.cli", "capflow.fanout", "capflow.ledger", "capflow.relay", "capflow.roster"}
+HUB_ONLY = {"capflow.hub", "capflow.cli", "capflow.exchange", "capflow.fanout", "capflow.ledger", "capflow.relay", "capflow.roster"}
 
 FILES = modules()
 IMPORTS = {name: imports_of(path.read_text(encoding="utf-8"), set(FILES)) for name, path in FILES.items()}

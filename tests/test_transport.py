@@ -176,6 +176,26 @@ class TestWorkerLink:
             assert send(link) == "hub_gone"
             assert send(link, [], finished=[make_finished()]) is None
 
+    def test_keeps_the_end_of_a_request_until_consumers_were_told_of_it(self, address):
+        told = threading.Event()
+
+        class Slow(Recorder):
+            def on_request_done(self, done):
+                told.set()
+                assert self.go.wait(60)
+                return super().on_request_done(done)
+
+        consumer = Slow()
+        with running_hub(address, consumer), worker_link(address) as link:
+            send(link)
+            eventually(lambda: consumer.rows["r1"] == 4)
+            consumer.go.clear()
+            send(link, [], finished=[make_finished()])
+            assert told.wait(20)
+            assert link.counters["unacked_frames"] == 1
+            consumer.go.set()
+            eventually(lambda: link.counters["unacked_frames"] == 0)
+
     def test_never_sends_past_its_credit(self, address):
         consumer = Recorder(held=True)
         each = cost(make_frame().encode())

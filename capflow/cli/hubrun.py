@@ -7,6 +7,7 @@ import logging
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Self
@@ -22,6 +23,7 @@ from capflow.hub import Hub
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
 
 _LIVE_S = 0.5  # between two drawings of the live line
+_RATE_S = 5.0  # over which rates are taken
 _PLAIN_S = 10.0  # between two plain lines, where nobody watches
 
 
@@ -49,7 +51,7 @@ class HubRun:
         self.hub = Hub(address, consumers, controllers, insecure=insecure, on_refused=self.refusals.append)
         self._hurry = threading.Event()  # set by the second signal
         self._drained = True  # whether the consumers handled everything
-        self._started = 0.0
+        self._recent: deque[tuple[float, Snapshot]] = deque()  # what was shown in the last `_RATE_S`, and just before
         self._signals = contextlib.ExitStack()  # what the signals did before; from start to end
 
     def __enter__(self) -> Self:
@@ -58,7 +60,7 @@ class HubRun:
             undo.enter_context(_logs_to(self.console))
             self.hub.start()
             self._signals = undo.pop_all()
-        self._started = time.monotonic()
+        self._recent.append((time.monotonic(), self.hub.snapshot()))
         self.console.print(f"capflow: listening at {self.hub.address}", highlight=False, soft_wrap=True)
         return self
 
@@ -116,14 +118,18 @@ class HubRun:
         return bool(result and result[0])
 
     def _line(self) -> Text:
-        now = self.hub.snapshot()
-        elapsed_s = max(time.monotonic() - self._started, 1e-3)
+        now, at = self.hub.snapshot(), time.monotonic()
+        self._recent.append((at, now))
+        while len(self._recent) > 2 and self._recent[1][0] <= at - _RATE_S:
+            self._recent.popleft()
+        since, before = self._recent[0]
+        elapsed_s = max(at - since, 1e-3)
         parts = [
             f"{now.sessions} sessions",
             f"requests {now.requests_done} done, {now.requests_open} open",
-            f"{now.tokens / elapsed_s:.0f} tok/s",
-            f"{now.rows / elapsed_s:.0f} rows/s",
-            f"{human_bytes(now.bytes / elapsed_s)}/s",
+            f"{(now.tokens - before.tokens) / elapsed_s:.0f} tok/s",
+            f"{(now.rows - before.rows) / elapsed_s:.0f} rows/s",
+            f"{human_bytes((now.bytes - before.bytes) / elapsed_s)}/s",
             f"queued {human_bytes(now.queued_bytes)}",
             f"dropped {now.rows_lost}",
             f"spilled {now.spilled}",

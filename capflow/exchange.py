@@ -1,0 +1,354 @@
+"""The exchange: what the hub does with each message, and with what its consumers and peers come back with.
+
+It belongs to the hub's thread and does no I/O of its own: `send` takes what is to go out, `post` brings what other threads
+learn back to the hub's. A peer that breaks the protocol is refused and forgotten; nothing it sends ends the hub.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from capflow import limits
+from capflow.action import Action, Applied, Outcome, Rejected
+from capflow.counts import Counts
+from capflow.errors import RemoteProtocolError, UsageError, explain
+from capflow.fanout import Lane
+from capflow.frame import Frame, FrameHeader
+from capflow.ledger import Engine, Ledger, Request, Wish
+from capflow.message import (
+    Ack,
+    Act,
+    ActionOutcome,
+    Await,
+    Bye,
+    Hello,
+    Message,
+    Results,
+    Status,
+    Welcome,
+    encode,
+)
+from capflow.plugins import ConfiguredConsumer, ConfiguredController
+from capflow.queue import Overload
+from capflow.relay import Relay
+from capflow.result import CaptureResult
+from capflow.roster import Peer, Roster, Source
+from capflow.session import HubSession, Parts, State, UnexpectedMessageError, cost
+from capflow.waiters import Waiters
+
+logger = logging.getLogger("capflow.hub")
+
+ACTIONS_OFF = explain(
+    "actions are off",
+    got="a hub off loopback",
+    expected="one that only this machine can reach, for anyone could send them",
+)
+
+
+@dataclass
+class _Hold:
+    """A frame that consumers have not handled; it goes back to its worker's credit when `left` is 0."""
+
+    source: Source
+    seq: int
+    left: int
+
+
+class Exchange:
+    """All that a hub knows, and what it does with what comes in.
+
+    status: gives the hub's counters. actions_on: whether clients may send actions. on_refused: told why an engine was
+    refused.
+    """
+
+    def __init__(
+        self,
+        consumers: Sequence[ConfiguredConsumer],
+        controllers: Sequence[ConfiguredController],
+        *,
+        send: Callable[[bytes, Parts], None],
+        post: Callable[[Callable[[], None]], None],
+        status: Callable[[], dict[str, Any]],
+        actions_on: bool,
+        on_refused: Callable[[str], None] | None,
+    ) -> None:
+        self.controllers = tuple(controllers)
+        self.lanes = tuple(
+            Lane(index, consumer, on_result=self._on_result, on_action=self._on_action)
+            for index, consumer in enumerate(consumers)
+        )
+        self.counts = Counts()
+        wishes = [Wish(c.name, c.consumer.spec(), c.consumer.reads_requests) for c in consumers]
+        self.ledger = Ledger(wishes)
+        window_bytes = min(
+            (c.queue_bytes_max for c in consumers if c.policy is Overload.BLOCK), default=limits.CREDIT_BYTES_DEFAULT
+        )
+        self.roster = Roster(
+            min(window_bytes, limits.CREDIT_BYTES_DEFAULT),
+            self.controllers,
+            fits=self.ledger.check,
+            on_engine=self._greet,
+            on_lost=self._lose,
+        )
+        self.relay = Relay()
+        self._waiters = Waiters()
+        self._id = uuid.uuid4().hex
+        self._captures = tuple(wish.spec for wish in wishes if wish.spec is not None)
+        self._told: set[tuple[str, str]] = set()  # refusals that were logged, by engine and reason
+        self._draining = False  # set by `drain`: frames are left to their workers, for the next hub
+        self._send = send
+        self._post = post
+        self._status = status
+        self._actions_on = actions_on
+        self._on_refused = on_refused
+
+    # Called by the hub, on its thread.
+
+    def drain(self) -> None:
+        """Take no frames any more, end the open requests, and let each consumer end when it has handled what it has."""
+        self._draining = True
+        for engine in list(self.roster.engines.values()):
+            self._lose(engine, None)
+        for lane in self.lanes:
+            lane.close()
+
+    def goodbye(self) -> None:
+        """Say Bye to everyone."""
+        for peer in list(self.roster.peers):
+            self._send(peer, [encode(Bye())])
+
+    def receive(self, peer: bytes, parts: Parts) -> None:
+        """Take one message; whatever is wrong with it is the peer's loss."""
+        now = time.monotonic()
+        known = self.roster.peers.get(peer)
+        if known is None and len(parts) == limits.MESSAGE_PARTS_MAX:
+            self._send(peer, [encode(Bye())])  # a frame of a connection that was given up: say Hello again
+            return
+        session = known.session if known is not None else HubSession(now=now)
+        try:
+            said = session.receive(parts, now)
+            if isinstance(said, Hello):
+                self._hello(peer, session, said, now)
+            elif known is not None:
+                self._handle(peer, known, said, parts, now)
+        except UnexpectedMessageError as e:
+            if known is None:  # of a connection that was given up: say Hello again
+                self._send(peer, [encode(Bye())])
+            else:
+                self._cut_off(peer, session, str(e), now)
+        except RemoteProtocolError as e:
+            self._cut_off(peer, session, str(e), now)
+        except Exception:
+            logger.exception("the hub failed at a message and gives its sender up")
+            self._cut_off(peer, session, "the hub failed at a message of this peer; see its log", now)
+
+    def tick(self, now: float) -> None:
+        """Send beats, and give up on who is silent."""
+        self.relay.expire(now)
+        for peer, known in list(self.roster.peers.items()):
+            if known.session.silent(now):
+                if known.hello.role != "client":
+                    self.counts.sessions_lost += 1
+                    logger.warning("engine %s: its %s fell silent", known.hello.engine, known.hello.role)
+                self._forget(peer, for_good=False)
+                if known.source is not None:  # it may come back, but its requests are not waited for
+                    self._lose(known.source.engine, known.hello.rank.dp)
+            elif (beat := known.session.tick(now)) is not None:
+                self._send(peer, beat)
+
+    # Called by lanes, on any thread.
+
+    def _on_result(self, request: Request, consumer: int, result: CaptureResult) -> None:
+        """A consumer is done with a request."""
+        self._post(lambda: self._settle(request, consumer, result))
+
+    def _on_action(self, consumer: str, action: Action) -> None:
+        """A consumer wants something done."""
+
+        def answer(outcome: Outcome) -> None:
+            kind = "applied" if isinstance(outcome, Applied) else "rejected"
+            lane.counts[f"actions_{kind}"] += 1
+            if isinstance(outcome, Rejected):
+                logger.warning("consumer %s: %s", consumer, outcome.reason)
+
+        lane = next(lane for lane in self.lanes if lane.name == consumer)
+        self._post(lambda: self._act("", action, answer))
+
+    # Messages.
+
+    def _handle(self, peer: bytes, known: Peer, said: Frame | Message, parts: Parts, now: float) -> None:
+        match said:
+            case Frame():
+                self._frame(peer, known, said, cost(parts), now)
+            case Act():
+                self._client_act(peer, said)
+            case ActionOutcome():
+                self.relay.outcome(peer, said.outcome)
+            case Await():
+                self._await(peer, said)
+            case Status():
+                self._say(peer, Status(self._status()))
+            case Bye():
+                self._forget(peer, for_good=True)
+
+    # Sessions.
+
+    def _hello(self, peer: bytes, session: HubSession, hello: Hello, now: float) -> None:
+        if self._draining:
+            return
+        self._forget(peer, for_good=False)
+        try:
+            known = self.roster.join(peer, session, hello)
+        except UsageError as e:
+            self._refuse(peer, session, str(e), now)
+            return
+        welcome = Welcome(self._id, self.roster.window_bytes)
+        if hello.role == "scheduler":
+            controllers = tuple(controller.spec() for controller in self.controllers)
+            welcome = Welcome(self._id, 0, captures=self._captures, controllers=controllers)
+        elif hello.role == "client":
+            welcome = Welcome(self._id, 0, captures=self._captures)
+        for parts in session.welcome(welcome, now, known.source.intake if known.source is not None else None):
+            self._send(peer, parts)
+
+    def _greet(self, engine: Engine) -> None:
+        for lane in self.lanes:
+            lane.greet(engine.name, engine.model)
+
+    def _refuse(self, peer: bytes, session: HubSession, reason: str, now: float) -> None:
+        self.counts.refused[reason] += 1
+        engine = session.hello.engine if session.hello is not None else ""
+        if (engine, reason) not in self._told:
+            if len(self._told) < limits.SESSIONS_MAX:
+                self._told.add((engine, reason))
+            logger.error("refused %s: %s", session.hello.role if session.hello is not None else "a peer", reason)
+            if session.hello is not None and self._on_refused is not None:
+                self._on_refused(reason)
+        self._send(peer, session.refuse(reason, now))
+
+    def _cut_off(self, peer: bytes, session: HubSession, reason: str, now: float) -> None:
+        """Refuse a peer that broke the protocol, and forget it."""
+        self.counts.protocol_errors += 1
+        self._refuse(peer, session, reason, now)
+        self._forget(peer, for_good=True)
+
+    def _forget(self, peer: bytes, *, for_good: bool) -> None:
+        known = self.roster.leave(peer, for_good=for_good)
+        if known is not None and known.hello.role == "scheduler":
+            self.relay.gone(peer)
+        elif known is not None and known.hello.role == "client":
+            self._waiters.gone(peer)
+
+    # Frames, requests and results.
+
+    def _frame(self, peer: bytes, known: Peer, frame: Frame, nbytes: int, now: float) -> None:
+        if self._draining:
+            return  # not taken, so not acknowledged: its worker keeps it for the next hub
+        source, header = known.source, frame.header
+        assert source is not None
+        if not source.intake.take(header.seq, nbytes):
+            self.counts.duplicates += 1
+            self._send(peer, known.session.send(source.intake.refund(nbytes), now))
+            return
+        self._count(source, header)
+        hold = _Hold(source, header.seq, 1)
+
+        def taken() -> None:
+            self._post(lambda: self._release(hold))
+
+        for delivery in self.ledger.take(frame, source.engine):
+            hold.left += self.lanes[delivery.consumer].deliver(delivery, taken)
+        if header.finished:
+            for request in self.ledger.finish(header, source.engine):
+                hold.left += self._over(request, taken)
+        self._release(hold)
+
+    def _count(self, source: Source, header: FrameHeader) -> None:
+        rows = sum(len(block.sites) * block.rows for block in header.blocks)
+        source.count(header, rows)
+        self.counts.frames += 1
+        self.counts.rows += rows
+        self.counts.bytes += header.payload_bytes
+        if header.step > source.engine.step_last.get(header.rank.dp, -1):  # every stage tells of the same step
+            source.engine.step_last[header.rank.dp] = header.step
+            self.counts.tokens += header.step_tokens
+
+    def _release(self, hold: _Hold) -> None:
+        """One of those who held a frame needs it no more."""
+        hold.left -= 1
+        if hold.left:
+            return
+        source = hold.source
+        ack = source.intake.release(hold.seq)
+        if source.peer is not None:
+            self._say(source.peer, ack)
+
+    def _over(self, request: Request, taken: Callable[[], None] | None = None) -> int:
+        """Tell consumers that a request is over; return how many of them will call `taken`."""
+        asked = [lane for lane, tally in zip(self.lanes, request.tallies, strict=True) if tally is not None]
+        waited_for = sum(lane.finish(request, taken) for lane in asked)
+        self._answer_waiters(request)
+        return waited_for
+
+    def _lose(self, engine: Engine, replica: int | None) -> None:
+        for request in self.ledger.lose(engine, replica):
+            self._over(request)
+
+    def _settle(self, request: Request, consumer: int, result: CaptureResult) -> None:
+        request.results[consumer] = result
+        self._answer_waiters(request)
+
+    def _await(self, peer: bytes, said: Await) -> None:
+        for request in said.requests:
+            found = self.ledger.results_of(request)
+            if not said.wait or (found is not None and found[1]):
+                self._say(peer, Results(request, found[0] if found is not None else {}))
+                continue
+            self._waiters.add(request, peer)
+
+    def _answer_waiters(self, request: Request) -> None:
+        if not self._waiters.waits(request.id) or self.ledger.find(request.id) is not request:
+            return
+        found = self.ledger.results_of(request.id)
+        if found is not None and found[1]:
+            for peer in self._waiters.pop(request.id):
+                self._say(peer, Results(request.id, found[0]))
+
+    # Actions.
+
+    def _client_act(self, peer: bytes, act: Act) -> None:
+        def answer(outcome: Outcome) -> None:
+            self._say(peer, ActionOutcome(outcome))
+
+        if not self._actions_on:
+            answer(Rejected(act.id, ACTIONS_OFF))
+        else:
+            self._act(act.id, act.action, answer)
+
+    def _act(self, own_id: str, action: Action, answer: Callable[[Outcome], None]) -> None:
+        """Pass an action to the engine that runs its request, or, not knowing that, to every one."""
+        schedulers = dict(self.roster.schedulers())
+        request = self.ledger.find(action.request)
+        mine = {
+            peer
+            for peer, hello in schedulers.items()
+            if request is not None and (hello.engine, hello.rank.dp) == (request.engine, request.replica)
+        }
+        now = time.monotonic()
+        asked = self.relay.ask(own_id, action, mine or schedulers, now, answer)
+        if asked is not None:
+            act, peers = asked
+            for peer in peers:
+                self._say(peer, act)
+
+    # Sending.
+
+    def _say(self, peer: bytes, said: Ack | Act | ActionOutcome | Results | Status) -> None:
+        known = self.roster.peers.get(peer)
+        if known is not None and known.session.state is State.OPEN:
+            self._send(peer, known.session.send(said, time.monotonic()))
