@@ -4,7 +4,7 @@ By default a hub listens on a Unix socket in a directory that only its user can 
 loopback, unless the user says `insecure`: capflow's own protocol has neither encryption nor keys.
 
 A socket file can be bound over while another process listens on it, so a hub holds a lock on a file
-beside it for as long as it lives; the lock goes with the process, the file stays.
+beside it for as long as it lives; the lock goes with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -102,18 +102,30 @@ def held(address: str) -> Iterator[None]:
     if not address.startswith("ipc://"):
         yield
         return
-    path = address.removeprefix("ipc://") + ".lock"
+    path = Path(address.removeprefix("ipc://") + ".lock")
+    lock = _lock(path, address)
     try:
-        lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as e:
-        raise CapflowError(explain(f"cannot listen at {address}", got=f"{path}: {e.strerror}")) from e
-    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # before it is let go: whoever locks a file that is gone tries again
+        os.close(lock)
+
+
+def _lock(path: Path, address: str) -> int:
+    """Return the descriptor of a file at the path that this process has locked."""
+    while True:
+        try:
+            lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as e:
+            raise CapflowError(explain(f"cannot listen at {address}", got=f"{path}: {e.strerror}")) from e
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
+            os.close(lock)
             raise in_use(address) from e
-        yield
-    finally:
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), path.stat()):
+                return lock
         os.close(lock)
 
 

@@ -120,6 +120,13 @@ def test_an_address_is_held_once(tmp_path):
         pass
     with held(address):
         pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_a_killed_hub_left_is_free(tmp_path):
+    (tmp_path / "h.lock").touch()
+    with held(f"ipc://{tmp_path}/h"):
+        pass
 
 
 def test_a_link_where_the_lock_should_be_is_refused(tmp_path):
