@@ -1,1 +1,1 @@
-"""Part of capflow."""
+"""The live page: what a model computes, token by token, while it serves."""

@@ -1,0 +1,162 @@
+"""The dashboard consumer: puts what it is given on a board, and serves the page that shows it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import socket
+
+import msgspec
+
+from capflow import CaptureResult, CaptureSpec, Consumer, Frame, RequestDone, UsageError, hookimpl
+from capflow.consumer import Context
+from capflow.errors import explain
+from capflow.message import ModelInfo
+from capflow.probe import Probe
+from capflow_dashboard import limits
+from capflow_dashboard.board import Board
+from capflow_dashboard.pages import LOOPBACK_NAMES, Pages
+from capflow_dashboard.server import PageServer, port_error
+
+logger = logging.getLogger("capflow.consumer.dashboard")
+
+
+class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of `--consumer dashboard:`.
+
+    port: 0 for any free one. host: a loopback one. hook, layers, positions: what is captured of every request. probes: probe
+    files whose scores can be shown. token: what the address must hold to be let in; a new random one at each start
+    unless given. requests_max: how many requests are kept; tokens_max: how many tokens of each, the latest.
+    """
+
+    port: int = 8765
+    host: str = "127.0.0.1"
+    hook: str = "post_block"
+    layers: list[int] | str = "all"
+    positions: str = "all"
+    probes: list[str] | str = []
+    token: str | None = None
+    requests_max: int = 64
+    tokens_max: int = 2048
+
+
+class Dashboard(Consumer):
+    """Shows the norms of rows and the scores of probes, live. `address` is the page's, token included, once open."""
+
+    name = "dashboard"
+    Config = DashboardConfig
+    policy = "drop"
+    reads_requests = False
+
+    def __init__(self, config: DashboardConfig) -> None:
+        super().__init__(config)
+        self.config: DashboardConfig = config
+        self.address: str | None = None
+        self._probes: list[Probe] | None = None  # once read
+        self._board = Board(config.requests_max, config.tokens_max)
+        self._server: PageServer | None = None  # from `open` to `close`
+        self._url = ""  # the address without the token, which results may tell anyone
+
+    def spec(self) -> CaptureSpec:
+        """Ask for the configured sites, and for those of the probes, of every request."""
+        layers = self.config.layers
+        if isinstance(layers, str) and layers.isdigit():
+            layers = [int(layers)]
+        hooks: dict[str, list[int] | str] = {self.config.hook: layers}
+        for probe in self._read_probes():
+            asked = hooks.get(probe.site.hook, [])
+            if not isinstance(asked, str):
+                hooks[probe.site.hook] = sorted({*asked, probe.site.layer})
+        return CaptureSpec.parse({"hooks": hooks, "positions": self.config.positions}, where="consumers.dashboard")
+
+    def check(self) -> None:
+        """Raise UsageError when an option is wrong, a probe cannot be read or the port is taken."""
+        config = self.config
+        if config.host not in LOOPBACK_NAMES:
+            do = "reach it from elsewhere through ssh -L"
+            expected = f"one of {', '.join(LOOPBACK_NAMES)}"
+            raise UsageError(explain("consumers.dashboard.host", got=config.host, expected=expected, do=do))
+        _check_range("port", config.port, 0, limits.PORT_MAX)
+        _check_range("requests_max", config.requests_max, 1, limits.REQUESTS_MAX)
+        _check_range("tokens_max", config.tokens_max, limits.TOKENS_MIN, limits.TOKENS_MAX)
+        if config.token is not None and not re.fullmatch(
+            rf"[\w.~-]{{{limits.TOKEN_LENGTH_MIN},}}", config.token, re.ASCII
+        ):
+            expected = f"{limits.TOKEN_LENGTH_MIN} or more letters, digits, '.', '_', '~' and '-'"
+            raise UsageError(
+                explain("consumers.dashboard.token", got=f"{len(config.token)} characters", expected=expected)
+            )
+        self.spec()
+        self._try_port()
+
+    def open(self, context: Context) -> None:
+        """Begin to serve the page."""
+        token = self.config.token or secrets.token_urlsafe(24)
+        listen_at = "127.0.0.1" if self.config.host == "localhost" else self.config.host  # not two ports, one a family
+        server = PageServer(listen_at, self.config.port, self._board, Pages(token), context.count)
+        server.start()
+        self._server = server
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        self._url = f"http://{host}:{server.port}/"
+        self.address = f"{self._url}?token={token}"
+        logger.info("dashboard at %s", self.address)
+
+    def on_session(self, engine: str, model: ModelInfo) -> None:
+        """Make room for what the engine's requests bring."""
+        sites = list(self.spec().resolve(model.sites, num_layers=model.num_layers))
+        for problem in self._board.greet(engine, model, sites, self._read_probes()):
+            logger.error("%s", problem)
+
+    def on_frame(self, frame: Frame) -> None:
+        """Compute norms and scores, and let the rows go."""
+        self._board.count(frame.header)
+        for chunk in frame.chunks():
+            self._board.put(frame.header.engine, chunk)
+
+    def on_request_done(self, done: RequestDone) -> CaptureResult:
+        """Show that the request is over."""
+        self._board.finish(done)
+        return CaptureResult("partial_error" if done.dropped else "ok", payload={"address": self._url})
+
+    def look(self) -> tuple[str, str]:
+        """Say that nothing is kept."""
+        return "shown live, not kept", ""
+
+    def close(self) -> None:
+        """Tell the pages that it is over, and stop serving."""
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+    def _read_probes(self) -> list[Probe]:
+        if self._probes is None:
+            paths = self.config.probes
+            self._probes = [Probe.load(path) for path in ([paths] if isinstance(paths, str) else paths)]
+            names = [name for probe in self._probes for name in probe.names]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                expected = "probes with names of their own"
+                raise UsageError(explain("consumers.dashboard.probes", got=f"{twice[0]} twice", expected=expected))
+        return self._probes
+
+    def _try_port(self) -> None:
+        """Raise UsageError when the port cannot be had, before an engine is started for nothing."""
+        family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
+        with socket.socket(family) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                trial.bind((self.config.host, self.config.port))
+            except OSError as e:
+                raise port_error(self.config.host, self.config.port, e) from e
+
+
+def _check_range(option: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        do = "remove it to use the default"
+        raise UsageError(explain(f"consumers.dashboard.{option}", got=value, expected=f"{low}..{high}", do=do))
+
+
+@hookimpl
+def capflow_consumers() -> list[type[Consumer]]:
+    """Bring the dashboard."""
+    return [Dashboard]

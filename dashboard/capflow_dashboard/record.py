@@ -1,0 +1,147 @@
+"""The record of one request: its latest tokens, and the values of every series at them.
+
+Tokens stand at columns; column c is position `base + c`. A record that is full forgets its oldest quarter, and
+`base` moves. `changed[c]` is the version of the board at which anything in a column changed, so that a page is sent
+only what it has not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from capflow_dashboard import limits
+from capflow_dashboard.series import MISSING, Measures, Values
+
+LIVE = "live"
+_COLUMNS_FIRST = 64  # room that a new record has; it doubles up to `tokens_max`
+
+
+class Record:
+    """One request. key: names it to pages; ids of requests come again, keys do not.
+
+    started_s: wall clock, seconds. status: `live`, or how it ended. rows_lost: rows that did not come.
+    """
+
+    def __init__(
+        self,
+        key: int,
+        engine: str,
+        request: str,
+        measures: Measures,
+        *,
+        prompt_length: int,
+        base: int,
+        tokens_max: int,
+        started_s: float,
+    ) -> None:
+        self.key = key
+        self.engine = engine
+        self.id = request
+        self.measures = measures
+        self.prompt_length = prompt_length
+        self.started_s = started_s
+        self.status = LIVE
+        self.rows_lost = 0
+        self.version = 0
+        self.base = base
+        self.count = 0  # columns in use
+        self._tokens_max = tokens_max
+        columns = min(_COLUMNS_FIRST, tokens_max)
+        self._ids = np.full(columns, -1, np.int64)
+        self._texts: list[str | None] = [None] * columns
+        self._changed = np.zeros(columns, np.int64)
+        self._values: Values = np.full((len(measures), columns), MISSING, np.float32)
+
+    def put(
+        self,
+        version: int,
+        start: int,
+        token_ids: Sequence[int],
+        texts: Sequence[str],
+        indices: Sequence[int],
+        values: Values,
+    ) -> None:
+        """Note values of the tokens from position `start` on; of what lies before `base`, nothing."""
+        self.version = version
+        skip = max(0, self.base - start, len(token_ids) - self._tokens_max)
+        if skip >= len(token_ids):
+            return
+        start += skip
+        self._reach(start + len(token_ids) - skip)
+        first = start - self.base
+        end = first + len(token_ids) - skip
+        self._ids[first:end] = token_ids[skip:]
+        if texts:
+            self._texts[first:end] = [text[: limits.TEXT_LENGTH_MAX] for text in texts[skip:]]
+        self._changed[first:end] = version
+        if len(indices):
+            self._values[indices, first:end] = values[:, skip:]
+        self.count = max(self.count, end)
+
+    def end(self, version: int, status: str, prompt_length: int, rows_lost: int) -> None:
+        """The request is over."""
+        self.version = version
+        self.status = status
+        self.prompt_length = prompt_length or self.prompt_length
+        self.rows_lost = rows_lost
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the list of requests shows."""
+        return {
+            "key": self.key,
+            "id": self.id,
+            "engine": self.engine,
+            "status": self.status,
+            "prompt_length": self.prompt_length,
+            "tokens": self.base + self.count,
+            "started_s": self.started_s,
+            "rows_lost": self.rows_lost,
+        }
+
+    def since(self, version: int) -> tuple[dict[str, Any], Values] | None:
+        """Return the columns from the first to the last that changed after a version; None when none did."""
+        changed = np.flatnonzero(self._changed[: self.count] > version)
+        if not changed.size:
+            return None
+        first, end = int(changed[0]), int(changed[-1]) + 1
+        told = {
+            "key": self.key,
+            "base": self.base,
+            "first": first,
+            "count": end - first,
+            "ids": self._ids[first:end].tolist(),
+            "texts": self._texts[first:end],
+        }
+        return told, self._values[:, first:end].copy()
+
+    def _reach(self, stop: int) -> None:
+        """Make room for positions below `stop`, forgetting old ones when there are `tokens_max`."""
+        needed = stop - self.base
+        if needed > self._tokens_max:
+            self._forget(max(needed - self._tokens_max, self._tokens_max // 4))
+            needed = stop - self.base
+        columns = self._ids.size
+        if needed > columns:
+            grown = min(max(needed, 2 * columns), self._tokens_max)
+            extra = grown - columns
+            self._ids = np.concatenate([self._ids, np.full(extra, -1, np.int64)])
+            self._texts += [None] * extra
+            self._changed = np.concatenate([self._changed, np.zeros(extra, np.int64)])
+            room = np.full((len(self._values), extra), MISSING, np.float32)
+            self._values = np.concatenate([self._values, room], axis=1)
+
+    def _forget(self, columns: int) -> None:
+        kept = max(0, self.count - columns)
+        self._ids[:kept] = self._ids[columns : columns + kept]
+        self._ids[kept:] = -1
+        self._texts[:kept] = self._texts[columns : columns + kept]
+        self._texts[kept:] = [None] * (len(self._texts) - kept)
+        self._changed[:kept] = self._changed[columns : columns + kept]
+        self._changed[kept:] = 0
+        self._values[:, :kept] = self._values[:, columns : columns + kept].copy()
+        self._values[:, kept:] = MISSING
+        self.base += columns
+        self.count = kept

@@ -1,0 +1,133 @@
+// Scales: from values to colours, for the tokens and the heatmap alike.
+//
+// A value may be NaN or infinite, when its row held that, and -Infinity where there is no row; none of these
+// takes part in medians or ranges, and none has a place on a scale.
+
+const STEPS = 64;
+const PALETTES = {
+  light: {
+    sequential: ["#f3f6f4", "#cfe5dc", "#93cabf", "#4ea3a6", "#237389", "#1b4a6b", "#152a4a"],
+    diverging: ["#1f5f9e", "#5d9ccb", "#b4d3e8", "#f5f5f2", "#f7cfa8", "#e08a4c", "#ac4713"],
+  },
+  dark: {
+    sequential: ["#1a222b", "#1b3a50", "#1d5a72", "#2a7f8c", "#4fa89a", "#94cfa6", "#eef2bf"],
+    diverging: ["#7cc0ff", "#3f82bd", "#25486a", "#20262e", "#5f3b22", "#b0672e", "#ffae66"],
+  },
+};
+
+export const MISSING = -Infinity;
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+/** Call when the colours of the page change. */
+export function onTheme(call) {
+  dark.addEventListener("change", call);
+}
+
+function quantile(sorted, q) {
+  if (!sorted.length) return NaN;
+  const at = q * (sorted.length - 1);
+  const low = Math.floor(at);
+  return sorted[low] + (sorted[Math.min(low + 1, sorted.length - 1)] - sorted[low]) * (at - low);
+}
+
+function finiteSorted(...arrays) {
+  const all = new Float64Array(arrays.reduce((total, array) => total + array.length, 0));
+  let count = 0;
+  for (const array of arrays) for (const value of array) if (Number.isFinite(value)) all[count++] = value;
+  return all.subarray(0, count).sort();
+}
+
+/** Return norms of one site on a scale: z, ratio, log or raw. z is robust: (v - median) / (1.4826 · MAD). */
+export function normalise(values, scale) {
+  const result = new Float64Array(values.length);
+  if (scale === "raw") return Float64Array.from(values);
+  if (scale === "log") {
+    for (let i = 0; i < values.length; i++) result[i] = values[i] === MISSING ? MISSING : Math.log10(values[i]);
+    for (let i = 0; i < values.length; i++) if (values[i] === 0) result[i] = NaN;
+    return result;
+  }
+  const sorted = finiteSorted(values);
+  const median = quantile(sorted, 0.5);
+  const spread = 1.4826 * quantile(sorted.map((value) => Math.abs(value - median)).sort(), 0.5);
+  for (let i = 0; i < values.length; i++) {
+    const value = values[i];
+    if (value === MISSING) result[i] = MISSING;
+    else if (scale === "ratio") result[i] = value / median;
+    else result[i] = spread > 0 ? (value - median) / spread : value - median;
+  }
+  return result;
+}
+
+/** The range of a scale, and its colours. Sequential ones span the middle 96 %; what lies outside has the end's colour. */
+export class Scale {
+  constructor(arrays, { diverging = false, centre = 0 } = {}) {
+    const sorted = finiteSorted(...arrays);
+    let low = quantile(sorted, 0.02);
+    let high = quantile(sorted, 0.98);
+    if (!sorted.length) [low, high] = [0, 1];
+    if (diverging) {
+      const reach = Math.max(Math.abs(low - centre), Math.abs(high - centre)) || 1;
+      [low, high] = [centre - reach, centre + reach];
+    } else if (!(high > low)) {
+      const pad = Math.abs(low) * 0.05 || 1;
+      [low, high] = [low - pad, high + pad];
+    }
+    this.low = low;
+    this.high = high;
+    this.stops = PALETTES[dark.matches ? "dark" : "light"][diverging ? "diverging" : "sequential"];
+    this.name = `${dark.matches}/${diverging}`;
+    this.ramp = ramp(this.stops);
+  }
+
+  /** Return the step of a finite value, 0 to 63. */
+  step(value) {
+    const t = (value - this.low) / (this.high - this.low);
+    return Math.round(Math.min(1, Math.max(0, t)) * (STEPS - 1));
+  }
+
+  /** The colours as plotly takes them. */
+  get colorscale() {
+    return this.stops.map((colour, i) => [i / (this.stops.length - 1), colour]);
+  }
+}
+
+const ramps = new Map();
+
+/** Return 64 colours `{back, fore}`; fore is what can be read on it. */
+function ramp(stops) {
+  const name = stops.join();
+  if (!ramps.has(name)) {
+    const points = stops.map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
+    ramps.set(
+      name,
+      Array.from({ length: STEPS }, (_, i) => {
+        const at = (i / (STEPS - 1)) * (points.length - 1);
+        const left = Math.min(Math.floor(at), points.length - 2);
+        const rgb = points[left].map((v, c) => Math.round(v + (points[left + 1][c] - v) * (at - left)));
+        const linear = rgb.map((v) => (v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4));
+        const luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+        return { back: `rgb(${rgb.join(", ")})`, fore: luminance > 0.18 ? "#0d1418" : "#fbfdfd" };
+      }),
+    );
+  }
+  return ramps.get(name);
+}
+
+/** Draw a scale's colours into a canvas of one row. */
+export function drawRamp(canvas, scale) {
+  const context = canvas.getContext("2d");
+  for (let x = 0; x < canvas.width; x++) {
+    context.fillStyle = scale.ramp[Math.floor((x / canvas.width) * STEPS)].back;
+    context.fillRect(x, 0, 1, canvas.height);
+  }
+}
+
+/** Return a value as people read it. */
+export function show(value) {
+  if (value === MISSING) return "no row";
+  if (Number.isNaN(value)) return "NaN";
+  if (value === Infinity) return "infinite";
+  const size = Math.abs(value);
+  if (size >= 1e5 || (size < 1e-3 && size > 0)) return value.toExponential(2);
+  return String(Number(value.toPrecision(4)));
+}
