@@ -10,6 +10,7 @@ from engines import GREEDY, LAYERS, WIDTH, Reference, answers, engine, prompts, 
 import capflow
 from capflow.action import Abort, Applied, Rejected, Steer
 from capflow.client import Client
+from capflow.launch import HubProcess
 from capflow.probe import Probe
 from capflow.site import Site
 from capflow.vector import SteeringVector
@@ -363,13 +364,19 @@ def test_the_generation_survives_its_hub(tiny, plain):
     """The hub is killed while requests run: the answers are those of plain vLLM, and no result says ok."""
     from vllm import SamplingParams
 
-    with engine(tiny, consumers=["log"]) as llm:
-        params = [
-            capflow.sampling_params(id=f"r{n}", capture=ALL, max_tokens=12, **GREEDY) for n in range(len(LENGTHS))
-        ]
-        assert answers(llm.generate(prompts(LENGTHS), SamplingParams(max_tokens=12, **GREEDY), use_tqdm=False)) == plain
-        llm._hub_process._process.kill()
-        llm._hub_process._process.wait()
-        outputs = llm.generate(prompts(LENGTHS), params, use_tqdm=False)
-        assert answers(outputs) == plain
-        assert all(r.status != "ok" for o in outputs for r in o.capture_results.values())
+    hub = HubProcess(["log"])
+    hub.start(60)
+    try:
+        with engine(tiny, hub=hub.address) as llm:
+            nothing = SamplingParams(max_tokens=12, **GREEDY)
+            assert answers(llm.generate(prompts(LENGTHS), nothing, use_tqdm=False)) == plain
+            hub._process.kill()
+            hub._process.wait()
+            params = [
+                capflow.sampling_params(id=f"r{n}", capture=ALL, max_tokens=12, **GREEDY) for n in range(len(LENGTHS))
+            ]
+            outputs = llm.generate(prompts(LENGTHS), params, use_tqdm=False)
+            assert answers(outputs) == plain
+            assert all(r.status != "ok" for o in outputs for r in o.capture_results.values())
+    finally:
+        hub.stop()

@@ -56,9 +56,8 @@ def run(job: Job, tell: Any) -> None:
 
         model = str(prepare(progress=lambda what: tell("preparing", what=what)))
     tell("loading", model=model)
-    from vllm import SamplingParams
+    from vllm import LLMEngine, SamplingParams
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
 
     from capflow_engine.options import KEY, RequestOptions
 
