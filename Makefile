@@ -13,7 +13,7 @@ help:  ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
 
 demo: env compiler  ## run a real model over examples/prompts.jsonl, with files, DuckDB and the dashboard
-	@mkdir -p demo-data
+	@rm -rf demo-data && mkdir -p demo-data
 	$(RUN)
 
 test: env system  ## run every test
