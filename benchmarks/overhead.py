@@ -61,6 +61,11 @@ def child(kind: str, model: str, root: str, eager: bool) -> None:
     fixed: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
     out.write(json.dumps({"ready": True}) + "\n")
     for turn, line in enumerate(sys.stdin):
+        if line.strip() == "logprobs":
+            outputs = llm.generate(prompts, SamplingParams(**fixed | {"max_tokens": 1, "logprobs": 20}), use_tqdm=False)
+            found = [{str(t): p.logprob for t, p in o.outputs[0].logprobs[0].items()} for o in outputs]
+            out.write(json.dumps({"logprobs": found}) + "\n")
+            continue
         if line.strip() == "capture":
             spec = {"hooks": {"post_block": "all"}, "positions": "all"}
             params: Any = [capflow.sampling_params(id=f"t{turn}-{n}", capture=spec, **fixed) for n in range(PROMPTS)]
@@ -126,6 +131,47 @@ def verify(root: Path, turn: int) -> tuple[int, int]:
     return rows, size
 
 
+def moved(engines: dict[str, Engine]) -> float:
+    """Return the largest difference between the engines' logprobs of the first generated token, over the top 20."""
+    plain, tapped = (engines[kind].turn("logprobs")["logprobs"] for kind in ("plain", "capflow"))
+    return max(abs(p[t] - q[t]) for p, q in zip(plain, tapped, strict=True) for t in p.keys() & q.keys())
+
+
+def report(
+    model: str,
+    args: argparse.Namespace,
+    seconds: dict[str, list[float]],
+    tokens: dict[str, list[list[int]]],
+    captured: tuple[int, int],
+    largest: float,
+) -> None:
+    """Print what was measured."""
+    median = {mode: statistics.median(values) for mode, values in seconds.items()}
+    generated = PROMPTS * TOKENS
+    print(
+        f"\n{PROMPTS} prompts x {PROMPT_TOKENS} tokens + {TOKENS} generated, {model.rsplit('/', 1)[-1]}, "
+        f"{'eager' if args.eager else 'torch.compile on'}, {platform.processor() or platform.machine()}, "
+        f"{2 * args.rounds} turns each, interleaved"
+    )
+    print("| mode | generated tok/s (median) | of plain | goal | spread |")
+    print("|---|---|---|---|---|")
+    for mode in ("plain", "idle", "capture"):
+        ratio = median["plain"] / median[mode]
+        spread = f"{generated / max(seconds[mode]):.0f}-{generated / min(seconds[mode]):.0f}"
+        goal = f"{GOALS[mode]:.2f}" if mode in GOALS else ""
+        print(f"| {mode} | {generated / median[mode]:.0f} | {ratio:.3f} | {goal} | {spread} |")
+    rows, size = captured
+    print(
+        f"\ncapture: {rows} rows, {size / 1e6:.0f} MB a turn, {size / median['capture'] / 1e6:.0f} MB/s, each file verified"
+    )
+    same = {m: sum(a == b for a, b in zip(tokens[m], tokens["plain"], strict=True)) for m in ("idle", "capture")}
+    print(
+        f"answers equal to plain vLLM's: idle {same['idle']}/{PROMPTS}, capture {same['capture']}/{PROMPTS}; "
+        f"idle equal to capture: {sum(a == b for a, b in zip(tokens['idle'], tokens['capture'], strict=True))}/{PROMPTS}"
+    )
+    print(f"largest difference between logprobs of the first token, top 20: {largest:.4f}")
+
+
 def main() -> int:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser()
@@ -166,33 +212,12 @@ def main() -> int:
                 captured = verify(root, answer["turn"])
             shutil.rmtree(root)
             root.mkdir()
+    largest = moved(engines)
     for engine in engines.values():
         engine.close()
-    median = {mode: statistics.median(values) for mode, values in seconds.items()}
-    generated = PROMPTS * TOKENS
-    print(
-        f"\n{PROMPTS} prompts x {PROMPT_TOKENS} tokens + {TOKENS} generated, {model.rsplit('/', 1)[-1]}, "
-        f"{'eager' if args.eager else 'torch.compile on'}, {platform.processor() or platform.machine()}, "
-        f"{2 * args.rounds} turns each, interleaved"
-    )
-    print("| mode | generated tok/s (median) | of plain | goal | spread |")
-    print("|---|---|---|---|---|")
-    for mode in ("plain", "idle", "capture"):
-        ratio = median["plain"] / median[mode]
-        spread = f"{generated / max(seconds[mode]):.0f}-{generated / min(seconds[mode]):.0f}"
-        goal = f"{GOALS[mode]:.2f}" if mode in GOALS else ""
-        print(f"| {mode} | {generated / median[mode]:.0f} | {ratio:.3f} | {goal} | {spread} |")
-    rows, size = captured
-    print(
-        f"\ncapture: {rows} rows, {size / 1e6:.0f} MB a turn, {size / median['capture'] / 1e6:.0f} MB/s, each file verified"
-    )
-    same = {m: sum(a == b for a, b in zip(tokens[m], tokens["plain"], strict=True)) for m in ("idle", "capture")}
-    print(
-        f"answers equal to plain vLLM's: idle {same['idle']}/{PROMPTS}, capture {same['capture']}/{PROMPTS}; "
-        f"idle equal to capture: {sum(a == b for a, b in zip(tokens['idle'], tokens['capture'], strict=True))}/{PROMPTS}"
-    )
+    report(model, args, seconds, tokens, captured, largest)
     if args.json is not None:
-        args.json.write_text(json.dumps({"seconds": seconds, "rows": rows, "bytes": size}))
+        args.json.write_text(json.dumps({"seconds": seconds, "rows": captured[0], "bytes": captured[1]}))
     shutil.rmtree(work)
     return 0
 
