@@ -78,8 +78,12 @@ class Board:
     # The consumer's thread.
 
     def greet(self, engine: str, model: ModelInfo, sites: Sequence[Site], probes: Sequence[Probe]) -> list[str]:
-        """An engine connected; return what of the probes does not fit its model."""
+        """An engine connected, or came back with its requests; return what of the probes does not fit its model."""
         measures = Measures(model, sites, probes)
+        with self._lock:
+            before = self._engines.get(engine)
+        if before is not None and before.measures.is_like(measures):
+            measures = before.measures
         bytes_each = self.requests_max * max(1, len(measures)) * 4
         room = max(limits.TOKENS_MIN, limits.VALUES_BYTES_MAX // bytes_each)
         with self._lock:

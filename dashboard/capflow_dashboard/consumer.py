@@ -35,7 +35,7 @@ class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hook: str = "post_block"
     layers: list[int] | str = "all"
     positions: str = "all"
-    probes: list[str] | str = []
+    probes: tuple[str, ...] = ()
     token: str | None = None
     requests_max: int = 64
     tokens_max: int = 2048
@@ -131,8 +131,7 @@ class Dashboard(Consumer):
 
     def _read_probes(self) -> list[Probe]:
         if self._probes is None:
-            paths = self.config.probes
-            self._probes = [Probe.load(path) for path in ([paths] if isinstance(paths, str) else paths)]
+            self._probes = [Probe.load(path) for path in self.config.probes]
             names = [name for probe in self._probes for name in probe.names]
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 expected = "probes with names of their own"

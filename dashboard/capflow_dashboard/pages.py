@@ -21,15 +21,14 @@ LOOPBACK_NAMES = ("127.0.0.1", "::1", "localhost")
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/style.css": ("style.css", "text/css; charset=utf-8"),
-    "/plots.css": ("plots.css", "text/css; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 } | {
     f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
     for name in ("app", "charts", "feed", "keys", "requests", "scale", "tokens")
 }
 _PLOTLY_PATH = "/plotly.js"
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+_POLICY = (  # plotly.js writes style attributes; scripts are files of ours only
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _SECURITY = {

@@ -66,13 +66,12 @@ class Record:
     ) -> None:
         """Note values of the tokens from position `start` on; of what lies before `base`, nothing."""
         self.version = version
-        skip = max(0, self.base - start, len(token_ids) - self._tokens_max)
+        stop = start + len(token_ids)
+        self._reach(stop)
+        skip = max(0, self.base - start)
         if skip >= len(token_ids):
             return
-        start += skip
-        self._reach(start + len(token_ids) - skip)
-        first = start - self.base
-        end = first + len(token_ids) - skip
+        first, end = start + skip - self.base, stop - self.base
         self._ids[first:end] = token_ids[skip:]
         if texts:
             self._texts[first:end] = [text[: limits.TEXT_LENGTH_MAX] for text in texts[skip:]]

@@ -71,6 +71,10 @@ class Measures:
     def __len__(self) -> int:
         return len(self.series)
 
+    def is_like(self, other: Measures) -> bool:
+        """Return whether the other's values can stand beside these."""
+        return (self.model, self.series, self.problems) == (other.model, other.series, other.problems)
+
     def of(self, sites: Sequence[Site], rows: Rows) -> tuple[list[int], Values]:
         """Return which series rows `[sites, tokens, hidden_size]` give, and their values `[series, tokens]`."""
         indices, parts = [], []

@@ -40,7 +40,7 @@ class PageServer:
     def __init__(self, host: str, port: int, board: Board, pages: Pages, on_count: Callable[[str], None]) -> None:
         self.host = host
         self.port = port
-        self.clients = 0  # pages that are connected; the server's thread's, as all below
+        self.connections: set[ServerConnection] = set()  # of open pages; the server's thread's, as all below
         self._board = board
         self._pages = pages
         self._on_count = on_count
@@ -114,13 +114,13 @@ class PageServer:
         return response
 
     async def _page(self, connection: ServerConnection) -> None:
-        if self.clients >= limits.CLIENTS_MAX:
+        if len(self.connections) >= limits.CLIENTS_MAX:
             self._on_count("pages_refused")
             await connection.close(CloseCode.TRY_AGAIN_LATER, f"{limits.CLIENTS_MAX} pages are open already")
             return
         seen = Seen()
         listening: asyncio.Task[Any] | None = None
-        self.clients += 1
+        self.connections.add(connection)
         try:
             listening = asyncio.create_task(self._hear(connection, seen))
             await self._tell(connection, seen)
@@ -130,7 +130,7 @@ class PageServer:
             self._on_count("pages_stalled")
             connection.transport.abort()
         finally:
-            self.clients -= 1
+            self.connections.discard(connection)
             self._board.leave(seen)
             if listening is not None:
                 listening.cancel()

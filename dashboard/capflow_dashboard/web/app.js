@@ -8,6 +8,7 @@ import { textOf, TokenView } from "./tokens.js";
 
 const RATES_S = 120;
 const RATES = ["tokens", "rows", "bytes"];
+const Z_REACH = 3;
 const SCALE_TITLES = { z: "robust z", ratio: "ratio to median", log: "log₁₀ norm", raw: "norm" };
 
 const $ = (id) => document.getElementById(id);
@@ -42,10 +43,11 @@ const feed = new Feed({
   },
   onState(name, why) {
     $("link").dataset.state = name;
-    $("link").textContent = { live: "live", lost: "reconnecting", ended: "stopped", refused: "disconnected" }[name];
+    $("link").textContent = { live: "connected", lost: "reconnecting", ended: "stopped", refused: "disconnected" }[name];
     $("notice").hidden = !why;
     $("notice").textContent = why;
     document.body.classList.toggle("stale", name !== "live");
+    $("tip").hidden = true;
   },
 });
 
@@ -94,6 +96,7 @@ function takeRates(rates) {
     const values = [...state.rates[name], ...rates[name]].slice(-RATES_S);
     state.rates[name] = values;
     $(`rate-${name}`).textContent = amount(values.at(-1), name === "bytes");
+    $(`peak-${name}`).textContent = `peak ${amount(Math.max(...values), name === "bytes")}`;
   }
   drawRates();
 }
@@ -237,6 +240,10 @@ function tick() {
   if (state.stale.heat && heat.ready) drawHeat();
 }
 
+function scaleOptions(name) {
+  return name === "z" ? { centre: 0, reach: Z_REACH } : {};
+}
+
 function paintTokens() {
   state.stale.tokens = false;
   const { isProbe, row, one } = measured();
@@ -245,14 +252,14 @@ function paintTokens() {
   const values = state.detail.values[row];
   const scaled = isProbe ? values : normalise(values, scaleName);
   const scale = isProbe
-    ? new Scale([values], { diverging: true, centre: one.threshold })
-    : new Scale([scaled], { diverging: scaleName === "z" });
+    ? new Scale([values], { centre: one.threshold })
+    : new Scale([scaled], scaleOptions(scaleName));
   tokens.paint(values, scaled, scale, isProbe ? one.threshold : null);
   $("site-label").classList.toggle("idle", isProbe);
   $("site").disabled = isProbe;
   drawRamp($("legend-bar"), scale);
-  $("legend-low").textContent = show(scale.low);
-  $("legend-high").textContent = show(scale.high);
+  $("legend-low").textContent = `≤ ${show(scale.low)}`;
+  $("legend-high").textContent = `≥ ${show(scale.high)}`;
   const what = isProbe ? `score, underlined from ${show(one.threshold)} on` : SCALE_TITLES[scaleName];
   $("legend").title = what;
   $("legend").setAttribute("aria-label", `Colours from ${show(scale.low)} to ${show(scale.high)}: ${what}`);
@@ -285,7 +292,7 @@ function drawHeat() {
     rows,
     labels: norms.map((one) => (hooks.size > 1 ? `${one.hook} ${one.layer}` : String(one.layer))),
     base,
-    scale: new Scale(rows, { diverging: scaleName === "z" }),
+    scale: new Scale(rows, scaleOptions(scaleName)),
     title: SCALE_TITLES[scaleName],
     axis: hooks.size > 1 ? "" : "layer",
     row: row < 0 ? null : row,

@@ -2,14 +2,20 @@
 
 /* global Plotly */
 
-const CONFIG = { displayModeBar: false, responsive: true, doubleClick: "reset", showTips: false };
+const CONFIG = { displayModeBar: false, responsive: false, doubleClick: false, showTips: false };
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
+const sized = new WeakSet(); // elements whose size is watched
+
 /** Draw one rate: values of the latest seconds, the newest last. */
 export function drawRate(element, values, seconds) {
+  if (!sized.has(element)) {
+    sized.add(element);
+    addEventListener("resize", () => Plotly.Plots.resize(element));
+  }
   const accent = colour("--accent");
   const x = values.map((_, i) => i - values.length + 1);
   const top = Math.max(...values, 1);
@@ -98,6 +104,7 @@ export class Heatmap {
 
   listen() {
     this.listens = true;
+    new ResizeObserver(() => Plotly.Plots.resize(this.element)).observe(this.element);
     const cell = (event) => [Math.round(event.points[0].x) - this.base, Math.round(event.points[0].y)];
     this.element.on("plotly_hover", (event) => this.onPointed(...cell(event), event.event));
     this.element.on("plotly_unhover", () => this.onPointed(null, null, null));

@@ -58,16 +58,22 @@ export function normalise(values, scale) {
   return result;
 }
 
-/** The range of a scale, and its colours. Sequential ones span the middle 96 %; what lies outside has the end's colour. */
+/**
+ * The range of a scale, and its colours. It ends 1.5 interquartile ranges outside the quartiles, so that one outlier,
+ * as the first token often is, does not take all the colours; what lies outside has the end's colour.
+ */
 export class Scale {
-  constructor(arrays, { diverging = false, centre = 0 } = {}) {
-    const sorted = finiteSorted(...arrays);
-    let low = quantile(sorted, 0.02);
-    let high = quantile(sorted, 0.98);
+  /** centre: of a diverging scale, null for a sequential one. reach: how far from the centre it goes, if that is fixed. */
+  constructor(arrays, { centre = null, reach = null } = {}) {
+    const diverging = centre !== null;
+    const sorted = reach === null ? finiteSorted(...arrays) : new Float64Array(0);
+    const [first, third] = [quantile(sorted, 0.25), quantile(sorted, 0.75)];
+    let low = Math.max(sorted[0], first - 1.5 * (third - first));
+    let high = Math.min(sorted.at(-1), third + 1.5 * (third - first));
     if (!sorted.length) [low, high] = [0, 1];
     if (diverging) {
-      const reach = Math.max(Math.abs(low - centre), Math.abs(high - centre)) || 1;
-      [low, high] = [centre - reach, centre + reach];
+      const far = reach ?? (Math.max(Math.abs(low - centre), Math.abs(high - centre)) || 1);
+      [low, high] = [centre - far, centre + far];
     } else if (!(high > low)) {
       const pad = Math.abs(low) * 0.05 || 1;
       [low, high] = [low - pad, high + pad];
@@ -128,6 +134,6 @@ export function show(value) {
   if (Number.isNaN(value)) return "NaN";
   if (value === Infinity) return "infinite";
   const size = Math.abs(value);
-  if (size >= 1e5 || (size < 1e-3 && size > 0)) return value.toExponential(2);
-  return String(Number(value.toPrecision(4)));
+  const far = size >= 1e6 || (size < 1e-3 && size > 0);
+  return (far ? value.toExponential(2) : String(Number(value.toPrecision(4)))).replace("-", "−");
 }
