@@ -7,9 +7,9 @@ That is how examples/code.safetensors was made, from what `make demo` captures. 
 written too, as a vector to steer with.
 
 Reads what the filesystem consumer wrote. The direction is the mean row of the positive requests' tokens less that of the
-negative ones', scaled so that a row at the positive mean scores 1, one at the negative mean -1, and the probe fires from 0 on. Every other request of each group is held out, and what
-the probe gets right on those is printed. The first position is left out: models park a huge vector there that says
-nothing about the text.
+negative ones', scaled so that a row at the positive mean scores 1 and one at the negative mean -1; the probe fires from 0
+on. Every other request of each group is held out, and what the probe gets right on those is printed. The first
+position is left out: models park a huge vector there that says nothing about the text.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ for candidate in python3.11 python3; do
         break
     fi
 done
-[ -n "$python" ] || fail "no Python 3.11 or newer: got $(python3 --version 2>&1 || echo none); install python3.11"
+[ -n "$python" ] || fail "no Python 3.11 or newer: got $(python3 --version 2>/dev/null || echo none); install python3.11"
 
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT

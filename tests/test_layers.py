@@ -18,7 +18,15 @@ LAYERS = (
 """The core, lowest first; a module imports from its own layer and those below. `cli` stands for all of its modules."""
 
 ENGINE_ONLY = {"torch", "triton", "vllm", "transformers", "accelerate", "gguf"}
-HUB_ONLY = {"capflow.hub", "capflow.cli", "capflow.exchange", "capflow.fanout", "capflow.ledger", "capflow.relay", "capflow.roster"}
+HUB_ONLY = {
+    "capflow.hub",
+    "capflow.cli",
+    "capflow.exchange",
+    "capflow.fanout",
+    "capflow.ledger",
+    "capflow.relay",
+    "capflow.roster",
+}
 
 FILES = modules()
 IMPORTS = {name: imports_of(path.read_text(encoding="utf-8"), set(FILES)) for name, path in FILES.items()}

@@ -75,7 +75,9 @@ def test_the_version_stands_in_one_place(wheel):
     assert "version" in PROJECT["dynamic"]
     assert metadata(wheel)["Version"] == capflow.__version__
     text = f'"{capflow.__version__}"'
-    files = [path for path in [*modules().values(), ROOT / "pyproject.toml"] if text in path.read_text(encoding="utf-8")]
+    files = [
+        path for path in [*modules().values(), ROOT / "pyproject.toml"] if text in path.read_text(encoding="utf-8")
+    ]
     assert [path.relative_to(ROOT).as_posix() for path in files] == ["capflow/__init__.py"]
 
 
