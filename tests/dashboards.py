@@ -43,14 +43,16 @@ def dashboard(**options):
 
 @contextlib.contextmanager
 def open_dashboard(**options):
-    """Yield a dashboard that serves; `counted` is what it counted."""
+    """Yield a dashboard that serves; `counted` is what it counted, `closed` whether it is over."""
     with dashboard(**options) as consumer:
         hub = context()
         consumer.counted = hub.counted
+        consumer.closed = False
         consumer.open(hub)
         try:
             yield consumer
         finally:
+            consumer.closed = True
             consumer.close()
 
 

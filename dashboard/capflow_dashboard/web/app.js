@@ -3,7 +3,7 @@
 import { drawRate, Heatmap } from "./charts.js";
 import { Feed } from "./feed.js";
 import { RequestList, statusOf } from "./requests.js";
-import { drawRamp, MISSING, normalise, onTheme, Scale, show } from "./scale.js";
+import { MISSING, normalise, onTheme, Scale, show } from "./scale.js";
 import { textOf, TokenView } from "./tokens.js";
 
 const RATES_S = 120;
@@ -227,17 +227,28 @@ onTheme(() => {
   drawRates();
 });
 
-function redraw() {
-  state.stale = { tokens: true, heat: true };
+// Drawing happens when something is stale, once for each picture of the screen, and no oftener than can be borne.
+
+let awaited = false;
+
+function redraw({ tokens = true } = {}) {
+  state.stale.tokens ||= tokens;
+  state.stale.heat = true;
+  if (!awaited) requestAnimationFrame(draw);
+  awaited = true;
 }
 
-// Drawing happens once for each picture of the screen, and no oftener than it can be borne.
-
-function tick() {
-  requestAnimationFrame(tick);
+function draw() {
+  awaited = false;
   if (!state.detail) return;
   if (state.stale.tokens) paintTokens();
-  if (state.stale.heat && heat.ready) drawHeat();
+  if (!state.stale.heat) return;
+  if (heat.wait === 0) {
+    drawHeat();
+  } else if (!awaited) {
+    awaited = true;
+    setTimeout(() => requestAnimationFrame(draw), heat.wait);
+  }
 }
 
 function scaleOptions(name) {
@@ -257,7 +268,7 @@ function paintTokens() {
   tokens.paint(values, scaled, scale, isProbe ? one.threshold : null);
   $("site-label").classList.toggle("idle", isProbe);
   $("site").disabled = isProbe;
-  drawRamp($("legend-bar"), scale);
+  $("legend-bar").style.backgroundImage = scale.gradient;
   $("legend-low").textContent = `≤ ${show(scale.low)}`;
   $("legend-high").textContent = `≥ ${show(scale.high)}`;
   const what = isProbe ? `score, underlined from ${show(one.threshold)} on` : SCALE_TITLES[scaleName];
@@ -306,7 +317,7 @@ function pointAt(column, row, where) {
   const tip = $("tip");
   if (state.column !== column) {
     state.column = column;
-    state.stale.heat = true;
+    redraw({ tokens: false });
   }
   tip.hidden = column === null || !state.detail?.series[row];
   if (tip.hidden) return;
@@ -344,5 +355,3 @@ function pointAt(column, row, where) {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") $("tip").hidden = true;
 });
-
-tick();

@@ -44,12 +44,13 @@ export class Heatmap {
     this.listens = false;
     this.drawing = false;
     this.cost = 0; // how long the last drawing took, ms
-    this.drawnAt = 0;
+    this.drawnAt = -Infinity;
   }
 
-  /** Whether drawing now would leave the page time for other things. */
-  get ready() {
-    return !this.drawing && performance.now() - this.drawnAt > Math.max(200, 3 * this.cost);
+  /** How long to wait with drawing, ms, so that the page has time for other things; 0 for not at all. */
+  get wait() {
+    const pause = Math.max(200, 3 * this.cost);
+    return this.drawing ? pause : Math.max(0, pause - (performance.now() - this.drawnAt));
   }
 
   /** Draw rows of scaled values; labels: one for each row; row and column: what is marked, null for none. */

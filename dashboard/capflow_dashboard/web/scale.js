@@ -91,6 +91,11 @@ export class Scale {
     return Math.round(Math.min(1, Math.max(0, t)) * (STEPS - 1));
   }
 
+  /** The colours as css takes them. */
+  get gradient() {
+    return `linear-gradient(to right, ${this.stops.join(", ")})`;
+  }
+
   /** The colours as plotly takes them. */
   get colorscale() {
     return this.stops.map((colour, i) => [i / (this.stops.length - 1), colour]);
@@ -112,20 +117,11 @@ function ramp(stops) {
         const rgb = points[left].map((v, c) => Math.round(v + (points[left + 1][c] - v) * (at - left)));
         const linear = rgb.map((v) => (v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4));
         const luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
-        return { back: `rgb(${rgb.join(", ")})`, fore: luminance > 0.18 ? "#0d1418" : "#fbfdfd" };
+        return { back: `rgb(${rgb.join(", ")})`, fore: luminance > 0.179 ? "#000000" : "#ffffff" };
       }),
     );
   }
   return ramps.get(name);
-}
-
-/** Draw a scale's colours into a canvas of one row. */
-export function drawRamp(canvas, scale) {
-  const context = canvas.getContext("2d");
-  for (let x = 0; x < canvas.width; x++) {
-    context.fillStyle = scale.ramp[Math.floor((x / canvas.width) * STEPS)].back;
-    context.fillRect(x, 0, 1, canvas.height);
-  }
 }
 
 /** Return a value as people read it. */
