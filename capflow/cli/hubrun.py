@@ -48,6 +48,7 @@ class HubRun:
         self.drain_s = drain_s
         self.refusals: list[str] = []
         self.stopped = threading.Event()  # set by the first signal
+        self.controllers = tuple(controllers)
         self.hub = Hub(address, consumers, controllers, insecure=insecure, on_refused=self.refusals.append)
         self._hurry = threading.Event()  # set by the second signal
         self._drained = True  # whether the consumers handled everything

@@ -31,6 +31,7 @@ from capflow.client import Client
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ModelInfo
 from capflow.result import CaptureResult
+from capflow.site import Site
 from capflow.spec import join
 
 _RESULTS_WAIT_S = 120.0
@@ -109,6 +110,7 @@ class ModelJob:
     sampling: dict[str, Any] = field(default_factory=dict)
     hub: str = ""  # the address, known once the hub listens
     stage: str = "starting"
+    shape: tuple[int, tuple[Site, ...]] | None = None  # layers and tapped sites, known before the model is loaded
     info: ModelInfo | None = None
     done: list[dict[str, Any]] = field(default_factory=list)
     generated_s: float | None = None  # how long the requests took, once all are done
@@ -214,6 +216,8 @@ class ModelJob:
             except ValueError:
                 continue
             match event.get("event"):
+                case "model":
+                    self.shape = int(event["num_layers"]), tuple(Site(*site) for site in event["sites"])
                 case "loading":
                     self.stage = "loading the model"
                 case "preparing":
@@ -277,7 +281,13 @@ def _watch(running: HubRun, job: ModelJob) -> None:
     with bar:
         task = bar.add_task(job.stage, total=len(job.prompts), rates="")
         said, said_at = "", 0.0
+        checked = False
         while job.running and not running.stopped.wait(limits.IDLE_S):
+            if not checked and job.shape is not None:
+                _check_specs(running, *job.shape)
+                checked = True
+            if running.refusals:
+                raise UsageError(running.refusals[0])
             rates = _rates(running, job)
             bar.update(task, description=job.stage, completed=len(job.done), rates=rates)
             now = time.monotonic()
@@ -285,6 +295,16 @@ def _watch(running: HubRun, job: ModelJob) -> None:
                 line = f"capflow: {job.stage}, {len(job.done)} of {len(job.prompts)} requests  {rates}"
                 running.console.print(line.rstrip(), highlight=False, soft_wrap=True)
                 said, said_at = job.stage, now
+
+
+def _check_specs(running: HubRun, num_layers: int, sites: tuple[Site, ...]) -> None:
+    """Raise UsageError when a consumer or a controller wants what the model does not have."""
+    for consumer in running.hub.consumers:
+        if (spec := consumer.consumer.spec()) is not None:
+            spec.resolve(sites, num_layers=num_layers, where=f"consumers.{consumer.name}")
+    for controller in running.controllers:
+        spec = controller.kind(controller.state).spec()
+        spec.resolve(sites, num_layers=num_layers, where=f"consumers.{controller.name}")
 
 
 def _rates(running: HubRun, job: ModelJob) -> str:

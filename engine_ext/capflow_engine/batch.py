@@ -67,7 +67,8 @@ def run(job: Job, tell: Any) -> None:
         SamplingParams(**job.sampling)
     except (TypeError, ValueError) as e:
         raise UsageError(explain("--engine-arg or --sampling", got=str(e), expected="names that vLLM knows")) from e
-    compat.check_model(arguments, settings)
+    num_layers, sites = compat.check_model(arguments, settings)
+    tell("model", num_layers=num_layers, sites=sites)
     engine = LLMEngine.from_engine_args(arguments)
     try:
         info = compat.model_info(engine.vllm_config)

@@ -130,15 +130,19 @@ def check_config(vllm_config: Any) -> None:
         raise UsageError(explain("model runner type", got=got, expected="a model that generates text"))
 
 
-def check_model(engine_args: Any, settings: Settings) -> None:
-    """Raise UsageError for a model that cannot be found, or sites that it does not have, before anything starts."""
+def check_model(engine_args: Any, settings: Settings) -> tuple[int, tuple[Site, ...]]:
+    """Return a model's number of layers and its tapped sites, from its configuration alone.
+
+    Raises UsageError for a model that cannot be found, or sites that it does not have, before anything starts.
+    """
     try:
         model = engine_args.create_model_config()
     except (OSError, ValueError) as e:
         first = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
         expected = "a directory with a config.json, or a model that can be fetched"
         raise UsageError(explain(f"model {engine_args.model}", got=first, expected=expected)) from e
-    tapped_sites(settings.sites, model.get_total_num_hidden_layers())
+    num_layers: int = model.get_total_num_hidden_layers()
+    return num_layers, tapped_sites(settings.sites, num_layers)
 
 
 def model_info(vllm_config: Any) -> ModelInfo:

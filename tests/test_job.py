@@ -1,0 +1,106 @@
+"""The model job's side in the command line: what can be known to be wrong is said in one line, before anything starts."""
+
+import subprocess
+import sys
+
+import pytest
+
+from capflow.cli.job import Prompt, parse_pairs, read_prompts
+from capflow.errors import UsageError
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    def write(text):
+        path = tmp_path / "prompts.jsonl"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+GOOD = '{"id": "a", "prompt": "x"}\n'
+
+
+def test_prompts_are_read_with_blank_lines_passed_over(prompts):
+    path = prompts(GOOD + "\n" + '{"id": "b", "prompt": "y", "max_tokens": 7}\n')
+    assert read_prompts(path) == [Prompt("a", "x"), Prompt("b", "y", 7)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (GOOD + "nonsense\n", "line 2"),
+        (GOOD + '{"id": "b"}\n', "line 2"),
+        (GOOD + '{"id": "b", "prompt": ""}\n', "line 2"),
+        (GOOD + '{"id": "", "prompt": "x"}\n', "line 2"),
+        (GOOD + '{"id": "b", "prompt": "x", "colour": 1}\n', "colour"),
+        (GOOD + '{"id": "b", "prompt": "x", "max_tokens": 0}\n', "line 2, max_tokens"),
+        (GOOD + GOOD, "line 2, id"),
+        ("\n", "no prompts"),
+    ],
+)
+def test_a_bad_prompts_file_names_its_line(prompts, text, words):
+    with pytest.raises(UsageError, match=words) as caught:
+        read_prompts(prompts(text))
+    assert "\n" not in str(caught.value)
+
+
+def test_pairs_are_json_where_they_can_be():
+    assert parse_pairs(("a=1", "b=true", "c=x", 'd={"e": 2}'), "--engine-arg") == {
+        "a": 1,
+        "b": True,
+        "c": "x",
+        "d": {"e": 2},
+    }
+    with pytest.raises(UsageError, match="NAME=VALUE"):
+        parse_pairs(("a",), "--engine-arg")
+
+
+def run(tmp_path, *arguments):
+    command = [sys.executable, "-m", "capflow", "run", "--address", f"ipc://{tmp_path}/hub.sock", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "demo", "--prompts", "{tmp}/none.jsonl", "--consumer", "log"), "none.jsonl"),
+        (("--model", "{tmp}/nowhere", "--prompts", "{prompts}", "--consumer", "log"), "--model"),
+        (("--model", "demo", "--prompts", "{prompts}", "--consumer", "log", "--engine-arg", "x"), "--engine-arg"),
+        (("--model", "demo", "--consumer", "log"), "no --prompts"),
+    ],
+)
+def test_a_wrong_job_is_refused_before_anything_starts(tmp_path, prompts, arguments, words):
+    path = prompts(GOOD)
+    done = run(tmp_path, *(a.format(tmp=tmp_path, prompts=path) for a in arguments))
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("capflow: ")
+    assert words in line
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--consumer", "filesystem:root={tmp}/rows,layers=99"), "layer 99"),
+        (("--consumer", "filesystem:root={tmp}/rows,hooks=mlp_in"), "--sites mlp_in"),
+        (("--consumer", "log", "--sites", "post_block:77"), "post_block:77"),
+        (("--consumer", "log", "--engine-arg", "colour=red"), "colour"),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused_before_it_is_loaded(tmp_path, prompts, arguments, words):
+    from engines import save_tiny, save_words
+
+    model = tmp_path / "model"
+    save_tiny(model)
+    save_words(model)
+    path = prompts(GOOD)
+    done = run(tmp_path, "--model", str(model), "--prompts", str(path), *(a.format(tmp=tmp_path) for a in arguments))
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("capflow: ")
+    assert words in last
+    assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "rows").glob("[!.]*"))
