@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
 	--consumer filesystem:root=demo-data/rows,on_collision=overwrite \
 	--consumer duckdb:path=demo-data/capflow.duckdb,probes=examples/code.safetensors \
-	--consumer dashboard
+	--consumer dashboard:probes=examples/code.safetensors
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format bench env system compiler lock clean
