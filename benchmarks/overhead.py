@@ -26,7 +26,7 @@ PROMPTS, PROMPT_TOKENS, TOKENS = 48, 128, 32
 GOALS = {"idle": 0.98, "capture": 0.85}
 
 
-def child(kind: str, model: str, root: str, eager: bool) -> None:
+def child(kind: str, model: str, root: str, *, eager: bool, dtype: str) -> None:
     """Be an engine: read a mode a line, run the prompts, answer a line of JSON."""
     import os
 
@@ -39,6 +39,7 @@ def child(kind: str, model: str, root: str, eager: bool) -> None:
 
     arguments: dict[str, Any] = {
         "model": model,
+        "dtype": dtype,
         "max_model_len": 512,
         "max_num_seqs": 64,
         "enforce_eager": eager,
@@ -84,8 +85,8 @@ def child(kind: str, model: str, root: str, eager: bool) -> None:
 class Engine:
     """An engine in a child process."""
 
-    def __init__(self, kind: str, model: str, root: Path, eager: bool) -> None:
-        command = [sys.executable, __file__, "--child", kind, "--model", model, "--root", str(root)]
+    def __init__(self, kind: str, model: str, root: Path, *, eager: bool, dtype: str) -> None:
+        command = [sys.executable, __file__, "--child", kind, "--model", model, "--root", str(root), "--dtype", dtype]
         self.log = (root.parent / f"{kind}.log").open("w")
         self.process = subprocess.Popen(
             command + ["--eager"] * eager, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
@@ -180,10 +181,11 @@ def main() -> int:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--dtype", default="auto", help="float32 is faster on a CPU without AVX-512")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.child:
-        child(args.child, args.model, args.root, args.eager)
+        child(args.child, args.model, args.root, eager=args.eager, dtype=args.dtype)
         return 0
     model = args.model
     if model == "demo":
@@ -193,7 +195,7 @@ def main() -> int:
     work = Path(tempfile.mkdtemp(prefix="capflow-bench-"))
     root = work / "rows"
     root.mkdir()
-    engines = {kind: Engine(kind, model, root, args.eager) for kind in ("plain", "capflow")}
+    engines = {kind: Engine(kind, model, root, eager=args.eager, dtype=args.dtype) for kind in ("plain", "capflow")}
     order = ["plain", "idle", "capture", "capture", "idle", "plain"]
     for mode in ("plain", "idle", "capture"):  # warm up
         engines["plain" if mode == "plain" else "capflow"].turn(mode)

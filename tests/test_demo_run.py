@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 LAYERS = 18
 TOKENS = 16
-PROMPTS = 14
+PROMPTS = 10
 
 
 @pytest.fixture(scope="module")
