@@ -4,7 +4,7 @@
 
 Two engines live in processes of their own for the whole run, one plain, one with capflow; their turns interleave, plain,
 idle, capture, capture, idle, plain, …, and the ratios are of medians. Each turn runs the same prompts, greedily, with
-`ignore_eos` and fixed lengths. The clock of a capturing turn stops when every row lies on disk, synced and published; then
+`ignore_eos` and fixed lengths; `CAPFLOW_BENCH_PROMPTS` makes a turn shorter on a slow machine. The clock of a capturing turn stops when every row lies on disk, synced and published; then
 every row is read back, counted and its checksum verified, off the clock.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shutil
 import statistics
@@ -22,14 +23,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROMPTS, PROMPT_TOKENS, TOKENS = 48, 128, 32
+PROMPTS = int(os.environ.get("CAPFLOW_BENCH_PROMPTS", "48"))
+PROMPT_TOKENS, TOKENS = 128, 32
 GOALS = {"idle": 0.98, "capture": 0.85}
 
 
 def child(kind: str, model: str, root: str, *, eager: bool, dtype: str) -> None:
     """Be an engine: read a mode a line, run the prompts, answer a line of JSON."""
-    import os
-
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -206,6 +206,7 @@ def main() -> int:
         for mode in order:
             answer = engines["plain" if mode == "plain" else "capflow"].turn(mode)
             seconds[mode].append(answer["seconds"])
+            print(f"{mode}: {answer['seconds']:.1f} s", file=sys.stderr, flush=True)
             tokens[mode] = answer["tokens"]
             assert len(answer["tokens"]) == PROMPTS
             assert all(len(t) == TOKENS for t in answer["tokens"])
