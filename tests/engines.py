@@ -44,10 +44,10 @@ def save_words(directory):
     """Save a tokenizer beside a tiny model: one token for each word `w5` … `w299`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    vocabulary = {f"w{n}": n for n in range(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    vocabulary = {"<unk>": 0, "<eos>": 1} | {f"w{n}": n for n in range(2, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w1")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>")
     fast.save_pretrained(directory)
 
 

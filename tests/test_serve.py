@@ -32,15 +32,25 @@ def model(tmp_path_factory):
 def process(*arguments, environment):
     """Run a capflow command; it must be gone, by itself, when the block is over."""
     running = subprocess.Popen(
-        [sys.executable, "-m", "capflow", *arguments], env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "capflow", *arguments],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     lines = []
     try:
         yield running, lines
-    finally:
-        if running.poll() is None:
-            running.kill()
-        lines += running.communicate()[1].splitlines()
+    except BaseException:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.communicate()
+        raise
+    try:
+        lines += running.communicate(timeout=60)[1].splitlines()
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.communicate()
+        raise
 
 
 def free_port():

@@ -317,7 +317,8 @@ class WorkerCapture:
         """Send what is left and leave the hub."""
         self._close_step({})
         if self.sender is not None:
-            self.sender.close(limits.DRAIN_S_MAX)
+            there = self.link is not None and self.link.connected
+            self.sender.close(limits.DRAIN_S_MAX if there else limits.LINGER_S)  # nobody takes what waits for a hub
             self.sender = None
 
 
