@@ -7,7 +7,7 @@ which is the model in float32. Rounding moves a row by an amount that only the m
 how an error of 2^-9 in one layer grows through the next. So the bound is measured where it belongs: per layer, the
 error of the captured rows against float32 may be at most as large as that of Transformers' own bfloat16
 rows (times 1.5 for the median row, times 3 for the worst, which is one row of thousands). A row of a wrong position or
-layer is off by more than a hundred times that; `test_the_bound_would_notice` shows it.
+layer is off by many times that; `test_the_bound_would_notice` shows it.
 """
 
 import json
@@ -60,7 +60,7 @@ def run(model, prompts, root, *arguments):
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    return done.stdout
+    return done.stderr
 
 
 def read(root):
@@ -94,7 +94,7 @@ def float32(model):
 @pytest.mark.parametrize("eager", ["true", "false"])
 def test_float32_rows_are_transformers(model, prompts, float32, tmp_path, eager):
     printed = run(model, prompts, tmp_path / "rows", "dtype=float32", f"enforce_eager={eager}")
-    assert "dropped" in printed
+    assert " 0 dropped" in " ".join(printed.split())
     for token_ids, rows in read(tmp_path / "rows").values():
         assert errors(rows, float32.post_block(token_ids)).max() < 1e-5
 
@@ -119,9 +119,13 @@ def test_bfloat16_rows_are_as_near_to_the_model_as_transformers_are(model, bfloa
 
 
 def test_the_bound_would_notice(bfloat16, float32):
-    """Each captured row is nearer to its own reference than to that of the next position, or of the next layer."""
+    """Rows held against the reference of the next position, or of the next layer, are off by far more than the bound."""
+    own, position, layer = [], [], []
     for token_ids, rows in bfloat16.values():
         truth = float32.post_block(token_ids)
-        own = errors(rows, truth)
-        assert (errors(rows[:, 1:], truth[:, :-1]) > 2 * own[:, 1:]).all()
-        assert (errors(rows[1:], truth[:-1]) > 2 * own[1:]).mean() > 0.99
+        own.append(errors(rows, truth))
+        position.append(errors(rows[:, 1:], truth[:, :-1]))
+        layer.append(errors(rows[1:], truth[:-1]))
+    median = np.median(np.concatenate(own, axis=1))
+    assert np.median(np.concatenate(position, axis=1)) > 10 * median
+    assert np.median(np.concatenate(layer, axis=1)) > 5 * median
