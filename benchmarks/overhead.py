@@ -213,8 +213,8 @@ def main() -> int:
             if mode == "capture":
                 assert answer["statuses"] == ["ok"] * PROMPTS, answer["statuses"]
                 captured = verify(root, answer["turn"])
-            shutil.rmtree(root)
-            root.mkdir()
+            for directory in root.glob("[!.]*"):  # the consumer holds the root itself
+                shutil.rmtree(directory)
     largest = moved(engines)
     for engine in engines.values():
         engine.close()
