@@ -17,7 +17,7 @@ import numpy as np
 import test_tap
 import torch
 
-from capflow.spec import Positions
+from capflow.positions import Positions
 from capflow_engine.kernel import launch
 from capflow_engine.plan import Plan, Planner, Scheduled, Tracked
 from capflow_engine.tables import Tables

@@ -30,6 +30,7 @@ import xxhash
 
 from capflow import limits
 from capflow.errors import RemoteProtocolError, explain
+from capflow.positions import Positions
 from capflow.site import HOOKS, Site
 from capflow.spec import CaptureSpec, Wanted
 
@@ -162,7 +163,7 @@ class Chunk(NamedTuple):
 
 
 Wants = Callable[[RequestRows], Wanted]
-"""What a consumer wants of a request: the positions at each site."""
+"""What a consumer wants of a request at each site."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(FrameHeader)
@@ -188,23 +189,31 @@ class Frame:
         return Frame(self.header, self.payload, wants)
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the wanted rows: for each request and block, one chunk or more."""
+        """Yield the wanted rows in chunks: of each request at each site, in the order of their positions."""
+        for chunk in self._whole():
+            if self.wants is None:
+                yield chunk
+            else:
+                yield from _narrow(chunk, self.wants(chunk.request))
+
+    def _whole(self) -> Iterator[Chunk]:
+        """Yield every span of every block as a chunk."""
         header = self.header
         if not header.blocks:
             return
         flat = np.frombuffer(self.payload, dtype=DTYPES[header.dtype])
         begin = 0
+        spans: list[tuple[Span, Block, Rows]] = []
         for block in header.blocks:
             size = len(block.sites) * block.rows * header.hidden_size
             rows = flat[begin : begin + size].reshape(len(block.sites), block.rows, header.hidden_size)
             begin += size
-            for span in block.spans:
-                request = header.requests[span.request]
-                chunk = Chunk(request, block.sites, span.start, rows[:, span.row : span.row + span.length])
-                if self.wants is None:
-                    yield chunk
-                else:
-                    yield from _narrow(chunk, self.wants(request))
+            spans += [(span, block, rows) for span in block.spans]
+        if len(header.blocks) > 1:
+            spans.sort(key=lambda found: found[0][:2])
+        for span, block, rows in spans:
+            request = header.requests[span.request]
+            yield Chunk(request, block.sites, span.start, rows[:, span.row : span.row + span.length])
 
     def encode(self) -> list[Any]:
         """Return the frame's parts for the wire; the payload is not copied."""
@@ -283,20 +292,22 @@ def _checked_rows(block: Block, header: FrameHeader) -> int:
 
 
 def _narrow(chunk: Chunk, wanted: Wanted) -> Iterator[Chunk]:
-    """Yield the part of a chunk that is wanted, sites with the same positions together."""
+    """Yield the parts of a chunk that are wanted, sites with the same positions together."""
     stop = chunk.start + chunk.rows.shape[1]
-    groups: dict[tuple[int, int], list[int]] = {}
+    groups: dict[Positions, list[int]] = {}
     for index, site in enumerate(chunk.sites):
-        positions = wanted.get(site)
-        if positions:
-            first, end = positions.span(chunk.request.prompt_length, chunk.start, stop)
-            if first < end:
-                groups.setdefault((first, end), []).append(index)
-    for (first, end), indices in groups.items():
+        want = wanted.get(site)
+        if want is not None:
+            groups.setdefault(want.positions, []).append(index)
+    for positions, indices in groups.items():
+        runs = positions.at(chunk.request.prompt_length).runs(chunk.start, stop)
+        if not runs:
+            continue
         whole = len(indices) == len(chunk.sites)
         rows = chunk.rows if whole else chunk.rows[indices]
         sites = chunk.sites if whole else tuple(chunk.sites[i] for i in indices)
-        yield Chunk(chunk.request, sites, first, rows[:, first - chunk.start : end - chunk.start])
+        for first, end in runs:
+            yield Chunk(chunk.request, sites, first, rows[:, first - chunk.start : end - chunk.start])
 
 
 def _broken(what: str, got: Any, expected: str) -> RemoteProtocolError:

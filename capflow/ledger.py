@@ -16,11 +16,11 @@ from capflow import limits
 from capflow.errors import RemoteProtocolError, UsageError, explain
 from capflow.frame import Dropped, Finished, Frame, FrameHeader, Rank, RequestRows
 from capflow.message import ModelInfo
+from capflow.positions import Positions
 from capflow.result import CaptureResult, RequestDone
 from capflow.site import Site
-from capflow.spec import CaptureSpec, Positions, Wanted, join, span
+from capflow.spec import CaptureSpec, Wanted, join
 
-_ALL = int(Positions.ALL)
 _SHARES_KEPT_MAX = 4096
 
 
@@ -37,14 +37,14 @@ class Share:
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
-        self._groups: dict[tuple[Site, ...], tuple[tuple[int, int], ...]] = {}  # see `groups`; one entry a block shape
+        self._groups: dict[tuple[Site, ...], tuple[tuple[Positions, int], ...]] = {}  # see `groups`; one a block shape
 
-    def groups(self, sites: tuple[Site, ...]) -> tuple[tuple[int, int], ...]:
-        """Return, for a block's sites, the sets of positions wanted (as ints) and at how many sites each."""
+    def groups(self, sites: tuple[Site, ...]) -> tuple[tuple[Positions, int], ...]:
+        """Return, for a block's sites, the sets of positions wanted and at how many sites each."""
         groups = self._groups.get(sites)
         if groups is None:
-            counts = Counter(int(self.wanted.get(site, Positions.NONE)) for site in sites)
-            groups = tuple((positions, count) for positions, count in counts.items() if positions)
+            counts = Counter(self.wanted[site].positions for site in sites if site in self.wanted)
+            groups = tuple(counts.items())
             if len(self._groups) >= _SHARES_KEPT_MAX:
                 self._groups.clear()
             self._groups[sites] = groups
@@ -53,7 +53,12 @@ class Share:
     def wants_all(self, sites: tuple[Site, ...]) -> bool:
         """Return whether every position at each of a block's sites is wanted."""
         groups = self.groups(sites)
-        return len(groups) == 1 and groups[0] == (_ALL, len(sites))
+        return len(groups) == 1 and groups[0] == (Positions.ALL, len(sites))
+
+    def cut(self, prompt_length: int, computed_length: int) -> bool:
+        """Return whether a budget of rows left out some of such a request."""
+        every = {want.positions for want in self.wanted.values()}
+        return any(positions.cut(prompt_length, computed_length) for positions in every)
 
 
 class Tally:
@@ -101,19 +106,22 @@ class Request:
         """Return what a consumer is told at the end, with its own counts."""
         tally = self.tallies[consumer]
         assert tally is not None
+        share = self.shares[consumer]
         finished = tuple(self.finished[stage] for stage in sorted(self.finished))
+        computed_length = max((f.computed_length for f in finished), default=0)
         dropped = self.dropped + tally.dropped
         return RequestDone(
             engine=self.engine,
             request=self.id,
             status=self.status or "error",
             prompt_length=self.prompt_length,
-            computed_length=max((f.computed_length for f in finished), default=0),
+            computed_length=computed_length,
             rows_promised=sum(max(f.rows, self.received.get(stage, 0)) for stage, f in self.finished.items())
             + sum(rows for stage, rows in self.received.items() if stage not in self.finished),
             rows=tally.rows,
             dropped=tuple(Dropped(rows, reason) for reason, rows in sorted(dropped.items())),
             finished=finished,
+            budget_reached=share is not None and share.cut(self.prompt_length, computed_length),
         )
 
     def judge(self, consumer: int, said: CaptureResult | None) -> CaptureResult:
@@ -121,6 +129,8 @@ class Request:
         tally = self.tallies[consumer]
         assert tally is not None
         result = said or CaptureResult("ok")
+        if self.done_for(consumer).budget_reached:
+            result = msgspec.structs.replace(result, budget_reached=True)
         troubles = [tally.error] if tally.error else []
         troubles += [f"{rows} rows lost: {reason}" for reason, rows in sorted((self.dropped + tally.dropped).items())]
         if self.status == "error":
@@ -292,7 +302,7 @@ def _count(header: FrameHeader, requests: Sequence[Request], consumer: int) -> l
     counts = [0] * len(requests)
     for block in header.blocks:
         share: Share | None = None
-        groups: tuple[tuple[int, int], ...] = ()
+        groups: tuple[tuple[Positions, int], ...] = ()
         for index, start, length, _ in block.spans:
             mine = requests[index].shares[consumer]
             if mine is None:
@@ -300,9 +310,9 @@ def _count(header: FrameHeader, requests: Sequence[Request], consumer: int) -> l
             if mine is not share:
                 share, groups = mine, mine.groups(block.sites)
             for positions, sites in groups:
-                if positions == _ALL:
+                if positions == Positions.ALL:
                     counts[index] += sites * length
                 else:
-                    first, end = span(positions, header.requests[index].prompt_length, start, start + length)
-                    counts[index] += sites * (end - first)
+                    places = positions.at(header.requests[index].prompt_length)
+                    counts[index] += sites * places.count(start, start + length)
     return counts

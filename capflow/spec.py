@@ -1,7 +1,7 @@
-"""What to capture: which sites, and which positions of a request.
+"""What to capture: which sites, which positions of a request, how many rows at most, and how they are stored.
 
-A `CaptureSpec` is what a user or a consumer writes; `resolve` turns it into `Wanted`: one `Positions`
-value for each tapped site. Positions count from 0 over prompt and generated tokens together. The row
+A `CaptureSpec` is what a user or a consumer writes; `resolve` turns it into `Wanted`: for each site a `Want`. Positions, and
+how they are written, are those of `capflow.positions`; they count from 0 over prompt and generated tokens together. The row
 of a position is what the model computed when the token *at* that position was its input, so the
 last generated token, which is never fed back, has no row: a request with `p` prompt tokens and `g`
 generated tokens has `p + g - 1` rows at a site.
@@ -9,85 +9,55 @@ generated tokens has `p + g - 1` rows at a site.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
 from capflow import limits
 from capflow.errors import UsageError, explain
+from capflow.positions import Form, Positions, normalise
 from capflow.site import HOOKS, Site
 
+StoredDtype = Literal["model", "float32", "float16"]
+"""How consumers that store rows store them: as they were captured, or converted."""
 
-class Positions(enum.IntFlag):
-    """A set of positions of one request; sets are joined with `|`."""
+STORED_DTYPES: tuple[str, ...] = get_args(StoredDtype)
 
-    NONE = 0
-    LAST_PROMPT = 1
-    ALL_PROMPT = 2
-    ALL_GENERATED = 4
-    ALL = ALL_PROMPT | ALL_GENERATED
+Layers = str | list[int | str]
+"""`"all"`, a range, or a list of layer numbers and ranges."""
 
-    @classmethod
-    def named(cls, name: str) -> Positions:
-        """Return the set with the name that specs use, e.g. `last_prompt`."""
-        return _NAMED[name]
-
-    def span(self, prompt_length: int, start: int, stop: int) -> tuple[int, int]:
-        """Return the part of positions `[start, stop)` that is in the set, as `(first, end)`.
-
-        Every set is one contiguous run of positions, so its part of a run is one too. `first == end`
-        when nothing of it is in the set.
-        """
-        return span(int(self), prompt_length, start, stop)
-
-    def count(self, prompt_length: int, computed_length: int) -> int:
-        """Return how many rows a request has in the set once `computed_length` tokens were computed."""
-        first, end = self.span(prompt_length, 0, computed_length)
-        return end - first
+_RANGE = re.compile(r"(\d{1,4})-(\d{0,4})(?::(\d{1,4}))?")
+_LAYERS_EXPECTED = '"all", layer numbers (-1 is the last), ranges like "4-11", "12-" or "0-35:4", or a list of these'
 
 
-def span(positions: int, prompt_length: int, start: int, stop: int) -> tuple[int, int]:
-    """Return what `Positions.span` does, for the plain int of a set: an enum costs ten times as much."""
-    if not positions:
-        return start, start
-    if positions & _ALL_PROMPT:
-        low = 0
-    elif positions & _LAST_PROMPT:
-        low = prompt_length - 1
-    else:
-        low = prompt_length
-    first = max(start, low)
-    end = stop if positions & _ALL_GENERATED else min(stop, prompt_length)
-    return (first, end) if first < end else (start, start)
+class Want(NamedTuple):
+    """What is wanted at one site: positions, and how consumers store their rows."""
+
+    positions: Positions
+    dtype: StoredDtype = "model"
+
+    def joined(self, other: Want) -> Want:
+        """Return what satisfies both; float32 holds every value of the other dtypes."""
+        return Want(self.positions | other.positions, self.dtype if self.dtype == other.dtype else "float32")
 
 
-_LAST_PROMPT = int(Positions.LAST_PROMPT)
-_ALL_PROMPT = int(Positions.ALL_PROMPT)
-_ALL_GENERATED = int(Positions.ALL_GENERATED)
-
-_NAMED = {
-    "last_prompt": Positions.LAST_PROMPT,
-    "all_prompt": Positions.ALL_PROMPT,
-    "all_generated": Positions.ALL_GENERATED,
-    "all": Positions.ALL,
-}
-
-POSITION_NAMES: tuple[str, ...] = tuple(_NAMED)
-
-Wanted = Mapping[Site, Positions]
-"""For each wanted site the positions wanted there."""
+Wanted = Mapping[Site, Want]
+"""For each wanted site what is wanted there."""
 
 
-class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Which sites and positions to capture.
 
-    hooks: for each hook its layers, a list of ints or `"all"`. positions: one of `POSITION_NAMES`.
+    hooks: for each hook its layers. positions: one of the forms of `capflow.positions`. max_rows: at each
+    site only the first so many of these positions of a request, None for all. dtype: how consumers store the rows.
     """
 
-    hooks: dict[str, list[int] | str]
-    positions: str = "all"
+    hooks: dict[str, Layers]
+    positions: Form = "all"
+    max_rows: int | None = None
+    dtype: StoredDtype = "model"
 
     @classmethod
     def parse(cls, value: Any, *, where: str = "capture") -> CaptureSpec:
@@ -99,60 +69,109 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return value
         if not isinstance(value, Mapping):
             raise UsageError(explain(where, got=value, expected='a mapping like {"hooks": {"post_block": [0]}}'))
-        unknown = set(value) - {"hooks", "positions"}
+        unknown = set(value) - set(cls.__struct_fields__)
         if unknown:
-            raise UsageError(explain(f"{where}.{min(map(str, unknown))}", expected="one of hooks, positions"))
-        positions = value.get("positions", "all")
-        if positions not in POSITION_NAMES:
-            raise UsageError(
-                explain(f"{where}.positions", got=positions, expected=f"one of {', '.join(POSITION_NAMES)}")
-            )
+            fields = ", ".join(cls.__struct_fields__)
+            raise UsageError(explain(f"{where}.{min(map(str, unknown))}", expected=f"one of {fields}"))
         hooks = value.get("hooks")
         if not isinstance(hooks, Mapping) or not hooks:
             raise UsageError(explain(f"{where}.hooks", got=hooks, expected='a mapping like {"post_block": "all"}'))
-        return cls(
-            hooks={hook: _layers(layers, hook, f"{where}.hooks") for hook, layers in hooks.items()},
-            positions=positions,
+        spec = cls(
+            hooks={
+                _hook(hook, f"{where}.hooks"): read_layers(layers, f"{where}.hooks.{hook}")
+                for hook, layers in hooks.items()
+            },
+            positions=normalise(value.get("positions", "all"), f"{where}.positions"),
+            max_rows=value.get("max_rows"),
+            dtype=value.get("dtype", "model"),
         )
+        spec.set_of_positions(where)
+        return spec
 
-    def resolve(self, tapped: Iterable[Site], *, num_layers: int, where: str = "capture") -> dict[Site, Positions]:
-        """Return the positions wanted at each site, given the sites that carry a tap.
+    def set_of_positions(self, where: str = "capture") -> Positions:
+        """Return the positions wanted at each site of the spec; raise UsageError for what is no set of them."""
+        if self.max_rows is not None and (
+            type(self.max_rows) is not int or not 0 < self.max_rows <= limits.POSITION_MAX
+        ):
+            expected = f"a whole number of 1..{limits.POSITION_MAX}"
+            raise UsageError(explain(f"{where}.max_rows", got=self.max_rows, expected=expected))
+        if self.dtype not in STORED_DTYPES:
+            raise UsageError(explain(f"{where}.dtype", got=self.dtype, expected=f"one of {', '.join(STORED_DTYPES)}"))
+        return Positions.parse(self.positions, max_rows=self.max_rows, where=f"{where}.positions")
+
+    def resolve(self, tapped: Iterable[Site], *, num_layers: int, where: str = "capture") -> dict[Site, Want]:
+        """Return what is wanted at each site, given the sites that carry a tap.
 
         Raises UsageError for a layer that the model does not have and for a site without a tap.
         """
         have = set(tapped)
-        positions = Positions.named(self.positions)
-        wanted: dict[Site, Positions] = {}
+        want = Want(self.set_of_positions(where), self.dtype)
+        wanted: dict[Site, Want] = {}
         for hook, layers in self.hooks.items():
-            if isinstance(layers, str):
+            at = f"{where}.hooks.{hook}"
+            if layers == "all":
                 sites = sorted(site for site in have if site.hook == hook)
                 if not sites:
-                    raise UsageError(_untapped(f"{where}.hooks.{hook}", have, hook))
+                    raise UsageError(_untapped(at, have, hook))
             else:
-                sites = [Site(layer, hook) for layer in layers]
+                sites = [Site(layer, hook) for layer in _numbers(layers, num_layers, at)]
             for site in sites:
-                if not 0 <= site.layer < num_layers:
-                    raise UsageError(
-                        explain(f"{where}.hooks.{hook}", got=f"layer {site.layer}", expected=f"0..{num_layers - 1}")
-                    )
                 if site not in have:
-                    raise UsageError(_untapped(f"{where}.hooks.{hook}", have, str(site)))
-                wanted[site] = positions
+                    raise UsageError(_untapped(at, have, str(site)))
+                wanted[site] = want
         return wanted
 
 
-def _layers(value: Any, hook: Any, where: str) -> list[int] | str:
+def _hook(hook: Any, where: str) -> str:
     if hook not in HOOKS:
         raise UsageError(explain(where, got=hook, expected=f"a hook, one of {', '.join(HOOKS)}"))
+    return str(hook)
+
+
+def read_layers(value: Any, where: str = "layers") -> Layers:
+    """Return layers as they are kept; raise UsageError when they are not written as layers are."""
     if value == "all":
         return "all"
-    whole = isinstance(value, Sequence) and not isinstance(value, str) and all(type(n) is int for n in value)
-    if not whole or not value or len(value) > limits.LAYERS_MAX:
-        raise UsageError(explain(f"{where}.{hook}", got=value, expected='a list of layer numbers or "all"'))
-    return sorted(set(value))
+    items = value.split("+") if isinstance(value, str) else value
+    wrong = explain(where, got=value, expected=_LAYERS_EXPECTED)
+    if not isinstance(items, Sequence) or not 0 < len(items) <= limits.LAYERS_MAX:
+        raise UsageError(wrong)
+    numbers: set[int] = set()
+    ranges: dict[str, None] = {}  # each once, in order
+    for item in items:
+        if type(item) is int:
+            numbers.add(item)
+        elif isinstance(item, str) and re.fullmatch(r"-?\d{1,4}", item):
+            numbers.add(int(item))
+        elif isinstance(item, str) and _RANGE.fullmatch(item):
+            ranges[item] = None
+        else:
+            raise UsageError(wrong)
+    return [*sorted(numbers), *ranges]
 
 
-def _untapped(where: str, have: set[Site], asked: str) -> str:
+def _numbers(layers: Layers, num_layers: int, where: str) -> Iterator[int]:
+    """Yield the numbers of a model's layers that are meant; raise UsageError for one that it does not have."""
+    for item in [layers] if isinstance(layers, str) else layers:
+        if isinstance(item, int):
+            if not -num_layers <= item < num_layers:
+                raise UsageError(explain(where, got=f"layer {item}", expected=_counted(num_layers)))
+            yield item % num_layers
+            continue
+        found = _RANGE.fullmatch(item)
+        if found is None:
+            raise UsageError(explain(where, got=item, expected=_LAYERS_EXPECTED))
+        first, last, step = int(found[1]), int(found[2] or num_layers - 1), int(found[3] or 1)
+        if not (first <= last < num_layers and step):
+            raise UsageError(explain(where, got=f"layers {item}", expected=f"a range within {_counted(num_layers)}"))
+        yield from range(first, last + 1, step)
+
+
+def _counted(num_layers: int) -> str:
+    return f"0..{num_layers - 1}, or -{num_layers}..-1 from the last"
+
+
+def _untapped(where: str, have: Collection[Site], asked: str) -> str:
     hooks = sorted({site.hook for site in have})
     return explain(
         f"{where}: no tap at {asked}",
@@ -161,10 +180,10 @@ def _untapped(where: str, have: set[Site], asked: str) -> str:
     )
 
 
-def join(specs: Iterable[Wanted]) -> dict[Site, Positions]:
+def join(specs: Iterable[Wanted]) -> dict[Site, Want]:
     """Return the union: every site that any of them wants, with every position wanted there."""
-    union: dict[Site, Positions] = {}
+    union: dict[Site, Want] = {}
     for wanted in specs:
-        for site, positions in wanted.items():
-            union[site] = union.get(site, Positions.NONE) | positions
+        for site, want in wanted.items():
+            union[site] = union[site].joined(want) if site in union else want
     return union

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from capflow.errors import UsageError
 from capflow.frame import Dropped, Frame
+from capflow.positions import Positions
 from capflow.probe import Probe
 from capflow.result import RequestDone
 from capflow.site import Site
-from capflow.spec import Positions
+from capflow.spec import Want
 from capflow_consumers.database import TABLES
 from capflow_consumers.duckdb import DuckdbConfig, DuckdbConsumer
 
@@ -217,7 +218,7 @@ def test_the_sites_of_the_probes_are_captured(tmp_path):
 def test_without_probes_only_tokens_of_requests_that_ask_are_recorded(tmp_path):
     consumer = opened(tmp_path)
     assert consumer.spec() is None
-    asks = {SITES[0]: Positions.LAST_PROMPT}
+    asks = {SITES[0]: Want(Positions.LAST_PROMPT)}
     frame = make_frame([("asks", 4, 0, 4), ("other", 4, 0, 4)], SITES, texts=True)
     consumer.on_frame(frame.narrowed(lambda request: asks if request.id == "asks" else {}))
     result = consumer.on_request_done(done("asks", rows=1))

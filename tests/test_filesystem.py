@@ -15,14 +15,16 @@ from frames import make_frame, make_model, row_of, token_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from selectors_model import budgets, forms, meant
 
 import capflow
 from capflow import plugins
 from capflow.errors import CapflowError, UsageError
 from capflow.frame import DTYPES, Dropped, Frame
+from capflow.positions import Positions
 from capflow.result import CaptureResult, RequestDone
 from capflow.site import Site
-from capflow.spec import CaptureSpec, Positions
+from capflow.spec import CaptureSpec, Want
 from capflow_consumers import layout
 from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
 from capflow_consumers.slug import LENGTH_MAX, slug
@@ -66,13 +68,14 @@ def done(
     return RequestDone("engine-1", request, status, prompt_length, computed_length, rows, rows, dropped)
 
 
-def assert_site_is_whole(capture, request, site, first, end, *, dtype="float32"):
-    """Assert that a site of a capture holds exactly the rows of positions `first..end` of a request."""
+def assert_site_has(capture, request, site, positions, *, dtype="float32", stored=None):
+    """Assert that a site of a capture holds exactly the rows of these positions of a request."""
     rows = capture[site]
-    assert rows.rows.dtype == DTYPES[dtype]
-    assert rows.positions.tolist() == list(range(first, end))
-    assert rows.token_ids.tolist() == [token_of(request, p) for p in range(first, end)]
-    assert rows.rows.tobytes() == np.stack([row_of(request, site, p, dtype=dtype) for p in range(first, end)]).tobytes()
+    assert rows.rows.dtype == DTYPES[stored or dtype]
+    assert rows.positions.tolist() == positions
+    assert rows.token_ids.tolist() == [token_of(request, p) for p in positions]
+    expected = np.stack([row_of(request, site, p, dtype=dtype) for p in positions]).astype(DTYPES[stored or dtype])
+    assert rows.rows.tobytes() == expected.tobytes()
 
 
 def assert_is_whole(capture, request, sites, end):
@@ -80,7 +83,7 @@ def assert_is_whole(capture, request, sites, end):
     assert set(capture.sites) == set(sites)
     capture.verify()
     for site in sites:
-        assert_site_is_whole(capture, request, site, 0, end)
+        assert_site_has(capture, request, site, list(range(end)))
 
 
 def names(root: Path) -> list[str]:
@@ -140,7 +143,8 @@ def test_sites_of_different_pipeline_stages_join_in_one_request(tmp_path):
 
 def test_sites_that_want_different_positions_have_different_rows(tmp_path):
     consumer = opened(tmp_path)
-    wanted = {SITES[0]: Positions.ALL, SITES[1]: Positions.ALL_GENERATED, SITES[2]: Positions.LAST_PROMPT}
+    sets = (Positions.ALL, Positions.ALL_GENERATED, Positions.LAST_PROMPT)
+    wanted = dict(zip(SITES, map(Want, sets), strict=True))
     for start, length in ((0, 3), (3, 1), (4, 1), (5, 1)):
         consumer.on_frame(make_frame([("r1", 4, start, length)], SITES).narrowed(lambda _: wanted))
     result = consumer.on_request_done(done(computed_length=6, rows=6 + 2 + 1))
@@ -160,8 +164,11 @@ def test_any_interleaving_of_requests_and_steps_gives_each_request_exactly_its_r
     consumer = opened(root, SITES, buffer_bytes_max=limit)
     ids = [f"r{n}" for n in range(data.draw(st.integers(1, 4)))]
     length = {i: (data.draw(st.integers(1, 12)), data.draw(st.integers(1, 20))) for i in ids}  # of prompt, computed
-    sets = st.sampled_from([Positions.LAST_PROMPT, Positions.ALL_PROMPT, Positions.ALL_GENERATED, Positions.ALL])
-    wanted = {i: {site: data.draw(sets) for site in SITES} for i in ids}
+    chosen = {i: {site: (data.draw(forms), data.draw(budgets)) for site in SITES} for i in ids}
+    wanted = {
+        i: {site: Want(Positions.parse(form, max_rows=rows)) for site, (form, rows) in sets.items()}
+        for i, sets in chosen.items()
+    }
     stages = {0: SITES[:2], 1: SITES[2:]}
     at = {(i, stage): 0 for i in ids for stage in stages}
     while at:
@@ -177,14 +184,13 @@ def test_any_interleaving_of_requests_and_steps_gives_each_request_exactly_its_r
         consumer.on_frame(Frame.decode(*frame.encode()).narrowed(lambda request: wanted[request.id]))
         for i, *_ in asked:
             if (i, 0) not in at and (i, 1) not in at:
-                spans = {site: positions.span(length[i][0], 0, length[i][1]) for site, positions in wanted[i].items()}
-                total = sum(end - first for first, end in spans.values())
-                result = consumer.on_request_done(done(i, *length[i], rows=total))
+                expected = {site: meant(form, *length[i], rows) for site, (form, rows) in chosen[i].items()}
+                result = consumer.on_request_done(done(i, *length[i], rows=sum(map(len, expected.values()))))
                 assert (result.status, result.error) == ("ok", None)
                 capture = capflow.open(root)[i]
-                assert len(capture.sites) == sum(end > first for first, end in spans.values())
+                assert len(capture.sites) == sum(map(bool, expected.values()))
                 for site in capture.sites:
-                    assert_site_is_whole(capture, i, site, *spans[site], dtype=dtype)
+                    assert_site_has(capture, i, site, expected[site], dtype=dtype)
     assert consumer._buffered_bytes == 0
     consumer.close()
     assert set(names(root)) == set(ids)
@@ -231,7 +237,7 @@ def test_fewer_rows_than_promised_is_a_partial_error_with_the_difference(tmp_pat
 
 def test_a_site_without_its_positions_is_named(tmp_path):
     consumer = opened(tmp_path)
-    wanted = dict.fromkeys(SITES[:2], Positions.ALL)
+    wanted = dict.fromkeys(SITES[:2], Want(Positions.ALL))
     consumer.on_frame(make_frame([("r1", 4, 0, 4)], SITES[:2]).narrowed(lambda _: wanted))
     consumer.on_frame(make_frame([("r1", 4, 4, 1)], SITES[:1]).narrowed(lambda _: wanted))
     result = consumer.on_request_done(done(computed_length=5, rows=9))
@@ -261,7 +267,7 @@ def test_a_request_that_did_not_end_is_not_called_whole(tmp_path):
 def test_rows_delivered_twice_are_a_partial_error(tmp_path):
     consumer = opened(tmp_path)
     for _ in range(2):
-        consumer.on_frame(make_frame().narrowed(lambda _: {Site(0, "post_block"): Positions.ALL}))
+        consumer.on_frame(make_frame().narrowed(lambda _: {Site(0, "post_block"): Want(Positions.ALL)}))
     result = consumer.on_request_done(done(rows=8))
     assert result.error == "positions of post_block:0: got 0..4 0..4, expected 0..4"
 
@@ -503,8 +509,10 @@ def test_capture_requests_captures_nothing_of_its_own(tmp_path):
     ("options", "message"),
     [
         ({"hooks": ["nose"]}, "consumers.filesystem.hooks: got nose, expected a hook, one of"),
-        ({"layers": "0+x"}, "consumers.filesystem.layers: got 0+x, expected all, or numbers like 0+5+12"),
+        ({"layers": "0+x"}, 'consumers.filesystem.layers: got 0+x, expected "all", layer numbers'),
         ({"positions": "some"}, "consumers.filesystem.positions: got some, expected one of"),
+        ({"positions": "last:0"}, "consumers.filesystem.positions.last: got 0, expected"),
+        ({"max_rows": -1}, "consumers.filesystem.max_rows: got -1, expected"),
         ({"buffer_bytes_max": -1}, "consumers.filesystem.buffer_bytes_max: got -1, expected 0 or more"),
     ],
 )

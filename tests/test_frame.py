@@ -8,12 +8,14 @@ import pytest
 from frames import assert_rows, make_finished, make_frame, row_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selectors_model import budgets, forms, meant
 
 from capflow import limits
 from capflow.errors import RemoteProtocolError
 from capflow.frame import DTYPES, Block, Dropped, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.positions import Positions
 from capflow.site import HOOKS, Site
-from capflow.spec import CaptureSpec, Positions
+from capflow.spec import CaptureSpec, Want
 
 GOLDEN_HEADER = "de0011a474797065a56672616d65a776657273696f6e01a6656e67696e65a8656e67696e652d31a4626f6f74a6626f6f742d31a472616e6b93000000"
 
@@ -28,7 +30,7 @@ def golden() -> Frame:
         time_ns=1_700_000_000_000_000_000,
         dtype="float16",
         hidden_size=2,
-        requests=(RequestRows("r1", 3, 2, (5, 6), ("x", "é"), CaptureSpec({"post_block": [1]}, "all")),),
+        requests=(RequestRows("r1", 3, 2, (5, 6), ("x", "é"), CaptureSpec({"post_block": [1]}, {"last": 2}, 9)),),
         blocks=(Block((Site(1, "post_block"),), 2, (Span(0, 2, 2, 0),)),),
         finished=(make_finished("r0", 3, 4, dropped=(Dropped(1, "queue_full"),)),),
         step_tokens=4,
@@ -41,11 +43,12 @@ HEADER_HEX = (
     "de0011a474797065a56672616d65a776657273696f6e01a6656e67696e65a165a4626f6f74a162a472616e6b93010200a373"
     "657107a47374657009a774696d655f6e73cf17979cfe362a0000a56474797065a7666c6f61743136ab68696464656e5f7369"
     "7a6502a872657175657374739186a26964a27231ad70726f6d70745f6c656e67746803a5737461727402a9746f6b656e5f69"
-    "6473920506a5746578747392a178a2c3a9a76361707475726582a5686f6f6b7381aa706f73745f626c6f636b9101a9706f73"
-    "6974696f6e73a3616c6ca6626c6f636b739193919201aa706f73745f626c6f636b02919400020200a866696e697368656491"
-    "87a26964a27230a6737461747573a473746f70ad70726f6d70745f6c656e67746803af636f6d70757465645f6c656e677468"
-    "04a4726f777304a764726f70706564919201aa71756575655f66756c6ca763617074757265c0ab737465705f746f6b656e73"
-    "04ad737465705f726571756573747302ad7061796c6f61645f627974657308a478786833cf41c67facec6b5567"
+    "6473920506a5746578747392a178a2c3a9a76361707475726583a5686f6f6b7381aa706f73745f626c6f636b9101a9706f73"
+    "6974696f6e7381a46c61737402a86d61785f726f777309a6626c6f636b739193919201aa706f73745f626c6f636b02919400"
+    "020200a866696e69736865649187a26964a27230a6737461747573a473746f70ad70726f6d70745f6c656e67746803af636f"
+    "6d70757465645f6c656e67746804a4726f777304a764726f70706564919201aa71756575655f66756c6ca763617074757265"
+    "c0ab737465705f746f6b656e7304ad737465705f726571756573747302ad7061796c6f61645f627974657308a478786833cf"
+    "41c67facec6b5567"
 )
 PAYLOAD_HEX = "003c004000420044"
 
@@ -171,11 +174,6 @@ class TestWhatIsRefused:
             Frame.decode(bytes(limits.HEADER_BYTES_MAX + 1), b"")
 
 
-positions = st.sampled_from(
-    [Positions.NONE, *map(Positions.named, ["last_prompt", "all_prompt", "all_generated", "all"])]
-)
-
-
 @settings(deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6), st.integers(1, 4)), min_size=1, max_size=4),
@@ -184,20 +182,20 @@ positions = st.sampled_from(
 )
 def test_narrowing_yields_what_a_naive_loop_does(requests, sites, data):
     asked = [(f"r{n}", prompt, start, length) for n, (prompt, start, length) in enumerate(requests)]
-    wanted = {
-        request: {
-            Site(*site): data.draw(positions) | data.draw(positions) for site in sites if data.draw(st.booleans())
-        }
+    chosen = {
+        request: {Site(*site): (data.draw(forms), data.draw(budgets)) for site in sites if data.draw(st.booleans())}
         for request, *_ in asked
+    }
+    wanted = {
+        request: {site: Want(Positions.parse(form, max_rows=rows)) for site, (form, rows) in sets.items()}
+        for request, sets in chosen.items()
     }
     expected = {
         (request, site, position)
         for request, prompt, start, length in asked
-        for site, which in wanted[request].items()
-        for position in range(start, start + length)
-        if (which & Positions.ALL_PROMPT and position < prompt)
-        or (which & Positions.LAST_PROMPT and position == prompt - 1)
-        or (which & Positions.ALL_GENERATED and position >= prompt)
+        for site, (form, rows) in chosen[request].items()
+        for position in meant(form, prompt, start + length, rows)
+        if position >= start
     }
     frame = Frame.decode(*make_frame(asked, sites).encode()).narrowed(lambda request: wanted[request.id])
     got = []

@@ -8,7 +8,7 @@ from sources import imports_of, modules
 LAYERS = (
     {"errors", "limits", "counts"},
     {"site"},
-    {"spec", "frame", "vector", "action", "result", "message", "probe", "consumer", "hookspecs"},
+    {"positions", "spec", "frame", "vector", "action", "result", "message", "probe", "consumer", "hookspecs"},
     {"queue", "session", "address", "plugins"},
     {"transport", "transport.sockets", "transport.link"},
     {"client", "launch"},

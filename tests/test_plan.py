@@ -4,23 +4,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selectors_model import budgets, forms, meant
 
-from capflow.spec import POSITION_NAMES, Positions
+from capflow.positions import FOREVER, Positions
 from capflow_engine.plan import SHIP, VIEW, Planner, Scheduled, Tracked
 
 SITES = 5
 
 
-def tracked(planner, key, prompt_length, ship=None, view=None, computed=0):
-    return Tracked(key, key, prompt_length, planner.program(ship or {}), planner.program(view or {}), computed=computed)
-
-
-def wanted_position(positions, prompt_length, position):
-    """What each name means, said once more in the plainest way."""
-    flags = Positions(positions)
-    if position >= prompt_length:
-        return bool(flags & Positions.ALL_GENERATED)
-    return bool(flags & Positions.ALL_PROMPT) or (bool(flags & Positions.LAST_PROMPT) and position == prompt_length - 1)
+def tracked(planner, key, prompt_length, ship=None, computed=0):
+    return Tracked(key, key, prompt_length, planner.program(ship or {}), planner.nothing, computed=computed)
 
 
 def taken(plan, channel):
@@ -53,7 +46,11 @@ def named(plan, channel):
     return rows
 
 
-wants = st.dictionaries(st.integers(0, SITES - 1), st.sampled_from(POSITION_NAMES).map(Positions.named), max_size=SITES)
+def program_of(planner, asked):
+    return planner.program({site: Positions.parse(form, max_rows=rows) for site, (form, rows) in asked.items()})
+
+
+wants = st.dictionaries(st.integers(0, SITES - 1), st.tuples(forms, budgets), max_size=SITES)
 requests = st.lists(
     st.tuples(
         st.integers(1, 9),  # prompt length
@@ -76,12 +73,14 @@ def test_every_wanted_row_is_planned_once_and_nothing_else(parts):
     batch, row, expected = [], 0, {SHIP: {}, VIEW: {}}
     for number, (prompt, start, length, computed, ship, view, stranger) in enumerate(parts):
         row += 3 * stranger
-        request = tracked(planner, f"r{number}", prompt, ship, view, computed)
+        key = f"r{number}"
+        programs = program_of(planner, ship), program_of(planner, view)
+        request = Tracked(key, key, prompt, *programs, computed=computed)
         batch.append(Scheduled(request, row, start, length))
         for channel, want in ((SHIP, ship), (VIEW, view)):
-            for site, positions in want.items():
-                for position in range(start, start + length):
-                    if position >= computed and wanted_position(positions, prompt, position):
+            for site, (form, rows) in want.items():
+                for position in meant(form, prompt, start + length, rows):
+                    if position >= max(start, computed):
                         expected[channel][site, request.key, position] = row + position - start
         row += length
     plan = planner.plan(batch)
@@ -111,13 +110,49 @@ def test_positions_computed_again_are_not_planned_again():
     assert request.computed == 7
 
 
-def test_requests_with_one_program_form_one_group_with_one_run():
+def test_requests_that_want_the_same_sites_form_one_group_with_one_run():
     planner = Planner(SITES)
     want = dict.fromkeys(range(SITES), Positions.ALL)
     batch = [Scheduled(tracked(planner, f"r{i}", 8, want), 8 * i, 0, 8) for i in range(16)]
     (group,) = planner.plan(batch).groups
     assert group.sites == tuple(range(SITES))
     assert group.runs == ((0, 0, 128),)
+    decode = {0: Positions.ALL_GENERATED, 1: Positions.ALL}
+    batch = [Scheduled(tracked(planner, f"r{i}", 8, decode, computed=8), i, 8, 1) for i in range(4)]
+    (group,) = planner.plan(batch).groups
+    assert (group.sites, group.runs) == ((0, 1), ((0, 0, 4),))
+
+
+steps = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), min_size=1, max_size=14)
+
+
+@given(wants, st.integers(1, 14), steps)
+@settings(max_examples=400, deadline=None)
+def test_any_split_into_steps_plans_each_row_once(want, prompt, parts):
+    """Chunks of any length; after some of them the request is preempted, and computed again from its start."""
+    planner = Planner(SITES)
+    request = Tracked("r", "r", prompt, program_of(planner, want), planner.nothing)
+    got, at, reached = [], 0, 0
+    for length, fate in parts:
+        plan = planner.plan([Scheduled(request, 0, at, length)])
+        got += [(site, position) for site, _, position in named(plan, SHIP).values()]
+        at += length
+        reached = max(reached, at)
+        if fate == 0:
+            at = 0
+    expected = {(site, p) for site, (form, rows) in want.items() for p in meant(form, prompt, reached, rows)}
+    assert len(got) == len(set(got))
+    assert set(got) == expected
+
+
+def test_steady_decoding_moves_no_cursor():
+    planner = Planner(SITES)
+    request = tracked(planner, "r", 3, {0: Positions.ALL, 1: Positions.ALL_PROMPT, 2: Positions.ALL_GENERATED})
+    for start, length in ((0, 3), (3, 1)):
+        planner.plan([Scheduled(request, 0, start, length)])
+    assert (request.ship_cursor.first, request.ship_cursor.stop) == (3, FOREVER)
+    planner.plan([Scheduled(request, 0, 4, 1)])
+    assert request.ship_cursor.first == 3
 
 
 @pytest.mark.parametrize(

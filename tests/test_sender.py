@@ -5,8 +5,8 @@ import pytest
 
 from capflow.frame import Dropped, Frame, Rank
 from capflow.message import ModelInfo
+from capflow.positions import Positions
 from capflow.site import Site
-from capflow.spec import Positions
 from capflow_engine.orders import Ended
 from capflow_engine.plan import Planner, Scheduled, Tracked
 from capflow_engine.sender import Computed, Sender

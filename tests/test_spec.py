@@ -1,43 +1,15 @@
-"""Specs: what a user writes is checked where it enters, and positions are one run each."""
+"""Specs: what a user writes is checked where it enters, and names sites, positions and a dtype."""
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from frames import make_model
-from hypothesis import given
-from hypothesis import strategies as st
 
 from capflow.errors import UsageError
+from capflow.positions import Positions
 from capflow.site import HOOKS, Site
-from capflow.spec import POSITION_NAMES, CaptureSpec, Positions, join, span
-
-NAMED = st.sampled_from([Positions.named(name) for name in POSITION_NAMES])
-
-
-def naive(which, prompt, position):
-    return bool(
-        (which & Positions.ALL_PROMPT and position < prompt)
-        or (which & Positions.LAST_PROMPT and position == prompt - 1)
-        or (which & Positions.ALL_GENERATED and position >= prompt)
-    )
-
-
-@given(NAMED, NAMED, st.integers(1, 12), st.integers(0, 20), st.integers(0, 12))
-def test_a_span_is_what_a_loop_over_positions_finds(one, other, prompt, start, length):
-    which = one | other
-    first, end = which.span(prompt, start, start + length)
-    assert list(range(first, end)) == [p for p in range(start, start + length) if naive(which, prompt, p)]
-    assert span(int(which), prompt, start, start + length) == (first, end)
-
-
-@given(NAMED, st.integers(1, 12), st.integers(0, 20))
-def test_count_is_how_many_rows_a_request_has(which, prompt, computed):
-    assert which.count(prompt, computed) == sum(naive(which, prompt, p) for p in range(computed))
-
-
-def test_no_positions_have_no_rows():
-    assert Positions.NONE.span(3, 1, 5) == (1, 1)
-    assert Positions.NONE.count(3, 5) == 0
+from capflow.spec import CaptureSpec, Want, join
 
 
 @pytest.mark.parametrize(
@@ -48,7 +20,10 @@ def test_no_positions_have_no_rows():
         ({}, "capture.hooks"),
         ({"hooks": {}}, "capture.hooks: got {}"),
         ({"hooks": [1]}, "capture.hooks: got [1]"),
-        ({"hooks": {"post_block": "all"}, "layers": 1}, "capture.layers: expected one of hooks, positions"),
+        (
+            {"hooks": {"post_block": "all"}, "layers": 1},
+            "capture.layers: expected one of hooks, positions, max_rows, dtype",
+        ),
         ({"hooks": {"elsewhere": "all"}}, "capture.hooks: got elsewhere, expected a hook, one of pre_attn"),
         ({"hooks": {"post_block": []}}, "capture.hooks.post_block: got []"),
         ({"hooks": {"post_block": "some"}}, "capture.hooks.post_block: got some"),
@@ -60,7 +35,20 @@ def test_no_positions_have_no_rows():
             {"hooks": {"post_block": "all"}, "positions": "some"},
             "capture.positions: got some, expected one of last_prompt",
         ),
-        ({"hooks": {"post_block": "all"}, "positions": 3}, "capture.positions: got 3"),
+        ({"hooks": {"post_block": "all"}, "positions": 3.5}, "capture.positions: got 3.5"),
+        ({"hooks": {"post_block": "all"}, "positions": {"last": 0}}, "capture.positions.last: got 0"),
+        ({"hooks": {"post_block": "all"}, "positions": [1, "x"]}, "capture.positions[1]: got x"),
+        ({"hooks": {"post_block": "4-x"}}, 'capture.hooks.post_block: got 4-x, expected "all", layer numbers'),
+        ({"hooks": {"post_block": [0, "all"]}}, "capture.hooks.post_block: got [0, 'all']"),
+        ({"hooks": {"post_block": [0, None]}}, "capture.hooks.post_block: got [0, None]"),
+        ({"hooks": {"post_block": "all"}, "max_rows": 0}, "capture.max_rows: got 0, expected a whole number of 1.."),
+        ({"hooks": {"post_block": "all"}, "max_rows": True}, "capture.max_rows: got True"),
+        ({"hooks": {"post_block": "all"}, "max_rows": "9"}, "capture.max_rows: got 9"),
+        (
+            {"hooks": {"post_block": "all"}, "dtype": "bfloat16"},
+            "capture.dtype: got bfloat16, expected one of model, float32, float16",
+        ),
+        ({"hooks": {"post_block": "all"}, "dtype": ["float32"]}, "capture.dtype: got ['float32']"),
     ],
 )
 def test_a_bad_spec_is_refused_by_its_field(value, message):
@@ -89,13 +77,63 @@ class TestResolve:
             Site(1, "mlp_in"),
             Site(2, "mlp_in"),
         }
-        assert set(wanted.values()) == {Positions.ALL_PROMPT}
+        assert set(wanted.values()) == {Want(Positions.ALL_PROMPT, "model")}
+
+    @pytest.mark.parametrize(
+        ("layers", "numbers"),
+        [
+            ("all", [0, 1, 2, 3, 4, 5, 6, 7]),
+            ("2-4", [2, 3, 4]),
+            ("3-3", [3]),
+            ("5-", [5, 6, 7]),
+            ("0-7:3", [0, 3, 6]),
+            ("1-:4", [1, 5]),
+            ([-1], [7]),
+            ([-8, 3], [0, 3]),
+            ([5, "0-1", "1-2", -1], [0, 1, 2, 5, 7]),
+            ("0+-1+2-3", [0, 2, 3, 7]),
+        ],
+    )
+    def test_takes_layers_in_every_form(self, layers, numbers):
+        spec = CaptureSpec.parse({"hooks": {"post_block": layers}})
+        wanted = spec.resolve(make_model(num_layers=8).sites, num_layers=8)
+        assert sorted(wanted) == [Site(n, "post_block") for n in numbers]
+        assert CaptureSpec.parse({"hooks": spec.hooks}) == spec
+
+    def test_carries_the_budget_and_the_dtype(self):
+        spec = CaptureSpec.parse(
+            {"hooks": {"mlp_in": [0]}, "positions": "all_prompt", "max_rows": 2, "dtype": "float16"}
+        )
+        (want,) = spec.resolve(make_model().sites, num_layers=4).values()
+        assert want.dtype == "float16"
+        assert list(want.positions.at(5).runs(0, 9)) == [(0, 2)]
+
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            CaptureSpec({"post_block": "all"}, "some"),
+            CaptureSpec({"post_block": "all"}, {"last": 0}),
+            CaptureSpec({"post_block": "all"}, [None]),
+            CaptureSpec({"post_block": "9-1"}),
+            CaptureSpec({"post_block": ["x"]}),
+            CaptureSpec({"post_block": "all"}, max_rows=-1),
+            CaptureSpec({"elsewhere": "all"}),
+        ],
+    )
+    def test_refuses_what_a_peer_sent_unchecked(self, spec):
+        again = msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=CaptureSpec)
+        with pytest.raises(UsageError):
+            again.resolve(make_model().sites, num_layers=4)
 
     @pytest.mark.parametrize(
         ("hooks", "message"),
         [
             ({"post_block": [3]}, "capture.hooks.post_block: got layer 3, expected 0..2"),
-            ({"post_block": [-1]}, "capture.hooks.post_block: got layer -1, expected 0..2"),
+            ({"post_block": [-4]}, "capture.hooks.post_block: got layer -4, expected 0..2, or -3..-1 from the last"),
+            ({"post_block": "1-3"}, "capture.hooks.post_block: got layers 1-3, expected a range within 0..2"),
+            ({"post_block": "2-1"}, "capture.hooks.post_block: got layers 2-1, expected a range within 0..2"),
+            ({"post_block": "0-2:0"}, "capture.hooks.post_block: got layers 0-2:0, expected a range within 0..2"),
+            ({"post_block": "7-"}, "capture.hooks.post_block: got layers 7-, expected a range within 0..2"),
             (
                 {"mlp_in": [1]},
                 "capture.hooks.mlp_in: no tap at mlp_in:1: expected a tapped site (hooks tapped: post_block)",
@@ -116,9 +154,25 @@ class TestResolve:
 
 def test_join_wants_what_any_of_them_wants():
     a, b = Site(0, "post_block"), Site(1, "mlp_in")
-    joined = join([{a: Positions.LAST_PROMPT}, {a: Positions.ALL_GENERATED, b: Positions.ALL}])
-    assert joined == {a: Positions.LAST_PROMPT | Positions.ALL_GENERATED, b: Positions.ALL}
+    last, generated = Want(Positions.LAST_PROMPT), Want(Positions.ALL_GENERATED)
+    joined = join([{a: last}, {a: generated, b: Want(Positions.ALL, "float16")}])
+    assert joined == {a: Want(Positions.LAST_PROMPT | Positions.ALL_GENERATED), b: Want(Positions.ALL, "float16")}
     assert join([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "stored"),
+    [
+        ("model", "model", "model"),
+        ("float16", "float16", "float16"),
+        ("model", "float16", "float32"),
+        ("float32", "float16", "float32"),
+        ("float32", "model", "float32"),
+    ],
+)
+def test_a_site_wanted_in_two_dtypes_is_stored_in_one_that_holds_both(one, other, stored):
+    a = Site(0, "post_block")
+    assert join([{a: Want(Positions.ALL, one)}, {a: Want(Positions.ALL, other)}])[a].dtype == stored
 
 
 class TestSite:

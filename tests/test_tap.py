@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from capflow.spec import Positions
+from capflow.positions import Positions
 from capflow_engine.plan import Planner, Scheduled, Tracked
 from capflow_engine.step import Step
 

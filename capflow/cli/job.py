@@ -341,10 +341,10 @@ def _missing(running: HubRun, job: ModelJob, results: dict[str, dict[str, Captur
             continue
         computed = int(done["prompt_tokens"]) + int(done["tokens"]) - 1
         count = {
-            name: sum(p.count(int(done["prompt_tokens"]), computed) for p in sites.values())
+            name: sum(w.positions.count(int(done["prompt_tokens"]), computed) for w in sites.values())
             for name, sites in wanted.items()
         }
-        total += sum(p.count(int(done["prompt_tokens"]), computed) for p in join(wanted.values()).values())
+        total += sum(w.positions.count(int(done["prompt_tokens"]), computed) for w in join(wanted.values()).values())
         for name, rows in count.items():
             result = results.get(prompt.id, {}).get(name)
             if rows and (result is None or result.status != "ok"):

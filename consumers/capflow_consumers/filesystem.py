@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -20,34 +20,39 @@ import capflow
 from capflow import limits
 from capflow.consumer import Consumer, Context
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.frame import DTYPES, Frame, RequestRows
+from capflow.frame import Chunk, Frame, RequestRows
 from capflow.hookspecs import hookimpl
 from capflow.message import ModelInfo
+from capflow.positions import Form
 from capflow.result import CaptureResult, RequestDone, Status
 from capflow.site import Site
-from capflow.spec import CaptureSpec, Wanted, join
+from capflow.spec import CaptureSpec, StoredDtype, Wanted, join, read_layers
 from capflow_consumers import layout
 from capflow_consumers.requestfiles import RequestFiles, Runs
 from capflow_consumers.rowbuffer import RowBuffer
 from capflow_consumers.slug import slug
+from capflow_consumers.storeddtype import FLOAT16_MAX, converted, name_of
 from capflow_consumers.tokenlog import TokenLog
 from capflow_consumers.workdir import OnCollision, WorkDir
 
 _JSON = msgspec.json.Encoder()
+_RUNS_SHOWN_MAX = 8
 
 
 class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer filesystem:`.
 
-    root: the directory of the data set, made when missing. hooks, layers, positions: what to capture of every request;
-    layers is `all` or numbers. capture: `requests` to write only what requests ask for themselves. fsync: whether
-    a request is on the disk, and not only with the kernel, when its result says `ok`.
+    root: the directory of the data set, made when missing. hooks, layers, positions, max_rows, dtype: what to capture of
+    every request, as in `CaptureSpec`; max_rows 0 is no bound. capture: `requests` to write only what requests ask for
+    themselves. fsync: whether a request is on the disk, and not only with the kernel, when its result says `ok`.
     """
 
     root: str
     hooks: list[str] = msgspec.field(default_factory=lambda: ["post_block"])
-    layers: list[int] | str = "all"
-    positions: str = "all"
+    layers: list[int | str] | str = "all"
+    positions: Form = "all"
+    max_rows: int = 0
+    dtype: StoredDtype = "model"
     capture: Literal["all", "requests"] = "all"
     on_collision: OnCollision = "error"
     buffer_bytes_max: int = 256 * limits.MIB
@@ -57,7 +62,7 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Request:
     """One request from its first row to its result. error: why its rows are no longer taken."""
 
-    __slots__ = ("buffer", "error", "files", "tokens", "wanted")
+    __slots__ = ("buffer", "dtypes", "error", "files", "tokens", "wanted")
 
     def __init__(self, files: RequestFiles, wanted: Wanted | None) -> None:
         self.files = files
@@ -65,6 +70,26 @@ class _Request:
         self.buffer = RowBuffer()
         self.tokens = TokenLog()
         self.error: str | None = None
+        self.dtypes: dict[tuple[Site, ...], dict[str, list[int]]] = {}  # of a chunk's sites, by index; see `add`
+
+    def add(self, chunk: Chunk) -> int:
+        """Take a chunk's rows, each in the dtype that it is stored in; return by how much the buffer grew."""
+        files, sites = self.files, chunk.sites
+        kinds = self.dtypes.get(sites)
+        if kinds is None:
+            kinds = self.dtypes[sites] = {}
+            for index, site in enumerate(sites):
+                kinds.setdefault(files.dtype_of(site), []).append(index)
+        grown = 0
+        for dtype, indices in kinds.items():
+            whole = len(indices) == len(sites)
+            mine = sites if whole else tuple(sites[index] for index in indices)
+            rows = chunk.rows if whole else chunk.rows[indices]
+            if dtype != files.dtype:
+                rows, overflowed = converted(rows, dtype)
+                files.rows_overflowed.update(dict(zip(mine, overflowed.tolist(), strict=True)))
+            grown += self.buffer.add(mine, chunk.start, rows)
+        return grown
 
 
 class FilesystemConsumer(Consumer):
@@ -86,8 +111,14 @@ class FilesystemConsumer(Consumer):
         """Return what the options name, or None with `capture=requests`."""
         if self.config.capture == "requests":
             return None
-        layers = _layers(self.config.layers)
-        value = {"hooks": dict.fromkeys(self.config.hooks, layers), "positions": self.config.positions}
+        config = self.config
+        layers = read_layers(config.layers, f"consumers.{self.name}.layers")
+        value = {
+            "hooks": dict.fromkeys(config.hooks, layers),
+            "positions": config.positions,
+            "max_rows": config.max_rows or None,
+            "dtype": config.dtype,
+        }
         return CaptureSpec.parse(value, where=f"consumers.{self.name}")
 
     def look(self) -> tuple[str, str]:
@@ -133,7 +164,7 @@ class FilesystemConsumer(Consumer):
                 request = self._request(frame, previous)
                 request.tokens.add(previous.start, previous.token_ids, previous.texts)
             if request.error is None:
-                self._buffered_bytes += request.buffer.add(chunk.sites, chunk.start, chunk.rows)
+                self._buffered_bytes += request.add(chunk)
                 if self._buffered_bytes > self.config.buffer_bytes_max:
                     self._write_out()
 
@@ -162,10 +193,10 @@ class FilesystemConsumer(Consumer):
     def _publish(self, request: _Request, done: RequestDone) -> CaptureResult:
         files = request.files
         expected = _expected(request.wanted, done)
-        counts = {site: stop - start for site, (start, stop) in expected.items()}
+        counts = {site: sum(stop - start for start, stop in spans) for site, spans in expected.items()}
         entries = files.finish(request.buffer.take(), request.tokens, counts)
         rows = sum(entry.rows for entry in entries)
-        problems = _problems(files.runs, rows, expected, done)
+        problems = _problems(files, rows, expected, done)
         status: Status = "ok" if not problems else "partial_error" if rows else "error"
         error = "; ".join(problems) or None
         model = self._models.get(done.engine)
@@ -183,6 +214,7 @@ class FilesystemConsumer(Consumer):
             error=error,
             dropped=[(dropped.rows, dropped.reason) for dropped in done.dropped],
             rows=rows,
+            budget_reached=done.budget_reached,
             sites=entries,
             texts=[layout.TokenRun(start, texts) for start, texts in request.tokens.texts()],
         )
@@ -198,7 +230,7 @@ class FilesystemConsumer(Consumer):
         request = self._requests.get(key)
         if request is None:
             wanted = frame.wants(rows) if frame.wants is not None else self._wanted(header.engine, rows)
-            request = self._requests[key] = _Request(self._files(header.dtype, header.hidden_size), wanted)
+            request = self._requests[key] = _Request(self._files(header.dtype, header.hidden_size, wanted), wanted)
         elif (request.files.dtype, request.files.hidden_size) != (header.dtype, header.hidden_size):
             came = f"{header.dtype} rows of {header.hidden_size}"
             had = f"{request.files.dtype} of {request.files.hidden_size}, as the request's first"
@@ -220,11 +252,11 @@ class FilesystemConsumer(Consumer):
         """Return the request of which no row came."""
         model = self._models.get(engine)
         dtype, hidden_size = (model.dtype, model.hidden_size) if model else ("float32", 0)
-        return _Request(self._files(dtype, hidden_size), None)
+        return _Request(self._files(dtype, hidden_size, None), None)
 
-    def _files(self, dtype: str, hidden_size: int) -> RequestFiles:
-        row_bytes = hidden_size * DTYPES[dtype].itemsize
-        return RequestFiles(self._work.new(), dtype, hidden_size, row_bytes, fsync=self.config.fsync)
+    def _files(self, dtype: str, hidden_size: int, wanted: Wanted | None) -> RequestFiles:
+        dtypes = {site: name_of(want.dtype, dtype) for site, want in (wanted or {}).items()}
+        return RequestFiles(self._work.new(), dtype, hidden_size, dtypes, fsync=self.config.fsync)
 
     def _write_out(self) -> None:
         """Move rows to files, largest requests first, until half of the bound is free."""
@@ -253,39 +285,40 @@ class FilesystemConsumer(Consumer):
             self._context.count(name, amount)
 
 
-def _layers(value: list[int] | str) -> list[int] | str:
-    """Return `all` or the layer numbers; the command line's `0+5` may come as it stands."""
-    if isinstance(value, str) and value != "all":
-        parts = value.split("+")
-        if not all(part.isdecimal() for part in parts):
-            raise UsageError(explain("consumers.filesystem.layers", got=value, expected="all, or numbers like 0+5+12"))
-        return [int(part) for part in parts]
-    return value
-
-
-def _expected(wanted: Wanted | None, done: RequestDone) -> dict[Site, tuple[int, int]]:
-    """Return the positions that each wanted site must have rows of, as `(start, stop)`."""
-    spans = {
-        site: positions.span(done.prompt_length, 0, done.computed_length) for site, positions in (wanted or {}).items()
+def _expected(wanted: Wanted | None, done: RequestDone) -> dict[Site, Runs]:
+    """Return the positions that each wanted site must have rows of."""
+    found = {
+        positions: list(positions.at(done.prompt_length).runs(0, done.computed_length))
+        for positions in {want.positions for want in (wanted or {}).values()}
     }
-    return {site: (start, stop) for site, (start, stop) in spans.items() if start < stop}
+    return {site: runs for site, want in (wanted or {}).items() if (runs := found[want.positions])}
 
 
-def _problems(
-    runs: Mapping[Site, Runs], rows: int, expected: Mapping[Site, tuple[int, int]], done: RequestDone
-) -> Sequence[str]:
+def _problems(files: RequestFiles, rows: int, expected: Mapping[Site, Runs], done: RequestDone) -> Sequence[str]:
     """Return what the files lack of what was promised, one message each."""
+    runs = files.runs
     problems = [f"{dropped.rows} rows lost: {dropped.reason}" for dropped in done.dropped]
     if done.status == "error":
         problems.append("the request did not end")
     if rows != done.rows:
         problems.append(explain("rows written", got=rows, expected=f"{done.rows} as delivered"))
-    for site, span in sorted(expected.items()):
-        got: Any = runs.get(site, [])
-        if got != [span]:
-            came = " ".join(f"{start}..{stop}" for start, stop in got) or "none"
-            problems.append(explain(f"positions of {site}", got=came, expected=f"{span[0]}..{span[1]}"))
+    for site, spans in sorted(expected.items()):
+        got = runs.get(site, [])
+        if got != spans:
+            problems.append(explain(f"positions of {site}", got=_shown(got), expected=_shown(spans)))
+    problems += [
+        f"{count} rows of {site} have numbers beyond {FLOAT16_MAX:g}, the largest of float16; they are stored as infinite"
+        for site, count in sorted(files.rows_overflowed.items())
+        if count
+    ]
     return problems
+
+
+def _shown(runs: Runs) -> str:
+    """Return runs as they stand in a message."""
+    first = " ".join(f"{start}..{stop}" for start, stop in runs[:_RUNS_SHOWN_MAX])
+    more = len(runs) - _RUNS_SHOWN_MAX
+    return (first or "none") + (f" and {more} more" if more > 0 else "")
 
 
 @hookimpl

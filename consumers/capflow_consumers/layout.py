@@ -8,7 +8,8 @@
 
 A site's file is plain safetensors. Its header, padded with spaces, fills the first `HEADER_BYTES`, so that rows are
 aligned to 64 bytes and can be written before their number is known. It holds `rows` `[n, hidden_size]` in the model's dtype, bit
-for bit as captured, then `positions` `[n]` int64, then `token_ids` `[n]` int32 (-1 where the engine did not say).
+for bit as captured, or in the dtype that a spec asked for, then `positions` `[n]` int64, then `token_ids` `[n]` int32 (-1
+where the engine did not say).
 
 The sidecar is a `Sidecar` as JSON. A request's directory appears under its name in one rename, when everything in it is
 written, and is never changed after.
@@ -33,7 +34,11 @@ SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 class SiteFile(msgspec.Struct, frozen=True):
-    """One site's file. rows_expected is what the capture spec asked for, where the writer knew; xxh3_64 is of the file."""
+    """One site's file.
+
+    rows_expected is what the capture spec asked for, where the writer knew; xxh3_64 is of the file. dtype is that of the
+    rows, None where it is the sidecar's. rows_overflowed: rows with a number too large for it, stored as infinite.
+    """
 
     layer: int
     hook: str
@@ -42,6 +47,8 @@ class SiteFile(msgspec.Struct, frozen=True):
     rows_expected: int | None
     bytes: int
     xxh3_64: str
+    dtype: str | None = None
+    rows_overflowed: int = 0
 
     @property
     def site(self) -> Site:
@@ -60,7 +67,8 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     """What `request.json` holds.
 
     request is the exact id. status is how the request ended (`stop`, `length`, `abort`, `error`); capture_status and
-    error say whether every promised row is here; dropped is `[rows, reason]` for what was lost on the way.
+    error say whether every promised row is here; dropped is `[rows, reason]` for what was lost on the way. dtype is that in
+    which the rows were captured. budget_reached: `max_rows` left out positions that the request had.
     """
 
     format: int = FORMAT
@@ -77,6 +85,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None
     dropped: list[tuple[int, str]]
     rows: int
+    budget_reached: bool = False
     sites: list[SiteFile]
     texts: list[TokenRun]
 

@@ -30,7 +30,7 @@ assert DTYPES["bfloat16"] == ml_dtypes.bfloat16
 
 
 class Rows(NamedTuple):
-    """A site's rows: `rows` `[n, hidden_size]` in the model's dtype, `positions` `[n]` int64, `token_ids` `[n]` int32."""
+    """A site's rows: `rows` `[n, hidden_size]` as stored, `positions` `[n]` int64, `token_ids` `[n]` int32."""
 
     rows: npt.NDArray[Any]
     positions: npt.NDArray[np.int64]
@@ -80,6 +80,11 @@ class RequestCapture:
         return self.sidecar.error
 
     @property
+    def budget_reached(self) -> bool:
+        """Whether `max_rows` left out positions that were asked for and that the request has."""
+        return self.sidecar.budget_reached
+
+    @property
     def texts(self) -> dict[int, str]:
         """The token's text at each position where it is known."""
         return {run.start + i: text for run in self.sidecar.texts for i, text in enumerate(run.texts)}
@@ -96,15 +101,14 @@ class RequestCapture:
                 explain(f"{self.path}: no rows at a site", got=str(_site(site)), expected=f"one of {have}")
             )
         file = self.path / entry.file
-        row_bytes = self.sidecar.hidden_size * DTYPES[self.sidecar.dtype].itemsize
-        self._check_header(file, entry, row_bytes)
+        dtype = entry.dtype or self.sidecar.dtype
+        row_bytes = self.sidecar.hidden_size * DTYPES[dtype].itemsize
+        self._check_header(file, entry, dtype, row_bytes)
         whole = np.memmap(file, np.uint8, "r").view(np.ndarray)
         ends = np.cumsum([layout.HEADER_BYTES, entry.rows * row_bytes, entry.rows * 8, entry.rows * 4])
         rows, positions, token_ids = (whole[start:end] for start, end in itertools.pairwise(ends))
         shape = (entry.rows, self.sidecar.hidden_size)
-        return Rows(
-            rows.view(DTYPES[self.sidecar.dtype]).reshape(shape), positions.view(np.int64), token_ids.view(np.int32)
-        )
+        return Rows(rows.view(DTYPES[dtype]).reshape(shape), positions.view(np.int64), token_ids.view(np.int32))
 
     def verify(self) -> None:
         """Read every file; raise CapflowError naming the first that is not what was written."""
@@ -120,9 +124,8 @@ class RequestCapture:
             if digest.hexdigest() != entry.xxh3_64:
                 raise _damaged(file, f"checksum {digest.hexdigest()}", entry.xxh3_64)
 
-    def _check_header(self, file: Path, entry: layout.SiteFile, row_bytes: int) -> None:
-        sidecar = self.sidecar
-        expected = layout.header(entry.site, sidecar.dtype, entry.rows, sidecar.hidden_size, row_bytes)
+    def _check_header(self, file: Path, entry: layout.SiteFile, dtype: str, row_bytes: int) -> None:
+        expected = layout.header(entry.site, dtype, entry.rows, self.sidecar.hidden_size, row_bytes)
         try:
             with file.open("rb") as stream:
                 header = stream.read(layout.HEADER_BYTES)
@@ -215,6 +218,8 @@ def _open_request(path: Path) -> RequestCapture:
         raise UsageError(explain(f"{file} format", got=sidecar.format, expected=str(layout.FORMAT), do=do))
     if any(entry.hook not in HOOKS or entry.file != layout.file_name(entry.site) for entry in sidecar.sites):
         raise _damaged(file, "a file that is no site's", "names like post_block.000.safetensors")
+    if not {sidecar.dtype, *(entry.dtype for entry in sidecar.sites)} <= {None, *DTYPES}:
+        raise _damaged(file, "a dtype that rows do not have", f"one of {', '.join(DTYPES)}")
     return RequestCapture(path, sidecar)
 
 

@@ -7,11 +7,13 @@ No file is open between calls, so that any number of requests can be under way.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import platform
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from capflow.frame import DTYPES
 from capflow.site import Site
 from capflow_consumers import layout
 from capflow_consumers.rowbuffer import Piece
@@ -31,21 +34,25 @@ Runs = list[tuple[int, int]]
 
 
 class RequestFiles:
-    """The files of one request in `path`, which is made when the first is."""
+    """The files of one request in `path`, which is made when the first is.
 
-    def __init__(self, path: Path, dtype: str, hidden_size: int, row_bytes: int, *, fsync: bool) -> None:
+    dtype: that of the rows as they are captured; dtypes: of the rows of a site as they come here, where it is another.
+    """
+
+    def __init__(self, path: Path, dtype: str, hidden_size: int, dtypes: Mapping[Site, str], *, fsync: bool) -> None:
         self.path = path
         self.dtype = dtype
         self.hidden_size = hidden_size
-        self.row_bytes = row_bytes
+        self.dtypes = dtypes
         self.fsync = fsync
         self.runs: dict[Site, Runs] = {}
+        self.rows_overflowed: Counter[Site] = Counter()  # counted by who converts the rows
 
     def append(self, pieces: Mapping[Site, Sequence[Piece]]) -> None:
         """Write rows behind those already in the files; raises OSError."""
         self.path.mkdir(exist_ok=True)
         for site, parts in pieces.items():
-            offset = layout.HEADER_BYTES + self.rows(site) * self.row_bytes
+            offset = layout.HEADER_BYTES + self.rows(site) * self.row_bytes(site)
             fd = os.open(self.path / layout.file_name(site), os.O_WRONLY | os.O_CREAT, 0o666)
             try:
                 _write(fd, [part.rows for part in parts], offset)
@@ -84,18 +91,26 @@ class RequestFiles:
         if self.fsync:
             sync_directory(self.path)
 
+    def dtype_of(self, site: Site) -> str:
+        """Return the dtype of a site's rows in its file."""
+        return self.dtypes.get(site, self.dtype)
+
+    def row_bytes(self, site: Site) -> int:
+        """Return how long a row of a site is in its file."""
+        return self.hidden_size * DTYPES[self.dtype_of(site)].itemsize
+
     def rows(self, site: Site) -> int:
         """Return how many rows of a site are written."""
         return sum(stop - start for start, stop in self.runs.get(site, ()))
 
     def _finish_file(self, site: Site, body: list[Any], before: int, expected: int | None) -> layout.SiteFile:
         name = layout.file_name(site)
-        rows = self.rows(site)
-        header = layout.header(site, self.dtype, rows, self.hidden_size, self.row_bytes)
+        rows, dtype, row_bytes = self.rows(site), self.dtype_of(site), self.row_bytes(site)
+        header = layout.header(site, dtype, rows, self.hidden_size, row_bytes)
         fd = os.open(self.path / name, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             if before:
-                end = _write(fd, body, layout.HEADER_BYTES + before * self.row_bytes)
+                end = _write(fd, body, layout.HEADER_BYTES + before * row_bytes)
                 _write(fd, [header], 0)
                 with mmap.mmap(fd, end, access=mmap.ACCESS_READ) as whole:
                     digest = xxhash.xxh3_64_hexdigest(whole)
@@ -107,16 +122,16 @@ class RequestFiles:
                 digest = hasher.hexdigest()
         finally:
             os.close(fd)
-        return layout.SiteFile(site.layer, site.hook, name, rows, expected, end, digest)
+        overflowed = self.rows_overflowed[site]
+        return layout.SiteFile(site.layer, site.hook, name, rows, expected, end, digest, dtype, overflowed)
 
     def _extend(self, site: Site, parts: Sequence[Piece]) -> None:
         runs = self.runs.setdefault(site, [])
-        for part in parts:
-            stop = part.start + len(part.rows)
-            if runs and runs[-1][1] == part.start:
+        for start, stop in itertools.chain.from_iterable(part.spans for part in parts):
+            if runs and runs[-1][1] == start:
                 runs[-1] = (runs[-1][0], stop)
             else:
-                runs.append((part.start, stop))
+                runs.append((start, stop))
 
 
 def sync_files(fd: int, others: Sequence[Path]) -> None:

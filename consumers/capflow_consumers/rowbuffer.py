@@ -1,12 +1,13 @@
 """The rows of one request that are in memory and not yet in its files.
 
 Rows are copied in, once: a view would keep a whole frame alive, with every other request's rows in it, and memory would not
-be bounded by what is counted here. They lie in runs, each the rows of some sites at positions without a gap, so
+be bounded by what is counted here. They lie in runs, each the rows of some sites at the same positions, so
 that a site's rows are a few long pieces whatever the number of steps that they came in.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,23 +22,33 @@ _RUN_ROWS_MAX = 256  # unless one chunk has more
 
 
 class Piece(NamedTuple):
-    """Rows of one site at positions `start, start+1, …`: `[length, row_bytes]`, contiguous."""
+    """Rows of one site, `[n, row_bytes]`, contiguous; spans: `(start, stop)` of their positions."""
 
-    start: int
+    spans: list[tuple[int, int]]
     rows: Bytes
 
 
 class _Run:
-    """Rows of some sites at positions `start .. start+length`, in room for `rows.shape[1]`; before: rows in earlier runs."""
+    """Rows of some sites at the positions of `spans`, in room for `rows.shape[1]`; before: rows in earlier runs."""
 
-    __slots__ = ("before", "length", "rows", "sites", "start")
+    __slots__ = ("before", "length", "rows", "sites", "spans")
 
-    def __init__(self, sites: tuple[Site, ...], start: int, before: int, room: int, row_bytes: int) -> None:
+    def __init__(self, sites: tuple[Site, ...], before: int, room: int, row_bytes: int) -> None:
         self.sites = sites
-        self.start = start
+        self.spans: list[tuple[int, int]] = []
         self.before = before
         self.length = 0
         self.rows: Bytes = np.empty((len(sites), room, row_bytes), np.uint8)
+
+    def add(self, start: int, raw: Bytes) -> None:
+        """Copy in the rows at positions `start, start+1, …`."""
+        length = raw.shape[1]
+        if self.spans and self.spans[-1][1] == start:
+            self.spans[-1] = (self.spans[-1][0], start + length)
+        else:
+            self.spans.append((start, start + length))
+        self.rows[:, self.length : self.length + length] = raw
+        self.length += length
 
 
 class RowBuffer:
@@ -56,25 +67,64 @@ class RowBuffer:
         length = raw.shape[1]
         run = self._last.get(sites)
         grown = 0
-        if run is None or run.start + run.length != start or run.length + length > run.rows.shape[1]:
+        if run is None or run.length + length > run.rows.shape[1]:
             # a quarter of what came before: few pieces, and most of the memory holds rows
             before = run.before + run.length if run else 0
             room = max(length, min(max(before // 4, _RUN_ROWS_MIN), _RUN_ROWS_MAX))
-            run = self._last[sites] = _Run(sites, start, before, room, raw.shape[2])
+            run = self._last[sites] = _Run(sites, before, room, raw.shape[2])
             self._runs.append(run)
             grown = run.rows.nbytes
             self.nbytes += grown
-        run.rows[:, run.length : run.length + length] = raw
-        run.length += length
+        run.add(start, raw)
         return grown
 
     def take(self) -> dict[Site, list[Piece]]:
         """Return the rows of each site in the order of their positions, and forget them."""
-        pieces: dict[Site, list[Piece]] = {}
-        for run in sorted(self._runs, key=lambda run: run.start):
+        runs_of: dict[Site, list[tuple[_Run, int]]] = {}
+        for run in self._runs:
             for index, site in enumerate(run.sites):
-                pieces.setdefault(site, []).append(Piece(run.start, run.rows[index, : run.length]))
+                runs_of.setdefault(site, []).append((run, index))
+        orders: dict[tuple[int, ...], list[_Part]] = {}  # sites mostly share their runs
+        pieces: dict[Site, list[Piece]] = {}
+        for site, found in runs_of.items():
+            key = tuple(id(run) for run, _ in found)
+            if key not in orders:
+                orders[key] = _in_order([run for run, _ in found])
+            pieces[site] = [
+                Piece(part.spans, found[part.run][0].rows[found[part.run][1], part.offset : part.offset + part.length])
+                for part in orders[key]
+            ]
         self._runs = []
         self._last = {}
         self.nbytes = 0
         return pieces
+
+
+class _Part(NamedTuple):
+    """Rows `offset .. offset+length` of run number `run`."""
+
+    run: int
+    offset: int
+    length: int
+    spans: list[tuple[int, int]]
+
+
+def _in_order(runs: Sequence[_Run]) -> list[_Part]:
+    """Return the parts of runs in the order of their positions, as long as they can be."""
+    parts: list[_Part] = []
+    for (start, stop), number, offset in sorted(_spans(runs)):
+        last = parts[-1] if parts else None
+        if last is not None and last.run == number and last.offset + last.length == offset:
+            last.spans.append((start, stop))
+            parts[-1] = last._replace(length=last.length + stop - start)
+        else:
+            parts.append(_Part(number, offset, stop - start, [(start, stop)]))
+    return parts
+
+
+def _spans(runs: Sequence[_Run]) -> Iterable[tuple[tuple[int, int], int, int]]:
+    for number, run in enumerate(runs):
+        offset = 0
+        for start, stop in run.spans:
+            yield (start, stop), number, offset
+            offset += stop - start

@@ -3,13 +3,15 @@
 The planner is told the batch, in the order in which its tokens lie in the model's tensors, and says
 which token rows each site copies to where, and which bank row each site adds to which tokens.
 
-Requests that want the same positions at the same sites share a `Program`. Sites that, over the whole
-batch, want exactly the same rows form one *group*, planned once; its rows lie in the step's buffer as
-`[sites of the group, rows, hidden]`, groups one after another. So the work of planning grows with the
-number of different programs, not with requests times sites.
+Tokens of the step that are wanted at exactly the same sites form one *group*; each token is in one group at most. A group's rows
+lie in the step's buffer as `[sites of the group, rows, hidden]`, groups one after another. So the work of planning
+grows with the requests that are captured, and not with how many sites they name or how differently.
+
+A request carries, for each channel, a `Cursor`: the sites that want its next positions, and up to which position that
+holds. Mostly that is for good, and planning a request is a comparison and a span.
 
 A row of a request is planned once: positions below `Tracked.computed`, computed again after a
-preemption, are passed over. Planning changes `Tracked.computed` and nothing else.
+preemption, are passed over. Planning changes `Tracked.computed` and cursors, and nothing else.
 
 Rows for consumers (`SHIP`) come first in the buffer; rows that only a controller looks at (`VIEW`)
 lie behind them and never leave the worker.
@@ -17,25 +19,79 @@ lie behind them and never leave the worker.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from capflow.frame import Block, Span
+from capflow.positions import Positions
 from capflow.site import Site
-from capflow.spec import CaptureSpec, Positions, span
+from capflow.spec import CaptureSpec
 
 SHIP, VIEW = 0, 1
 
 
+class SiteSet:
+    """Sites by index, in order; one object for each different set of a program, compared by identity."""
+
+    __slots__ = ("sites",)
+
+    def __init__(self, sites: tuple[int, ...]) -> None:
+        self.sites = sites
+
+
 class Program:
-    """The positions wanted at each tapped site, as plain ints in site order; compared by identity."""
+    """The positions wanted at each site, sites with the same positions together; compared by identity.
 
-    __slots__ = ("any", "positions")
+    parts: the different sets of positions, each with its sites by index.
+    """
 
-    def __init__(self, positions: tuple[int, ...]) -> None:
-        self.positions = positions
-        self.any = any(positions)
+    def __init__(
+        self, parts: tuple[tuple[Positions, tuple[int, ...]], ...], site_sets: dict[tuple[int, ...], SiteSet]
+    ) -> None:
+        self.parts = parts
+        self.any = bool(parts)
+        self._site_sets = site_sets  # the planner's, shared by all programs
+        self._found: dict[tuple[bool, ...], SiteSet | None] = {}  # at most 2 to the number of parts, and few in fact
+
+    def sites(self, parts: tuple[bool, ...]) -> SiteSet | None:
+        """Return the sites of the chosen parts; None when there are none."""
+        found = self._found.get(parts)
+        if found is None and any(parts):
+            chosen = zip(self.parts, parts, strict=True)
+            sites = tuple(sorted(site for (_, sites), here in chosen if here for site in sites))
+            found = self._found[parts] = self._site_sets.setdefault(sites, SiteSet(sites))
+        return found
+
+
+class Cursor:
+    """Where one request stands in its program: `sites` want each of the positions `first .. stop`."""
+
+    __slots__ = ("_places", "_program", "first", "sites", "stop")
+
+    def __init__(self, program: Program, prompt_length: int) -> None:
+        self._program = program
+        self._places = [positions.at(prompt_length) for positions, _ in program.parts]
+        self.first = self.stop = 0
+        self.sites: SiteSet | None = None
+
+    def move(self, position: int) -> None:
+        """Go to a position, forwards or back."""
+        stretches = [places.stretch(position) for places in self._places]
+        self.first = position
+        self.stop = min(stop for _, stop in stretches)
+        self.sites = self._program.sites(tuple(inside for inside, _ in stretches))
+
+    def runs(self, first: int, end: int) -> Iterator[tuple[int, int, SiteSet]]:
+        """Yield the wanted parts of positions `first .. end`, each with the sites that want it."""
+        while first < end:
+            if not self.first <= first < self.stop:
+                self.move(first)
+            stop = min(end, self.stop)
+            if self.sites is not None:
+                yield first, stop, self.sites
+            first = stop
 
 
 @dataclass(eq=False)
@@ -56,6 +112,12 @@ class Tracked:
     computed: int = 0
     prefill_steer: Mapping[int, int] = field(default_factory=dict)
     decode_steer: Mapping[int, int] = field(default_factory=dict)
+    ship_cursor: Cursor | None = field(init=False, repr=False)
+    view_cursor: Cursor | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.ship_cursor = Cursor(self.ship, self.prompt_length) if self.ship.any else None
+        self.view_cursor = Cursor(self.view, self.prompt_length) if self.view.any else None
 
 
 class Scheduled(NamedTuple):
@@ -79,7 +141,7 @@ class Run(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Sites, by index, that take the same rows; their first lies at row `base` of the buffer.
+    """Tokens that are wanted at the same sites, given by index; the rows of the first lie at row `base` of the buffer.
 
     spans name requests by their number in `Plan.batch`.
     """
@@ -133,103 +195,95 @@ class Planner:
 
     def __init__(self, num_sites: int) -> None:
         self.num_sites = num_sites
-        self.nothing = Program((0,) * num_sites)
-        self._programs: dict[tuple[int, ...], Program] = {self.nothing.positions: self.nothing}
-        self._groupings: dict[tuple[Program, ...], dict[tuple[int, ...], tuple[int, ...]]] = {}
+        self._site_sets: dict[tuple[int, ...], SiteSet] = {}
+        self.nothing = Program((), self._site_sets)
 
     def program(self, wanted: Mapping[int, Positions]) -> Program:
-        """Return the one program that wants these positions at these site indices."""
-        positions = tuple(int(wanted.get(i, 0)) for i in range(self.num_sites))
-        return self._programs.setdefault(positions, Program(positions))
+        """Return a program that wants these positions at these site indices."""
+        parts: dict[Positions, list[int]] = {}
+        for site in sorted(wanted):
+            if wanted[site]:
+                parts.setdefault(wanted[site], []).append(site)
+        if not parts:
+            return self.nothing
+        if len(self._site_sets) >= _SITE_SETS_KEPT_MAX:  # programs that still use them keep them
+            self._site_sets.clear()
+        return Program(tuple((positions, tuple(sites)) for positions, sites in parts.items()), self._site_sets)
 
     def plan(self, batch: Sequence[Scheduled]) -> Plan:
         """Return the plan of a step and mark its positions as computed."""
-        groups: list[Group] = []
-        rows = self._add_groups(groups, SHIP, batch, 0)
-        ship_rows = rows
-        rows = self._add_groups(groups, VIEW, batch, rows)
-        adds = _adds(batch)
+        ship, view = _Rows(), _Rows()
         tokens = 0
-        for request, _, start, length in batch:
+        steered = False
+        for number, (request, row, start, length) in enumerate(batch):
             tokens += length
-            request.computed = max(request.computed, start + length)
-        return Plan(tuple(batch), tuple(groups), rows, ship_rows, adds, tokens)
-
-    def _add_groups(self, groups: list[Group], channel: int, batch: Sequence[Scheduled], base: int) -> int:
-        """Append the channel's groups, their rows from `base` on; return the row behind the last."""
-        members: dict[Program, list[_Member]] = {}
-        order: list[tuple[Program, _Member]] = []
-        for number, part in enumerate(batch):
-            program = part.request.ship if channel == SHIP else part.request.view
-            if program.any:
-                member = _Member(number, part, {})
-                members.setdefault(program, []).append(member)
-                order.append((program, member))
-        if not members:
-            return base
-        programs = tuple(members)
-        for signature, sites in self._grouping(programs).items():
-            wanted = {p: positions for p, positions in zip(programs, signature, strict=True) if positions}
-            if len(wanted) == len(programs):  # in the batch's order, where neighbours make long runs
-                parts = [(wanted[program], member) for program, member in order]
-            else:
-                parts = [(positions, member) for program, positions in wanted.items() for member in members[program]]
-            runs, spans, rows = _lay(parts)
-            if rows:
-                groups.append(Group(channel, sites, rows, base, runs, spans))
-                base += rows * len(sites)
-        return base
-
-    def _grouping(self, programs: tuple[Program, ...]) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Return the sites by what each of the programs wants there; sites nobody wants are left out."""
-        grouping = self._groupings.get(programs)
-        if grouping is None:
-            if len(self._groupings) >= 1024:
-                self._groupings.clear()
-            collected: dict[tuple[int, ...], list[int]] = {}
-            for site, signature in enumerate(zip(*(p.positions for p in programs), strict=True)):
-                if any(signature):
-                    collected.setdefault(signature, []).append(site)
-            grouping = {signature: tuple(sites) for signature, sites in collected.items()}
-            self._groupings[programs] = grouping
-        return grouping
+            if request.prefill_steer or request.decode_steer:
+                steered = True
+            end = start + length
+            first = max(start, request.computed)
+            if first < end:
+                request.computed = end
+                if request.ship_cursor is not None:
+                    ship.add(request.ship_cursor, number, first, end, row + first - start)
+                if request.view_cursor is not None:
+                    view.add(request.view_cursor, number, first, end, row + first - start)
+        shipped = ship.groups(SHIP, 0)
+        ship_rows = _end(shipped, 0)
+        viewed = view.groups(VIEW, ship_rows)
+        adds = _adds(batch) if steered else {}
+        return Plan(tuple(batch), (*shipped, *viewed), _end(viewed, ship_rows), ship_rows, adds, tokens)
 
 
-class _Member(NamedTuple):
-    """A request's part of the batch, its number there, and what was found of it: `(first, size)` by positions."""
+class _Rows:
+    """The rows of one channel while a step is planned: spans and runs of each group that has some."""
 
-    number: int
-    part: Scheduled
-    found: dict[int, tuple[int, int]]
+    def __init__(self) -> None:
+        self._groups: dict[SiteSet, tuple[list[Span], list[Run]]] = {}
 
+    def add(self, cursor: Cursor, number: int, first: int, end: int, source: int) -> None:
+        """Add what is wanted of positions `first .. end` of request `number`, the first of which is token row `source`."""
+        if cursor.first <= first and end <= cursor.stop:
+            if cursor.sites is not None:
+                self._put(cursor.sites, number, first, end - first, source)
+            return
+        for begin, stop, sites in cursor.runs(first, end):
+            self._put(sites, number, begin, stop - begin, source + begin - first)
 
-def _lay(parts: Sequence[tuple[int, _Member]]) -> tuple[tuple[Run, ...], tuple[Span, ...], int]:
-    """Return the runs, spans and number of rows of a group, given the positions wanted of each member."""
-    runs: list[Run] = []
-    spans: list[Span] = []
-    rows = 0
-    source, target, length = -1, 0, 0  # the run being built; runs that touch are one
-    for positions, (number, (request, row, start, count), found) in parts:
-        known = found.get(positions)
-        if known is None:
-            done = request.computed
-            first, end = span(positions, request.prompt_length, max(done, start), start + count)
-            known = found[positions] = (first, end - first)
-        first, size = known
-        if size <= 0:
-            continue
-        spans.append(Span(number, first, size, rows))
-        begin = row + first - start
-        if length and begin == source + length:
-            length += size
+    def _put(self, sites: SiteSet, number: int, first: int, length: int, source: int) -> None:
+        found = self._groups.get(sites)
+        if found is None:
+            self._groups[sites] = [_span((number, first, length, 0))], [_run((source, 0, length))]
+            return
+        spans, runs = found
+        _, _, before, row = spans[-1]
+        row += before
+        spans.append(_span((number, first, length, row)))
+        begin, target, joined = runs[-1]
+        if begin + joined == source:  # runs that touch are one
+            runs[-1] = _run((begin, target, joined + length))
         else:
-            if length:
-                runs.append(Run(source, target, length))
-            source, target, length = begin, rows, size
-        rows += size
-    if length:
-        runs.append(Run(source, target, length))
-    return tuple(runs), tuple(spans), rows
+            runs.append(_run((source, row, length)))
+
+    def groups(self, channel: int, base: int) -> list[Group]:
+        """Return the groups, their rows from row `base` of the buffer on."""
+        groups = []
+        for sites, (spans, runs) in self._groups.items():
+            rows = spans[-1].row + spans[-1].length
+            groups.append(Group(channel, sites.sites, rows, base, tuple(runs), tuple(spans)))
+            base += rows * len(sites.sites)
+        return groups
+
+
+_span = functools.partial(tuple.__new__, Span)
+_run = functools.partial(tuple.__new__, Run)
+"""Like calling the class with the fields of a tuple, at a third of the time: there is one of each for each request."""
+
+_SITE_SETS_KEPT_MAX = 4096
+
+
+def _end(groups: Sequence[Group], base: int) -> int:
+    """Return the row behind the last group, `base` when there is none."""
+    return groups[-1].base + groups[-1].rows * len(groups[-1].sites) if groups else base
 
 
 def _adds(batch: Sequence[Scheduled]) -> dict[int, tuple[Add, ...]]:

@@ -21,7 +21,6 @@ from capflow.action import Abort, Applied, Rejected, Unsteer
 from capflow.errors import UsageError, explain
 from capflow.frame import Rank
 from capflow.message import Act, Hello, Welcome
-from capflow.spec import Positions
 from capflow.transport import SchedulerLink
 from capflow_engine import compat
 from capflow_engine.options import RequestOptions
@@ -124,7 +123,7 @@ class Ledger:
             name = f"{name}~{key}"
         self._keys[name], self._names[key] = key, name
         self._unscheduled[key] = name, self._wishes_number
-        if self._wants_prompt(options):
+        if self._wants_prompt(request, options):
             compat.read_no_cache(request)
         steering = [v for v in options.steering if v.scale != 0.0]
         if steering:
@@ -182,10 +181,12 @@ class Ledger:
         """Leave the hub."""
         self.link.close()
 
-    def _wants_prompt(self, options: RequestOptions) -> bool:
+    def _wants_prompt(self, request: Any, options: RequestOptions) -> bool:
         """Return whether rows of prompt positions other than the last are wanted of a request."""
         specs = [options.capture, *self._wishes.captures]
-        return any(s is not None and Positions.named(s.positions) & Positions.ALL_PROMPT for s in specs)
+        wanted = [s.set_of_positions() for s in specs if s is not None]
+        last = request.num_prompt_tokens - 1
+        return any(positions.at(last + 1).first() < last for positions in wanted)
 
     def _take_welcome(self) -> None:
         welcome = self.link.welcome

@@ -175,7 +175,7 @@ class WorkerCapture:
     def _program(self, specs: list[CaptureSpec | None]) -> Program:
         info = self.info
         wanted = join(s.resolve(info.sites, num_layers=info.num_layers) for s in specs if s is not None)
-        return self.planner.program({self.index[site]: p for site, p in wanted.items() if site in self.index})
+        return self.planner.program({self.index[site]: w.positions for site, w in wanted.items() if site in self.index})
 
     def _acquire(self, vectors: tuple[SteeringVector, ...]) -> dict[int, int]:
         """Put the sum of the vectors at each site into the bank; return the bank row by site index."""
