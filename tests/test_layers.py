@@ -6,7 +6,7 @@ import pytest
 from sources import imports_of, modules
 
 LAYERS = (
-    {"errors", "limits", "counts"},
+    {"errors", "limits", "counts", "places"},
     {"site"},
     {"positions", "spec", "frame", "vector", "action", "result", "message", "probe", "consumer", "hookspecs"},
     {"queue", "session", "address", "plugins"},

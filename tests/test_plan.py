@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from selectors_model import budgets, forms, meant
 
-from capflow.positions import FOREVER, Positions
+from capflow.places import FOREVER
+from capflow.positions import Positions
 from capflow_engine.plan import SHIP, VIEW, Planner, Scheduled, Tracked
 
 SITES = 5

@@ -11,7 +11,8 @@ from selectors_model import budgets, forms, meant
 
 from capflow import limits
 from capflow.errors import UsageError
-from capflow.positions import FOREVER, POSITION_NAMES, Positions, normalise
+from capflow.places import FOREVER
+from capflow.positions import POSITION_NAMES, Positions, normalise
 
 asked = st.lists(st.tuples(forms, budgets), min_size=1, max_size=3)
 prompts = st.integers(1, 14)

@@ -24,12 +24,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from capflow.frame import Block, Span
 from capflow.positions import Positions
 from capflow.site import Site
 from capflow.spec import CaptureSpec
 
 SHIP, VIEW = 0, 1
+
+Indices = npt.NDArray[np.int64]
 
 
 class SiteSet:
@@ -52,6 +57,8 @@ class Program:
     ) -> None:
         self.parts = parts
         self.any = bool(parts)
+        sites = tuple(sorted(site for _, some in parts for site in some))
+        self.every = site_sets.setdefault(sites, SiteSet(sites))  # the sites of all parts
         self._site_sets = site_sets  # the planner's, shared by all programs
         self._found: dict[tuple[bool, ...], SiteSet | None] = {}  # at most 2 to the number of parts, and few in fact
 
@@ -78,13 +85,21 @@ class Cursor:
 
     def move(self, position: int) -> None:
         """Go to a position, forwards or back."""
-        stretches = [places.stretch(position) for places in self._places]
         self.first = position
+        if len(self._places) == 1:
+            inside, self.stop = self._places[0].stretch(position)
+            self.sites = self._program.every if inside else None
+            return
+        stretches = [places.stretch(position) for places in self._places]
         self.stop = min(stop for _, stop in stretches)
         self.sites = self._program.sites(tuple(inside for inside, _ in stretches))
 
     def runs(self, first: int, end: int) -> Iterator[tuple[int, int, SiteSet]]:
         """Yield the wanted parts of positions `first .. end`, each with the sites that want it."""
+        if len(self._places) == 1 and end - first > _STEPS_MAX:
+            for begin, stop in self._places[0].runs(first, end):
+                yield begin, stop, self._program.every
+            return
         while first < end:
             if not self.first <= first < self.stop:
                 self.move(first)
@@ -94,7 +109,7 @@ class Cursor:
             first = stop
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Tracked:
     """A request that is running, as one worker knows it.
 
@@ -152,6 +167,18 @@ class Group(NamedTuple):
     base: int
     runs: tuple[Run, ...]
     spans: tuple[Span, ...]
+
+
+def token_rows(runs: Sequence[Run]) -> Indices:
+    """Return the token row of each row that runs make, one run after another."""
+    begins, _, lengths = np.array(runs, np.int64).T
+    return np.repeat(begins, lengths) + counted(lengths)
+
+
+def counted(sizes: Indices) -> Indices:
+    """Return 0, 1, … up to each size, one after another."""
+    behind: Indices = np.cumsum(sizes)
+    return np.arange(behind[-1]) - np.repeat(behind - sizes, sizes)
 
 
 class Add(NamedTuple):
@@ -212,73 +239,76 @@ class Planner:
 
     def plan(self, batch: Sequence[Scheduled]) -> Plan:
         """Return the plan of a step and mark its positions as computed."""
-        ship, view = _Rows(), _Rows()
+        ship: _Taken = {}
+        view: _Taken = {}
         tokens = 0
         steered = False
         for number, (request, row, start, length) in enumerate(batch):
             tokens += length
-            if request.prefill_steer or request.decode_steer:
+            if request.decode_steer or request.prefill_steer:
                 steered = True
             end = start + length
-            first = max(start, request.computed)
-            if first < end:
-                request.computed = end
-                if request.ship_cursor is not None:
-                    ship.add(request.ship_cursor, number, first, end, row + first - start)
-                if request.view_cursor is not None:
-                    view.add(request.view_cursor, number, first, end, row + first - start)
-        shipped = ship.groups(SHIP, 0)
+            computed = request.computed
+            if computed >= end:
+                continue
+            request.computed = end
+            first = max(start, computed)
+            source = row + first - start
+            cursor = request.ship_cursor
+            if cursor is not None:
+                if cursor.first <= first and end <= cursor.stop:  # as nearly always while a request decodes
+                    if cursor.sites is not None:
+                        ship.setdefault(cursor.sites, []).append((number, first, end - first, source))
+                else:
+                    _take(ship, cursor, number, first, end, source)
+            if request.view_cursor is not None:
+                _take(view, request.view_cursor, number, first, end, source)
+        shipped = _groups(ship, SHIP, 0)
         ship_rows = _end(shipped, 0)
-        viewed = view.groups(VIEW, ship_rows)
+        viewed = _groups(view, VIEW, ship_rows)
         adds = _adds(batch) if steered else {}
         return Plan(tuple(batch), (*shipped, *viewed), _end(viewed, ship_rows), ship_rows, adds, tokens)
 
 
-class _Rows:
-    """The rows of one channel while a step is planned: spans and runs of each group that has some."""
+_Taken = dict[SiteSet, list[tuple[int, int, int, int]]]
+"""Of the tokens that are wanted at each set of sites: the request's number, first position, how many, first token row."""
 
-    def __init__(self) -> None:
-        self._groups: dict[SiteSet, tuple[list[Span], list[Run]]] = {}
 
-    def add(self, cursor: Cursor, number: int, first: int, end: int, source: int) -> None:
-        """Add what is wanted of positions `first .. end` of request `number`, the first of which is token row `source`."""
-        if cursor.first <= first and end <= cursor.stop:
-            if cursor.sites is not None:
-                self._put(cursor.sites, number, first, end - first, source)
-            return
-        for begin, stop, sites in cursor.runs(first, end):
-            self._put(sites, number, begin, stop - begin, source + begin - first)
+def _take(taken: _Taken, cursor: Cursor, number: int, first: int, end: int, source: int) -> None:
+    """Take what is wanted of positions `first .. end` of a request, the first of which is token row `source`."""
+    for begin, stop, sites in cursor.runs(first, end):
+        taken.setdefault(sites, []).append((number, begin, stop - begin, source + begin - first))
 
-    def _put(self, sites: SiteSet, number: int, first: int, length: int, source: int) -> None:
-        found = self._groups.get(sites)
-        if found is None:
-            self._groups[sites] = [_span((number, first, length, 0))], [_run((source, 0, length))]
-            return
-        spans, runs = found
-        _, _, before, row = spans[-1]
-        row += before
-        spans.append(_span((number, first, length, row)))
-        begin, target, joined = runs[-1]
-        if begin + joined == source:  # runs that touch are one
-            runs[-1] = _run((begin, target, joined + length))
-        else:
-            runs.append(_run((source, row, length)))
 
-    def groups(self, channel: int, base: int) -> list[Group]:
-        """Return the groups, their rows from row `base` of the buffer on."""
-        groups = []
-        for sites, (spans, runs) in self._groups.items():
-            rows = spans[-1].row + spans[-1].length
-            groups.append(Group(channel, sites.sites, rows, base, tuple(runs), tuple(spans)))
-            base += rows * len(sites.sites)
-        return groups
+def _groups(taken: _Taken, channel: int, base: int) -> list[Group]:
+    """Return the groups, their rows from row `base` of the buffer on."""
+    groups = []
+    for sites, parts in taken.items():
+        spans: list[Span] = []
+        runs: list[Run] = []
+        rows = 0
+        begin = target = 0  # of the run being built; runs that touch are one
+        expected = -1
+        for number, first, length, source in parts:
+            spans.append(_span((number, first, length, rows)))
+            if source != expected:
+                if rows:
+                    runs.append(_run((begin, target, rows - target)))
+                begin, target = source, rows
+            expected = source + length
+            rows += length
+        runs.append(_run((begin, target, rows - target)))
+        groups.append(Group(channel, sites.sites, rows, base, tuple(runs), tuple(spans)))
+        base += rows * len(sites.sites)
+    return groups
 
 
 _span = functools.partial(tuple.__new__, Span)
 _run = functools.partial(tuple.__new__, Run)
-"""Like calling the class with the fields of a tuple, at a third of the time: there is one of each for each request."""
+"""Like calling the class, at a third of the time: there is one of each for each request."""
 
 _SITE_SETS_KEPT_MAX = 4096
+_STEPS_MAX = 8  # positions that a cursor goes through one stretch after another
 
 
 def _end(groups: Sequence[Group], base: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from capflow_engine.plan import Plan
+from capflow_engine.plan import Plan, token_rows
 
 _INDEXED_RUNS_MIN = 8  # with fewer runs, copying slice by slice is faster than gathering by index
 
@@ -55,7 +55,7 @@ def _source(runs: Any) -> Any:
     """Return the runs, or one index tensor when there are many."""
     if len(runs) < _INDEXED_RUNS_MIN:
         return runs
-    return torch.cat([torch.arange(run.source, run.source + run.length) for run in runs])
+    return torch.from_numpy(token_rows(runs))
 
 
 current: Step | None = None

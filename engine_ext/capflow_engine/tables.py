@@ -4,9 +4,9 @@ All are allocated once, before graphs are captured, and never move.
 
 | tensor | shape | meaning |
 |---|---|---|
-| site_group | int32 [2, sites] | the group of each site, per channel (`SHIP`, `VIEW`); -1: nothing |
-| site_base | int32 [2, sites] | the first staging row of each site, per channel |
-| token_row | int32 [2, groups, tokens] | the row of each token within its group; -1: not wanted |
+| site_group | int32 [2, sites] | the line of `token_row` that each site reads, per channel (`SHIP`, `VIEW`); -1: none |
+| site_base | int32 [2, sites] | what each site adds to it, per channel |
+| token_row | int32 [2, lines, tokens] | the staging row of each token, less what the site adds; -1: not wanted |
 | token_steer | int32 [tokens] | the steering slot of each token; -1: none |
 | steer_bank | int32 [slots, sites] | the bank row that a slot adds at a site; -1: none |
 | staging | [rows, hidden] | the rows of the step, packed as the plan says |
@@ -17,12 +17,17 @@ Where the taps read the plan itself, on the CPU, the tensors have one element ea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from capflow_engine.plan import Plan
+from capflow_engine.plan import Group, Plan, counted, token_rows
 
 CHANNELS = 2
+
+_NOTHING = np.empty(0, np.int32)
 
 
 class Tables:
@@ -56,6 +61,7 @@ class Tables:
         self.steer_bank = torch.full((self.slots, sites), -1, dtype=torch.int32, device=device)
         self.staging = torch.empty((rows, hidden), dtype=dtype, device=device)
         self.bank = torch.zeros((bank_rows, hidden), dtype=dtype, device=device)
+        self._written: dict[str, npt.NDArray[np.int32]] = {}  # what the device holds of each table
         self._idle = True  # what the device holds now says "nothing to do"
         self._steering = False  # some token on the device has a steering slot
 
@@ -69,21 +75,15 @@ class Tables:
         if plan.idle and self._idle:
             return
         self._idle = plan.idle
-        group_of = np.full((CHANNELS, self.sites), -1, np.int32)
+        line_of = np.full((CHANNELS, self.sites), -1, np.int32)
         base_of = np.zeros((CHANNELS, self.sites), np.int32)
-        numbers = [0] * CHANNELS
-        for group in plan.groups:
-            rows = np.full(padded_tokens, -1, np.int32)
-            for run in group.runs:
-                rows[run.source : run.source + run.length] = np.arange(run.target, run.target + run.length)
-            number = numbers[group.channel]
-            numbers[group.channel] += 1
-            self._upload(self.token_row[group.channel, number, :padded_tokens], rows)
-            for place, site in enumerate(group.sites):
-                group_of[group.channel, site] = number
-                base_of[group.channel, site] = group.base + place * group.rows
-        self._upload(self.site_group, group_of)
-        self._upload(self.site_base, base_of)
+        for channel in range(CHANNELS):
+            groups = [group for group in plan.groups if group.channel == channel]
+            if groups:
+                lines = _lines(groups, padded_tokens, line_of[channel], base_of[channel])
+                self._write(f"token_row {channel}", self.token_row[channel, : len(lines), :padded_tokens], lines)
+        self._write("site_group", self.site_group, line_of)
+        self._write("site_base", self.site_base, base_of)
         self._load_steering(plan)
 
     def _load_steering(self, plan: Plan) -> None:
@@ -106,8 +106,44 @@ class Tables:
         self._upload(self.token_steer, steer_of)
         self._upload(self.steer_bank[: len(slots)], bank_of)
 
-    def _upload(self, target: torch.Tensor, values: np.ndarray) -> None:
+    def _write(self, name: str, target: torch.Tensor, values: npt.NDArray[np.int32]) -> None:
+        """Upload values unless they are what was uploaded last, as they are while a batch decodes."""
+        if not np.array_equal(self._written.get(name, _NOTHING), values):
+            self._written[name] = values
+            self._upload(target, values)
+
+    @staticmethod
+    def _upload(target: torch.Tensor, values: np.ndarray) -> None:
         source = torch.from_numpy(values)
         if target.device.type != "cpu":
             source = source.pin_memory()  # kept by the caching host allocator until the copy is over
         target.copy_(source, non_blocking=True)
+
+
+def _lines(
+    groups: Sequence[Group], tokens: int, line_of: npt.NDArray[np.int32], base_of: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int32]:
+    """Return the lines of `token_row` for one channel's groups; write which one each site reads, and what it adds.
+
+    Where no site is in two groups, the sites of a group share a line and add where their own rows begin. Otherwise each
+    site has a line of its own. So there are never more lines than sites.
+    """
+    sites = np.array([site for group in groups for site in group.sites])
+    sources = token_rows([run for group in groups for run in group.runs])  # of each row of each group
+    sizes = np.array([group.rows for group in groups])
+    places = np.array([len(group.sites) for group in groups])
+    owners = np.repeat(np.arange(len(groups)), places)  # of each site, its group's number
+    bases = np.array([group.base for group in groups])[owners] + counted(places) * sizes[owners]
+    used, lines_of_sites = np.unique(sites, return_inverse=True)
+    if len(used) == len(sites):
+        lines = np.full((len(groups), tokens), -1, np.int32)
+        line_of[sites], base_of[sites] = owners, bases
+        lines[np.repeat(np.arange(len(groups)), sizes), sources] = counted(sizes)
+        return lines
+    lines = np.full((len(used), tokens), -1, np.int32)
+    line_of[used] = np.arange(len(used))
+    rows = sizes[owners]  # of each site in each of its groups
+    within = counted(rows)
+    first = (np.cumsum(sizes) - sizes)[owners]  # where the group's rows begin in `sources`
+    lines[np.repeat(lines_of_sites, rows), sources[np.repeat(first, rows) + within]] = np.repeat(bases, rows) + within
+    return lines

@@ -1,0 +1,142 @@
+"""Places: the positions of one request that are in a set, once the length of its prompt is known.
+
+The engine captures what is in them and the hub counts it; both ask the same functions, so what is promised is what comes.
+Nothing here costs by the length of a request: a set is some stretches without a gap and some strides, and only what lies in
+the window that is asked about is looked at.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+FOREVER = 1 << 62
+"""A position behind every other."""
+
+
+class Places:
+    """The positions of one request.
+
+    starts, stops: the ends of stretches without a gap, in order and apart; strides: `range(a, b, step)`, which may meet
+    them and each other.
+    """
+
+    __slots__ = ("starts", "stops", "strides")
+
+    def __init__(self, stretches: Iterable[tuple[int, int]] = (), strides: Iterable[range] = ()) -> None:
+        self.starts: list[int] = []
+        self.stops: list[int] = []
+        for start, stop in sorted(stretches):
+            if start >= stop:
+                continue
+            if self.stops and start <= self.stops[-1]:
+                self.stops[-1] = max(self.stops[-1], stop)
+            else:
+                self.starts.append(start)
+                self.stops.append(stop)
+        self.strides = tuple(dict.fromkeys(stride for stride in strides if stride))
+
+    @classmethod
+    def union(cls, parts: Iterable[Places]) -> Places:
+        """Return the positions that any of the parts has."""
+        parts = list(parts)
+        stretches = (pair for part in parts for pair in zip(part.starts, part.stops, strict=True))
+        return cls(stretches, (stride for part in parts for stride in part.strides))
+
+    def __contains__(self, position: int) -> bool:
+        return self.stretch(position)[0]
+
+    def stretch(self, position: int) -> tuple[bool, int]:
+        """Return whether a position is in the set, and up to where at least the same is true of all."""
+        index = bisect_right(self.stops, position)
+        if index == len(self.starts):
+            stop = FOREVER
+        elif self.starts[index] <= position:
+            return True, self.stops[index]
+        else:
+            stop = self.starts[index]
+        for stride in self.strides:
+            start = stride.start
+            following = start if position <= start else position + (start - position) % stride.step
+            if following < stride.stop:
+                if following == position:
+                    return True, position + 1
+                stop = min(stop, following)
+        return False, stop
+
+    def first(self) -> int:
+        """Return the first position of the set, `FOREVER` when it is empty."""
+        inside, stop = self.stretch(0)
+        return 0 if inside else stop
+
+    def runs(self, start: int, stop: int) -> Sequence[tuple[int, int]]:
+        """Return what of `[start, stop)` is in the set as `(first, end)`, in order and as long as they can be."""
+        if self.strides:
+            return self._enumerated(start, stop)
+        found = []
+        index = bisect_right(self.stops, start)
+        while index < len(self.starts) and self.starts[index] < stop:
+            found.append((max(start, self.starts[index]), min(stop, self.stops[index])))
+            index += 1
+        return [(first, end) for first, end in found if first < end]
+
+    def count(self, start: int, stop: int) -> int:
+        """Return how many positions of `[start, stop)` are in the set."""
+        if len(self.strides) > 1:
+            return sum(end - first for first, end in self.runs(start, stop))
+        clipped = list(self._clipped(start, stop))
+        total = sum(end - first for first, end in clipped)
+        for stride in self.strides:
+            total += len(_clip(stride, start, stop))
+            total -= sum(len(_clip(stride, first, end)) for first, end in clipped)
+        return total
+
+    def until(self, rows: int) -> Places:
+        """Return the first `rows` positions of a set that has one stride at most."""
+        assert len(self.strides) <= 1
+        low, high = 0, FOREVER
+        for stride in self.strides:
+            high = stride.start + rows * stride.step
+        if not self.strides:
+            low, high = self._behind(rows), 0
+        while low < high:
+            middle = (low + high) // 2
+            if self.count(0, middle) < rows:
+                low = middle + 1
+            else:
+                high = middle
+        return Places(self._clipped(0, low), [_clip(stride, 0, low) for stride in self.strides])
+
+    def _behind(self, rows: int) -> int:
+        """Return the position behind the first `rows` of a set without strides."""
+        for start, stop in zip(self.starts, self.stops, strict=True):
+            if stop - start >= rows:
+                return start + rows
+            rows -= stop - start
+        return FOREVER
+
+    def _clipped(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        for low, high in zip(self.starts, self.stops, strict=True):
+            if low < stop and start < high:
+                yield max(low, start), min(high, stop)
+
+    def _enumerated(self, start: int, stop: int) -> Sequence[tuple[int, int]]:
+        parts = [np.arange(*span, dtype=np.int64) for span in self._clipped(start, stop)]
+        for stride in self.strides:
+            part = _clip(stride, start, stop)
+            parts.append(np.arange(part.start, max(part.start, part.stop), part.step, dtype=np.int64))
+        positions = np.unique(np.concatenate(parts))
+        if not len(positions):
+            return []
+        gaps = np.flatnonzero(np.diff(positions) != 1)
+        firsts = positions[np.concatenate([[0], gaps + 1])].tolist()
+        lasts = positions[np.concatenate([gaps, [-1]])].tolist()
+        return [(first, last + 1) for first, last in zip(firsts, lasts, strict=True)]
+
+
+def _clip(stride: range, start: int, stop: int) -> range:
+    """Return the part of a stride that lies in `[start, stop)`."""
+    skipped = max(0, -(-(start - stride.start) // stride.step))
+    return range(stride.start + skipped * stride.step, min(stride.stop, stop), stride.step)
