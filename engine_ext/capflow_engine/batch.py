@@ -61,14 +61,18 @@ def run(job: Job, tell: Any) -> None:
 
     from capflow_engine.options import KEY, RequestOptions
 
-    settings = Settings(engine=uuid.uuid4().hex, hub=job.hub, sites=tuple(job.sites), hub_wait_s=30.0)
     try:
-        arguments = EngineArgs(model=model, disable_log_stats=True, **job.engine, **engine_arguments(settings))
+        arguments = EngineArgs(model=model, disable_log_stats=True, **job.engine)
         SamplingParams(**job.sampling)
     except (TypeError, ValueError) as e:
         raise UsageError(explain("--engine-arg or --sampling", got=str(e), expected="names that vLLM knows")) from e
-    num_layers, sites = compat.check_model(arguments, settings)
+    num_layers, sites = compat.check_model(arguments, job.sites)
     tell("model", num_layers=num_layers, sites=sites)
+    settings = Settings(engine=uuid.uuid4().hex, hub=job.hub, sites=sites, hub_wait_s=30.0)
+    for name, value in engine_arguments(settings).items():
+        if name in job.engine:
+            raise UsageError(explain(f"--engine-arg {name}", expected="to be left out; capflow brings its own"))
+        setattr(arguments, name, value)
     engine = LLMEngine.from_engine_args(arguments)
     try:
         info = compat.model_info(engine.vllm_config)

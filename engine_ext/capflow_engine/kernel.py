@@ -1,7 +1,7 @@
 """The tap on a GPU: one Triton program per token, which returns at once when there is nothing to do.
 
 `launch` is the layout contract; the tables are those of `capflow_engine.tables`. The sum of a split stream is
-rounded once, to the model's dtype; a steering vector is added in float32 and rounded once.
+rounded once, to the model's dtype, after it was scaled; a steering vector is added in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def _tap_kernel(
     steer_bank,
     staging,
     bank,
+    scale,
     hidden_stride,
     residual_stride,
     sites,
@@ -32,6 +33,7 @@ def _tap_kernel(
     width: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
+    SCALED: tl.constexpr,
     CHANNEL_COUNT: tl.constexpr,
 ):
     token = tl.program_id(0)
@@ -52,12 +54,17 @@ def _tap_kernel(
                     value += tl.load(residual + token.to(tl.int64) * residual_stride + columns, mask=inside).to(
                         tl.float32
                     )
+                if SCALED:
+                    value *= scale
                 target = (tl.load(site_base + channel * sites + here) + row).to(tl.int64)
                 tl.store(staging + target * width + columns, value.to(staging.dtype.element_ty), mask=inside)
     if bank_row >= 0:
         place = hidden + token.to(tl.int64) * hidden_stride + columns
         value = tl.load(place, mask=inside).to(tl.float32)
-        value += tl.load(bank + bank_row.to(tl.int64) * width + columns, mask=inside).to(tl.float32)
+        vector = tl.load(bank + bank_row.to(tl.int64) * width + columns, mask=inside).to(tl.float32)
+        if SCALED:
+            vector /= scale
+        value += vector
         tl.store(place, value.to(hidden.dtype.element_ty), mask=inside)
 
 
@@ -72,6 +79,7 @@ def launch(
     steer_bank: torch.Tensor,
     staging: torch.Tensor,
     bank: torch.Tensor,
+    scale: float = 1.0,
 ) -> None:
     """Launch the tap of one site over `hidden`, `[tokens, width]`; see `capflow_engine.tap.tap`."""
     tokens, width = hidden.shape
@@ -95,6 +103,7 @@ def launch(
         steer_bank,
         staging,
         bank,
+        scale,
         hidden.stride(0),
         other.stride(0),
         steer_bank.shape[1],
@@ -102,6 +111,7 @@ def launch(
         width=width,
         BLOCK=triton.next_power_of_2(width),
         SPLIT=residual is not None,
+        SCALED=scale != 1.0,
         CHANNEL_COUNT=CHANNELS,
         num_warps=4 if width <= 4096 else 8,
     )

@@ -24,7 +24,7 @@ from vllm import RequestOutput, SamplingParams  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
 from capflow_engine.options import KEY, RequestOptions  # noqa: E402
-from capflow_engine.settings import Settings, engine_arguments  # noqa: E402
+from capflow_engine.settings import SITES_DEFAULT, Settings, engine_arguments  # noqa: E402
 
 logger = logging.getLogger("vllm.capflow")
 
@@ -74,7 +74,7 @@ class LLM(VLLM):  # type: ignore[misc]
         *,
         consumers: Sequence[str] = (),
         hub: str | None = None,
-        sites: Sequence[str] = ("post_block:*",),
+        sites: Sequence[str] = SITES_DEFAULT,
         policy: Policy = "block",
         **kwargs: Any,
     ) -> None:
@@ -85,6 +85,8 @@ class LLM(VLLM):  # type: ignore[misc]
         self._stop_hub: Callable[[], Any] = lambda: None  # stops the hub started here; also when this is collected
         self._client: Client | None = None
         self._numbers = itertools.count()
+        user = dict(kwargs.pop("additional_config", None) or {})
+        _, tapped = compat.check_model(EngineArgs(model=model, **kwargs), sites)
         if consumers and hub is not None:
             raise UsageError(explain("LLM: both hub and consumers", do="give consumers to the hub with `capflow run`"))
         if consumers:
@@ -98,14 +100,13 @@ class LLM(VLLM):  # type: ignore[misc]
         settings = Settings(
             engine=uuid.uuid4().hex,
             hub=hub or default_address(),
-            sites=tuple(sites),
+            sites=tapped,
             policy=policy,
             hub_wait_s=_LAUNCH_WAIT_S if hub is not None else 0.5,
-            user=dict(kwargs.pop("additional_config", None) or {}),
+            user=user,
         )
         self.capflow_settings = settings
         try:
-            compat.check_model(EngineArgs(model=model, **kwargs), settings)
             super().__init__(model, **engine_arguments(settings), **kwargs)
             self.capflow_model = compat.model_info(self.llm_engine.vllm_config)
         except BaseException:

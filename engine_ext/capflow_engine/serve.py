@@ -15,7 +15,7 @@ from typing import Any
 from capflow.address import check_address, default_address
 from capflow.errors import CapflowError, UsageError, explain
 from capflow_engine import compat
-from capflow_engine.settings import Settings, engine_arguments
+from capflow_engine.settings import SITES_DEFAULT, Settings, engine_arguments
 
 
 def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
@@ -42,22 +42,23 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
             )
     hub = mine.hub or default_address()
     check_address(hub, insecure=mine.insecure)
-    settings = Settings(
-        engine=uuid.uuid4().hex,
-        hub=hub,
-        sites=tuple(mine.sites or ("post_block:*",)),
-        policy=mine.policy,
-        hub_wait_s=1.0,
-        insecure=mine.insecure,
-        user=dict(args.additional_config or {}),
-    )
-    for name, value in engine_arguments(settings).items():
-        setattr(args, name, value)
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     if args.model_tag is not None:
         args.model = args.model_tag
-    compat.check_model(AsyncEngineArgs.from_cli_args(args), settings)
+    user = dict(args.additional_config or {})
+    _, sites = compat.check_model(AsyncEngineArgs.from_cli_args(args), mine.sites or SITES_DEFAULT)
+    settings = Settings(
+        engine=uuid.uuid4().hex,
+        hub=hub,
+        sites=sites,
+        policy=mine.policy,
+        hub_wait_s=1.0,
+        insecure=mine.insecure,
+        user=user,
+    )
+    for name, value in engine_arguments(settings).items():
+        setattr(args, name, value)
     return serve, args
 
 

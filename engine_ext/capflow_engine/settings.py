@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,19 +17,20 @@ from capflow import limits
 from capflow.consumer import Policy
 from capflow.errors import UsageError, explain
 from capflow.site import HOOKS, Site
+from capflow_engine.structure import Structure
 
-TAPPED_HOOKS = ("post_block",)
-"""The hooks that taps can be installed at."""
+SITES_DEFAULT = ("post_block:*",)
+"""The patterns of the sites that carry a tap when the user names none."""
 
-_GRAPH_VERSION = 1  # goes up with every change to what a tap puts into the graph
+_GRAPH_VERSION = 2  # goes up with every change to what a tap puts into the graph
 
 
 @dataclass(frozen=True)
 class Settings:
     """What the extension's parts in all of an engine's processes agree on.
 
-    engine: the engine's name, new at each start. hub: the address its workers connect to. sites:
-    patterns of the sites that carry a tap, `hook:layer` with `*`. policy, outbound_bytes_max: of each worker's
+    engine: the engine's name, new at each start. hub: the address its workers connect to. sites: those that carry
+    a tap, in order. policy, outbound_bytes_max: of each worker's
     outbound queue. staging_bytes_max: the device memory for the rows of one step.
     hub_wait_s: how long the engine's start waits for the hub; None starts without.
     user: the `additional_config` that the user gave vLLM besides.
@@ -37,7 +38,7 @@ class Settings:
 
     engine: str
     hub: str
-    sites: tuple[str, ...] = ("post_block:*",)
+    sites: tuple[Site, ...]
     policy: Policy = "block"
     outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT
     staging_bytes_max: int = 1024 * limits.MIB
@@ -48,7 +49,9 @@ class Settings:
 
     def compute_hash(self) -> str:
         """Return the part of vLLM's compile-cache key that says what the taps put into the graph."""
-        factors = json.dumps([_GRAPH_VERSION, sorted(self.sites), dict(self.user)], sort_keys=True, default=str)
+        factors = json.dumps(
+            [_GRAPH_VERSION, [str(site) for site in self.sites], dict(self.user)], sort_keys=True, default=str
+        )
         return hashlib.sha256(factors.encode()).hexdigest()
 
     # vLLM and its platforms read and write `additional_config` as the dict that it is elsewhere.
@@ -63,21 +66,25 @@ class Settings:
         return key in self.user
 
 
-def tapped_sites(patterns: Iterable[str], num_layers: int) -> tuple[Site, ...]:
-    """Return the sites of a model with `num_layers` layers that patterns name, by layer.
+def tapped_sites(patterns: Iterable[str], layers: Sequence[Structure]) -> tuple[Site, ...]:
+    """Return the sites that patterns, `hook:layer` with `*`, name in a model of these layers, by layer.
 
-    Raises UsageError for a pattern that names no site, or a hook that cannot be tapped.
+    Raises UsageError for a pattern that names no site, or only sites that the model does not have.
     """
-    everything = [Site(layer, hook) for layer in range(num_layers) for hook in TAPPED_HOOKS]
     chosen: set[Site] = set()
     for pattern in patterns:
-        hook = pattern.partition(":")[0]
-        if hook in HOOKS and hook not in TAPPED_HOOKS:
-            raise UsageError(explain("--sites", got=pattern, expected=f"a hook with taps: {', '.join(TAPPED_HOOKS)}"))
-        found = [site for site in everything if fnmatchcase(str(site), pattern)]
-        if not found:
-            expected = f"HOOK:LAYER with a hook of {', '.join(TAPPED_HOOKS)} and a layer of 0..{num_layers - 1} or *"
+        named = [s for n in range(len(layers)) for hook in HOOKS if fnmatchcase(str(s := Site(n, hook)), pattern)]
+        if not named:
+            hooks = ", ".join(HOOKS)
+            expected = f"HOOK:LAYER with a hook of {hooks} and a layer of 0..{len(layers) - 1}, or * for either"
             raise UsageError(explain("--sites", got=pattern, expected=expected))
+        found = [site for site in named if site.hook in layers[site.layer].places]
+        if not found:
+            layer, hook = layers[named[0].layer], named[0].hook
+            do = "see `capflow sites MODEL` for what this model has"
+            raise UsageError(
+                explain("--sites", got=pattern, expected=f"a site of {layer.layer} ({layer.missing[hook]})", do=do)
+            )
         chosen.update(found)
     return tuple(sorted(chosen))
 

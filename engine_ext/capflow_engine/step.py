@@ -22,18 +22,18 @@ class Step:
         self.plan = plan
         self.buffer = buffer
         self.bank = bank
-        self._copies: dict[int, list[tuple[Any, int]]] = {}  # site index → (group's source, first row)
+        self._copies: dict[int, list[tuple[Any, int, int]]] = {}  # site index → (group's source, first row, rows)
         for group in plan.groups:
             source = _source(group.runs)
             for number, site in enumerate(group.sites):
-                self._copies.setdefault(site, []).append((source, group.base + number * group.rows))
+                self._copies.setdefault(site, []).append((source, group.base + number * group.rows, group.rows))
 
-    def tap(self, site: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def tap(self, site: int, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float = 1.0) -> None:
         """Copy the site's rows out, then add what steers it; `hidden` is changed in place.
 
-        hidden, residual: `[tokens, hidden]`; the stream is their sum, or `hidden` alone.
+        hidden, residual: `[tokens, hidden]`; the site's value is `scale` times their sum, or `hidden` alone.
         """
-        for source, row in self._copies.get(site, ()):
+        for source, row, rows in self._copies.get(site, ()):
             assert self.buffer is not None
             if isinstance(source, torch.Tensor):
                 out = self.buffer[row : row + len(source)]
@@ -47,8 +47,10 @@ class Step:
                         out.copy_(hidden[begin : begin + length])
                     else:
                         torch.add(hidden[begin : begin + length], residual[begin : begin + length], out=out)
+            if scale != 1.0:
+                self.buffer[row : row + rows].mul_(scale)
         for begin, length, bank in self.plan.adds.get(site, ()):
-            hidden[begin : begin + length] += self.bank[bank]
+            hidden[begin : begin + length] += self.bank[bank] if scale == 1.0 else self.bank[bank] / scale
 
 
 def _source(runs: Any) -> Any:

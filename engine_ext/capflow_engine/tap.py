@@ -1,5 +1,7 @@
 """The tap: one custom op, called by a forward hook at each tapped site, inside the compiled graph.
 
+`install` puts the taps where `capflow_engine.structure` found the hook points: before or after a module of the layer.
+
 `capflow::tap` copies wanted rows of the residual stream out and adds steering vectors in place. It is
 declared to mutate `hidden` only: the staging buffer is written behind the compiler's back, and nothing in
 the graph reads it. All a tap needs besides the stream is in tensors that stay where they are, so a graph
@@ -9,13 +11,16 @@ are the same graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 import capflow_engine.step as step_module
+from capflow.site import HOOKS
 from capflow_engine import compat
+from capflow_engine.structure import Place
 from capflow_engine.tables import Tables
 
 
@@ -30,15 +35,18 @@ def tap(
     steer_bank: torch.Tensor,
     staging: torch.Tensor,
     bank: torch.Tensor,
+    scale: float,
 ) -> None:
     """Do what the current step's plan says for one site; the op's CPU implementation.
 
-    hidden, residual: `[tokens, hidden]`; hidden is changed in place where the site is steered. site: the
-    site's index, int32 `[1]`. The tables are those of `capflow_engine.tables` and are not read here.
+    hidden, residual: `[tokens, hidden]`, with or without a leading 1; hidden is changed in place where the site is
+    steered. site: the site's index, int32 `[1]`. scale: the site's value is this many times what is given. The tables
+    are those of `capflow_engine.tables` and are not read here.
     """
     step = step_module.current
     if step is not None and not step.plan.idle:
-        step.tap(int(site), hidden, residual)
+        hidden = hidden.view(-1, hidden.shape[-1])
+        step.tap(int(site), hidden, None if residual is None else residual.view(hidden.shape), scale)
 
 
 def _tap_gpu(
@@ -52,10 +60,13 @@ def _tap_gpu(
     steer_bank: torch.Tensor,
     staging: torch.Tensor,
     bank: torch.Tensor,
+    scale: float,
 ) -> None:
     from capflow_engine.kernel import launch
 
-    launch(hidden, residual, site, site_group, site_base, token_row, token_steer, steer_bank, staging, bank)
+    hidden = hidden.view(-1, hidden.shape[-1])
+    residual = None if residual is None else residual.view(hidden.shape)
+    launch(hidden, residual, site, site_group, site_base, token_row, token_steer, steer_bank, staging, bank, scale)
 
 
 def _tap_fake(
@@ -69,6 +80,7 @@ def _tap_fake(
     steer_bank: torch.Tensor,
     staging: torch.Tensor,
     bank: torch.Tensor,
+    scale: float,
 ) -> None:
     return None
 
@@ -78,11 +90,7 @@ compat.register_op(_library, "tap", tap, _tap_gpu, _tap_fake, mutates=["hidden"]
 
 
 class Tap(nn.Module):
-    """A tap at one site: a submodule of the layer it taps, called by the layer's forward hook.
-
-    split: the layer's output is `(hidden, residual)` and the stream is their sum; otherwise the output, or the first
-    of it, is the stream.
-    """
+    """A tap at one site: a submodule of the module that it stands before or after, called by that module's hook."""
 
     site: torch.Tensor
     site_group: torch.Tensor
@@ -93,22 +101,27 @@ class Tap(nn.Module):
     staging: torch.Tensor
     bank: torch.Tensor
 
-    def __init__(self, index: int, split: bool, tables: Tables, device: torch.device) -> None:
+    def __init__(self, index: int, place: Place, tables: Tables, device: torch.device) -> None:
         super().__init__()
-        self.split = split
+        self.slots, self.items, self.scale = place.slots, place.items, place.scale
         self.register_buffer("site", torch.tensor([index], dtype=torch.int32, device=device), persistent=False)
         for name, tensor in tables.device_tensors().items():
             self.register_buffer(name, tensor, persistent=False)
 
-    def forward(self, output: Any) -> None:
-        """Tap a layer's output, `(hidden, residual)` or `hidden`, in place."""
-        if self.split:
-            hidden, residual = output
-        else:
-            hidden, residual = (output if isinstance(output, torch.Tensor) else output[0]), None
+    def before(self, args: Any, kwargs: Any) -> None:
+        """Tap what a module is given."""
+        self([slot.of(args, kwargs) for slot in self.slots])
+
+    def after(self, output: Any) -> None:
+        """Tap what a module returns."""
+        self([output] if isinstance(output, torch.Tensor) else [output[n] for n in self.items])
+
+    def forward(self, parts: list[torch.Tensor | None]) -> None:
+        """Tap the stream, whole or in halves, in place; the second half may be missing."""
+        assert parts[0] is not None
         torch.ops.capflow.tap(
-            hidden,
-            residual,
+            parts[0],
+            parts[1] if len(parts) > 1 else None,
             self.site,
             self.site_group,
             self.site_base,
@@ -117,11 +130,40 @@ class Tap(nn.Module):
             self.steer_bank,
             self.staging,
             self.bank,
+            self.scale,
         )
 
 
-def post_block_hook(module: nn.Module, args: Any, output: Any) -> None:
-    """Call the tap of a layer at `post_block`; registered with `register_forward_hook`."""
-    del args
-    tap_module: Tap = module.capflow_post_block  # type: ignore[assignment]
-    tap_module(output)
+def install(layer: nn.Module, hook: str, place: Place, tap: Tap) -> None:
+    """Put a tap at a layer's hook point; called before anything is compiled."""
+    module = layer.get_submodule(place.module)
+    setattr(module, _attribute(hook), tap)
+    if place.slots:
+        module.register_forward_pre_hook(_BEFORE[hook], with_kwargs=True)
+    else:
+        module.register_forward_hook(_AFTER[hook])
+
+
+def _attribute(hook: str) -> str:
+    return f"capflow_{hook}"
+
+
+def _hooks(hook: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the functions that call a module's tap for one hook, before and after its forward.
+
+    They hold nothing: the compiled graphs of two layers differ in no constant.
+    """
+    attribute = _attribute(hook)
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        getattr(module, attribute).before(args, kwargs)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        del args
+        getattr(module, attribute).after(output)
+
+    return before, after
+
+
+_BEFORE = {hook: _hooks(hook)[0] for hook in HOOKS}
+_AFTER = {hook: _hooks(hook)[1] for hook in HOOKS}

@@ -3,8 +3,8 @@
 `CaptureWorker` is what vLLM is given as `worker_cls`: the platform's own worker with its runner subclassed in place. All of
 capflow's state is in one object, `worker.capflow`.
 
-Order of a step: `begin` takes the orders and closes the step before; `prepare` plans, once the runner knows its
-batch; `forward` brackets the model; the step then waits, with its rows, for the next `begin`.
+Order of a step: `begin` takes the orders and hands steps that they settle to the sender; `prepare` plans, once the runner
+knows its batch; `forward` brackets the model; the step then waits, with its rows, until a later `begin` settles it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,26 +26,37 @@ from capflow.action import Steer, Unsteer
 from capflow.errors import CapflowError
 from capflow.frame import Rank
 from capflow.message import Hello
-from capflow.spec import CaptureSpec, join
+from capflow.spec import CaptureSpec, Wanted, join
 from capflow.transport import WorkerLink
 from capflow.vector import SteeringVector
-from capflow_engine import compat
+from capflow_engine import compat, compat_step
 from capflow_engine.bank import Bank
 from capflow_engine.control import Controllers
 from capflow_engine.options import RequestOptions
 from capflow_engine.orders import Ended, Orders, Wishes
+from capflow_engine.pending import EMPTY_PLAN, READY, Pending
 from capflow_engine.plan import VIEW, Plan, Planner, Program, Scheduled, Tracked
 from capflow_engine.ring import Ring
+from capflow_engine.runner import tap_runner
 from capflow_engine.sender import Computed, Sender
 from capflow_engine.settings import Settings
 from capflow_engine.step import Step
 from capflow_engine.tables import Tables
-from capflow_engine.tap import Tap, post_block_hook
+from capflow_engine.tap import Tap, install
 
 logger = logging.getLogger("vllm.capflow.worker")
 
-_EMPTY_PLAN = Plan((), (), 0, 0, {}, 0)
-_NOTHING_READY: Callable[[], None] = lambda: None  # noqa: E731
+
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+class _Viewed(NamedTuple):
+    """A step that controllers are to see: its number, plan, the buffer with its rows, and how to wait for them."""
+
+    number: int
+    plan: Plan
+    buffer: Any
+    ready: Callable[[], None]
 
 
 class WorkerCapture:
@@ -60,28 +71,27 @@ class WorkerCapture:
         self.device: torch.device = worker.device
         self.rank = Rank(*compat.rank_of(worker))
         self.dtype: torch.dtype = worker.model_config.dtype
-        owned = list(compat.owned_sites(self.runner.get_model(), self.info))
-        self.sites = tuple(site for site, _ in owned)
+        owned = sorted(compat.owned_sites(self.runner.get_model(), self.info, self.dtype), key=lambda found: found[0])
+        self.sites = tuple(site for site, _, _ in owned)
         self.index = {site: n for n, site in enumerate(self.sites)}
         self.planner = Planner(len(self.sites))
         self.row_bytes = self.info.hidden_size * self.dtype.itemsize
         self.tables = self._make_tables(worker.scheduler_config.max_num_batched_tokens)
         self.bank = Bank(self.tables.bank if self.tables.resident else self._host_bank())
-        for n, (_, layer) in enumerate(owned):
-            layer.capflow_post_block = Tap(n, compat.stream_is_split(layer), self.tables, self.device)
-            layer.register_forward_hook(post_block_hook)
-        self.sends = self.rank.tp == 0 and bool(self.sites)
+        for n, (site, layer, place) in enumerate(owned):
+            install(layer, site.hook, place, Tap(n, place, self.tables, self.device))
+        self.sends = self.rank.tp == 0  # also a stage without taps: its part of a request ends like any other's
         self.ring = Ring(self.settings.outbound_bytes_max, pinned=self.tables.resident)
         self.wishes: dict[int, Wishes] = {}
         self.controllers = Controllers((), self.info, self.sites)
         self.requests: dict[str, Tracked] = {}  # by vLLM's id
         self._static: dict[str, tuple[SteeringVector, ...]] = {}  # what requests came with, by vLLM's id
-        self._pending: Computed | None = None  # the step before, until the next one begins
-        self._view: Any = None  # the buffer with its rows for controllers, likewise
-        self._viewed = _EMPTY_PLAN  # the plan that lays out `_view`
+        self._watched: set[str] = set()  # those of which some stage ships rows, so each stage tells of their end
+        self._pending = Pending()
+        self._viewed: _Viewed | None = None  # the step before, until the next one begins
         self._step = 0
         # Of the step between `prepare` and the end of `forward`:
-        self._planned = _EMPTY_PLAN  # all that was wanted of it
+        self._planned = EMPTY_PLAN  # all that was wanted of it
         self._plan: Plan | None = None  # what is done, which is less when there is no room; None in a dummy run
         self._buffer: Any = None  # where its rows go
         self._lost: str | None = None  # why its rows for consumers are not taken
@@ -135,15 +145,27 @@ class WorkerCapture:
     # --- between steps ---
 
     def begin(self, orders: Orders | None, scheduler_output: Any) -> None:
-        """Close the step before and take the orders of the one that starts."""
+        """Take the orders of the step that starts, and send what they settle."""
         orders = orders or Orders(self._step)
-        actions = self._run_controllers()
-        self._close_step(orders.ended)
+        limits = orders.cuts | {key: ended.limit for key, ended in orders.ended.items()}
+        actions = self._run_controllers(limits)
+        for key, limit in orders.cuts.items():
+            self._pending.cut(key, limit)
+            if key in self.requests:
+                self.requests[key].computed = min(self.requests[key].computed, limit)
+        for key, ended in orders.ended.items():
+            self._forget(key, ended)
+        for step in self._pending.settle(orders.settled):
+            assert self.sender is not None
+            self.sender.put(step)
         self._step = orders.step
         self.wishes.update(orders.wishes)
-        for key, prompt_length, extra_args in compat.new_requests(scheduler_output):
+        for key, prompt_length, extra_args in compat_step.new_requests(scheduler_output):
             if key in orders.admitted and key not in self.requests:
                 self._admit(key, prompt_length, extra_args, *orders.admitted[key])
+            elif key in self.requests and self.requests[key].prompt_length != prompt_length:
+                # Streaming input makes the prompt longer. Steps that wait go on with the prompt that they were planned for.
+                self.requests[key] = replace(self.requests[key], prompt_length=prompt_length)
         keys = {tracked.id: key for key, tracked in self.requests.items()} if actions else {}
         for action in actions:
             if action.request in keys:
@@ -157,14 +179,17 @@ class WorkerCapture:
         if wishes.controllers != self.controllers.specs:
             self.controllers = Controllers(wishes.controllers, self.info, self.sites)
         options = RequestOptions.unpack(extra_args)
+        wanted = self._wanted([options.capture, *wishes.captures])
         tracked = Tracked(
             key,
             name,
             prompt_length,
-            ship=self._program([options.capture, *wishes.captures]) if self.sends else self.planner.nothing,
-            view=self._program(self.controllers.captures()),
+            ship=self._program(wanted) if self.sends else self.planner.nothing,
+            view=self._program(self._wanted(self.controllers.captures())),
             capture=options.capture,
         )
+        if self.sends and wanted:
+            self._watched.add(key)
         self.requests[key] = tracked
         static = tuple(v for v in options.steering if v.scale != 0.0 and v.site in self.index)
         if static:
@@ -172,9 +197,11 @@ class WorkerCapture:
             tracked.prefill_steer = self._acquire(static)
             tracked.decode_steer = self._acquire(static)
 
-    def _program(self, specs: list[CaptureSpec | None]) -> Program:
+    def _wanted(self, specs: Sequence[CaptureSpec | None]) -> Wanted:
         info = self.info
-        wanted = join(s.resolve(info.sites, num_layers=info.num_layers) for s in specs if s is not None)
+        return join(s.resolve(info.sites, num_layers=info.num_layers) for s in specs if s is not None)
+
+    def _program(self, wanted: Wanted) -> Program:
         return self.planner.program({self.index[site]: w.positions for site, w in wanted.items() if site in self.index})
 
     def _acquire(self, vectors: tuple[SteeringVector, ...]) -> dict[int, int]:
@@ -207,46 +234,37 @@ class WorkerCapture:
         for row in before.values():
             self.bank.release(row)
 
-    def _run_controllers(self) -> list[Steer | Unsteer]:
-        if self._view is None or self._pending is None:
+    def _run_controllers(self, limits: Mapping[str, int]) -> list[Steer | Unsteer]:
+        viewed, self._viewed = self._viewed, None
+        if viewed is None:
             return []
-        self._pending.ready()
-        view, self._view = self._view, None
-        return self.controllers.run(self._pending.number, self._viewed, view)
+        viewed.ready()
+        return self.controllers.run(viewed.number, viewed.plan, viewed.buffer, limits)
 
-    def _close_step(self, ended: dict[str, Ended]) -> None:
-        """Give the step before to the sender, with the requests that are over, and forget those."""
-        pending, self._pending = self._pending, None
-        over = []
-        for key, end in ended.items():
-            tracked = self.requests.pop(key, None)
-            if tracked is None:
-                continue
-            self._static.pop(key, None)
-            for row in (*tracked.prefill_steer.values(), *tracked.decode_steer.values()):
-                self.bank.release(row)
-            self.controllers.forget(tracked.id)
-            if tracked.ship.any:
-                over.append((tracked, end))
-        if self.sender is None:
+    def _forget(self, key: str, ended: Ended) -> None:
+        tracked = self.requests.pop(key, None)
+        if tracked is None:
             return
-        if pending is None and over:
-            pending = Computed(self._step, time.time_ns(), _EMPTY_PLAN, None, np.empty(0), _NOTHING_READY)
-        if pending is not None:
-            pending.ended = over
-            self.sender.put(pending)
+        self._static.pop(key, None)
+        for row in (*tracked.prefill_steer.values(), *tracked.decode_steer.values()):
+            self.bank.release(row)
+        self.controllers.forget(tracked.id)
+        if key in self._watched:
+            self._watched.discard(key)
+            self._pending.end(tracked, ended)
 
     # --- the step ---
 
-    def prepare(self, num_scheduled_tokens: Any) -> None:
-        """Plan the step, now that the runner knows the order of its batch."""
+    def prepare(self, parts: Sequence[tuple[str, int, int, int]]) -> None:
+        """Plan the step, now that the runner knows its batch.
+
+        parts: for each request, by vLLM's id, its first row in the model's tensors, first position and number of tokens.
+        """
         batch = []
-        row = 0
-        for key, start, length in compat.scheduled_batch(self.runner, num_scheduled_tokens):
+        for key, row, start, length in parts:
             tracked = self.requests.get(key)
             if tracked is not None:
                 batch.append(Scheduled(tracked, row, start, length))
-            row += length
         planned = self.planner.plan(batch)
         self._planned = self._plan = planned
         self._buffer = self._lost = None
@@ -264,8 +282,12 @@ class WorkerCapture:
             return None, "no_hub"
         if self.tables.resident and plan.rows > self.tables.staging.shape[0]:
             return None, "staging_full"
-        wait_s = limits.BLOCK_S_MAX if self.settings.policy == "block" else 0.0
-        buffer = self.ring.acquire(plan.rows * self.row_bytes, wait_s)
+        size = plan.rows * self.row_bytes
+        comes_back = (
+            size + self._pending.bytes_held <= self.ring.bytes_max
+        )  # steps that wait here free nothing meanwhile
+        wait_s = limits.BLOCK_S_MAX if self.settings.policy == "block" and comes_back else 0.0
+        buffer = self.ring.acquire(size, wait_s)
         return buffer, (None if buffer is not None else "queue_full")
 
     @contextlib.contextmanager
@@ -280,7 +302,7 @@ class WorkerCapture:
                 torch.cuda.current_stream().wait_event(self._copied)
             self.tables.load(plan, tokens)
             yield
-            ready, token_ids = self._copy_out(plan)
+            ready, token_ids = self._copy_out(plan) if plan.rows else (READY, _NO_TOKENS)
         else:
             out = None if self._buffer is None else torch.from_numpy(self._buffer).view(self.dtype).view(plan.rows, -1)
             step_module.current = Step(plan, out, self.bank.rows)
@@ -288,34 +310,44 @@ class WorkerCapture:
                 yield
             finally:
                 step_module.current = None
-            ready, token_ids = _NOTHING_READY, compat.step_token_ids(self.runner, plan.tokens).numpy().copy()
+            ready, token_ids = READY, _NO_TOKENS
+            if plan.ship_rows:
+                token_ids = compat_step.step_token_ids(self.runner, self._rows_end(plan)).numpy().copy()
         self._finish(plan, ready, token_ids)
 
+    @staticmethod
+    def _rows_end(plan: Plan) -> int:
+        """Return the row behind the last one of the model's tensors that belongs to a request of the plan."""
+        return max(part.row + part.length for part in plan.batch)
+
     def _finish(self, plan: Plan, ready: Callable[[], None], token_ids: Any) -> None:
-        """Keep the step, just launched, until the next one begins."""
+        """Keep the step, just launched, until it is settled."""
         if plan.rows > plan.ship_rows:
-            self._view, self._viewed = self._buffer, plan
-        if self._view is not None or self._planned.ship_rows:
+            self._viewed = _Viewed(self._step, plan, self._buffer, ready)
+        if self._planned.ship_rows:
             rows = self._buffer[: plan.ship_rows * self.row_bytes] if plan.ship_rows else None
-            self._pending = Computed(self._step, time.time_ns(), self._planned, rows, token_ids, ready, self._lost)
+            now = time.time_ns()
+            self._pending.add(Computed(self._step, now, self._planned, rows, token_ids, ready, self._lost))
         self._buffer = None
 
     def _copy_out(self, plan: Plan) -> tuple[Callable[[], None], Any]:
-        """Copy the step's rows and token ids to the host beside the step; return how to wait for them."""
-        ids = torch.empty(plan.tokens, dtype=torch.int32, pin_memory=True)
+        """Copy the step's rows and token ids to the host beside the step; return how to wait for them.
+
+        The ids are few and their buffer is the next step's too, so they are copied in the step's own stream.
+        """
+        tokens = self._rows_end(plan)
+        ids = torch.empty(tokens, dtype=torch.int32, pin_memory=True)
+        ids.copy_(compat_step.step_token_ids(self.runner, tokens), non_blocking=True)
         self._copy_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copy_stream):
-            ids.copy_(compat.step_token_ids(self.runner, plan.tokens), non_blocking=True)
-            if plan.rows:
-                out = torch.from_numpy(self._buffer).view(self.dtype).view(plan.rows, -1)
-                out.copy_(self.tables.staging[: plan.rows], non_blocking=True)
+            out = torch.from_numpy(self._buffer).view(self.dtype).view(plan.rows, -1)
+            out.copy_(self.tables.staging[: plan.rows], non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
         return self._copied.synchronize, ids.numpy()
 
     def close(self) -> None:
-        """Send what is left and leave the hub."""
-        self._close_step({})
+        """Send what was settled and leave the hub; of the steps that were not, nobody knows which rows are anybody's."""
         if self.sender is not None:
             there = self.link is not None and self.link.connected
             self.sender.close(limits.DRAIN_S_MAX if there else limits.LINGER_S)  # nobody takes what waits for a hub
@@ -328,21 +360,6 @@ def _only_viewed(plan: Plan) -> Plan:
     return replace(plan, groups=groups, rows=plan.rows - plan.ship_rows, ship_rows=0)
 
 
-class StepRunner:
-    """Mixed into the platform's V1 model runner, in place; `capflow` is the worker's."""
-
-    capflow: WorkerCapture
-
-    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
-        prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
-        self.capflow.prepare(num_scheduled_tokens)
-        return prepared
-
-    def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with self.capflow.forward(compat.forward_tokens(input_ids, kwargs)):
-            return super()._model_forward(input_ids, *args, **kwargs)  # type: ignore[misc]
-
-
 class CaptureWorker(compat.worker_base()):  # type: ignore[misc]
     """The platform's worker, with capflow."""
 
@@ -352,9 +369,7 @@ class CaptureWorker(compat.worker_base()):  # type: ignore[misc]
         """Load the model and install the taps, before anything is profiled, compiled or captured."""
         super().load_model(*args, **kwargs)
         self.capflow = WorkerCapture(self)
-        runner = self.model_runner
-        runner.capflow = self.capflow
-        runner.__class__ = type(f"Capture{type(runner).__name__}", (StepRunner, type(runner)), {})
+        tap_runner(self.model_runner, self.capflow, v2=self.use_v2_model_runner)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step, with its orders taken first."""

@@ -1,0 +1,472 @@
+"""The structure of a decoder layer: at which of its modules each hook point lies.
+
+A layer's forward is run once on symbols, its submodules left whole (`torch.fx`). What comes out is how the layer's
+output is summed from its input and from what its modules return. From that sum follows where the stream is, what
+attention adds to it and what the MLP adds, whatever the modules are called. A hook point is found only when the sum
+proves it: the stream before the MLP, plus what the MLP adds, must be the layer's output. What cannot be
+proved is left out, with the reason; a layer whose stream cannot be followed is refused.
+
+No tensor of the model is read, except that a norm is copied and tried on random numbers to learn whether it adds
+the residual that it is given. So the model may lie on the meta device.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+Mixes = Callable[[nn.Module], bool]
+"""Whether a module is one that mixes tokens: an attention or state-space core of vLLM."""
+
+
+class Slot(NamedTuple):
+    """An argument of a module's forward: its position, None where it is given by name, and its name."""
+
+    position: int | None
+    name: str | None
+
+    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the argument of a call, None when the call leaves it out."""
+        if self.name is not None and self.name in kwargs:
+            return kwargs[self.name]
+        return args[self.position] if self.position is not None and self.position < len(args) else None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a hook point lies: before or after a module of the layer.
+
+    module: its path in the layer, empty for the layer itself. slots: the value is among the module's arguments;
+    with no slots it is what the module returns, the elements `items` of a tuple or a tensor alone. Two slots or items are
+    the halves of a split stream, and their sum is the value. scale: the value is this many times what stands there.
+    """
+
+    module: str
+    slots: tuple[Slot, ...] = ()
+    items: tuple[int, ...] = (0,)
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What is known of one decoder layer. places: by hook; missing: for every other hook, why it is not there."""
+
+    layer: str
+    places: dict[str, Place] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+class UnclearError(Exception):
+    """A layer does something that symbols cannot follow; the text says what."""
+
+
+def resolve(layer: nn.Module, dtype: torch.dtype, mixes: Mixes) -> Structure:
+    """Return the structure of a decoder layer of a model that computes in `dtype`.
+
+    Raises UnclearError when it cannot be said where the layer's residual stream is.
+    """
+    parameters = inspect.signature(layer.forward).parameters
+    stream = next((name for name in _STREAM_NAMES if name in parameters), None)
+    if stream is None:
+        raise UnclearError(f"its forward takes {', '.join(parameters)}, none of which is the stream")
+    try:
+        graph = _trace(layer, dtype, stream, optional=True)
+    except UnclearError:
+        graph = _trace(layer, dtype, stream, optional=False)
+    return _Reading(layer, graph, stream, parameters, mixes).structure()
+
+
+_STREAM_NAMES = ("hidden_states", "x")
+_RESIDUAL = "residual"
+
+
+# --- the trace ---
+
+
+class _Symbol(fx.Proxy):
+    """A tensor, as the layer's own Python sees it: of unknown values, but of a known dtype."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tracer.dtype  # type: ignore[no-any-return,attr-defined]
+
+
+class _Tracer(fx.Tracer):
+    """Traces a forward whose submodules are leaves."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return True: what a submodule does inside is its own affair."""
+        del m, module_qualified_name
+        return True
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Return the symbol of a node."""
+        return _Symbol(node, self)
+
+
+def _trace(layer: nn.Module, dtype: torch.dtype, stream: str, *, optional: bool) -> fx.Graph:
+    """Return the graph of a layer's forward on a stream, a residual if it takes one, and symbols for the rest.
+
+    optional: symbols stand for the arguments that default to None as well.
+    """
+    parameters = inspect.signature(layer.forward).parameters
+    takes_residual = _RESIDUAL in parameters
+    filled = [
+        name
+        for name, parameter in parameters.items()
+        if name not in (stream, _RESIDUAL)
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and (parameter.default is parameter.empty or (optional and parameter.default is None))
+    ]
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, h: Any, r: Any, rest: Any) -> Any:
+            values = {stream: h, **({_RESIDUAL: r} if takes_residual else {}), **dict.fromkeys(filled, rest)}
+            return self.layer.forward(**values)
+
+    try:
+        return _Tracer(dtype).trace(Root())
+    except Exception as e:  # whatever a model's Python raises when it meets a symbol
+        first = next(iter(str(e).splitlines()), "")
+        raise UnclearError(f"its forward cannot be followed: {type(e).__name__}: {first}") from e
+
+
+# --- what the trace says ---
+
+
+class _Term(NamedTuple):
+    """Something that is added up: what a node of the graph returns, or one element of it."""
+
+    node: fx.Node
+    item: int | None = None
+
+
+class _Sum(dict[_Term, float]):
+    """A linear combination of terms. factor: the unknown numbers that all of it is multiplied by."""
+
+    factor: tuple[fx.Node, ...] = ()
+
+    def plus(self, other: _Sum, sign: float = 1.0) -> _Sum | None:
+        """Return the sum of two, None when their unknown factors differ."""
+        if self.factor != other.factor:
+            return None
+        total = _Sum(self)
+        total.factor = self.factor
+        for term, number in other.items():
+            total[term] = total.get(term, 0.0) + sign * number
+        return total
+
+    def times(self, number: float) -> _Sum:
+        """Return a multiple."""
+        product = _Sum({term: number * n for term, n in self.items()})
+        product.factor = self.factor
+        return product
+
+    def without(self, terms: set[_Term]) -> _Sum:
+        """Return what is left without some terms."""
+        return _Sum({term: number for term, number in self.items() if term not in terms})
+
+    def equals(self, other: _Sum) -> bool:
+        """Return whether two are the same sum, unknown factors aside."""
+        return self.keys() == other.keys() and all(abs(n - other[term]) < 1e-6 for term, n in self.items())
+
+
+_ADD = (operator.add, operator.iadd, torch.add)
+_SUBTRACT = (operator.sub, operator.isub, torch.sub)
+_MULTIPLY = (operator.mul, operator.imul, torch.mul)
+_SAME_METHODS = ("clone", "contiguous", "to", "type_as")
+_SAME_FUNCTIONS = (nn.functional.dropout,)
+_SAME_MODULES = (nn.Dropout, nn.Identity)
+
+
+class _Reading:
+    """What is read from one layer's graph."""
+
+    def __init__(
+        self, layer: nn.Module, graph: fx.Graph, stream: str, parameters: Mapping[str, inspect.Parameter], mixes: Mixes
+    ) -> None:
+        self.layer, self.mixes = layer, mixes
+        self.nodes = list(graph.nodes)
+        self.places = {place.name: place for place in self.nodes if place.op == "placeholder"}
+        self.h, self.r = _Term(self.places["h"]), _Term(self.places["r"])
+        self.names, self.stream_name = list(parameters), stream
+        self.values: dict[fx.Node, Any] = {}
+        for node in self.nodes:
+            self.values[node] = self._value(node)
+
+    def structure(self) -> Structure:
+        """Return the layer's hook points."""
+        out, split, items = self._output()
+        found = Structure(type(self.layer).__name__)
+        names = [self.stream_name, *([_RESIDUAL] if split else [])]
+        found.places["pre_attn"] = Place("", tuple(Slot(self.names.index(n), n) for n in names))
+        found.places["post_block"] = Place("", items=items)
+        added = {term for term in out if term not in (self.h, self.r)}
+        later = {t for t in added if any(o.node in self._upstream(t.node) for o in added if o.node is not t.node)}
+        parallel = not later
+        mlp = later or {t for t in added if not self._is_mixed(t.node)}
+        if mlp == added or not mlp:
+            reason = (
+                "the layer has no MLP beside attention" if len(added) < 2 else "attention cannot be told from the MLP"
+            )
+            found.missing.update(dict.fromkeys(("post_attn", "mlp_in", "mlp_out"), reason))
+            return found
+        before = out.without(mlp)
+        self._find_post_attn(found, before, parallel=parallel)
+        self._find_mlp(found, mlp, out)
+        return found
+
+    def _output(self) -> tuple[_Sum, bool, tuple[int, ...]]:
+        """Return the stream that leaves the layer, whether it is split, and which elements of the output hold it."""
+        returned = next(node for node in self.nodes if node.op == "output").args[0]
+        parts = list(returned) if isinstance(returned, tuple | list) else [returned]
+        sums = [self.values.get(part) if isinstance(part, fx.Node) else None for part in parts]
+        first = sums[0]
+        if not isinstance(first, _Sum):
+            raise UnclearError("its output is no tensor")
+        second = sums[1] if len(sums) > 1 and isinstance(sums[1], _Sum) else None
+        split = self.r in first or (second is not None and self.r in second)
+        out = first
+        items: tuple[int, ...] = (0,)
+        if split and second is not None:
+            total = first.plus(second)
+            if total is None:
+                raise UnclearError("the halves of its stream are multiplied by different numbers")
+            out, items = total, (0, 1)
+        scale = out.get(self.h, 0.0)
+        if not scale or (split and out.get(self.r) != scale):
+            raise UnclearError("its output is not its input plus what its modules add")
+        return out.times(1 / scale), split, items
+
+    def _find_post_attn(self, found: Structure, before: _Sum, *, parallel: bool) -> None:
+        """Find the module that is given the stream to which the MLP's output is added."""
+        if parallel:
+            found.missing["post_attn"] = "attention and the MLP stand side by side"
+            return
+        for node in self.nodes:
+            if node.op != "call_module":
+                continue
+            if self._is_norm(node) and (pair := self._fused(node)) is not None and pair.equals(before):
+                found.places["post_attn"] = Place(_path(node), self._slots(node, 2))
+                return
+            for number, value in enumerate(self._arguments(node)):
+                if isinstance(value, _Sum) and value.equals(before) and not value.factor:
+                    found.places["post_attn"] = Place(_path(node), (self._slots(node, number + 1)[number],))
+                    return
+        found.missing["post_attn"] = "no module is given the stream after attention"
+
+    def _find_mlp(self, found: Structure, mlp: set[_Term], out: _Sum) -> None:
+        """Find what the MLP takes and what it adds."""
+        sources = {source for term in mlp for source in self._sources(term.node, set())}
+        if any(self._is_mixed(node) for term in mlp for node in self._body(term.node, set())):
+            found.missing["mlp_in"] = found.missing["mlp_out"] = "the layer has several attention blocks"
+            found.places.pop("post_attn", None)
+            found.missing.setdefault("post_attn", "the layer has several attention blocks")
+            return
+        if len(sources) == 1:
+            found.places["mlp_in"] = next(iter(sources))
+        else:
+            found.missing["mlp_in"] = "the modules of the MLP take different inputs"
+        term = next(iter(mlp))
+        if len(mlp) == 1 and term.node.op == "call_module":
+            found.places["mlp_out"] = Place(_path(term.node), items=(term.item or 0,), scale=out[term])
+        else:
+            found.missing["mlp_out"] = "what the MLP adds is no one module's output"
+
+    # The walk backwards from what the MLP adds.
+
+    def _sources(self, node: fx.Node, seen: set[fx.Node]) -> Iterator[Place]:
+        """Yield where the values lie that a part of the MLP is computed from."""
+        if node in seen:
+            return
+        seen.add(node)
+        if self._is_norm(node) and self._streams(node):
+            yield Place(_path(node), items=(0,))
+            return
+        inputs = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, fx.Node)]
+        for number, arg in enumerate(inputs):
+            value = self.values.get(arg)
+            if isinstance(value, _Sum) and self.h in value:
+                if node.op == "call_module":
+                    yield Place(_path(node), (self._slots(node, number + 1)[number],))
+            else:
+                yield from self._sources(arg, seen)
+
+    def _body(self, node: fx.Node, seen: set[fx.Node]) -> set[fx.Node]:
+        """Return the nodes between the MLP's input and a node."""
+        if node in seen or (self._is_norm(node) and self._streams(node)):
+            return seen
+        value = self.values.get(node)
+        if isinstance(value, _Sum) and self.h in value:
+            return seen
+        seen.add(node)
+        for arg in node.all_input_nodes:
+            self._body(arg, seen)
+        return seen
+
+    def _streams(self, node: fx.Node) -> bool:
+        """Return whether a call is given the stream, or both its halves."""
+        fused = self._fused(node)
+        if fused is not None:
+            return self.h in fused
+        return any(isinstance(value, _Sum) and self.h in value for value in self._arguments(node))
+
+    def _upstream(self, node: fx.Node) -> set[fx.Node]:
+        """Return every node that a node is computed from."""
+        seen: set[fx.Node] = set()
+        waiting = [node]
+        while waiting:
+            for arg in waiting.pop().all_input_nodes:
+                if arg not in seen:
+                    seen.add(arg)
+                    waiting.append(arg)
+        return seen
+
+    def _is_mixed(self, node: fx.Node) -> bool:
+        """Return whether a node, or what it is computed from since the stream, mixes tokens."""
+        nodes = self._body(node, set()) | {node}
+        return any(n.op == "call_module" and any(map(self.mixes, self._module(n).modules())) for n in nodes)
+
+    # Values.
+
+    def _value(self, node: fx.Node) -> Any:
+        """Return what a node stands for: a sum, or None where it is no tensor of interest."""
+        if node.op == "placeholder":
+            return _Sum({_Term(node): 1.0}) if node.name in ("h", "r") else None
+        if node.op == "call_function":
+            return self._function(node)
+        if node.op == "call_method" and node.target in _SAME_METHODS:
+            return self.values.get(node.args[0])  # type: ignore[arg-type]
+        if node.op == "call_module" and isinstance(self._module(node), _SAME_MODULES):
+            return self.values.get(node.args[0])  # type: ignore[arg-type]
+        return _Sum({_Term(node): 1.0})
+
+    def _function(self, node: fx.Node) -> Any:
+        opaque = _Sum({_Term(node): 1.0})
+        values = [self.values.get(arg) if isinstance(arg, fx.Node) else arg for arg in node.args]
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            return self._element(node.args[0], node.args[1], opaque)
+        if node.target in _SAME_FUNCTIONS:
+            return values[0]
+        if len(values) != 2 or node.kwargs:
+            return opaque
+        first, second = values
+        if node.target in (*_ADD, *_SUBTRACT) and isinstance(first, _Sum) and isinstance(second, _Sum):
+            total = first.plus(second, -1.0 if node.target in _SUBTRACT else 1.0)
+            return opaque if total is None else total
+        if node.target in _MULTIPLY:
+            return self._product(node, first, second) or opaque
+        if node.target is operator.truediv and isinstance(first, _Sum) and isinstance(second, int | float):
+            return first.times(1 / second)
+        return opaque
+
+    def _product(self, node: fx.Node, first: Any, second: Any) -> _Sum | None:
+        if isinstance(second, _Sum) and not isinstance(first, _Sum):
+            first, second = second, first
+        if not isinstance(first, _Sum):
+            return None
+        if isinstance(second, int | float):
+            return first.times(second)
+        number = next((n for n in node.all_input_nodes if n.op == "get_attr" and self._numel(n) == 1), None)
+        if number is None:
+            return None
+        product = first.times(1.0) if len(node.all_input_nodes) == 2 else None
+        if product is not None:
+            product.factor = (*first.factor, number)
+        return product
+
+    def _element(self, source: fx.Node, item: Any, opaque: _Sum) -> _Sum:
+        """Return one element of what a module returns."""
+        if source.op != "call_module" or not isinstance(item, int):
+            return opaque
+        if item == 1 and self._is_norm(source):
+            carried = self._carried(source)
+            if carried is not None:
+                return carried
+        return _Sum({_Term(source, item): 1.0})
+
+    def _carried(self, node: fx.Node) -> _Sum | None:
+        """Return the residual that a norm hands on: what it was given, added up or as it came."""
+        arguments = self._arguments(node)
+        if len(arguments) < 2 or not isinstance(arguments[1], _Sum):
+            return None
+        return self._fused(node) or arguments[1]
+
+    def _fused(self, node: fx.Node) -> _Sum | None:
+        """Return the sum that a norm adds up before it normalises; None when it adds nothing."""
+        if not self._is_norm(node):
+            return None
+        values = self._arguments(node)
+        if len(values) < 2 or not isinstance(values[0], _Sum) or not isinstance(values[1], _Sum):
+            return None
+        return values[0].plus(values[1]) if _adds(self._module(node)) else None
+
+    # Modules.
+
+    def _module(self, node: fx.Node) -> nn.Module:
+        return self.layer.get_submodule(_path(node))
+
+    def _arguments(self, node: fx.Node) -> list[Any]:
+        return [self.values.get(a) if isinstance(a, fx.Node) else a for a in (*node.args, *node.kwargs.values())]
+
+    def _slots(self, node: fx.Node, count: int) -> tuple[Slot, ...]:
+        """Return where a module is given its first arguments."""
+        parameters = inspect.signature(self._module(node).forward).parameters.values()
+        names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        positional = [Slot(n, names[n] if n < len(names) else None) for n in range(len(node.args))]
+        named = [Slot(names.index(name) if name in names else None, name) for name in node.kwargs]
+        return tuple((positional + named)[:count])
+
+    def _is_norm(self, node: fx.Node) -> bool:
+        if node.op != "call_module":
+            return False
+        module = self._module(node)
+        return "norm" in type(module).__name__.lower() and all(p.dim() <= 1 for p in module.parameters())
+
+    def _numel(self, node: fx.Node) -> int:
+        value = operator.attrgetter(str(node.target).removeprefix("layer."))(self.layer)
+        return value.numel() if isinstance(value, torch.Tensor) else 1
+
+
+def _path(node: fx.Node) -> str:
+    return str(node.target).removeprefix("layer.")
+
+
+def _adds(norm: nn.Module) -> bool:
+    """Return whether a norm that is given a residual adds it, hands the sum on and normalises that.
+
+    A copy of it is tried on random numbers. Raises UnclearError when it does neither that nor hand the residual on.
+    """
+    trial = copy.deepcopy(norm).to_empty(device="cpu").float()
+    width = max((p.shape[-1] for p in trial.parameters() if p.dim()), default=64)
+    generator = torch.Generator().manual_seed(0)
+    x, residual = torch.randn(2, 3, width, generator=generator)
+    with torch.no_grad():
+        for parameter in (*trial.parameters(), *trial.buffers()):
+            if parameter.is_floating_point():
+                parameter.fill_(1.0)
+        call = getattr(trial, "forward_native", trial.forward)
+        try:
+            _, carried = call(x.clone(), residual.clone())
+        except Exception as e:
+            raise UnclearError(f"its norm {type(norm).__name__} cannot be tried: {e}") from e
+    if torch.allclose(carried.float(), x + residual, atol=1e-5):
+        return True
+    if torch.equal(carried.float(), residual):
+        return False
+    raise UnclearError(f"its norm {type(norm).__name__} neither adds the residual nor hands it on")
