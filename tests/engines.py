@@ -75,9 +75,10 @@ def environment(**variables):
 @contextlib.contextmanager
 def engine(model, *, capflow_on=True, in_process=True, **arguments):
     """Yield a `capflow.LLM` (or a plain `vllm.LLM`) on the CPU, in this process unless told otherwise."""
+    workers = arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "0|1" if arguments.get("tensor_parallel_size") == 2 else "nobind",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1" if workers == 2 else "nobind",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",

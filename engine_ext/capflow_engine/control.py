@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,11 +22,17 @@ logger = logging.getLogger("vllm.capflow.control")
 
 
 class View:
-    """The rows that controllers asked for of one step. rows: `[plan.rows, hidden]` in the model's dtype."""
+    """The rows that controllers asked for of one step. rows: `[plan.rows, hidden]` in the model's dtype.
 
-    def __init__(self, step: int, plan: Plan, rows: npt.NDArray[Any], sites: tuple[Site, ...]) -> None:
+    limits: by vLLM's id, the position behind the last row that is the request's, where the step has more.
+    """
+
+    def __init__(
+        self, step: int, plan: Plan, rows: npt.NDArray[Any], sites: tuple[Site, ...], limits: Mapping[str, int]
+    ) -> None:
         self.step = step
         self._plan = plan
+        self._limits = limits
         self._rows = rows
         self._sites = sites
 
@@ -39,7 +45,10 @@ class View:
                 base = group.base + place * group.rows
                 for number, start, length, row in group.spans:
                     request = self._plan.batch[number].request
-                    values = self._rows[base + row : base + row + length].astype(np.float32)
+                    end = min(start + length, self._limits.get(request.key, start + length))
+                    if end <= start:
+                        continue
+                    values = self._rows[base + row : base + row + end - start].astype(np.float32)
                     yield StepRows(request.id, self._sites[index], start, request.prompt_length, values)
 
 
@@ -69,13 +78,15 @@ class Controllers:
         """Return the specs of what the controllers are to see."""
         return [controller.spec() for controller in self._running]
 
-    def run(self, step: int, plan: Plan, buffer: npt.NDArray[np.uint8]) -> list[Steer | Unsteer]:
+    def run(
+        self, step: int, plan: Plan, buffer: npt.NDArray[np.uint8], limits: Mapping[str, int]
+    ) -> list[Steer | Unsteer]:
         """Show the controllers a step and return what they want from the next one on, in their order."""
         rows = buffer.view(DTYPES[self.info.dtype]).reshape(-1, self.info.hidden_size)
         actions: list[Steer | Unsteer] = []
         for controller in self._running:
             try:
-                for action in controller.on_step(View(step, plan, rows, self.sites)):
+                for action in controller.on_step(View(step, plan, rows, self.sites, limits)):
                     if isinstance(action, Steer | Unsteer):
                         actions.append(action)
                     else:

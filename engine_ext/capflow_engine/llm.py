@@ -9,12 +9,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+import msgspec
+
 from capflow.address import default_address
 from capflow.client import Client
 from capflow.consumer import Policy
 from capflow.errors import HubUnreachableError, UsageError, explain
 from capflow.launch import HubProcess
-from capflow.result import CaptureResult
+from capflow.result import CaptureResult, Status
 from capflow_engine import compat
 
 compat.require()
@@ -62,7 +64,8 @@ class LLM(VLLM):  # type: ignore[misc]
     address is used. sites: patterns of the sites that carry a tap. policy: what a worker does when its
     outbound queue is full.
 
-    Outputs of `generate` and `chat` have `capture_results`: by consumer, what became of the request's rows.
+    Outputs of `generate` and `chat` have `capture_results`: by consumer, what became of the request's rows. With `n` samples
+    each is a request of its own, called `id#0`, `id#1`, …; each of `output.outputs` has its own results too.
     Close it with `close()` or use it as a context manager.
 
     Raises UsageError for wrong arguments and HubUnreachableError when `hub` was named and does not answer.
@@ -150,15 +153,12 @@ class LLM(VLLM):  # type: ignore[misc]
         for one in many:
             options = RequestOptions.unpack(one.extra_args)
             options.check(self.capflow_model)
-            if options.id is not None and one.n > 1:
-                raise UsageError(explain("id", got=f"n={one.n} samples of {options.id}", expected="n=1 with an id"))
             name = options.id or f"{self.capflow_settings.engine[:8]}-{next(self._numbers)}"
             clone = one.clone()
-            if one.n == 1:
-                clone.extra_args = {
-                    **(one.extra_args or {}),
-                    KEY: RequestOptions(name, options.capture, options.steering).pack(),
-                }
+            clone.extra_args = {
+                **(one.extra_args or {}),
+                KEY: msgspec.structs.replace(options, id=name, samples=one.n).pack(),
+            }
             prepared.append(clone)
         names = [n for p in prepared if (n := RequestOptions.unpack(p.extra_args).id) is not None]
         if len(set(names)) != len(names):
@@ -171,7 +171,9 @@ class LLM(VLLM):  # type: ignore[misc]
         options = [RequestOptions.unpack(p.extra_args) for p in params]
         found = self._results([o for o in options if o.id is not None])
         for output, its in zip(outputs, options, strict=True):
-            output.capture_results = found.get(its.id or "", {})
+            for name, sample in zip(its.names, output.outputs, strict=True):
+                sample.capture_results = found.get(name, {})
+            output.capture_results = _joined({name: found[name] for name in its.names if name in found})
         return outputs
 
     def _results(self, options: Sequence[RequestOptions]) -> dict[str, dict[str, CaptureResult]]:
@@ -181,7 +183,7 @@ class LLM(VLLM):  # type: ignore[misc]
                 self._client = Client(self.capflow_settings.hub)
                 self._client.__enter__()
             everything = bool(self._client.captures)
-            names = [o.id for o in options if o.id is not None and (everything or o.capture is not None)]
+            names = [name for o in options if everything or o.capture is not None for name in o.names]
             if not names:
                 return {}
             return self._client.results(names, wait=True, timeout=_RESULTS_WAIT_S)
@@ -191,6 +193,25 @@ class LLM(VLLM):  # type: ignore[misc]
                 self._client.close()
             self._client = None
             return {}
+
+
+_WORST_FIRST: tuple[Status, ...] = ("error", "partial_error", "pending", "ok", "not_requested")
+
+
+def _joined(results: dict[str, dict[str, CaptureResult]]) -> dict[str, CaptureResult]:
+    """Return one result by consumer for the samples of a request: the worst status, every error, payloads by name."""
+    if len(results) == 1:
+        return next(iter(results.values()))
+    joined = {}
+    for consumer in dict.fromkeys(consumer for found in results.values() for consumer in found):
+        said = {name: found[consumer] for name, found in results.items() if consumer in found}
+        joined[consumer] = CaptureResult(
+            min((result.status for result in said.values()), key=_WORST_FIRST.index),
+            "; ".join(f"{name}: {result.error}" for name, result in said.items() if result.error) or None,
+            {name: result.payload for name, result in said.items() if result.payload},
+            any(result.budget_reached for result in said.values()),
+        )
+    return joined
 
 
 def _is_one_prompt(prompts: Any) -> bool:

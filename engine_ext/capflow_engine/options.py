@@ -23,12 +23,21 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one request asks for.
 
     id: what the request is called in frames and files, unique among running ones. capture: what to capture of it for
-    consumers that read requests' own specs. steering: what is added to its stream.
+    consumers that read requests' own specs. steering: what is added to its stream. samples: how many samples are asked
+    for, each of which is a request of its own, called `id#0`, `id#1` and so on when there are several.
     """
 
     id: str | None = None
     capture: CaptureSpec | None = None
     steering: tuple[SteeringVector, ...] = ()
+    samples: int = 1
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the samples are called; nothing when they were given no id."""
+        if self.id is None:
+            return ()
+        return (self.id,) if self.samples == 1 else tuple(f"{self.id}#{n}" for n in range(self.samples))
 
     @classmethod
     def make(cls, *, id: str | None = None, capture: Any = None, steering: Any = None) -> RequestOptions:

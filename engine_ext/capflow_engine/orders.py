@@ -39,9 +39,15 @@ class Orders:
     admitted: for each request first scheduled now, what it is called outside and the number of the wishes
     it was admitted under. wishes: new ones, by number. ended: requests (by vLLM's id) that are over since the last
     step. actions: changes to running requests, by vLLM's id, that hold from this step on.
+
+    settled: of steps up to this one everything is known: which drafts were accepted, and which requests ended in them.
+    cuts: by vLLM's id, the position behind the last row that is the request's in all steps before this one that were
+    not settled before: what lies behind it was computed for tokens that were never taken.
     """
 
     step: int
+    settled: int = 0
+    cuts: dict[str, int] = field(default_factory=dict)
     admitted: dict[str, tuple[str, int]] = field(default_factory=dict)
     wishes: dict[int, Wishes] = field(default_factory=dict)
     ended: dict[str, Ended] = field(default_factory=dict)

@@ -4,7 +4,8 @@
 (async or not, as configured) with `Captured` mixed in.
 
 What always holds: a request that is to capture prompt positions computes them all; cache blocks filled
-while a request was steered are keyed by that steering; every worker learns of a change in the same step.
+while a request was steered are keyed by that steering; every worker learns of a change in the same step; a worker is
+told which rows of a step belong to nobody before, or with the word that the step is settled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import hashlib
 import logging
 import time
 import uuid
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,12 +24,23 @@ from capflow.errors import UsageError, explain
 from capflow.frame import Rank
 from capflow.message import Act, Hello, Welcome
 from capflow.transport import SchedulerLink
-from capflow_engine import compat
+from capflow_engine import compat, compat_step
 from capflow_engine.options import RequestOptions
 from capflow_engine.orders import Ended, Orders, Wishes
 from capflow_engine.settings import Settings
 
 logger = logging.getLogger("vllm.capflow.scheduler")
+
+
+class UnderWay(NamedTuple):
+    """A step whose output the scheduler has not taken in.
+
+    requests: what it computes of each, by vLLM's id. drafts: for each with draft tokens, the position behind the last
+    of them and their number.
+    """
+
+    requests: Mapping[str, int]
+    drafts: Mapping[str, tuple[int, int]]
 
 
 class Captured:
@@ -41,6 +54,8 @@ class Captured:
         """Admit a request; vLLM's scheduler takes it from here."""
         new = request.request_id not in self.requests  # type: ignore[attr-defined]
         fits = self.capflow.admit(request) if new else True
+        if not new and compat_step.ends_input(request):
+            self.capflow.input_over.add(request.request_id)
         super().add_request(request)  # type: ignore[misc]
         if not fits and compat.abort(self, request.request_id):
             self.capflow.aborted.append(request)
@@ -49,16 +64,28 @@ class Captured:
         """Schedule a step and put its orders on it."""
         self.capflow.take_actions(self)
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self.capflow.order(output)
+        self.capflow.order(output, self.requests)  # type: ignore[attr-defined]
         return output
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """Take a step's output; requests that actions aborted are reported with it."""
-        outputs: dict[int, Any] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self.capflow.settle(scheduler_output, model_runner_output)
         if self.capflow.aborted:
             compat.add_finished_outputs(outputs, self.capflow.aborted)
             self.capflow.aborted.clear()
         return outputs
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+        if compat_step.drops_steps_under_way(request):
+            self.capflow.cut(request.request_id, request.num_tokens)
+
+    def _handle_stopped_request(self, request: Any) -> bool:
+        over: bool = super()._handle_stopped_request(request)  # type: ignore[misc]
+        if not over:  # it goes on with more input, in the place of the token that it stopped at
+            self.capflow.cut(request.request_id, request.num_computed_tokens)
+        return over
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self.capflow.end(request)
@@ -80,6 +107,7 @@ class Ledger:
         self.info = compat.model_info(vllm_config)
         self.hash_block_size = hash_block_size
         self.aborted: list[Any] = []  # requests that an action ended, until a step's outputs tell of them
+        self.input_over: set[str] = set()  # requests that run, whose streaming input is complete
         self._boot = uuid.uuid4().hex
         self._step = 0
         self._keys: dict[str, str] = {}  # outside id → vLLM's id, of requests that run
@@ -90,11 +118,13 @@ class Ledger:
         self._ended: dict[str, Ended] = {}  # until the next step's orders are made
         self._actions: list[Any] = []  # likewise
         self._outcomes: list[str] = []  # ids of actions that the next orders carry
+        self._under_way: dict[int, UnderWay] = {}  # steps by number, until their output is taken in
+        self._cuts: dict[str, int] = {}  # for the next step's orders
         self._welcome: Welcome | None = None
         self._wishes = Wishes()  # what requests are admitted under now
         self._wishes_number = 0
         self._new_wishes = {0: self._wishes}  # not yet told to the workers
-        replica = vllm_config.parallel_config.data_parallel_rank
+        replica = compat.replica_of(vllm_config)
         hello = Hello("scheduler", self.settings.engine, self._boot, Rank(0, replica, 0), self.info)
         self.link = SchedulerLink(self.settings.hub, hello)
         if self.settings.hub_wait_s is not None:
@@ -118,7 +148,8 @@ class Ledger:
             logger.error("request %s: %s; it runs without capture and steering", key, e)
             params.extra_args = {k: v for k, v in params.extra_args.items() if k != "capflow"}
             options = RequestOptions()
-        name = options.id or key
+        names = options.names
+        name = names[0 if len(names) == 1 else compat_step.sample_number(key)] if names else key
         if name in self._keys:
             name = f"{name}~{key}"
         self._keys[name], self._names[key] = key, name
@@ -151,12 +182,19 @@ class Ledger:
             if reason is not None:
                 self.link.outcome(Rejected(act.id, reason))
 
-    def order(self, scheduler_output: Any) -> None:
-        """Put the orders of the step just scheduled on its output."""
+    def order(self, scheduler_output: Any, requests: Mapping[str, Any]) -> None:
+        """Put the orders of the step just scheduled on its output. requests: those of the scheduler, by vLLM's id."""
+        if self._ended:  # a step of requests that are all over may never be taken in, when nothing else runs
+            for number in [n for n, step in self._under_way.items() if self._names.keys().isdisjoint(step.requests)]:
+                del self._under_way[number]
         self._step += 1
-        orders = Orders(self._step)
+        orders = Orders(self._step, settled=min(self._under_way, default=self._step) - 1)
+        orders.cuts, self._cuts = self._cuts, {}
+        step = UnderWay(*compat_step.scheduled_tokens(scheduler_output, requests))
+        if step.requests:
+            self._under_way[self._step] = step
         if self._unscheduled:
-            for key, _, _ in compat.new_requests(scheduler_output):
+            for key, _, _ in compat_step.new_requests(scheduler_output):
                 if (admitted := self._unscheduled.pop(key, None)) is not None:
                     orders.admitted[key] = admitted
         orders.ended, self._ended = self._ended, {}
@@ -167,6 +205,20 @@ class Ledger:
             self.link.outcome(Applied(action_id, self._step))
         self._outcomes.clear()
 
+    def settle(self, scheduler_output: Any, model_runner_output: Any) -> None:
+        """Note that a step's output was taken in; drafts that were rejected in it are cut off."""
+        orders = Orders.of(scheduler_output)
+        step = self._under_way.pop(orders.step, None) if orders is not None else None
+        if step is not None:
+            for key, (end, drafts) in step.drafts.items():
+                accepted = max(compat_step.sampled_tokens(model_runner_output, key) - 1, 0)
+                if accepted < drafts:
+                    self.cut(key, end - drafts + accepted)
+
+    def cut(self, key: str, limit: int) -> None:
+        """Have every worker drop a request's rows at position `limit` and behind it from steps under way."""
+        self._cuts[key] = min(limit, self._cuts.get(key, limit))
+
     def end(self, request: Any) -> None:
         """Note that a request is over."""
         key = request.request_id
@@ -175,7 +227,11 @@ class Ledger:
         if name is not None:
             del self._keys[name]
             self._unscheduled.pop(key, None)
-        self._ended[key] = Ended(compat.finished_status(request), compat.computed_limit(request))
+        status = compat.finished_status(request)
+        if status == "abort" and key in self.input_over:  # how vLLM ends a request that waited for input in vain
+            status = "stop"
+        self.input_over.discard(key)
+        self._ended[key] = Ended(status, compat.computed_limit(request))
 
     def close(self) -> None:
         """Leave the hub."""

@@ -1,7 +1,7 @@
 """The sender: makes frames of finished steps, off the step thread, and hands them to the link.
 
-A step is given to the sender when the next one starts: only then is it known which requests ended in it, and so which of
-its rows belong to no token of the answer. Encoding, waiting for the device's copy and waiting for room all happen here.
+A step is given to the sender when it is settled: only then is it known which requests ended in it and which drafts were
+accepted, and so which of its rows belong to no token of the answer. Encoding, waiting for the device's copy and waiting for room all happen here.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Computed:
 
     token_ids: the input ids of the step's tokens, `[tokens]`, valid when `ready` returned. lost: why
     `rows` is None although rows were planned. ended: requests that are over, with what is known of them.
+    limits: by vLLM's id, the position behind the last row that is the request's; without one, all are.
     """
 
     number: int
@@ -42,6 +43,15 @@ class Computed:
     ready: Callable[[], None]
     lost: str | None = None
     ended: list[tuple[Tracked, Ended]] = field(default_factory=list)
+    limits: dict[str, int] = field(default_factory=dict)
+
+    def cut(self, key: str, limit: int) -> None:
+        """Keep no row of a request at position `limit` or behind it."""
+        self.limits[key] = min(limit, self.limits.get(key, limit))
+
+    def holds(self, key: str) -> bool:
+        """Return whether a request has a part in the step."""
+        return any(part.request.key == key for part in self.plan.batch)
 
 
 class Link(Protocol):
@@ -86,6 +96,8 @@ class Sender:
 
     def put(self, step: Computed) -> None:
         """Take a step to send; never waits."""
+        for request, ended in step.ended:
+            step.cut(request.key, ended.limit)
         self._steps.put(step)
 
     def close(self, drain_s: float) -> None:
@@ -124,8 +136,8 @@ class Sender:
             self._dropped.pop(request.key, None)
 
     def _trimmed(self, step: Computed) -> list[tuple[Span, ...]]:
-        """Return each shipped group's spans, without rows behind the end of requests that are over."""
-        limits = {request.key: ended.limit for request, ended in step.ended}
+        """Return each shipped group's spans, without the rows that are no request's."""
+        limits = step.limits
         trimmed = []
         for group in step.plan.groups:
             if group.channel != SHIP:

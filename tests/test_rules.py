@@ -1,0 +1,215 @@
+"""The rules that rows obey, each against real vLLM and Transformers; the rule for drafts is in `test_speculative`.
+
+Rule 1: every row is the row of that request and that position, delivered once. Rule 4: requests that ask for nothing are
+neither slowed nor changed.
+"""
+
+import pytest
+from children import vector
+from engines import GREEDY, WIDTH, Reference, answers, engine, prompts, save_tiny
+from hubs import running_hub
+from rows import ALL, Keeper
+from watching import watch
+
+import capflow
+from capflow_engine import compat
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def reference(tiny):
+    return Reference(tiny)
+
+
+@pytest.fixture
+def keeper(tmp_path_factory):
+    """A hub of this process, its address in `keeper.address`."""
+    keeper = Keeper()
+    keeper.address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
+    with running_hub(keeper.address, keeper):
+        yield keeper
+
+
+class Driver:
+    """Drives an engine step by step, so that requests come and go when a test wants them to."""
+
+    def __init__(self, llm):
+        self.llm, self.engine = llm, llm.llm_engine
+        self.tokens = {}  # by request, as vLLM answers
+
+    def add(self, name, prompt, max_tokens, **more):
+        params = capflow.sampling_params(id=name, capture=ALL, **(GREEDY | {"max_tokens": max_tokens} | more))
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def steps(self, count):
+        for _ in range(count):
+            self._take(self.engine.step())
+
+    def run(self):
+        for _ in range(1000):
+            if not self.engine.has_unfinished_requests():
+                break
+            self._take(self.engine.step())
+        else:
+            pytest.fail("requests do not end")
+        compat.flush(self.engine)
+
+    def _take(self, outputs):
+        for output in outputs:
+            self.tokens[output.request_id] = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+
+    def results(self, *names):
+        """Return what the hub says of requests, once it is final."""
+        return {name: found["keeper"].status for name, found in self.llm._client.results(names, wait=True).items()}
+
+
+def test_rule_1_rows_are_their_requests_whatever_comes_and_goes_beside_them(tiny, reference, keeper):
+    """Prompts of many chunks, arrivals in the middle, prefix-cache hits, an abort while prefilling and one while decoding."""
+    long, short, shared, doomed, last = (p["prompt_token_ids"] for p in prompts((200, 7, 70, 90, 40)))
+    with engine(
+        tiny, hub=keeper.address, max_num_batched_tokens=16, max_num_seqs=8, enable_prefix_caching=True, block_size=32
+    ) as llm:
+        counts = watch(llm)
+        llm._results([])
+        driver = Driver(llm)
+        driver.add("long", long, 9)
+        driver.steps(2)
+        driver.add("short", short, 12)
+        driver.add("doomed", doomed, 9)
+        driver.steps(3)
+        driver.engine.abort_request(["doomed"])  # in the middle of its prompt, or before it
+        driver.add("shared", shared, 5)
+        driver.steps(9)
+        driver.add("again", [*shared, 17, 18], 5)  # begins with blocks that are cached
+        driver.add("stopped", last, 200)
+        driver.steps(12)
+        driver.engine.abort_request(["stopped"])  # while it decodes
+        driver.run()
+        assert counts["chunks"] > 10
+        names = ("long", "short", "shared", "again", "stopped", "doomed")
+        assert set(driver.results(*names).values()) <= {"ok"}
+        for name in ("long", "short", "shared", "again"):
+            keeper.hold(name, driver.tokens[name], reference)
+        for name in ("stopped", "doomed"):
+            done = keeper.done[name]
+            assert done.status == "abort"
+            kept = next(iter(keeper.rows.get(name, {}).values()), {})
+            assert len(kept) == done.computed_length
+            if kept:
+                tokens = driver.tokens.get(name, doomed)
+                keeper.hold(name, tokens, reference, positions=list(range(done.computed_length)))
+        assert keeper.done["stopped"].computed_length > len(last)
+
+
+def test_rule_1_each_of_n_samples_has_rows_of_its_own(tiny, reference, keeper):
+    (prompt,) = prompts((20,), seed=9)
+    with engine(tiny, hub=keeper.address) as llm:
+        params = capflow.sampling_params(
+            id="dice", capture=ALL, max_tokens=9, n=3, temperature=1.0, seed=7, ignore_eos=True, detokenize=False
+        )
+        unnamed = capflow.sampling_params(capture=ALL, max_tokens=3, n=2, temperature=1.0, detokenize=False)
+        output, other = llm.generate([prompt, prompt], [params, unnamed], use_tqdm=False)
+        assert output.capture_results["keeper"].status == "ok"
+        assert other.capture_results["keeper"].status == "ok"
+        samples = [tuple(sample.token_ids) for sample in output.outputs]
+        assert len(set(samples)) == 3
+        for sample in output.outputs:
+            assert sample.capture_results["keeper"].status == "ok"
+            keeper.hold(f"dice#{sample.index}", [*prompt["prompt_token_ids"], *sample.token_ids], reference)
+        assert len(keeper.rows) == 5
+
+
+def test_rule_1_streaming_input_goes_on_where_its_rows_ended(tiny, reference, keeper):
+    """A request whose prompt grows: what was generated becomes prompt, but for the token that each part stopped at."""
+    first, second, third = (p["prompt_token_ids"] for p in prompts((20, 30, 7), seed=4))
+    with engine(tiny, hub=keeper.address, max_num_batched_tokens=16) as llm:
+        llm._results([])
+        driver = Driver(llm)
+        beside = prompts((33,), seed=5)[0]["prompt_token_ids"]
+        driver.add("beside", beside, 60)
+        core = llm.llm_engine.engine_core
+        generated = []
+
+        def say(prompt, *, more=True):
+            from vllm.sampling_params import RequestOutputKind
+
+            params = capflow.sampling_params(id="talk", capture=ALL, max_tokens=6, **GREEDY)
+            params.output_kind = RequestOutputKind.DELTA
+            request = llm.llm_engine.input_processor.process_inputs(
+                "talk",
+                {"prompt_token_ids": prompt},
+                params,
+                supported_tasks=llm.llm_engine.get_supported_tasks(),
+                resumable=more,
+            )
+            request.external_req_id = "talk"
+            llm.llm_engine.output_processor.add_request(request, None, None, 0)
+            core.add_request(request)
+
+        def answer():
+            talking = core.engine_core.scheduler.requests["talk"]
+            for _ in range(100):
+                llm.llm_engine.step()
+                if talking.status.name == "WAITING_FOR_STREAMING_REQ":
+                    generated.append(list(talking.output_token_ids))
+                    return
+            pytest.fail("the part was not answered")
+
+        for part in (first, second, third):
+            say(part)
+            answer()
+        say([0], more=False)
+        driver.run()
+        assert driver.results("talk", "beside") == {"talk": "ok", "beside": "ok"}
+        one, two, three = generated
+        tokens = [*first, *one[:-1], *second, *two[:-1], *third, *three]
+        keeper.hold("talk", tokens, reference)
+        keeper.hold("beside", driver.tokens["beside"], reference)
+        assert keeper.done["talk"].status == "stop"
+        assert keeper.done["talk"].prompt_length == len(tokens) - 6
+
+
+def schedules(llm):
+    """Return the tokens that each step schedules, in order, as it happens."""
+    seen = []
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    schedule = scheduler.schedule
+
+    def watched(*args, **kwargs):
+        output = schedule(*args, **kwargs)
+        if output.num_scheduled_tokens:
+            seen.append([(key.partition("-")[0], n) for key, n in output.num_scheduled_tokens.items()])
+        return output
+
+    scheduler.schedule = watched
+    return seen
+
+
+def test_rule_4_what_others_ask_for_changes_neither_batches_nor_tokens(tiny, keeper):
+    """Half of the requests capture and are steered; the other half has the same batches and tokens as in plain vLLM."""
+    from vllm import SamplingParams
+
+    asked = prompts((5, 40, 3, 90, 17, 65, 1, 30))
+    nothing = SamplingParams(max_tokens=12, **GREEDY)
+    with engine(tiny, capflow_on=False) as llm:
+        plain_steps = schedules(llm)
+        plain = answers(llm.generate(asked, nothing, use_tqdm=False))
+    with engine(tiny, hub=keeper.address) as llm:
+        steps = schedules(llm)
+        steering = {"post_block": {1: vector(1, WIDTH)}}
+        params = [
+            nothing
+            if n % 2
+            else capflow.sampling_params(id=f"r{n}", capture=ALL, steering=steering, max_tokens=12, **GREEDY)
+            for n in range(len(asked))
+        ]
+        got = answers(llm.generate(asked, params, use_tqdm=False))
+        assert [got[n] for n in range(1, len(asked), 2)] == [plain[n] for n in range(1, len(asked), 2)]
+        assert steps == plain_steps
+        assert sorted(keeper.rows) == ["r0", "r2", "r4", "r6"]

@@ -1,0 +1,72 @@
+"""Both of vLLM's model runners, and async scheduling: every row against Transformers."""
+
+import pytest
+from children import Run, run
+from engines import Reference, prompts, save_tiny
+from rows import ALL, check_rows
+
+import capflow
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+LENGTHS = (5, 1, 40, 3, 90, 17)
+STEERED = {"r1": {"1": 3}, "r4": {"0": 5, "2": 9}}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def reference(tiny):
+    return Reference(tiny)
+
+
+def requests(lengths, max_tokens, **more):
+    return [
+        {"id": f"r{n}", "prompt": p["prompt_token_ids"], "capture": ALL, "max_tokens": tokens, **more}
+        for n, (p, tokens) in enumerate(zip(prompts(lengths), max_tokens, strict=True))
+    ]
+
+
+def check(answers, root, reference, steering):
+    data = capflow.open(root)
+    for answer in answers:
+        assert answer.status == "ok"
+        check_rows(data[answer.id], [*answer.prompt, *answer.tokens], reference, steering.get(answer.id))
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_the_v2_runner_s_rows_are_those_of_their_requests(tiny, reference, tmp_path, ahead):
+    """Prompts longer than a step's budget, decode beside prefill, requests that end at different steps, some steered."""
+    what = Run(
+        tiny,
+        str(tmp_path / "rows"),
+        requests(LENGTHS, (7, 3, 6, 8, 4, 5)),
+        steering=STEERED,
+        v2=True,
+        async_scheduling=ahead,
+    )
+    answers, said = run(what)
+    assert said["runner"] == "vllm.v1.worker.cpu.model_runner"
+    assert said["scheduler"] == ("CaptureAsyncScheduler" if ahead else "CaptureScheduler")
+    assert (said["counts"]["ahead"] > 0) is ahead  # steps are scheduled before the output of the one before is taken in
+    check(answers, tmp_path / "rows", reference, STEERED)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_the_v2_runner_preempts_and_resumes_without_losing_or_repeating_a_row(tiny, reference, tmp_path, ahead):
+    limits = {"block_size": 32, "num_gpu_blocks_override": 8, "max_model_len": 128, "enable_prefix_caching": False}
+    what = Run(
+        tiny,
+        str(tmp_path / "rows"),
+        requests((60, 58, 61), (12, 11, 13)),
+        steering=STEERED,
+        engine=limits,
+        v2=True,
+        async_scheduling=ahead,
+    )
+    answers, said = run(what)
+    assert said["counts"]["preempted"] > 0
+    check(answers, tmp_path / "rows", reference, STEERED)

@@ -1,0 +1,42 @@
+"""What a scheduler does, counted by watching it."""
+
+from collections import Counter
+
+
+def watch(llm):
+    """Return counts that grow while an engine of this process runs.
+
+    steps; ahead: the most steps that were under way when another was scheduled; preempted; drafts accepted and rejected;
+    chunks: the most steps that one prompt took.
+    """
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    counts = Counter()
+    schedule, update, preempt = scheduler.schedule, scheduler.update_from_output, scheduler._preempt_request
+    under_way, chunks = [], Counter()
+
+    def watched_schedule(*args, **kwargs):
+        output = schedule(*args, **kwargs)
+        counts["steps"] += 1
+        counts["ahead"] = max(counts["ahead"], len(under_way))
+        under_way.append(output)
+        for key in output.num_scheduled_tokens:
+            if scheduler.requests[key].num_output_tokens == 0:
+                chunks[key] += 1
+                counts["chunks"] = max(counts["chunks"], chunks[key])
+        return output
+
+    def watched_update(scheduled, sampled):
+        under_way.pop(next(n for n, output in enumerate(under_way) if output is scheduled))
+        for key, drafts in scheduled.scheduled_spec_decode_tokens.items():
+            accepted = max(len(sampled.sampled_token_ids[sampled.req_id_to_index[key]]) - 1, 0)
+            counts["accepted"] += accepted
+            counts["rejected"] += len(drafts) - accepted
+        return update(scheduled, sampled)
+
+    def watched_preempt(*args, **kwargs):
+        counts["preempted"] += 1
+        return preempt(*args, **kwargs)
+
+    scheduler.schedule, scheduler.update_from_output = watched_schedule, watched_update
+    scheduler._preempt_request = watched_preempt
+    return counts
