@@ -10,6 +10,8 @@ import contextlib
 import copy
 import hashlib
 import importlib.metadata
+import logging
+import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -154,11 +156,48 @@ def check_model(engine_args: Any, patterns: Iterable[str]) -> tuple[int, tuple[S
     return len(layers), tapped_sites(patterns, layers)
 
 
+_STRUCTURE_S_MAX = 300.0
+
+
 def structures(engine_args: Any) -> tuple[Structure, ...]:
     """Return the structure of each decoder layer of a model, from its configuration alone.
 
+    A child process makes the model without weights: making one changes classes and caches of vLLM and Transformers.
+
     Raises UsageError for a model that cannot be found, and for one of unknown structure.
     """
+    import torch
+
+    if torch.cuda.is_initialized():  # which no child that is forked survives
+        return _structures(engine_args)
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_send_structures, args=(sender, engine_args), name="capflow-structure")
+    child.start()
+    sender.close()
+    try:
+        outcome = receiver.recv() if receiver.poll(_STRUCTURE_S_MAX) else f"no answer in {_STRUCTURE_S_MAX:.0f} s"
+    except EOFError:
+        outcome = "its process died"
+    finally:
+        child.kill()
+        child.join()
+        receiver.close()
+    if isinstance(outcome, str):
+        raise UsageError(outcome)
+    found: tuple[Structure, ...] = outcome
+    return found
+
+
+def _send_structures(sender: Any, engine_args: Any) -> None:
+    logging.disable(logging.WARNING)  # the engine says it all again
+    try:
+        sender.send(_structures(engine_args))
+    except UsageError as e:
+        sender.send(str(e))
+
+
+def _structures(engine_args: Any) -> tuple[Structure, ...]:
     single = copy.copy(engine_args)
     single.tensor_parallel_size = single.pipeline_parallel_size = single.data_parallel_size = 1
     single.distributed_executor_backend = single.speculative_config = None

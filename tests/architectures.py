@@ -1,0 +1,202 @@
+"""Tiny random models of every text decoder that both Transformers and vLLM implement, and what each site's rows must be.
+
+The sites are found here by the names that Transformers gives its modules, a table by architecture; the engine finds them
+from sums, by no name. That both agree, to rounding, is the proof.
+"""
+
+import contextlib
+import functools
+import warnings
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCABULARY = 320
+HIDDEN = 64
+
+SHAPE = {
+    "hidden_size": HIDDEN, "n_embd": HIDDEN, "d_model": HIDDEN, "word_embed_proj_dim": HIDDEN,
+    "intermediate_size": 96, "ffn_hidden_size": 96, "ffn_dim": 96, "n_inner": 96, "shared_intermediate_size": 48,
+    "moe_intermediate_size": 48, "expert_ffn_hidden_size": 48, "shared_expert_intermediate_size": 48, "block_ff_dim": 96,
+    "num_hidden_layers": 3, "n_layer": 3, "n_layers": 3,
+    "num_attention_heads": 2, "n_head": 2, "n_heads": 2,
+    "num_key_value_heads": 1, "num_kv_heads": 1, "head_dim": 32, "attention_head_dim": 32,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 512, "n_positions": 512, "max_seq_len": 512, "seq_length": 512,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_experts_per_tok": 2, "moe_k": 2, "top_k_experts": 2, "moe_topk": 2,
+    "n_group": 1, "topk_group": 1, "num_expert_group": 1,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "sliding_window": 64, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+"""Given to a configuration where it has the field."""
+
+_SCALED = {"residual_multiplier": 0.3, "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "logits_scaling": 2.0}
+
+SPECIAL = {
+    "granite": _SCALED, "granite_swa": _SCALED, "granitemoe": _SCALED, "granitemoeshared": _SCALED, "granitemoe_swa": _SCALED,
+    "hyperclovax": _SCALED, "granitemoehybrid": _SCALED | {"layer_types": ["attention"] * 3, "position_embedding_type": "rope"},
+    "minicpm3": {"num_key_value_heads": 2, "scale_depth": 1.4, "head_dim": None},
+    "gptj": {"rotary_dim": 16},
+    "diffllama": {"num_key_value_heads": 2},
+    "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16},
+    "gpt_neo": {"num_layers": 3, "attention_types": [[["global", "local"], 1], [["global"], 1]], "num_heads": 2},
+    "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "gemma4_text": {"head_dim": None},
+    "mpt": {"d_model": 64, "n_heads": 2, "n_layers": 3},
+    "olmo": {"clip_qkv": None},
+}  # fmt: skip
+"""What an architecture needs besides, by model type; a function of the configuration's fields where it is callable."""
+
+LEFT_OUT = {}
+"""Architectures that are not tried, and why."""
+
+
+def model_types():
+    """Return every model type that Transformers implements as a causal language model."""
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in LEFT_OUT]
+
+
+def config_of(model_type):
+    """Return the configuration of a tiny model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        blank = transformers.AutoConfig.for_model(model_type)
+        special = SPECIAL.get(model_type, {})
+        fields = {name: value for name, value in SHAPE.items() if _has(blank, name) and name not in special}
+        fields |= {name: value for name, value in special.items() if value is not None}
+        config = transformers.AutoConfig.for_model(model_type, **fields)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    return config
+
+
+def _has(config, name):
+    return hasattr(config, name) and not isinstance(getattr(type(config), name, None), property)
+
+
+def make(model_type, directory):
+    """Save a tiny random model whose answers depend on every layer; return it."""
+    torch.manual_seed(7)
+    config = config_of(model_type)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.15 if "emb" in name or "wte" in name else 0.09)
+            elif "bias" in name:
+                weight.normal_(0, 0.05)
+            elif weight.numel() > 1:
+                weight.add_(torch.randn_like(weight) * 0.1)
+    model.save_pretrained(directory)
+    return model.eval()
+
+
+# --- what Transformers computes ---
+
+_LAYERS = ("layers", "h", "blocks")
+_MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "moe")
+_BEFORE = ("pre_feedforward_layernorm", "pre_mlp_layernorm", "pre_ff_layernorm", "ffn_norm", "ln_2", "ln_mlp", "norm_2",
+           "feedforward_layernorm", "post_attention_layernorm")  # fmt: skip
+_AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")
+
+NAMES = {}
+"""Names of (MLP, norm before it, norm behind it), by model type, where the usual ones mislead; None: there is none."""
+
+PARALLEL = {"gpt_neox", "gptj", "phi", "cohere", "cohere2", "falcon", "codegen"}
+"""Attention and MLP stand side by side: there is no stream between them."""
+
+
+def layers_of(model, config):
+    """Return the decoder layers of a Transformers model."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    for root in (decoder, model):
+        for name, module in root.named_modules():
+            if isinstance(module, nn.ModuleList) and name.split(".")[-1] in _LAYERS:
+                if len(module) == config.get_text_config().num_hidden_layers:
+                    return module
+    raise LookupError("no list of layers")
+
+
+def expected(model_type, model, prompts):
+    """Return, for each prompt, the rows that each site must have, `{(layer, hook): [tokens, hidden]}`."""
+    return [_expected(model_type, model, prompt) for prompt in prompts]
+
+
+def _expected(model_type, model, tokens):
+    seen = {}
+    with contextlib.ExitStack() as stack:
+        for number, layer in enumerate(layers_of(model, model.config)):
+            watch = functools.partial(_watch, stack, seen, number)
+            watch(layer, "pre_attn", before=True)
+            watch(layer, "post_block")
+            mlp, before, after = names_of(model_type, layer)
+            if mlp is None:
+                continue
+            if model_type not in PARALLEL:
+                watch(getattr(layer, before or mlp), "post_attn", before=True)
+            if before is not None:
+                watch(getattr(layer, before), "mlp_in")
+            else:
+                watch(getattr(layer, mlp), "mlp_in", before=True)
+            watch(getattr(layer, after or mlp), "mlp_out", scale=scale_of(model.config))
+        with torch.no_grad():
+            model(torch.tensor([tokens]), use_cache=False)
+    return seen
+
+
+def names_of(model_type, layer):
+    """Return the names of a layer's MLP, of the norm before it and of the norm behind it."""
+    if model_type in NAMES:
+        return NAMES[model_type]
+    children = dict(layer.named_children())
+    first = lambda names: next((name for name in names if name in children), None)  # noqa: E731
+    after = first(_AFTER)
+    before = first(_BEFORE)
+    if after is not None and before == "post_attention_layernorm" and "input_layernorm" not in children:
+        before = None  # both norms stand behind their block
+    return first(_MLP), before, after
+
+
+def scale_of(config):
+    """Return what an architecture multiplies by before it adds to the stream."""
+    if (depth := getattr(config, "scale_depth", None)) is not None:
+        return depth / config.num_hidden_layers**0.5
+    return getattr(config, "residual_multiplier", 1.0)
+
+
+def _watch(stack, seen, number, module, hook, *, before=False, scale=1.0):
+    def take(value):
+        value = value[0] if isinstance(value, tuple) else value
+        seen[number, hook] = (value.detach() * scale).reshape(-1, value.shape[-1]).numpy().copy()
+
+    def given(module, args, kwargs):
+        take(args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor)))
+
+    handle = (
+        module.register_forward_pre_hook(given, with_kwargs=True)
+        if before
+        else module.register_forward_hook(lambda module, args, output: take(output))
+    )
+    stack.callback(handle.remove)
+
+
+def adds_up(rows, layers):
+    """Return the largest relative error of `post_attn + mlp_out = post_block`, a check of the names above."""
+    worst = 0.0
+    for number in range(layers):
+        if (number, "post_attn") in rows and (number, "mlp_out") in rows:
+            total = rows[number, "post_attn"] + rows[number, "mlp_out"]
+            worst = max(worst, distance(total, rows[number, "post_block"]))
+    return worst
+
+
+def distance(rows, reference):
+    """Return the largest error, relative to the largest value of the reference."""
+    if rows.shape != reference.shape:
+        return float("inf")
+    return float(np.abs(rows.astype(np.float64) - reference).max() / np.abs(reference).max())
