@@ -53,6 +53,8 @@ SPECIAL = {
 }  # fmt: skip
 """What an architecture needs besides, by model type; a function of the configuration's fields where it is callable."""
 
+_PARAMETERS_MAX = 20_000_000
+
 LEFT_OUT = {}
 """Architectures that are not tried, and why."""
 
@@ -83,6 +85,10 @@ def make(model_type, directory):
     """Save a tiny random model whose answers depend on every layer; return it."""
     torch.manual_seed(7)
     config = config_of(model_type)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
+    if size > _PARAMETERS_MAX:
+        raise ValueError(f"its configuration makes {size / 1e6:.0f} million parameters, which is not tiny")
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():

