@@ -142,7 +142,7 @@ def test_rule_1_streaming_input_goes_on_where_its_rows_ended(tiny, reference, ke
             params.output_kind = RequestOutputKind.DELTA
             request = llm.llm_engine.input_processor.process_inputs(
                 "talk",
-                {"prompt_token_ids": prompt},
+                {"prompt_token_ids": list(prompt)},
                 params,
                 supported_tasks=llm.llm_engine.get_supported_tasks(),
                 resumable=more,

@@ -6,6 +6,8 @@ The engines with drafts run in a process of their own: once numba is loaded, vLL
 import dataclasses
 
 import pytest
+import torch
+import transformers
 from children import Run, run
 from engines import Reference, prompts, save_tiny
 from rows import ALL, check_rows
@@ -42,7 +44,7 @@ def hold(answers, root, reference):
         check_rows(data[answer.id], [*answer.prompt, *answer.tokens], reference, STEERED.get(answer.id))
 
 
-def test_rows_of_accepted_drafts_are_delivered_once_and_of_rejected_ones_never(tiny, reference, tmp_path):
+def test_rule_3_rejected_drafts_are_never_delivered_and_accepted_ones_once(tiny, reference, tmp_path):
     without = Run(
         tiny, str(tmp_path / "without"), requests((30, 5, 60, 17, 90), (60, 33, 48, 61, 40)), steering=STEERED
     )
@@ -68,3 +70,42 @@ def test_drafts_and_preemption_together_neither_lose_nor_repeat_a_row(tiny, refe
     assert said["counts"]["preempted"] > 0
     assert said["counts"]["rejected"] > 10
     hold(answers, crowded.root, reference)
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+def test_rule_3_holds_with_a_model_that_drafts(tiny, reference, tmp_path, v2):
+    """Drafts of the same model with noise in its weights, so that it is right now and then."""
+    drafter = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight.add_(0.02 * torch.randn_like(weight))
+    drafter.save_pretrained(tmp_path / "drafter")
+    model = {"method": "draft_model", "model": str(tmp_path / "drafter"), "num_speculative_tokens": 2}
+    drafting = Run(
+        tiny,
+        str(tmp_path / "rows"),
+        requests((30, 5), (14, 10)),
+        steering=STEERED,
+        engine={"speculative_config": model},
+        v2=v2,
+    )
+    answers, said = run(drafting)
+    assert said["runner"] == ("vllm.v1.worker.cpu.model_runner" if v2 else "vllm.v1.worker.cpu_model_runner")
+    assert said["counts"]["accepted"] > 0
+    assert said["counts"]["rejected"] > 0
+    hold(answers, drafting.root, reference)
+
+
+def test_drafts_with_async_scheduling_are_refused_before_anything_runs(tiny, tmp_path):
+    """There, the positions of a step's tokens are on the device alone when the step is planned."""
+    ahead = Run(
+        tiny,
+        str(tmp_path / "rows"),
+        requests((5,), (4,)),
+        engine={"speculative_config": NGRAM},
+        v2=True,
+        async_scheduling=True,
+    )
+    with pytest.raises(AssertionError, match="--no-async-scheduling"):
+        run(ahead)

@@ -36,7 +36,10 @@ class Bank:
                     explain("steering bank", got=f"{self.rows.shape[0]} vectors in use", do="raise bank_rows_max")
                 )
             row = self._free.pop()
-            self.rows[row].copy_(rounded)
+            source = (
+                rounded.pin_memory() if self.rows.is_cuda else rounded
+            )  # from elsewhere, a copy waits for the device
+            self.rows[row].copy_(source, non_blocking=True)
             self._used[content], self._content[row], self._holders[row] = row, content, 0
         self._holders[row] += 1
         return row
