@@ -24,7 +24,7 @@ class Bench:
         batch = [Scheduled(request, n, start, length) for n, (request, start, length) in enumerate(parts)]
         plan = self.planner.plan(batch)
         rows = np.zeros(plan.rows * 8, np.uint8)
-        step = Computed(self.number, 7, plan, rows, np.arange(16), READY)
+        step = Computed(self.number, 7, plan, rows, np.arange(16), READY, lent=rows.nbytes)
         self.pending.add(step)
         return step
 

@@ -52,3 +52,13 @@ def test_a_waiter_gets_the_buffer_that_another_thread_gives_back(ring):
     held.clear()
     waiter.join(30)
     assert got[0].nbytes == 1000
+
+
+def test_what_steps_under_way_hold_is_not_waited_for():
+    ring = Ring(2 * 65536, pinned=False)
+    under_way = ring.acquire(2 * 65536, 0)
+    assert ring.acquire(65536, 0) is None
+    more = ring.acquire(65536, 0, held=ring.size_of(2 * 65536))
+    assert more is not None
+    assert ring.acquire(2 * 65536, 0, held=ring.size_of(2 * 65536)) is None  # but what the sender has still counts
+    del under_way, more

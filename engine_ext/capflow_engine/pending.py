@@ -59,5 +59,5 @@ class Pending:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of rows that no waiting for the sender gives back."""
-        return sum(step.rows.nbytes for step in self._steps if step.rows is not None)
+        """Bytes that no waiting for the sender gives back."""
+        return sum(step.lent for step in self._steps)

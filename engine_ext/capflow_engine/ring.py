@@ -19,7 +19,7 @@ _SIZE_MIN = 64 * 1024
 class Ring:
     """Buffers of page-locked (on a GPU) or plain host memory, `bytes_max` of them in all.
 
-    A single buffer larger than `bytes_max` is lent when nothing else is.
+    A single buffer larger than `bytes_max` is lent when nothing else is. What steps under way hold comes on top.
     """
 
     def __init__(self, bytes_max: int, *, pinned: bool) -> None:
@@ -30,11 +30,20 @@ class Ring:
         self._free: dict[int, list[torch.Tensor]] = {}  # by size
         self._changed = threading.Condition()  # guards all of the above; notified when a buffer comes back
 
-    def acquire(self, nbytes: int, timeout_s: float) -> Any:
-        """Return a writable uint8 array of `nbytes` bytes, or None if there was no room for that long."""
-        size = max(_SIZE_MIN, 1 << (nbytes - 1).bit_length())
+    @staticmethod
+    def size_of(nbytes: int) -> int:
+        """Return how much is lent for `nbytes` bytes."""
+        return max(_SIZE_MIN, 1 << (nbytes - 1).bit_length())
+
+    def acquire(self, nbytes: int, timeout_s: float, held: int = 0) -> Any:
+        """Return a writable uint8 array of `nbytes` bytes, or None if there was no room for that long.
+
+        held: how much of what is lent comes back only after this is given, so that waiting for it would be in vain; it does
+        not count.
+        """
+        size = self.size_of(nbytes)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._fits(size), timeout_s):
+            if not self._changed.wait_for(lambda: self._fits(size, held), timeout_s):
                 return None
             storage = self._take(size)
             self.bytes_lent += size
@@ -42,8 +51,9 @@ class Ring:
         weakref.finalize(view, self._give_back, size, storage)
         return view
 
-    def _fits(self, size: int) -> bool:
-        return self.bytes_lent == 0 or self.bytes_lent + size <= self.bytes_max
+    def _fits(self, size: int, held: int) -> bool:
+        lent = self.bytes_lent - held
+        return lent == 0 or lent + size <= self.bytes_max
 
     def _take(self, size: int) -> torch.Tensor:
         if self._free.get(size):

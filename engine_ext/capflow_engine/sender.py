@@ -32,7 +32,8 @@ class Computed:
 
     token_ids: the input ids of the step's tokens, `[tokens]`, valid when `ready` returned. lost: why
     `rows` is None although rows were planned. ended: requests that are over, with what is known of them.
-    limits: by vLLM's id, the position behind the last row that is the request's; without one, all are.
+    limits: by vLLM's id, the position behind the last row that is the request's; without one, all are. lent: the bytes that
+    the worker's ring lent for it.
     """
 
     number: int
@@ -44,6 +45,7 @@ class Computed:
     lost: str | None = None
     ended: list[tuple[Tracked, Ended]] = field(default_factory=list)
     limits: dict[str, int] = field(default_factory=dict)
+    lent: int = 0
 
     def cut(self, key: str, limit: int) -> None:
         """Keep no row of a request at position `limit` or behind it."""

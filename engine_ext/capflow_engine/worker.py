@@ -282,12 +282,8 @@ class WorkerCapture:
             return None, "no_hub"
         if self.tables.resident and plan.rows > self.tables.staging.shape[0]:
             return None, "staging_full"
-        size = plan.rows * self.row_bytes
-        comes_back = (
-            size + self._pending.bytes_held <= self.ring.bytes_max
-        )  # steps that wait here free nothing meanwhile
-        wait_s = limits.BLOCK_S_MAX if self.settings.policy == "block" and comes_back else 0.0
-        buffer = self.ring.acquire(size, wait_s)
+        wait_s = limits.BLOCK_S_MAX if self.settings.policy == "block" else 0.0
+        buffer = self.ring.acquire(plan.rows * self.row_bytes, wait_s, self._pending.bytes_held)
         return buffer, (None if buffer is not None else "queue_full")
 
     @contextlib.contextmanager
@@ -327,7 +323,8 @@ class WorkerCapture:
         if self._planned.ship_rows:
             rows = self._buffer[: plan.ship_rows * self.row_bytes] if plan.ship_rows else None
             now = time.time_ns()
-            self._pending.add(Computed(self._step, now, self._planned, rows, token_ids, ready, self._lost))
+            lent = self.ring.size_of(plan.rows * self.row_bytes) if plan.ship_rows else 0
+            self._pending.add(Computed(self._step, now, self._planned, rows, token_ids, ready, self._lost, lent=lent))
         self._buffer = None
 
     def _copy_out(self, plan: Plan) -> tuple[Callable[[], None], Any]:
