@@ -7,7 +7,7 @@ RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
 	--consumer dashboard:probes=examples/code.safetensors
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench env system compiler lock clean
+.PHONY: help demo test soak lint format bench env system compiler lock clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -19,6 +19,9 @@ demo: env compiler  ## run a real model over examples/prompts.jsonl, with files,
 test: env system  ## run every test
 	@$(PYTHON) -m pytest || { code=$$?; \
 		if [ $$code -eq 5 ]; then echo "make test: no test ran" >&2; fi; exit $$code; }
+
+soak: env  ## 5,000 random requests against the oracle; about an hour
+	CAPFLOW_ORACLE_REQUESTS=5000 $(PYTHON) -m pytest -s tests/test_oracle.py
 
 lint: env  ## ruff and mypy
 	@$(PYTHON) -m ruff check .

@@ -79,7 +79,7 @@ def engine(model, *, capflow_on=True, in_process=True, **arguments):
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
         "VLLM_CPU_OMP_THREADS_BIND": "0|1" if workers == 2 else "nobind",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
     }
