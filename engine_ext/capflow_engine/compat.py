@@ -65,6 +65,28 @@ def prepare_environment(arguments: Mapping[str, Any]) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_KV_CACHE_GIB)
 
 
+_PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.platform_plugins",
+    "vllm.stat_logger_plugins",
+)
+
+
+def enable_endpoint_plugin(name: str) -> None:
+    """Have vLLM load an endpoint plugin, and besides it what it would load without this.
+
+    `VLLM_PLUGINS` names every plugin that is loaded; without it that is all of them but those of endpoints.
+    """
+    before = os.environ.get("VLLM_PLUGINS")
+    if before is None:
+        found = {point.name for group in _PLUGIN_GROUPS for point in importlib.metadata.entry_points(group=group)}
+        names = sorted(found)
+    else:
+        names = [one for one in before.split(",") if one]
+    os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*names, name]))
+
+
 def worker_base() -> type[Any]:
     """Return the worker class of the platform that vLLM runs on."""
     from vllm.platforms import current_platform
@@ -156,7 +178,7 @@ def check_model(engine_args: Any, patterns: Iterable[str]) -> tuple[int, tuple[S
     return len(layers), tapped_sites(patterns, layers)
 
 
-_STRUCTURE_S_MAX = 300.0
+_STRUCTURE_S_MAX = 120.0
 
 
 def structures(engine_args: Any) -> tuple[Structure, ...]:
@@ -193,11 +215,13 @@ def _send_structures(sender: Any, engine_args: Any) -> None:
     import torch
 
     logging.disable(logging.WARNING)  # the engine says it all again
-    torch.set_num_threads(1)  # the parent's other threads are not here
+    torch._C.set_num_threads(1)  # OpenMP's other threads stayed with the parent; vLLM disables the public function
     try:
         sender.send(_structures(engine_args))
     except UsageError as e:
         sender.send(str(e))
+    except Exception as e:
+        sender.send(explain(f"model {engine_args.model}", got=f"{type(e).__name__}: {_first_line(e)}"))
 
 
 def _structures(engine_args: Any) -> tuple[Structure, ...]:
@@ -259,7 +283,10 @@ def _skeleton(vllm_config: Any) -> Iterator[Any]:
                 try:
                     with torch.device("meta"):
                         model = initialize_model(vllm_config)
-                except NotImplementedError:  # its constructor reads a tensor, which has to exist for that
+                except NotImplementedError as e:
+                    if "meta tensor" not in str(e):
+                        raise
+                    # Its constructor reads a tensor, which has to exist for that.
                     vllm_config.compilation_config.static_forward_context.clear()
                     shared.clear()
                     with large_on_meta():
