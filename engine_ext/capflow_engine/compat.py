@@ -220,7 +220,7 @@ def _send_structures(sender: Any, engine_args: Any) -> None:
         sender.send(_structures(engine_args))
     except UsageError as e:
         sender.send(str(e))
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001 - the parent tells of it
         sender.send(explain(f"model {engine_args.model}", got=f"{type(e).__name__}: {_first_line(e)}"))
 
 
