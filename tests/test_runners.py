@@ -1,8 +1,9 @@
 """Both of vLLM's model runners, and async scheduling: every row against Transformers."""
 
 import pytest
-from children import Run, run
-from engines import Reference, prompts, save_tiny
+from children import Run, run, vector
+from engines import GREEDY, WIDTH, Reference, engine, prompts, save_tiny
+from engines import answers as answers_of
 from rows import ALL, check_rows
 
 import capflow
@@ -23,9 +24,9 @@ def reference(tiny):
     return Reference(tiny)
 
 
-def requests(lengths, max_tokens, **more):
+def requests(lengths, max_tokens):
     return [
-        {"id": f"r{n}", "prompt": p["prompt_token_ids"], "capture": ALL, "max_tokens": tokens, **more}
+        {"id": f"r{n}", "prompt": p["prompt_token_ids"], "capture": ALL, "max_tokens": tokens}
         for n, (p, tokens) in enumerate(zip(prompts(lengths), max_tokens, strict=True))
     ]
 
@@ -37,18 +38,36 @@ def check(answers, root, reference, steering):
         check_rows(data[answer.id], [*answer.prompt, *answer.tokens], reference, steering.get(answer.id))
 
 
+@pytest.fixture(scope="module")
+def stops(tiny):
+    """For requests whose answer allows it a token that it comes to, not at once: nobody knows before when it stops."""
+    with engine(tiny) as llm:
+        params = [
+            capflow.sampling_params(
+                steering={"post_block": {int(n): vector(seed, WIDTH) for n, seed in STEERED[f"r{request}"].items()}}
+                if f"r{request}" in STEERED
+                else None,
+                max_tokens=9,
+                **GREEDY,
+            )
+            for request in range(len(LENGTHS))
+        ]
+        found = answers_of(llm.generate(prompts(LENGTHS), params, use_tqdm=False))
+    return [next((t for at, t in enumerate(tokens) if at > 1 and t not in tokens[:at]), None) for tokens in found]
+
+
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
-def test_the_v2_runner_s_rows_are_those_of_their_requests(tiny, reference, tmp_path, ahead):
+def test_the_v2_runner_s_rows_are_those_of_their_requests(tiny, reference, stops, tmp_path, ahead):
     """Prompts longer than a step's budget, decode beside prefill, requests that end at different steps, some steered."""
-    what = Run(
-        tiny,
-        str(tmp_path / "rows"),
-        requests(LENGTHS, (7, 3, 6, 8, 4, 5)),
-        steering=STEERED,
-        v2=True,
-        async_scheduling=ahead,
-    )
+    asked = requests(LENGTHS, [9] * len(LENGTHS))
+    for request, stop in zip(asked, stops, strict=True):
+        request["sampling"] = {"stop_token_ids": [] if stop is None else [stop]}
+    what = Run(tiny, str(tmp_path / "rows"), asked, steering=STEERED, v2=True, async_scheduling=ahead)
     answers, said = run(what)
+    stopped = [answer.tokens[-1] == stop for answer, stop in zip(answers, stops, strict=True) if stop is not None]
+    assert len(stopped) > 2
+    assert all(stopped)
+    assert (said["counts"]["overshot"] > 0) is ahead  # rows behind the end are computed, and not delivered
     assert said["runner"] == "vllm.v1.worker.cpu.model_runner"
     assert said["scheduler"] == ("CaptureAsyncScheduler" if ahead else "CaptureScheduler")
     assert (said["counts"]["ahead"] > 0) is ahead  # steps are scheduled before the output of the one before is taken in

@@ -6,8 +6,8 @@ from collections import Counter
 def watch(llm):
     """Return counts that grow while an engine of this process runs.
 
-    steps; ahead: the most steps that were under way when another was scheduled; preempted; drafts accepted and rejected;
-    chunks: the most steps that one prompt took.
+    steps; ahead: the most steps that were under way when another was scheduled; overshot: parts of steps that were computed
+    for a request that had ended; preempted; drafts accepted and rejected; chunks: the most steps that one prompt took.
     """
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     counts = Counter()
@@ -27,6 +27,7 @@ def watch(llm):
 
     def watched_update(scheduled, sampled):
         under_way.pop(next(n for n, output in enumerate(under_way) if output is scheduled))
+        counts["overshot"] += sum(key not in scheduler.requests for key in scheduled.num_scheduled_tokens)
         for key, drafts in scheduled.scheduled_spec_decode_tokens.items():
             accepted = max(len(sampled.sampled_token_ids[sampled.req_id_to_index[key]]) - 1, 0)
             counts["accepted"] += accepted

@@ -6,6 +6,7 @@ A batch is a list of `(vLLM's request id, first row in the model's tensors, firs
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,22 +19,16 @@ Batch = list[tuple[str, int, int, int]]
 def scheduled_batch(runner: Any, num_scheduled_tokens: Any) -> Batch:
     """Return the V1 runner's batch; called after it prepared its inputs, when its batch has this step's order."""
     batch = runner.input_batch
-    starts = batch.num_computed_tokens_cpu
-    parts = []
-    row = 0
-    for i, key in enumerate(batch.req_ids[: batch.num_reqs]):
-        length = int(num_scheduled_tokens[i])
-        parts.append((key, row, int(starts[i]), length))
-        row += length
-    return parts
+    lengths = num_scheduled_tokens[: batch.num_reqs].tolist()
+    starts = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
+    rows = itertools.accumulate(lengths, initial=0)
+    return list(zip(batch.req_ids, rows, starts, lengths, strict=False))
 
 
 def prepared_batch(batch: Any) -> Batch:
     """Return the batch that the V2 runner prepared; its order is its own."""
-    rows, starts, lengths = batch.query_start_loc_np, batch.num_computed_tokens_np, batch.num_scheduled_tokens
-    return [
-        (key, int(rows[i]), int(starts[i]), int(lengths[i])) for i, key in enumerate(batch.req_ids[: batch.num_reqs])
-    ]
+    parts = (batch.query_start_loc_np, batch.num_computed_tokens_np, batch.num_scheduled_tokens)
+    return list(zip(batch.req_ids, *(part[: batch.num_reqs].tolist() for part in parts), strict=True))
 
 
 def step_token_ids(runner: Any, tokens: int) -> Any:
