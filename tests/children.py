@@ -3,6 +3,7 @@
 The child is this module run as a script: it reads a `Run` as JSON, and writes what `capflow.LLM` answered.
 """
 
+import collections
 import dataclasses
 import json
 import os
@@ -23,7 +24,7 @@ class Run:
     steering: dict = dataclasses.field(default_factory=dict)
     engine: dict = dataclasses.field(default_factory=dict)
     v2: bool = False
-    async_scheduling: bool = False
+    ahead: int = 0  # how many steps are scheduled before the output of one is taken in; above 0, async scheduling is on
 
 
 @dataclasses.dataclass
@@ -87,7 +88,7 @@ def _child():
     from engines import GREEDY, WIDTH, engine
     from watching import watch
 
-    if what.async_scheduling:
+    if what.ahead:
         _keep_async_scheduling()
     arguments = {"consumers": [f"filesystem:root={what.root},capture=requests"], "seed": 0, **what.engine}
     with engine(what.model, **arguments) as llm:
@@ -98,6 +99,9 @@ def _child():
             "runner": type(core.model_executor.driver_worker.worker.model_runner).__mro__[2].__module__,
             "scheduler": type(core.scheduler).__name__,
         }
+        if what.ahead:  # as deep as with pipeline stages
+            core.batch_queue_size = what.ahead + 1
+            core.batch_queue = collections.deque(maxlen=what.ahead + 1)
         counts = watch(llm)
         params = [
             capflow.sampling_params(

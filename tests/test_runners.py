@@ -56,21 +56,21 @@ def stops(tiny):
     return [next((t for at, t in enumerate(tokens) if at > 1 and t not in tokens[:at]), None) for tokens in found]
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("ahead", [0, 1, 2], ids=["sync", "async", "deeper"])
 def test_the_v2_runner_s_rows_are_those_of_their_requests(tiny, reference, stops, tmp_path, ahead):
     """Prompts longer than a step's budget, decode beside prefill, requests that end at different steps, some steered."""
     asked = requests(LENGTHS, [9] * len(LENGTHS))
     for request, stop in zip(asked, stops, strict=True):
         request["sampling"] = {"stop_token_ids": [] if stop is None else [stop]}
-    what = Run(tiny, str(tmp_path / "rows"), asked, steering=STEERED, v2=True, async_scheduling=ahead)
+    what = Run(tiny, str(tmp_path / "rows"), asked, steering=STEERED, v2=True, ahead=ahead)
     answers, said = run(what)
     stopped = [answer.tokens[-1] == stop for answer, stop in zip(answers, stops, strict=True) if stop is not None]
     assert len(stopped) > 2
     assert all(stopped)
-    assert (said["counts"]["overshot"] > 0) is ahead  # rows behind the end are computed, and not delivered
+    assert (said["counts"]["overshot"] > 0) is (ahead > 0)  # rows behind the end are computed, and not delivered
     assert said["runner"] == "vllm.v1.worker.cpu.model_runner"
     assert said["scheduler"] == ("CaptureAsyncScheduler" if ahead else "CaptureScheduler")
-    assert (said["counts"]["ahead"] > 0) is ahead  # steps are scheduled before the output of the one before is taken in
+    assert said["counts"]["ahead"] == ahead
     check(answers, tmp_path / "rows", reference, STEERED)
 
 
@@ -84,7 +84,7 @@ def test_the_v2_runner_preempts_and_resumes_without_losing_or_repeating_a_row(ti
         steering=STEERED,
         engine=limits,
         v2=True,
-        async_scheduling=ahead,
+        ahead=int(ahead),
     )
     answers, said = run(what)
     assert said["counts"]["preempted"] > 0

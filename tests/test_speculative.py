@@ -105,7 +105,7 @@ def test_drafts_with_async_scheduling_are_refused_before_anything_runs(tiny, tmp
         requests((5,), (4,)),
         engine={"speculative_config": NGRAM},
         v2=True,
-        async_scheduling=True,
+        ahead=1,
     )
     with pytest.raises(AssertionError, match="--no-async-scheduling"):
         run(ahead)

@@ -15,7 +15,10 @@ from rows import ALL, Keeper
 from watching import watch
 
 import capflow
+from capflow.positions import Positions
 from capflow_engine import bank, kernel, tables, tap, worker
+from capflow_engine.pending import EMPTY_PLAN
+from capflow_engine.plan import Planner, Scheduled, Tracked
 
 LENGTHS = (5, 1, 40, 3, 90, 17)
 
@@ -89,6 +92,29 @@ def test_a_capturing_step_runs_the_compiled_code_that_any_other_runs(tiny, keepe
         assert eager_layers(llm, lambda: generate(llm, capturing=True)) == 0
         assert len(keeper.rows) == 2 * rows
         assert compilations() == before
+
+
+def test_a_forward_pass_between_steps_finds_nothing_to_do():
+    """Replicas of a mixture of experts run one when another has requests; the rows of the last step may still be copied."""
+    kept = tables.Tables(
+        sites=3,
+        tokens=8,
+        rows=24,
+        bank_rows=4,
+        hidden=2,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        resident=True,
+    )
+    planner = Planner(3)
+    request = Tracked("1", "name", 4, planner.program({0: Positions.ALL, 2: Positions.ALL}), planner.nothing)
+    request.prefill_steer = {1: 0}
+    kept.load(planner.plan([Scheduled(request, 0, 0, 4)]), 8)
+    assert (kept.site_group >= 0).any()
+    assert (kept.token_steer >= 0).any()
+    kept.load(EMPTY_PLAN, 0)
+    assert (kept.site_group == -1).all()
+    assert (kept.token_steer == -1).all()
 
 
 WAITS = {"item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "is_nonzero"}

@@ -311,6 +311,11 @@ class WorkerCapture:
                 token_ids = compat_step.step_token_ids(self.runner, self._rows_end(plan)).numpy().copy()
         self._finish(plan, ready, token_ids)
 
+    def rest(self) -> None:
+        """Have the taps do nothing in a forward pass that belongs to no step: nothing may be written over the last one's rows."""
+        if self.tables.resident:
+            self.tables.load(EMPTY_PLAN, 0)
+
     @staticmethod
     def _rows_end(plan: Plan) -> int:
         """Return the row behind the last one of the model's tensors that belongs to a request of the plan."""
@@ -373,6 +378,12 @@ class CaptureWorker(compat.worker_base()):  # type: ignore[misc]
         assert self.capflow is not None
         self.capflow.begin(Orders.of(scheduler_output), scheduler_output)
         return super().execute_model(scheduler_output)
+
+    def execute_dummy_batch(self) -> None:
+        """Keep step with other replicas that have requests."""
+        assert self.capflow is not None
+        self.capflow.rest()
+        super().execute_dummy_batch()
 
     def shutdown(self) -> None:
         """Send what is left, then stop."""
