@@ -492,7 +492,11 @@ class TestWhatTheHubWants:
     @pytest.mark.parametrize(
         ("layer", "model", "reason"),
         [
-            (7, make_model(), "controllers.watch.capture.hooks.post_block: got layer 7, expected 0..3"),
+            (
+                7,
+                make_model(),
+                "controllers.watch.capture.hooks.post_block: got layer 7, expected 0..3, or -4..-1 from the last",
+            ),
             (2, make_model(hidden=16), "watch: wrong width"),
         ],
     )
