@@ -1,44 +1,65 @@
-"""The tap's kernel on a GPU: correct against float64, then timed inside a CUDA graph. Prints Markdown tables.
+"""The tap's kernel on a GPU: correct against float64 and inside CUDA graphs whose plans change, then timed. Prints Markdown tables.
 
     PYTHONPATH=.:engine_ext:tests python3 benchmarks/gpu_kernels.py [--out FILE]
 
-Needs torch, triton, numpy, msgspec, ml_dtypes, xxhash and pluggy; not vLLM. Predicted: an idle tap costs one launch in the
-graph, about 1.3 µs; a capturing one the time to read the stream twice and write it once.
+Needs torch, triton, numpy, msgspec, ml_dtypes, xxhash and pluggy; not vLLM. Under eight minutes on one GPU. Without a GPU `--smoke`
+runs the same code in Triton's interpreter on small shapes, so that it is known to work before one is there; its times mean nothing.
+
+Predicted: an idle tap costs one launch in the graph, about 1.3 µs; a capturing one the time to read the stream twice and write it
+once. Goals: idle at most 1.5 µs a tap; the rows of 256 tokens at 36 layers within 1.2 times what 36 launches and the bytes cost.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import test_tap
 import torch
 
-from capflow.positions import Positions
-from capflow_engine.kernel import launch
-from capflow_engine.plan import Plan, Planner, Scheduled, Tracked
-from capflow_engine.tables import Tables
+SMOKE = "--smoke" in sys.argv
+if SMOKE:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
-SHAPES = [(36, 2560, 8), (36, 2560, 64), (36, 2560, 256), (36, 4096, 256), (36, 4096, 2048), (18, 640, 64)]
-REPLAYS = 200
-ROUNDS = 7
+import test_tap  # noqa: E402
+
+from capflow.positions import Positions  # noqa: E402
+from capflow_engine.kernel import launch  # noqa: E402
+from capflow_engine.plan import Plan, Planner, Scheduled, Tracked  # noqa: E402
+from capflow_engine.tables import Tables  # noqa: E402
+
+DEVICE = torch.device("cpu" if SMOKE else "cuda")
+LAYERS = 3 if SMOKE else 36
+WIDTHS = (64,) if SMOKE else (1024, 2048, 4096, 8192)
+TOKENS = (1, 4) if SMOKE else (1, 8, 64, 256, 512)
+REPLAYS = 1 if SMOKE else 100
+ROUNDS = 1 if SMOKE else 7
+CHECKED_REPLAYS = 6 if SMOKE else 60
+BANK_ROWS = 8
+KINDS = ("no taps", "idle", "capture", "steer")
+
+
+# --- correct ---
 
 
 def check_cases() -> int:
-    """Hold the kernel to the reference on every case of the tests, on the GPU; return how many there were."""
+    """Hold the kernel to the float64 reference on odd shapes and poisoned buffers; return how many cases there were."""
     done = 0
     for case in test_tap.CASES:
-        for seed in range(20):
+        for seed in range(1 if SMOKE else 20):
             plan, hidden, residual, bank = test_tap.make(case, seed)
-            rows_expected, after_expected = test_tap.reference(plan, case[0], hidden, residual, bank, truncate=False)
-            rows = torch.full((plan.rows + 2, hidden.shape[1]), test_tap.POISON, dtype=hidden.dtype, device="cuda")
-            other = None if residual is None else residual.cuda()
+            rows_expected, after_expected = test_tap.reference(plan, case[0], hidden, residual, bank, truncate=SMOKE)
+            rows = torch.full((plan.rows + 2, hidden.shape[1]), test_tap.POISON, dtype=hidden.dtype, device=DEVICE)
+            other = None if residual is None else residual.to(DEVICE)
             for site in range(case[0]):
-                mine = hidden.cuda()
-                test_tap.run_kernel(plan, site, mine, other, rows, bank.cuda())
+                mine = hidden.clone().to(DEVICE)
+                test_tap.run_kernel(plan, site, mine, other, rows, bank.to(DEVICE))
                 assert torch.equal(mine.cpu(), after_expected[site]), (case, seed, site)
             assert torch.equal(rows[: plan.rows].cpu(), rows_expected), (case, seed)
             assert (rows[plan.rows :] == test_tap.POISON).all()
@@ -46,70 +67,213 @@ def check_cases() -> int:
     return done
 
 
-def plan_of(kind: str, sites: int, tokens: int) -> Plan:
-    """Return the plan of a decode step of `tokens` requests: idle, capturing everything, or steered at one site."""
-    planner = Planner(sites)
-    want = dict.fromkeys(range(sites), Positions.ALL) if kind == "capture" else {}
+class Stack:
+    """A stack of layers over a split stream, with a tap behind each, as one graph; its tensors never move.
+
+    A layer is elementwise, so what it computes does not depend on the batch, and a reference without taps is exact.
+    """
+
+    def __init__(self, width: int, tokens: int, dtype: torch.dtype, *, taps: bool) -> None:
+        generator = torch.Generator().manual_seed(width + tokens)
+        self.width, self.tokens = width, tokens
+        self.entry = torch.randn(2, tokens, width, generator=generator).to(dtype).to(DEVICE)
+        self.weight = (torch.rand(LAYERS, width, generator=generator) + 0.5).to(dtype).to(DEVICE)
+        self.hidden = torch.empty(tokens, width, dtype=dtype, device=DEVICE)
+        self.residual = torch.empty_like(self.hidden)
+        self.tables = Tables(
+            sites=LAYERS, tokens=tokens, rows=LAYERS * tokens, bank_rows=BANK_ROWS, hidden=width, dtype=dtype,
+            device=DEVICE, resident=True,
+        )  # fmt: skip
+        self.tables.bank.copy_(torch.randn(BANK_ROWS, width, generator=generator).to(dtype))
+        self.sites = [torch.tensor([n], dtype=torch.int32, device=DEVICE) for n in range(LAYERS)]
+        self.taps = taps
+        self.replay = _graph_of(self.forward)
+
+    def forward(self) -> None:
+        """Run the layers; what leaves the last is in `hidden` and `residual`."""
+        self.hidden.copy_(self.entry[0])
+        self.residual.copy_(self.entry[1])
+        tensors = list(self.tables.device_tensors().values())
+        for number in range(LAYERS):
+            self.layer(number, self.hidden, self.residual)
+            if self.taps:
+                launch(self.hidden, self.residual, self.sites[number], *tensors)
+
+    def layer(self, number: int, hidden: torch.Tensor, residual: torch.Tensor) -> None:
+        """Run one layer in place: the halves of the stream are added and split anew."""
+        residual.add_(hidden)
+        torch.mul(residual, self.weight[number], out=hidden)
+        hidden.tanh_()
+
+    def expected(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the staging rows and the stream that a plan must give, computed without the kernel and without a graph."""
+        hidden, residual = self.entry[0].clone(), self.entry[1].clone()
+        rows = torch.full((plan.rows, self.width), test_tap.POISON, dtype=hidden.dtype, device=DEVICE)
+        for number in range(LAYERS):
+            self.layer(number, hidden, residual)
+            stream = _rounded(hidden.float() + residual.float(), hidden.dtype)
+            for group in plan.groups:
+                if number in group.sites:
+                    base = group.base + group.sites.index(number) * group.rows
+                    for run in group.runs:
+                        rows[base + run.target : base + run.target + run.length] = stream[
+                            run.source : run.source + run.length
+                        ]
+            for add in plan.adds.get(number, ()):
+                part = hidden[add.source : add.source + add.length]
+                part.copy_(_rounded(part.float() + self.tables.bank[add.bank].float(), hidden.dtype))
+        return rows, hidden
+
+
+def check_graphs() -> int:
+    """Replay one graph while plans change between replays; return how many replays were right.
+
+    Requests come and go, are steered or not, captured or not, in a random order; every buffer is poisoned before.
+    """
+    checked = 0
+    for width, tokens in ((WIDTHS[0], 7), (WIDTHS[0] + 5, 33)):
+        stack = Stack(width, tokens, torch.bfloat16, taps=True)
+        rng = np.random.default_rng(width)
+        for number in range(CHECKED_REPLAYS):
+            plan = _random_plan(rng, tokens) if number % 5 else plan_of("idle", tokens)
+            stack.tables.load(plan, tokens)
+            stack.tables.staging.fill_(test_tap.POISON)
+            stack.replay()
+            rows, hidden = stack.expected(plan)
+            assert torch.equal(stack.tables.staging[: plan.rows], rows), f"replay {number}: rows"
+            assert (stack.tables.staging[plan.rows :] == test_tap.POISON).all(), (
+                f"replay {number}: rows nobody asked for"
+            )
+            assert torch.equal(stack.hidden, hidden), f"replay {number}: the stream"
+            checked += 1
+    return checked
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return test_tap.rounded(values, dtype, SMOKE)
+
+
+def _random_plan(rng: np.random.Generator, tokens: int) -> Plan:
+    planner = Planner(LAYERS)
+    batch: list[Scheduled] = []
+    row = 0
+    sets = [Positions.ALL, Positions.LAST_PROMPT, Positions.ALL_GENERATED, Positions.parse({"every": 2})]
+    while row < tokens:
+        length = int(rng.integers(1, 6))
+        length = min(length, tokens - row)
+        wanted = {s: sets[int(rng.integers(len(sets)))] for s in range(LAYERS) if rng.random() < 0.4}
+        start = int(rng.integers(0, 4))
+        prompt = int(rng.integers(1, start + length + 1))
+        request = Tracked(str(row), str(row), prompt, planner.program(wanted), planner.nothing)
+        if rng.random() < 0.4:
+            request.prefill_steer = {int(rng.integers(LAYERS)): int(rng.integers(BANK_ROWS))}
+            request.decode_steer = {int(rng.integers(LAYERS)): int(rng.integers(BANK_ROWS))}
+        batch.append(Scheduled(request, row, start, length))
+        row += length + int(rng.random() < 0.2)  # a request that wants nothing lies between
+    return planner.plan(batch)
+
+
+# --- fast ---
+
+
+def plan_of(kind: str, tokens: int) -> Plan:
+    """Return the plan of a decode step of `tokens` requests: idle, capturing everything, or all of them steered."""
+    planner = Planner(LAYERS)
+    wanted = dict.fromkeys(range(LAYERS), Positions.ALL) if kind == "capture" else {}
     batch = []
     for number in range(tokens):
-        request = Tracked(str(number), str(number), 1, planner.program(want), planner.nothing)
+        request = Tracked(str(number), str(number), 1, planner.program(wanted), planner.nothing)
         if kind == "steer":
-            request.decode_steer = dict.fromkeys(range(sites), number % 64)
+            request.decode_steer = dict.fromkeys(range(LAYERS), number % BANK_ROWS)
         batch.append(Scheduled(request, number, 5, 1))
     return planner.plan(batch)
 
 
-def measure(sites: int, width: int, tokens: int) -> dict[str, float]:
-    """Return the microseconds that one tap adds to a graph, by kind, and of a bare copy of the same rows."""
-    hidden = [torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16) for _ in range(sites)]
-    residual = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
-    tables = Tables(
-        sites=sites, tokens=tokens, rows=sites * tokens, bank_rows=64, hidden=width, dtype=torch.bfloat16,
-        device=torch.device("cuda"), resident=True,
-    )  # fmt: skip
-    here = [torch.tensor([s], dtype=torch.int32, device="cuda") for s in range(sites)]
-    tensors = list(tables.device_tensors().values())
+class Cost(NamedTuple):
+    """Microseconds of one replay of the whole stack, by kind; and of the bare copy of the same rows and of as many launches."""
 
-    def taps() -> None:
-        for site in range(sites):
-            launch(hidden[site], residual, here[site], *tensors)
+    width: int
+    tokens: int
+    step: dict[str, float]
+    floor: float
 
-    def copies() -> None:
-        for site in range(sites):
-            torch.add(hidden[site], residual, out=tables.staging[site * tokens : (site + 1) * tokens])
 
-    graphs = {}
-    for name, body in (("taps", taps), ("copies", copies)):
-        body()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            body()
+def measure(width: int, tokens: int, bytes_per_us: float) -> Cost:
+    """Return what a step costs without taps, with idle ones, capturing and steering, interleaved."""
+    plain, tapped = (Stack(width, tokens, torch.bfloat16, taps=taps) for taps in (False, True))
     times: dict[str, list[float]] = {}
-    for _ in range(ROUNDS):  # interleaved
-        for kind in ("idle", "capture", "steer"):
-            tables.load(plan_of(kind, sites, tokens), tokens)
-            times.setdefault(kind, []).append(_replay(graphs["taps"]) / sites)
-        times.setdefault("bare add", []).append(_replay(graphs["copies"]) / sites)
-    return {kind: statistics.median(values) for kind, values in times.items()}
+    for _ in range(ROUNDS):
+        for kind in KINDS:
+            if kind == "no taps":
+                times.setdefault(kind, []).append(_time(plain.replay))
+                continue
+            tapped.tables.load(plan_of(kind, tokens), tokens)
+            times.setdefault(kind, []).append(_time(tapped.replay))
+    step = {kind: statistics.median(values) for kind, values in times.items()}
+    moved = 3 * LAYERS * tokens * width * 2  # both halves are read, the row is written
+    return Cost(width, tokens, step, step["idle"] - step["no taps"] + moved / bytes_per_us)
 
 
-def _replay(graph: torch.cuda.CUDAGraph) -> float:
-    """Return the microseconds of one replay."""
+def device_bandwidth() -> float:
+    """Return the bytes a microsecond that a large copy on the device reads and writes, both counted."""
+    size = 2**16 if SMOKE else 2**29
+    source = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    replay = _graph_of(lambda: target.copy_(source))
+    return 2 * size / statistics.median(_time(replay) for _ in range(ROUNDS))
+
+
+def staging_copy() -> list[tuple[int, float, float]]:
+    """Return, for steps of several sizes, their bytes, the microseconds of the copy to the host, and what the link allows."""
+    pinned = not SMOKE
+    big = 2**16 if SMOKE else 2**28
+    device, host = (
+        torch.empty(big, dtype=torch.uint8, device=DEVICE),
+        torch.empty(big, dtype=torch.uint8, pin_memory=pinned),
+    )
+    link = big / statistics.median(_time(lambda: host.copy_(device, non_blocking=True)) for _ in range(ROUNDS))
+    found = []
+    for rows in (LAYERS, LAYERS * 8, LAYERS * 64, LAYERS * 256):
+        size = min(rows * WIDTHS[-1] * 2, big)
+        copy = statistics.median(
+            _time(lambda n=size: host[:n].copy_(device[:n], non_blocking=True)) for _ in range(ROUNDS)
+        )
+        found.append((size, copy, size / link))
+    return found
+
+
+def _graph_of(body: Callable[[], object]) -> Callable[[], object]:
+    """Return what replays `body`: as a CUDA graph, or as it is where there is no GPU."""
+    body()
+    if SMOKE:
+        return body
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return graph.replay
+
+
+def _time(call: Callable[[], object]) -> float:
+    """Return the microseconds that a call takes on the device, in a row of many."""
+    if SMOKE:
+        begun = time.perf_counter()
+        call()
+        return (time.perf_counter() - begun) * 1e6
+    for _ in range(3):
+        call()
     torch.cuda.synchronize()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(REPLAYS):
-        graph.replay()
+        call()
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) * 1000 / REPLAYS
 
 
 def plan_cost() -> float:
-    """Return the milliseconds that planning takes for 256 requests at 36 sites, half of them with specs of their own."""
-    import time
-
+    """Return the milliseconds that planning takes for 256 requests of 8 different programs at 36 sites."""
     planner = Planner(36)
     rng = np.random.default_rng(0)
     programs = [planner.program({int(s): Positions.ALL for s in rng.integers(0, 36, 6)}) for _ in range(8)]
@@ -123,24 +287,45 @@ def plan_cost() -> float:
     return statistics.median(times) * 1000
 
 
+def report(costs: Sequence[Cost]) -> list[str]:
+    """Return the table of what a step costs."""
+    lines = [
+        f"A stack of {LAYERS} layers, bfloat16; microseconds a step, and of one tap:",
+        "",
+        "| width | tokens | no taps | idle | capture | steer | one idle tap | all rows | 1.2 x floor |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for width, tokens, step, floor in costs:
+        plain = step["no taps"]
+        idle, capture = step["idle"] - plain, step["capture"] - plain
+        lines.append(
+            f"| {width} | {tokens} | {plain:.1f} | {step['idle']:.1f} | {step['capture']:.1f} | {step['steer']:.1f} "
+            f"| {idle / LAYERS:.2f} | {capture:.1f} | {1.2 * floor:.1f} |"
+        )
+    return lines
+
+
 def main() -> None:
     """Check, measure, and print the tables."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="small shapes, in Triton's interpreter, without a GPU")
     out = parser.parse_args().out
-    if not torch.cuda.is_available():
-        sys.exit("gpu_kernels: no GPU here; the kernel's interpreter tests are in tests/test_tap.py")
-    lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}; {check_cases()} cases equal to float64.", ""]
-    lines += [
-        "| sites | width | tokens | idle µs | capture µs | steer µs | bare add µs |",
-        "|---|---|---|---|---|---|---|",
+    if not SMOKE and not torch.cuda.is_available():
+        sys.exit("gpu_kernels: no GPU here; --smoke runs in Triton's interpreter")
+    name = "Triton's interpreter" if SMOKE else torch.cuda.get_device_name()
+    cases, replays, bandwidth = check_cases(), check_graphs(), device_bandwidth()
+    lines = [
+        f"{name}, torch {torch.__version__}: {cases} cases equal to float64, {replays} replays with changing plans right.",
+        "",
+        *report([measure(width, tokens, bandwidth) for width in WIDTHS for tokens in TOKENS]),
+        "",
+        "| bytes of a step | copy to the host, µs | at the link's bandwidth, µs |",
+        "|---|---|---|",
+        *(f"| {size} | {copy:.1f} | {bound:.1f} |" for size, copy, bound in staging_copy()),
+        "",
+        f"Planning 256 requests of 8 programs at 36 sites: {plan_cost():.3f} ms. Memory moves {bandwidth / 1e6:.2f} TB/s.",
     ]
-    for sites, width, tokens in SHAPES:
-        t = measure(sites, width, tokens)
-        lines.append(
-            f"| {sites} | {width} | {tokens} | {t['idle']:.2f} | {t['capture']:.2f} | {t['steer']:.2f} | {t['bare add']:.2f} |"
-        )
-    lines += ["", f"Planning 256 requests of 8 programs at 36 sites: {plan_cost():.3f} ms."]
     text = "\n".join(lines)
     print(text)
     if out is not None:

@@ -153,3 +153,12 @@ def run_all_kernel_cases():
     for case, seed in cases:
         check(case, seed, run_kernel, truncate=True)
     print("kernel cases", len(cases))
+
+
+def test_the_gpu_benchmark_checks_graphs_whose_plans_change():
+    root = Path(__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(root / name) for name in (".", "engine_ext", "tests"))}
+    command = [sys.executable, str(root / "benchmarks" / "gpu_kernels.py"), "--smoke"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "6 cases equal to float64, 12 replays with changing plans right" in done.stdout
