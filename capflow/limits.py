@@ -35,6 +35,8 @@ SILENCE_S_MAX = 10.0
 HUB_WAIT_S_DEFAULT = 5.0
 BLOCK_S_MAX = 30.0
 DRAIN_S_MAX = 60.0
+CAPTURE_WAIT_S_DEFAULT = 30.0
+CAPTURE_WAIT_S_MAX = 600.0
 
 # What the hub remembers about requests that are over, for clients that ask late.
 RESULTS_KEPT_MAX = 20_000
@@ -43,6 +45,7 @@ ACTIONS_WAITING_MAX = 4_096
 assert HEADER_BYTES_MAX < PAYLOAD_BYTES_MAX
 assert QUEUE_BYTES_DEFAULT <= QUEUE_BYTES_MAX
 assert HEARTBEAT_S * 3 <= SILENCE_S_MAX
+assert CAPTURE_WAIT_S_DEFAULT <= CAPTURE_WAIT_S_MAX
 
 # What a hub bears: beyond these a peer is refused, or cut off.
 SESSIONS_MAX = 4_096

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -44,3 +45,22 @@ class RequestDone(msgspec.Struct, frozen=True):
     dropped: tuple[Dropped, ...]
     finished: tuple[Finished, ...] = ()
     budget_reached: bool = False
+
+
+_WORST_FIRST: tuple[Status, ...] = ("error", "partial_error", "pending", "ok", "not_requested")
+
+
+def joined(results: Mapping[str, Mapping[str, CaptureResult]]) -> dict[str, CaptureResult]:
+    """Return one result by consumer for the samples of a request: the worst status, every error, payloads by name."""
+    if len(results) == 1:
+        return dict(next(iter(results.values())))
+    joined = {}
+    for consumer in dict.fromkeys(consumer for found in results.values() for consumer in found):
+        said = {name: found[consumer] for name, found in results.items() if consumer in found}
+        joined[consumer] = CaptureResult(
+            min((result.status for result in said.values()), key=_WORST_FIRST.index),
+            "; ".join(f"{name}: {result.error}" for name, result in said.items() if result.error) or None,
+            {name: result.payload for name, result in said.items() if result.payload},
+            any(result.budget_reached for result in said.values()),
+        )
+    return joined

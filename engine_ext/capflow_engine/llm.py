@@ -16,7 +16,7 @@ from capflow.client import Client
 from capflow.consumer import Policy
 from capflow.errors import HubUnreachableError, UsageError, explain
 from capflow.launch import HubProcess
-from capflow.result import CaptureResult, Status
+from capflow.result import CaptureResult, joined
 from capflow_engine import compat
 
 compat.require()
@@ -173,7 +173,7 @@ class LLM(VLLM):  # type: ignore[misc]
         for output, its in zip(outputs, options, strict=True):
             for name, sample in zip(its.names, output.outputs, strict=True):
                 sample.capture_results = found.get(name, {})
-            output.capture_results = _joined({name: found[name] for name in its.names if name in found})
+            output.capture_results = joined({name: found[name] for name in its.names if name in found})
         return outputs
 
     def _results(self, options: Sequence[RequestOptions]) -> dict[str, dict[str, CaptureResult]]:
@@ -193,25 +193,6 @@ class LLM(VLLM):  # type: ignore[misc]
                 self._client.close()
             self._client = None
             return {}
-
-
-_WORST_FIRST: tuple[Status, ...] = ("error", "partial_error", "pending", "ok", "not_requested")
-
-
-def _joined(results: dict[str, dict[str, CaptureResult]]) -> dict[str, CaptureResult]:
-    """Return one result by consumer for the samples of a request: the worst status, every error, payloads by name."""
-    if len(results) == 1:
-        return next(iter(results.values()))
-    joined = {}
-    for consumer in dict.fromkeys(consumer for found in results.values() for consumer in found):
-        said = {name: found[consumer] for name, found in results.items() if consumer in found}
-        joined[consumer] = CaptureResult(
-            min((result.status for result in said.values()), key=_WORST_FIRST.index),
-            "; ".join(f"{name}: {result.error}" for name, result in said.items() if result.error) or None,
-            {name: result.payload for name, result in said.items() if result.payload},
-            any(result.budget_reached for result in said.values()),
-        )
-    return joined
 
 
 def _is_one_prompt(prompts: Any) -> bool:

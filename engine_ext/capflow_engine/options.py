@@ -81,7 +81,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if isinstance(value, str):
             try:
                 value = msgspec.json.decode(value)
-            except msgspec.DecodeError as e:
+            except (msgspec.DecodeError, RecursionError) as e:
                 raise UsageError(explain(KEY, got=str(e), expected="a JSON object")) from e
             if not isinstance(value, dict) or set(value) - {"id", "capture", "steering"}:
                 raise UsageError(explain(KEY, got=value, expected="an object with some of id, capture, steering"))

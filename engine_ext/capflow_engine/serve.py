@@ -1,7 +1,7 @@
 """`capflow serve MODEL …`: vLLM's own OpenAI-compatible server, its engine tapped.
 
-Takes every flag that `vllm serve` takes, and `--hub`, `--sites` and `--policy`. Requests that want their own capture or steering
-carry it in `vllm_xargs`, under `capflow`, as JSON text: `{"capture": {"hooks": {"post_block": [5]}}}`.
+Takes every flag that `vllm serve` takes, and `--hub`, `--sites`, `--policy`, `--capture-wait-s` and `--insecure`. Requests that want
+their own capture or steering say so in fields of their body, which `capflow_engine.http` adds to the server.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from capflow import limits
 from capflow.address import check_address, default_address
 from capflow.errors import CapflowError, UsageError, explain
 from capflow_engine import compat
@@ -25,6 +26,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
     own.add_argument("--sites", action="append", default=None)
     own.add_argument("--policy", choices=("block", "drop"), default="block")
     own.add_argument("--insecure", action="store_true")
+    own.add_argument("--capture-wait-s", type=_seconds, default=limits.CAPTURE_WAIT_S_DEFAULT)
     mine, rest = own.parse_known_args(list(arguments))
 
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -55,6 +57,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
         policy=mine.policy,
         hub_wait_s=1.0,
         insecure=mine.insecure,
+        capture_wait_s=mine.capture_wait_s,
         user=user,
     )
     for name, value in engine_arguments(settings).items():
@@ -62,10 +65,23 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
     return serve, args
 
 
+def _seconds(text: str) -> float:
+    """Return how long a response may be held; raise UsageError for what is no such time."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= limits.CAPTURE_WAIT_S_MAX:
+        expected = f"more than 0 and at most {limits.CAPTURE_WAIT_S_MAX:g} seconds"
+        raise UsageError(explain("--capture-wait-s", got=text, expected=expected))
+    return seconds
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server until it is stopped; return the exit code."""
     try:
         compat.require()
+        compat.enable_endpoint_plugin("capflow")
         serve, args = parse(sys.argv[1:] if arguments is None else arguments)
         compat.prepare_environment({"kv_cache_memory_bytes": args.kv_cache_memory_bytes})
         serve.validate(args)

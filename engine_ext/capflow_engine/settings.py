@@ -33,6 +33,7 @@ class Settings:
     a tap, in order. policy, outbound_bytes_max: of each worker's
     outbound queue. staging_bytes_max: the device memory for the rows of one step.
     hub_wait_s: how long the engine's start waits for the hub; None starts without.
+    capture_wait_s: how long a response over HTTP waits for the consumers at most, when its request wants it to.
     user: the `additional_config` that the user gave vLLM besides.
     """
 
@@ -45,6 +46,7 @@ class Settings:
     bank_rows_max: int = 8192
     hub_wait_s: float | None = None
     insecure: bool = False
+    capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT
     user: Mapping[str, Any] = field(default_factory=dict)
 
     def compute_hash(self) -> str:

@@ -1,0 +1,131 @@
+"""The asker: asks the hub, for a server's event loop, what became of requests.
+
+One thread of its own has one connection for all the requests that wait, and asks for all of them at once. What always
+holds: an answer comes in time, whatever the hub does; the event loop waits for no socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from capflow.client import Client
+from capflow.errors import CapflowError
+from capflow.result import CaptureResult
+
+logger = logging.getLogger("vllm.capflow")
+
+Results = dict[str, dict[str, CaptureResult]]
+"""What became of requests, by id and consumer."""
+
+HUB = "hub"
+"""Stands for the consumers while no hub answers, so that nobody knows which there are."""
+
+_CONNECT_S = 1.0
+_EVERY_S = 0.02
+_UNKNOWN = "no hub answers; what became of the capture is not known"
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """names: of requests. captures: whether they brought specs of their own. deadline: when it is answered at last."""
+
+    names: tuple[str, ...]
+    captures: bool
+    deadline: float
+    loop: asyncio.AbstractEventLoop
+    answer: asyncio.Future[Results]
+
+
+class Asker:
+    """Asks the hub at an address; connects when first used, and again when the hub was away."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._asks: queue.SimpleQueue[_Ask] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None  # from the first question to the end of the process
+
+    async def ask(self, names: Sequence[str], *, captures: bool, wait_s: float) -> Results:
+        """Return what became of requests, once their consumers are done with them or `wait_s` seconds are over.
+
+        A consumer that is not done by then is `pending`. Without a hub the result is an error of `HUB`.
+        """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Results] = loop.create_future()
+        self._asks.put(_Ask(tuple(names), captures, time.monotonic() + wait_s, loop, answer))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="capflow-asker", daemon=True)
+            self._thread.start()
+        return await answer
+
+    def _run(self) -> None:
+        client = Client(self._address, _CONNECT_S)
+        waiting: list[_Ask] = []
+        while True:
+            if not waiting:
+                waiting.append(self._asks.get())
+            while not self._asks.empty():
+                waiting.append(self._asks.get())
+            waiting = [ask for ask in waiting if not ask.answer.done()]  # done already: its client went away
+            try:
+                waiting = self._turn(client, waiting)
+            except CapflowError:
+                waiting = [ask for ask in waiting if not self._give_up(ask)]
+            except Exception:
+                logger.exception("asking the hub failed")
+                for ask in waiting:
+                    _tell(ask, _nobody(ask))
+                waiting = []
+                with contextlib.suppress(Exception):
+                    client.close()
+                client = Client(self._address, _CONNECT_S)
+            if waiting:
+                time.sleep(_EVERY_S)
+
+    def _turn(self, client: Client, waiting: list[_Ask]) -> list[_Ask]:
+        """Ask once for all; answer those that are done or over, and return the others."""
+        names = {name: None for ask in waiting for name in ask.names}
+        found = client.results(names, wait=False)
+        consumers: list[str] | None = None
+        left = []
+        for ask in waiting:
+            mine = {name: found.get(name, {}) for name in ask.names}
+            wanted = ask.captures or bool(client.captures)
+            if wanted and not all(map(_final, mine.values())) and time.monotonic() < ask.deadline:
+                left.append(ask)
+                continue
+            if not all(mine.values()):  # of some the hub knows nothing, or nothing yet
+                consumers = list(client.status()["consumers"]) if consumers is None else consumers
+                known = {name: CaptureResult("pending" if wanted else "not_requested") for name in consumers}
+                mine = {name: results or known for name, results in mine.items()}
+            _tell(ask, mine)
+        return left
+
+    def _give_up(self, ask: _Ask) -> bool:
+        over = time.monotonic() >= ask.deadline
+        if over:
+            _tell(ask, _nobody(ask))
+        return over
+
+
+def _final(results: dict[str, CaptureResult]) -> bool:
+    return bool(results) and all(result.status != "pending" for result in results.values())
+
+
+def _nobody(ask: _Ask) -> Results:
+    return {name: {HUB: CaptureResult("error", _UNKNOWN)} for name in ask.names}
+
+
+def _tell(ask: _Ask, results: Results) -> None:
+    def tell() -> None:
+        if not ask.answer.done():
+            ask.answer.set_result(results)
+
+    with contextlib.suppress(RuntimeError):  # the event loop is closed: the server is gone
+        ask.loop.call_soon_threadsafe(tell)
