@@ -3,15 +3,17 @@
 `CaptureScheduler` is what vLLM is given as `scheduler_cls`: called with vLLM's arguments, it returns vLLM's own scheduler
 (async or not, as configured) with `Captured` mixed in.
 
-What always holds: a request that is to capture prompt positions computes them all; cache blocks filled
+What always holds: a request computes every prompt position that is captured of it; cache blocks filled
 while a request was steered are keyed by that steering; every worker learns of a change in the same step; a worker is
 told which rows of a step belong to nobody before, or with the word that the step is settled.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
+import operator
 import time
 import uuid
 from collections.abc import Mapping
@@ -23,8 +25,9 @@ from capflow.action import Abort, Applied, Rejected, Unsteer
 from capflow.errors import UsageError, explain
 from capflow.frame import Rank
 from capflow.message import Act, Hello, Welcome
+from capflow.positions import Positions
 from capflow.transport import SchedulerLink
-from capflow_engine import compat, compat_step
+from capflow_engine import compat, compat_cache, compat_step
 from capflow_engine.options import RequestOptions
 from capflow_engine.orders import Ended, Orders, Wishes
 from capflow_engine.settings import Settings
@@ -48,12 +51,13 @@ class Captured:
 
     def __init__(self, *args: Any, vllm_config: Any, **kwargs: Any) -> None:
         super().__init__(*args, vllm_config=vllm_config, **kwargs)  # type: ignore[call-arg]
+        compat_cache.limit_reads(self)
         self.capflow = Ledger(vllm_config, hash_block_size=kwargs.get("hash_block_size") or kwargs["block_size"])
 
     def add_request(self, request: Any) -> None:
         """Admit a request; vLLM's scheduler takes it from here."""
         new = request.request_id not in self.requests  # type: ignore[attr-defined]
-        fits = self.capflow.admit(request) if new else True
+        fits = self.capflow.admit(self, request) if new else True
         if not new and compat_step.ends_input(request):
             self.capflow.input_over.add(request.request_id)
         super().add_request(request)  # type: ignore[misc]
@@ -131,7 +135,7 @@ class Ledger:
             self.link.wait_welcome(self.settings.hub_wait_s)
         self._take_welcome()
 
-    def admit(self, request: Any) -> bool:
+    def admit(self, scheduler: Any, request: Any) -> bool:
         """Name a new request, and key its cache by what it asks for.
 
         Returns False when its steering vectors do not fit beside those of the requests that run; a request is never
@@ -154,8 +158,8 @@ class Ledger:
             name = f"{name}~{key}"
         self._keys[name], self._names[key] = key, name
         self._unscheduled[key] = name, self._wishes_number
-        if self._wants_prompt(request, options):
-            compat.read_no_cache(request)
+        if wanted := self._wanted(options):
+            compat_cache.compute(scheduler, request, wanted)
         steering = [v for v in options.steering if v.scale != 0.0]
         if steering:
             salt = hashlib.blake2b(msgspec.msgpack.encode(steering), digest_size=16).hexdigest()
@@ -237,12 +241,11 @@ class Ledger:
         """Leave the hub."""
         self.link.close()
 
-    def _wants_prompt(self, request: Any, options: RequestOptions) -> bool:
-        """Return whether rows of prompt positions other than the last are wanted of a request."""
+    def _wanted(self, options: RequestOptions) -> Positions:
+        """Return the positions that are wanted of a request, whatever the site."""
         specs = [options.capture, *self._wishes.captures]
-        wanted = [s.set_of_positions() for s in specs if s is not None]
-        last = request.num_prompt_tokens - 1
-        return any(positions.at(last + 1).first() < last for positions in wanted)
+        every = (spec.set_of_positions() for spec in specs if spec is not None)
+        return functools.reduce(operator.or_, every, Positions.NONE)
 
     def _take_welcome(self) -> None:
         welcome = self.link.welcome
