@@ -1,0 +1,224 @@
+"""One live server, the OpenAI client, and what capflow adds to both routes: fields, refusals, results."""
+
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+from engines import LAYERS, Reference, relative_error, save_tiny, save_words
+from test_serve import free_port, healthy, process, wait_until
+
+import capflow
+from capflow.site import Site
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+KEY = "for-the-tests"
+CAPTURE = {"hooks": {"post_block": [1, 3]}, "positions": "all"}
+CALL = {"model": "tiny", "max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
+PROMPT = "w5 w77 w123 w9 w250"
+CHAT = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("served")
+    save_tiny(directory)
+    save_words(directory)
+    (directory / "chat.jinja").write_text(CHAT)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def served(model, tmp_path_factory):
+    """A hub, and a server that it serves: the client, the port and where the rows lie."""
+    home = tmp_path_factory.mktemp("home")
+    environment = {
+        **os.environ,
+        "XDG_RUNTIME_DIR": str(home),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    environment.pop("CAPFLOW_HUB", None)
+    port = free_port()
+    command = [
+        "serve", str(model), "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "128",
+        "--served-model-name", "tiny", "--api-key", KEY, "--chat-template", str(model / "chat.jinja"),
+    ]  # fmt: skip
+    hub = process("run", "--consumer", f"filesystem:root={home}/rows,capture=requests", environment=environment)
+    with hub as (_hub, _), process(*command, environment=environment) as (server, _):
+        try:
+            wait_until(lambda: healthy(port), 200, server)
+            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
+            yield client, port, home / "rows"
+        finally:
+            server.terminate()
+            _hub.terminate()
+
+
+def ask(client, **changes):
+    extra = {**CALL["extra_body"], **changes.pop("extra_body", {})}
+    return client.completions.create(**{**CALL, "prompt": PROMPT, **changes, "extra_body": extra})
+
+
+def post(port, path, body, key=KEY):
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as e:
+        return e.code, json.load(e)
+
+
+def plain(answer):
+    """An answer without what differs from one call to the next."""
+    said = json.loads(answer.model_dump_json())
+    return {key: value for key, value in said.items() if key not in ("id", "created", "capture_results")}
+
+
+def test_a_completion_has_its_rows_when_it_waited_for_them(served, model):
+    client, _, root = served
+    answer = ask(client, extra_body={"capture": CAPTURE, "capture_wait": True, "capture_id": "waited"})
+    (result,) = answer.capture_results.values()
+    assert result["status"] == "ok"
+    text = answer.choices[0].text
+    tokens = [int(word[1:]) for word in f"{PROMPT} {text}".split()]
+    expected = Reference(str(model)).post_block(tokens)
+    capture = capflow.open(root)["waited"]
+    assert set(capture.sites) == {Site(1, "post_block"), Site(3, "post_block")}
+    for site in capture.sites:
+        assert capture[site].token_ids.tolist() == tokens[:-1]
+        assert relative_error(capture[site].rows, expected[site.layer][:-1]) < 1e-5
+
+
+def test_fields_change_nothing_of_the_answer_but_what_they_add(served):
+    client, _, _ = served
+    assert plain(ask(client, extra_body={"capture": CAPTURE})) == plain(ask(client))
+    assert "capture_results" not in ask(client).model_extra
+
+
+def test_a_chat_completion_captures_too(served):
+    client, _, root = served
+    messages = [{"role": "user", "content": PROMPT}]
+    extra = {"ignore_eos": True, "capture": CAPTURE, "capture_wait": True, "capture_id": "chatted"}
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=4, temperature=0, extra_body=extra
+    )
+    assert answer.model_extra["capture_results"]["filesystem"]["status"] == "ok"
+    assert capflow.open(root)["chatted"].prompt_length == answer.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("usage", [None, {"include_usage": True}], ids=["without usage", "with usage"])
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+def test_a_stream_says_the_results_on_its_last_chunk(served, usage, chat):
+    client, _, _ = served
+    extra = {"ignore_eos": True, "capture": CAPTURE, "capture_wait": True}
+    call = {"model": "tiny", "max_tokens": 5, "stream": True, "stream_options": usage, "extra_body": extra}
+    if chat:
+        chunks = list(client.chat.completions.create(messages=[{"role": "user", "content": PROMPT}], **call))
+    else:
+        chunks = list(client.completions.create(prompt=PROMPT, **call))
+    said = ["capture_results" in chunk.model_extra for chunk in chunks]
+    assert said == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].model_extra["capture_results"]["filesystem"]["status"] == "ok"
+    finishes = [choice.finish_reason for chunk in chunks for choice in chunk.choices]
+    assert [reason for reason in finishes if reason] == ["length"]
+
+
+def test_every_choice_has_its_own_result(served):
+    client, _, root = served
+    extra = {"capture": CAPTURE, "capture_wait": True, "capture_id": "many"}
+    answer = ask(client, prompt=[PROMPT, "w7 w8"], n=2, temperature=1.0, extra_body=extra)
+    each = answer.model_extra["capture_results_by_choice"]
+    assert [result["filesystem"]["status"] for result in each] == ["ok"] * 4
+    data = capflow.open(root)
+    lengths = [data[f"many#{prompt}#{sample}"].prompt_length for prompt in range(2) for sample in range(2)]
+    assert lengths == [5, 5, 2, 2]
+
+
+def test_who_does_not_wait_is_answered_at_once_and_the_rows_come_after(served):
+    client, _, root = served
+    answer = ask(client, extra_body={"capture": CAPTURE, "capture_wait": False, "capture_id": "impatient"})
+    assert answer.capture_results["filesystem"]["status"] in ("pending", "ok")
+    deadline = time.monotonic() + 30
+    while "impatient" not in capflow.open(root):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_steering_over_http_changes_the_answer_and_scale_zero_does_not(served):
+    client, _, _ = served
+    vector = [3.0 if n % 2 else -3.0 for n in range(64)]
+    steered = ask(client, extra_body={"steering": {"post_block": {"1": vector}}})
+    assert steered.choices[0].text != ask(client).choices[0].text
+    nothing = {"steering": {"post_block": {"1": {"vector": vector, "scale": 0.0}}}}
+    assert plain(ask(client, extra_body=nothing)) == plain(ask(client))
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "words"),
+    [
+        ({"capture": {"hooks": {"post_block": [LAYERS]}}}, "capture.hooks.post_block", f"layer {LAYERS}"),
+        ({"capture": {"hooks": {"mlp_in": [0]}}}, "capture.hooks.mlp_in", "--sites"),
+        ({"capture": {"hooks": {"nowhere": [0]}}}, "capture.hooks", "nowhere"),
+        ({"capture": {"hooks": {"post_block": "all"}, "position": "all"}}, "capture.position", "one of"),
+        ({"capture": {"hooks": {"post_block": "all"}, "positions": {"last": -1}}}, "capture.positions.last", "-1"),
+        ({"capture": "everything"}, "capture", "everything"),
+        ({"capture": {"hooks": {"post_block": "all"}}, "capture_wait": "yes"}, "capture_wait", "true or false"),
+        ({"capture": {"hooks": {"post_block": "all"}}, "capture_id": 7}, "capture_id", "characters"),
+        ({"steering": {"post_block": {"1": [1.0, 2.0]}}}, "steering.post_block.1", "width"),
+        ({"vllm_xargs": {"capflow": "{"}}, "vllm_xargs.capflow", "JSON"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_a_bad_field_is_400_with_its_path_before_anything_runs(served, route, body, path, words):
+    _, port, _ = served
+    prompt = {"prompt": PROMPT} if route == "/v1/completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+    status, answer = post(port, route, {"model": "tiny", "max_tokens": 2, **prompt, **body})
+    assert status == 400
+    assert answer["error"]["param"] == path
+    assert words in answer["error"]["message"]
+    assert "\n" not in answer["error"]["message"]
+
+
+def test_the_key_guards_the_routes(served):
+    _, port, _ = served
+    body = {"model": "tiny", "max_tokens": 2, "prompt": PROMPT, "capture": CAPTURE}
+    assert post(port, "/v1/completions", body, key="wrong")[0] == 401
+    assert post(port, "/v1/chat/completions", body, key="wrong")[0] == 401
+
+
+def test_a_client_that_leaves_ends_its_capture_with_what_there_was(served):
+    client, _, root = served
+    extra = {"ignore_eos": True, "capture": CAPTURE, "capture_id": "left"}
+    stream = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=110, stream=True, temperature=0, extra_body=extra
+    )
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 30
+    while "left" not in capflow.open(root):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    capture = capflow.open(root)["left"]
+    rows = capture[Site(1, "post_block")]
+    assert rows.positions.tolist() == list(range(capture.computed_length))
+    assert capture.sidecar.status == "abort"
+
+
+def test_an_id_that_runs_is_refused_to_another_request(served):
+    client, port, _ = served
+    extra = {"ignore_eos": True, "capture": CAPTURE, "capture_id": "one"}
+    stream = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=100, stream=True, extra_body=extra)
+    next(iter(stream))
+    body = {"model": "tiny", "max_tokens": 2, "prompt": PROMPT, "capture": CAPTURE, "capture_id": "one"}
+    status, answer = post(port, "/v1/completions", body)
+    threading.Thread(target=lambda: list(stream), daemon=True).start()
+    assert status == 400
+    assert answer["error"]["param"] == "capture_id"
