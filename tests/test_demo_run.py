@@ -26,8 +26,9 @@ from capflow.site import Site
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 LAYERS = 18
-TOKENS = 16
-PROMPTS = 10
+TOKENS = 12
+PROMPTS = 6
+CHARACTERS_MAX = 1200
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def model():
 def prompts(tmp_path_factory):
     """Some of the example prompts, of mixed length."""
     lines = (Path(__file__).parents[1] / "examples" / "prompts.jsonl").read_text().splitlines()
-    lines = [json.loads(line) for line in lines]
+    lines = [found for line in lines if len((found := json.loads(line))["prompt"]) <= CHARACTERS_MAX]
     lines.sort(key=lambda line: len(line["prompt"]))
     chosen = lines[:: max(1, len(lines) // PROMPTS)][:PROMPTS]
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
