@@ -44,7 +44,7 @@ def prompts(tmp_path_factory):
     lines = (Path(__file__).parents[1] / "examples" / "prompts.jsonl").read_text().splitlines()
     lines = [found for line in lines if len((found := json.loads(line))["prompt"]) <= CHARACTERS_MAX]
     lines.sort(key=lambda line: len(line["prompt"]))
-    chosen = lines[:: max(1, len(lines) // PROMPTS)][:PROMPTS]
+    chosen = lines[:: -(len(lines) // PROMPTS)][:PROMPTS]  # from the longest down
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("".join(json.dumps({"id": x["id"], "prompt": x["prompt"]}) + "\n" for x in chosen))
     return path
