@@ -12,7 +12,10 @@ import numpy as np
 import torch
 import transformers
 from torch import nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 VOCABULARY = 320
 HIDDEN = 64
@@ -38,7 +41,24 @@ SHAPE = {
 
 _SCALED = {"residual_multiplier": 0.3, "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "logits_scaling": 2.0}
 
+_MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "head_dim": 64}
+_TIED = {"tie_word_embeddings": True}
+
 SPECIAL = {
+    "axk1": _MLA | {"first_k_dense_replace": 0}, "axk2": _MLA, "afmoe": {"score_func": "sigmoid"},
+    "deepseek_v2": _MLA | {"num_key_value_heads": 2}, "deepseek_v3": _MLA | {"num_key_value_heads": 2},
+    "glm4_moe_lite": _MLA | {"num_key_value_heads": 2, "first_k_dense_replace": 1}, "longcat_flash": _MLA | {"zero_expert_num": 2, "num_layers": 3}, "kimi_linear": _MLA, "youtu": _MLA,
+    "biogpt": _TIED, "bloom": _TIED, "gpt_bigcode": _TIED, "opt": _TIED, "modernbert-decoder": _TIED, "falcon": _TIED | {"ffn_hidden_size": 256},
+    "gemma2": _TIED, "glm4_moe": {"head_dim": 32}, "hy_v3": {"first_k_dense_replace": 1}, "inkling_text": {"padded_vocab_size": VOCABULARY},
+    "lfm2": {"block_dim": HIDDEN, "conv_dim": HIDDEN, "layer_types": ["conv", "full_attention", "conv"]} | _TIED,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1} | _TIED,
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid"}, "llama4_text": {"num_experts_per_tok": 1},
+    "dbrx": {"d_model": HIDDEN, "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 1, "clip_qkv": 8},
+             "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}},
+    "cohere_compass_text": {"rope_parameters": {name: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]} for name in ("sliding_attention", "full_attention")}, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma3n_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "altup_num_inputs": 2, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_kv_shared_layers": 0},
+    "cosmos3_edge_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 48], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]}}, "glm5_next_text": {"num_key_value_heads": 2},
     "granite": _SCALED, "granite_swa": _SCALED, "granitemoe": _SCALED, "granitemoeshared": _SCALED, "granitemoe_swa": _SCALED,
     "hyperclovax": _SCALED, "granitemoehybrid": _SCALED | {"layer_types": ["attention"] * 3, "position_embedding_type": "rope"},
     "minicpm3": {"num_key_value_heads": 2, "scale_depth": 1.4, "head_dim": None},
@@ -47,21 +67,57 @@ SPECIAL = {
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16},
     "gpt_neo": {"num_layers": 3, "attention_types": [[["global", "local"], 1], [["global"], 1]], "num_heads": 2},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
-    "gemma4_text": {"head_dim": None},
+    "gemma4_text": _TIED | {"num_hidden_layers": 6, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
+    "gemma4_unified_text": _TIED | {"num_hidden_layers": 6},
     "mpt": {"d_model": 64, "n_heads": 2, "n_layers": 3},
     "olmo": {"clip_qkv": None},
 }  # fmt: skip
 """What an architecture needs besides, by model type; a function of the configuration's fields where it is callable."""
 
+UNBIASED = ("ernie4_5_moe",)
+"""vLLM's router on a CPU leaves out the biases by which experts are chosen; here they are zero."""
+
 _PARAMETERS_MAX = 20_000_000
 
-LEFT_OUT = {}
+_ENCODER_DECODER = (
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart", "prophetnet",
+    "trocr", "whisper",
+)  # fmt: skip
+_ENCODER = (
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+_COMPANION = ("gemma4_assistant", "gemma4_unified_assistant")
+_SOUND = ("moshi", "musicgen", "musicgen_melody")
+
+LEFT_OUT = (
+    dict.fromkeys(_ENCODER_DECODER, "the decoder of an encoder-decoder")
+    | dict.fromkeys(_ENCODER, "an encoder")
+    | dict.fromkeys(_COMPANION, "drafts for another model, whose cache it reads")
+    | dict.fromkeys(_SOUND, "generates sound")
+)
 """Architectures that are not tried, and why."""
+
+MULTIMODAL = (
+    "aria", "blip-2", "cohere2_vision", "cohere_compass", "cosmos3_edge", "ernie4_5_vl_moe", "exaone4_5", "gemma3", "gemma3n",
+    "gemma4", "gemma4_unified", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "granite4_vision", "idefics3", "internvl",
+    "lfm2_vl", "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpmv4_6", "minicpmv4_7",
+    "minimax_m3_vl", "mistral3", "muse_glimmer", "nemotron_h_omni", "paddleocr_vl", "paligemma", "qianfan_ocr", "qwen2_5_vl",
+    "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7",
+)  # fmt: skip
+"""Models of images and text that vLLM implements; text is all that they are given."""
+
+_VISION = {
+    "hidden_size": 64, "embed_dim": 64, "intermediate_size": 64, "num_hidden_layers": 2, "depth": 2, "num_attention_heads": 2,
+    "num_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": HIDDEN, "vision_output_dim": HIDDEN,
+    "projection_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64, "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16, "vision_use_head": False, "encoder_hidden_size": 64,
+}  # fmt: skip
 
 
 def model_types():
-    """Return every model type that Transformers implements as a causal language model."""
-    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in LEFT_OUT]
+    """Return every model type that Transformers implements as a causal language model, or of text beside images."""
+    return [name for name in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MULTIMODAL}) if name not in LEFT_OUT]
 
 
 def config_of(model_type):
@@ -69,27 +125,54 @@ def config_of(model_type):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         blank = transformers.AutoConfig.for_model(model_type)
-        special = SPECIAL.get(model_type, {})
-        fields = {name: value for name, value in SHAPE.items() if _has(blank, name) and name not in special}
-        fields |= {name: value for name, value in special.items() if value is not None}
+        if model_type not in MULTIMODAL:
+            config = transformers.AutoConfig.for_model(model_type, **_fields(blank))
+            config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+            return config
+        parts = {name: getattr(blank, name) for name in blank.sub_configs if getattr(blank, name, None) is not None}
+        fields = {
+            name: type(part)(**(_fields(part) if name == "text_config" else _tiny(part, _VISION))).to_dict()
+            for name, part in parts.items()
+        }
+        fields |= {name: value for name, value in SPECIAL.get(model_type, {}).items() if value is not None}
+        for name in ("tie_word_embeddings", "vocab_size", "hidden_size"):
+            if name not in fields and _has(blank, name):
+                fields[name] = fields["text_config"].get(name, SHAPE[name])
+        for name in blank.to_dict():
+            if name.endswith(("image_token_id", "image_token_index", "video_token_id", "audio_token_id")):
+                fields.setdefault(name, 3)
         config = transformers.AutoConfig.for_model(model_type, **fields)
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]]
     return config
 
 
+def _fields(blank):
+    special = SPECIAL.get(blank.model_type, {})
+    fields = {name: value for name, value in _tiny(blank, SHAPE).items() if name not in special}
+    return fields | {name: value for name, value in special.items() if value is not None}
+
+
+def _tiny(blank, shape):
+    return {name: value for name, value in shape.items() if _has(blank, name)}
+
+
 def _has(config, name):
-    return hasattr(config, name) and not isinstance(getattr(type(config), name, None), property)
+    try:
+        return hasattr(config, name) and not isinstance(getattr(type(config), name, None), property)
+    except Exception:  # noqa: BLE001 - a field that each layer has its own of
+        return False
 
 
 def make(model_type, directory):
     """Save a tiny random model whose answers depend on every layer; return it."""
     torch.manual_seed(7)
     config = config_of(model_type)
+    auto = transformers.AutoModelForImageTextToText if model_type in MULTIMODAL else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(p.numel() for p in auto.from_config(config).parameters())
     if size > _PARAMETERS_MAX:
         raise ValueError(f"its configuration makes {size / 1e6:.0f} million parameters, which is not tiny")
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
@@ -98,6 +181,14 @@ def make(model_type, directory):
                 weight.normal_(0, 0.05)
             elif weight.numel() > 1:
                 weight.add_(torch.randn_like(weight) * 0.1)
+            else:
+                weight.copy_(weight.bfloat16())  # vLLM holds Apertus' two numbers of xIELU so, whatever the dtype
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.05)
+        for name, weight in model.named_parameters():
+            if "e_score_correction_bias" in name and model_type in UNBIASED:
+                weight.zero_()
     model.save_pretrained(directory)
     return model.eval()
 
@@ -110,10 +201,19 @@ _BEFORE = ("pre_feedforward_layernorm", "pre_mlp_layernorm", "pre_ff_layernorm",
            "feedforward_layernorm", "post_attention_layernorm")  # fmt: skip
 _AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")
 
-NAMES = {}
-"""Names of (MLP, norm before it, norm behind it), by model type, where the usual ones mislead; None: there is none."""
+NAMES = {
+    "opt": ("fc2", "final_layer_norm", None), "biogpt": ("fc2", "final_layer_norm", None),
+    "hyperclovax": ("mlp", "post_attention_layernorm", "post_norm2"),
+    "granitemoe_swa": (("block_sparse_moe", "shared_mlp"), "post_attention_layernorm", None),
+    "granitemoehybrid": (("block_sparse_moe", "shared_mlp"), "post_attention_layernorm", None),
+    "granitemoeshared": (("block_sparse_moe", "shared_mlp"), "post_attention_layernorm", None),
+}  # fmt: skip
+"""Names of (MLP, norm before it, norm behind it), by model type, where the usual ones mislead; None: there is none.
 
-PARALLEL = {"gpt_neox", "gptj", "phi", "cohere", "cohere2", "falcon", "codegen"}
+Several names of an MLP are modules that are added up.
+"""
+
+PARALLEL = {"gpt_neox", "gptj", "phi", "cohere", "cohere2", "cohere2_moe", "falcon", "codegen"}
 """Attention and MLP stand side by side: there is no stream between them."""
 
 
@@ -122,9 +222,9 @@ def layers_of(model, config):
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     for root in (decoder, model):
         for name, module in root.named_modules():
-            if isinstance(module, nn.ModuleList) and name.split(".")[-1] in _LAYERS:
-                if len(module) == config.get_text_config().num_hidden_layers:
-                    return module
+            numbers = len(module) if isinstance(module, nn.ModuleList) else 0
+            if name.split(".")[-1] in _LAYERS and numbers == config.get_text_config().num_hidden_layers:
+                return module
     raise LookupError("no list of layers")
 
 
@@ -149,7 +249,8 @@ def _expected(model_type, model, tokens):
                 watch(getattr(layer, before), "mlp_in")
             else:
                 watch(getattr(layer, mlp), "mlp_in", before=True)
-            watch(getattr(layer, after or mlp), "mlp_out", scale=scale_of(model.config))
+            for name in [mlp] if isinstance(mlp, str) and after is None else [after] if after else mlp:
+                watch(getattr(layer, name), "mlp_out", scale=scale_of(model.config.get_text_config()))
         with torch.no_grad():
             model(torch.tensor([tokens]), use_cache=False)
     return seen
@@ -178,7 +279,8 @@ def scale_of(config):
 def _watch(stack, seen, number, module, hook, *, before=False, scale=1.0):
     def take(value):
         value = value[0] if isinstance(value, tuple) else value
-        seen[number, hook] = (value.detach() * scale).reshape(-1, value.shape[-1]).numpy().copy()
+        rows = (value.detach() * scale).reshape(-1, value.shape[-1]).numpy().copy()
+        seen[number, hook] = seen[number, hook] + rows if (number, hook) in seen else rows
 
     def given(module, args, kwargs):
         take(args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor)))

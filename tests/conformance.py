@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 ERROR_MAX = 1e-5
@@ -33,7 +34,8 @@ def check(model_type, hub, root):
         model = architectures.make(model_type, directory)
         prompts = engines.prompts(LENGTHS, seed=3)
         hooks = None
-        with engines.engine(directory, hub=hub, sites=["*:*"], max_num_batched_tokens=64) as llm:
+        only = {"language_model_only": True} if model_type in architectures.MULTIMODAL else {}
+        with engines.engine(directory, hub=hub, sites=["*:*"], max_num_batched_tokens=64, **only) as llm:
             found = llm.capflow_model.sites
             hooks = {hook: "all" for hook in HOOKS if any(site.hook == hook for site in found)}
             name = f"{model_type}-{time.time_ns()}"
@@ -86,10 +88,7 @@ def child(hub, root):
         except BaseException as e:  # noqa: BLE001 - whatever it is, it is this architecture's answer
             lines = [text for text in str(e).splitlines() if text.strip()]
             found = {"failed": f"{type(e).__name__}: {lines[-1] if lines else ''}"[:400]}
-            if os.environ.get("CONFORMANCE_TRACEBACK"):
-                import traceback
-
-                traceback.print_exc()
+            traceback.print_exc()
         out.write(json.dumps(found) + "\n")
 
 
@@ -97,7 +96,7 @@ class Child:
     """A process that checks one architecture after another."""
 
     def __init__(self, hub, root):
-        self.log = (Path(root) / ".." / "child.log").open("a")
+        self.log = Path(os.environ.get("CONFORMANCE_LOG", os.devnull)).open("a")
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--child", hub, root],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
@@ -158,6 +157,16 @@ def passed(result):
     return "failed" not in result and not result["unproved"] and max(result["errors"].values()) <= ERROR_MAX
 
 
+def show(model_type, result):
+    """Print what was found of an architecture."""
+    if "failed" in result:
+        print(f"{model_type:22} -      {result['failed']}", flush=True)
+        return
+    worst = " ".join(f"{hook}:{result['sites'][hook]}:{result['errors'].get(hook, -1):.0e}" for hook in HOOKS)
+    word = "right" if passed(result) else "WRONG"
+    print(f"{model_type:22} {word}  {result['architecture']} {worst} {' '.join(result['unproved'])}", flush=True)
+
+
 def main():
     """Run the conformance proof; return 0 when every architecture is right or is known to be left out."""
     parser = argparse.ArgumentParser()
@@ -171,15 +180,12 @@ def main():
     import architectures
 
     def say(model_type, result):
-        if "failed" in result:
-            print(f"{model_type:22} -      {result['failed']}", flush=True)
-            return
-        worst = " ".join(f"{hook}:{result['sites'][hook]}:{result['errors'].get(hook, -1):.0e}" for hook in HOOKS)
-        print(f"{model_type:22} {'right' if passed(result) else 'WRONG'}  {result['architecture']} {result['layer']} {worst} {result['unproved']}", flush=True)
+        show(model_type, result)
+        if args.json:
+            before = json.loads(args.json.read_text()) if args.json.exists() else {}
+            args.json.write_text(json.dumps(before | {model_type: result}, indent=1))
 
     found = run(args.model_types or architectures.model_types(), say)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
     return 0
 
 
