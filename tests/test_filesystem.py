@@ -155,6 +155,50 @@ def test_sites_that_want_different_positions_have_different_rows(tmp_path):
     assert capture[SITES[2]].positions.tolist() == [3]
 
 
+@pytest.mark.parametrize("model", sorted(DTYPES))
+@pytest.mark.parametrize("stored", ["model", "float32", "float16"])
+@pytest.mark.parametrize("limit", [0, 1 << 20])
+def test_rows_are_stored_in_the_dtype_that_each_site_asked_for(tmp_path, model, stored, limit):
+    consumer = opened(tmp_path, buffer_bytes_max=limit)
+    wanted = {SITES[0]: Want(Positions.ALL, stored), SITES[1]: Want(Positions.parse({"every": 2}))}
+    for start, length in ((0, 3), (3, 1), (4, 2)):
+        frame = make_frame([("r1", 4, start, length)], SITES[:2], dtype=model)
+        consumer.on_frame(frame.narrowed(lambda _: wanted))
+    result = consumer.on_request_done(done(computed_length=6, rows=9))
+    assert (result.status, result.error) == ("ok", None)
+    capture = capflow.open(tmp_path)["r1"]
+    capture.verify()
+    kept = model if stored == "model" else stored
+    assert_site_has(capture, "r1", SITES[0], [0, 1, 2, 3, 4, 5], dtype=model, stored=kept)
+    assert_site_has(capture, "r1", SITES[1], [0, 2, 4], dtype=model)
+    assert load_file(capture.path / "post_block.000.safetensors")["positions"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_numbers_that_float16_cannot_hold_are_reported(tmp_path):
+    consumer = opened(tmp_path)
+    frame = make_frame([("r1", 4, 0, 4)], SITES[:2])
+    rows = np.frombuffer(frame.payload, np.float32).reshape(2, 4, 8).copy()
+    rows[0, 1, 3], rows[0, 3, 0], rows[1, 2, 2] = 1e5, -7e4, np.inf  # the last was infinite before
+    large = Frame.seal(frame.header, rows.reshape(-1).view(np.uint8))
+    consumer.on_frame(large.narrowed(lambda _: dict.fromkeys(SITES[:2], Want(Positions.ALL, "float16"))))
+    result = consumer.on_request_done(done(rows=8))
+    assert result.status == "partial_error"
+    assert result.error == (
+        "2 rows of post_block:0 have numbers beyond 65504, the largest of float16; they are stored as infinite"
+    )
+    capture = capflow.open(tmp_path)["r1"]
+    assert [entry.rows_overflowed for entry in capture.sidecar.sites] == [2, 0]
+    assert np.isinf(capture[SITES[0]].rows).sum() == 2
+
+
+def test_a_budget_that_was_reached_is_in_the_sidecar(tmp_path):
+    for request, reached in (("whole", False), ("cut", True)):
+        consumer = opened(tmp_path)
+        consumer.on_frame(make_frame([(request, 4, 0, 4)]))
+        consumer.on_request_done(msgspec.structs.replace(done(request), budget_reached=reached))
+        assert capflow.open(tmp_path)[request].budget_reached == reached
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_interleaving_of_requests_and_steps_gives_each_request_exactly_its_rows(data, tmp_path_factory):

@@ -146,6 +146,23 @@ def test_any_split_into_steps_plans_each_row_once(want, prompt, parts):
     assert set(got) == expected
 
 
+@given(wants, st.integers(1, 6), st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=12))
+@settings(max_examples=300, deadline=None)
+def test_positions_of_rejected_drafts_are_planned_again(want, prompt, parts):
+    """After each step its last few positions may turn out to be nobody's: computed goes back, and so does the cursor."""
+    planner = Planner(SITES)
+    request = Tracked("r", "r", prompt, program_of(planner, want), planner.nothing)
+    got, at = set(), 0
+    for length, rejected in parts:
+        plan = planner.plan([Scheduled(request, 0, at, length)])
+        new = {(site, position) for site, _, position in named(plan, SHIP).values()}
+        assert got.isdisjoint(new)
+        at += length - min(rejected, length - 1)
+        request.computed = min(request.computed, at)
+        got |= {row for row in new if row[1] < at}
+    assert got == {(site, p) for site, (form, rows) in want.items() for p in meant(form, prompt, at, rows)}
+
+
 def test_steady_decoding_moves_no_cursor():
     planner = Planner(SITES)
     request = tracked(planner, "r", 3, {0: Positions.ALL, 1: Positions.ALL_PROMPT, 2: Positions.ALL_GENERATED})
