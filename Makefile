@@ -7,10 +7,10 @@ RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
 	--consumer dashboard:probes=examples/code.safetensors
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint format bench env system compiler lock clean
+.PHONY: help demo test soak conformance lint format bench env system compiler lock clean
 
 help:  ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
 demo: env compiler  ## run a real model over examples/prompts.jsonl, with files, DuckDB and the dashboard
 	@rm -rf demo-data && mkdir -p demo-data
@@ -22,6 +22,9 @@ test: env system  ## run every test
 
 soak: env  ## 5,000 random requests against the oracle; about an hour
 	CAPFLOW_ORACLE_REQUESTS=5000 $(PYTHON) -m pytest -s tests/test_oracle.py
+
+conformance: env  ## every architecture against Transformers; writes docs/compatibility.md; a quarter of an hour
+	$(PYTHON) tests/conformance.py --write
 
 lint: env  ## ruff and mypy
 	@$(PYTHON) -m ruff check .

@@ -20,6 +20,15 @@ from transformers.models.auto.modeling_auto import (
 VOCABULARY = 320
 HIDDEN = 64
 
+MULTIMODAL = (
+    "aria", "blip-2", "cohere2_vision", "cohere_compass", "cosmos3_edge", "ernie4_5_vl_moe", "exaone4_5", "gemma3", "gemma3n",
+    "gemma4", "gemma4_unified", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "granite4_vision", "idefics3", "internvl",
+    "lfm2_vl", "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpmv4_6", "minicpmv4_7",
+    "minimax_m3_vl", "mistral3", "muse_glimmer", "nemotron_h_omni", "paddleocr_vl", "paligemma", "qianfan_ocr", "qwen2_5_vl",
+    "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7",
+)  # fmt: skip
+"""Models of images and text that vLLM implements; text is all that they are given."""
+
 SHAPE = {
     "hidden_size": HIDDEN, "n_embd": HIDDEN, "d_model": HIDDEN, "word_embed_proj_dim": HIDDEN,
     "intermediate_size": 96, "ffn_hidden_size": 96, "ffn_dim": 96, "n_inner": 96, "shared_intermediate_size": 48,
@@ -46,8 +55,8 @@ _TIED = {"tie_word_embeddings": True}
 
 SPECIAL = {
     "axk1": _MLA | {"first_k_dense_replace": 0}, "axk2": _MLA, "afmoe": {"score_func": "sigmoid"},
-    "deepseek_v2": _MLA | {"num_key_value_heads": 2}, "deepseek_v3": _MLA | {"num_key_value_heads": 2},
-    "glm4_moe_lite": _MLA | {"num_key_value_heads": 2, "first_k_dense_replace": 1}, "longcat_flash": _MLA | {"zero_expert_num": 2, "num_layers": 3}, "kimi_linear": _MLA, "youtu": _MLA,
+    "deepseek_v2": _MLA | {"num_key_value_heads": 2}, "deepseek_v3": _MLA | {"num_key_value_heads": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "glm4_moe_lite": _MLA | {"num_key_value_heads": 2, "first_k_dense_replace": 1}, "longcat_flash": _MLA | {"zero_expert_num": 2, "num_layers": 3}, "kimi_linear": _MLA, "youtu": _MLA | {"num_key_value_heads": 2}, "zaya": {"num_experts_per_tok": 1},
     "biogpt": _TIED, "bloom": _TIED, "gpt_bigcode": _TIED, "opt": _TIED, "modernbert-decoder": _TIED, "falcon": _TIED | {"ffn_hidden_size": 256},
     "gemma2": _TIED, "glm4_moe": {"head_dim": 32}, "hy_v3": {"first_k_dense_replace": 1}, "inkling_text": {"padded_vocab_size": VOCABULARY},
     "lfm2": {"block_dim": HIDDEN, "conv_dim": HIDDEN, "layer_types": ["conv", "full_attention", "conv"]} | _TIED,
@@ -74,8 +83,17 @@ SPECIAL = {
 }  # fmt: skip
 """What an architecture needs besides, by model type; a function of the configuration's fields where it is callable."""
 
+CAPPED = ("gemma2", "vaultgemma")
+"""Transformers caps attention logits in its eager attention alone."""
+
 UNBIASED = ("ernie4_5_moe",)
 """vLLM's router on a CPU leaves out the biases by which experts are chosen; here they are zero."""
+
+NOTES = {
+    "apertus": "vLLM computes the two numbers of its activation in bfloat16 whatever the model's dtype; so does the reference",
+    "ernie4_5_moe": "vLLM's router on a CPU leaves out the biases by which experts are chosen; here they are zero",
+} | dict.fromkeys(MULTIMODAL, "given text alone")
+"""What a row of the matrix has to say besides, by model type."""
 
 _PARAMETERS_MAX = 20_000_000
 
@@ -97,15 +115,6 @@ LEFT_OUT = (
     | dict.fromkeys(_SOUND, "generates sound")
 )
 """Architectures that are not tried, and why."""
-
-MULTIMODAL = (
-    "aria", "blip-2", "cohere2_vision", "cohere_compass", "cosmos3_edge", "ernie4_5_vl_moe", "exaone4_5", "gemma3", "gemma3n",
-    "gemma4", "gemma4_unified", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "granite4_vision", "idefics3", "internvl",
-    "lfm2_vl", "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpmv4_6", "minicpmv4_7",
-    "minimax_m3_vl", "mistral3", "muse_glimmer", "nemotron_h_omni", "paddleocr_vl", "paligemma", "qianfan_ocr", "qwen2_5_vl",
-    "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7",
-)  # fmt: skip
-"""Models of images and text that vLLM implements; text is all that they are given."""
 
 _VISION = {
     "hidden_size": 64, "embed_dim": 64, "intermediate_size": 64, "num_hidden_layers": 2, "depth": 2, "num_attention_heads": 2,
@@ -172,7 +181,8 @@ def make(model_type, directory):
         size = sum(p.numel() for p in auto.from_config(config).parameters())
     if size > _PARAMETERS_MAX:
         raise ValueError(f"its configuration makes {size / 1e6:.0f} million parameters, which is not tiny")
-    model = auto.from_config(config, dtype=torch.float32)
+    eager = {"attn_implementation": "eager"} if model_type in CAPPED else {}
+    model = auto.from_config(config, dtype=torch.float32, **eager)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
@@ -181,8 +191,9 @@ def make(model_type, directory):
                 weight.normal_(0, 0.05)
             elif weight.numel() > 1:
                 weight.add_(torch.randn_like(weight) * 0.1)
-            else:
-                weight.copy_(weight.bfloat16())  # vLLM holds Apertus' two numbers of xIELU so, whatever the dtype
+        for module in model.modules():
+            if type(module).__name__ == "XIELUActivation":
+                module.bfloat16()  # as vLLM does, whatever the model's dtype
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.05)
@@ -202,6 +213,7 @@ _BEFORE = ("pre_feedforward_layernorm", "pre_mlp_layernorm", "pre_ff_layernorm",
 _AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")
 
 NAMES = {
+    "bloom": ("mlp", "post_attention_layernorm", "mlp.dense_4h_to_h"),
     "opt": ("fc2", "final_layer_norm", None), "biogpt": ("fc2", "final_layer_norm", None),
     "hyperclovax": ("mlp", "post_attention_layernorm", "post_norm2"),
     "granitemoe_swa": (("block_sparse_moe", "shared_mlp"), "post_attention_layernorm", None),
@@ -250,7 +262,7 @@ def _expected(model_type, model, tokens):
             else:
                 watch(getattr(layer, mlp), "mlp_in", before=True)
             for name in [mlp] if isinstance(mlp, str) and after is None else [after] if after else mlp:
-                watch(getattr(layer, name), "mlp_out", scale=scale_of(model.config.get_text_config()))
+                watch(layer.get_submodule(name), "mlp_out", scale=scale_of(model.config.get_text_config()))
         with torch.no_grad():
             model(torch.tensor([tokens]), use_cache=False)
     return seen

@@ -7,8 +7,10 @@ back are compared with Transformers'. Engines take turns in a child process, whi
 """
 
 import argparse
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,8 +29,10 @@ def check(model_type, hub, root):
     """Return what was found of one architecture: `{"hooks": {hook: layers}, "error": largest, …}`."""
     import architectures
     import engines
+    import torch
 
     import capflow
+    from capflow_engine import compat
 
     with tempfile.TemporaryDirectory() as directory:
         model = architectures.make(model_type, directory)
@@ -40,15 +44,17 @@ def check(model_type, hub, root):
             hooks = {hook: "all" for hook in HOOKS if any(site.hook == hook for site in found)}
             name = f"{model_type}-{time.time_ns()}"
             params = [
-                capflow.sampling_params(
-                    id=f"{name}-{n}", capture={"hooks": hooks}, max_tokens=TOKENS, **engines.GREEDY
-                )
+                capflow.sampling_params(id=f"{name}-{n}", capture={"hooks": hooks}, max_tokens=TOKENS, **engines.GREEDY)
                 for n in range(len(prompts))
             ]
             outputs = llm.generate(prompts, params, use_tqdm=False)
             architecture = type(llm.llm_engine.model_executor.driver_worker.worker.get_model()).__name__
-            layer = sorted({type(x).__name__ for _, x in _layers(llm)})
-        given = [p["prompt_token_ids"] + list(o.outputs[0].token_ids)[:-1] for p, o in zip(prompts, outputs, strict=True)]
+            missing = {}
+            for _, layer in _layers(llm):
+                missing |= compat.structure_of(layer, torch.float32).missing
+        given = [
+            p["prompt_token_ids"] + list(o.outputs[0].token_ids)[:-1] for p, o in zip(prompts, outputs, strict=True)
+        ]
     for module in model.modules():  # vLLM's Transformers backend changes classes in its process
         module.__dict__.setdefault("do_not_compile", True)
     references = architectures.expected(model_type, model, given)
@@ -66,8 +72,8 @@ def check(model_type, hub, root):
             errors[site.hook] = max(errors.get(site.hook, 0.0), error)
     layers = {hook: sum(site.hook == hook for site in found) for hook in HOOKS}
     return {
-        "architecture": architecture, "layer": layer, "sites": layers, "errors": errors, "unproved": sorted(unproved),
-        "layers": model.config.get_text_config().num_hidden_layers, "class": type(model).__name__,
+        "architecture": architecture, "missing": missing, "sites": layers, "errors": errors, "unproved": sorted(unproved),
+        "layers": model.config.get_text_config().num_hidden_layers,
     }  # fmt: skip
 
 
@@ -92,14 +98,21 @@ def child(hub, root):
         out.write(json.dumps(found) + "\n")
 
 
+def _environment():
+    """Return an environment in which models of images can be imported."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return None
+    return os.environ | {"PYTHONPATH": str(Path(__file__).parent / "torchvision_absent")}
+
+
 class Child:
     """A process that checks one architecture after another."""
 
     def __init__(self, hub, root):
-        self.log = Path(os.environ.get("CONFORMANCE_LOG", os.devnull)).open("a")
+        self.log = Path(os.environ.get("CONFORMANCE_LOG", os.devnull)).open("a")  # noqa: SIM115 - `close` does
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--child", hub, root],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=_environment(),
         )  # fmt: skip
 
     def check(self, model_type):
@@ -123,6 +136,7 @@ class Child:
         self.process.stdin.close()
         self.process.kill()
         self.process.wait()
+        self.log.close()
 
 
 def run(model_types, say):
@@ -157,6 +171,101 @@ def passed(result):
     return "failed" not in result and not result["unproved"] and max(result["errors"].values()) <= ERROR_MAX
 
 
+# --- the matrix ---
+
+BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
+MATRIX = Path(__file__).resolve().parent.parent / "docs" / "compatibility.md"
+
+REASONS = (
+    (
+        r"Model architectures? .*(not supported|was supported)|failed to be inspected: not found",
+        "vLLM does not implement it",
+    ),
+    (r"failed to be inspected", "vLLM cannot import it here"),
+    (r"selective_scan_fwd", "vLLM's kernel for its state space does not run on a CPU"),
+    (r"[Ss]parse.*(not supported on CPU|no valid sparse MLA)", "vLLM's sparse attention does not run on a CPU"),
+    (r"Transformers attention interface", "vLLM's Transformers backend cannot run its token mixing"),
+    (
+        r"GDN attention requires BF16",
+        "vLLM runs its linear attention on a CPU in bfloat16 alone, too coarse to compare",
+    ),
+    (
+        r"is_act_and_mul=False|no attribute 'set_allocator'|scoring_func == |No module named|Triton|triton",
+        "vLLM needs a GPU for it",
+    ),
+    (r"million parameters", "its configuration cannot be made tiny"),
+    (r"process died", "vLLM's process dies of it on a CPU"),
+)
+"""What a failure means, by a pattern of its text; a text that no pattern is found in stands for itself."""
+
+
+def reason_of(result):
+    """Return why an architecture is not in the table."""
+    if "failed" not in result:
+        if result["unproved"]:
+            return f"no reference for {', '.join(result['unproved'])}"
+        return f"vLLM's rows differ from Transformers' by {max(result['errors'].values()):.0e}"
+    for pattern, reason in REASONS:
+        if re.search(pattern, result["failed"]):
+            return reason
+    text = re.sub(r"model /\S+: ", "", result["failed"])
+    return f"`{text.removeprefix('UsageError: ').replace('`', chr(39))[:160]}`"
+
+
+def matrix(found, left_out, notes):
+    """Return the lines of the table and of the list of what is left out."""
+    right = {name: result for name, result in sorted(found.items()) if passed(result)}
+    footnotes = []
+
+    def note(text):
+        if text not in footnotes:
+            footnotes.append(text)
+        return f"<sup>{footnotes.index(text) + 1}</sup>"
+
+    lines = [
+        f"{len(right)} architectures are right at every layer of each hook that they have: the largest relative error of a row's number is",
+        "in the last column, in float32, and must be below 1e-5.",
+        "",
+        "| model type | vLLM's class | " + " | ".join(f"`{hook}`" for hook in HOOKS) + " | error |",
+        "|---|---|" + "---|" * len(HOOKS) + "---|",
+    ]
+    for name, result in right.items():
+        cells = []
+        for hook in HOOKS:
+            count, layers = result["sites"][hook], result["layers"]
+            reason = note(result["missing"][hook]) if hook in result.get("missing", ()) else ""
+            cells.append(("all" if count == layers else f"{count} of {layers}" if count else "-") + reason)
+        architecture = result["architecture"]
+        if architecture.startswith("Transformers"):
+            architecture = "Transformers backend"
+        label = f"{name}{note(notes[name])}" if name in notes else name
+        lines.append(f"| {label} | {architecture} | {' | '.join(cells)} | {max(result['errors'].values()):.0e} |")
+    lines += ["", *(f"<sup>{number}</sup> {text}.  " for number, text in enumerate(footnotes, 1))]
+    reasons = {}
+    for name, reason in {**{name: reason_of(r) for name, r in found.items() if name not in right}, **left_out}.items():
+        reasons.setdefault(reason, []).append(name)
+    lines += ["", "Left out:", ""]
+    lines += [
+        f"* {reason}: {', '.join(sorted(names))}" for reason, names in sorted(reasons.items(), key=lambda x: x[1])
+    ]
+    return lines
+
+
+def rights(text):
+    """Return the model types that a document's table names."""
+    table = text.partition(BEGIN)[2].partition(END)[0]
+    rows = re.findall(r"^\| ([^|<]+?)(?:<sup>.*?</sup>)? \|", table, re.MULTILINE)
+    return {name for name in rows if name != "model type"}
+
+
+def write(found, left_out, notes):
+    """Put the matrix into the document, between its marks."""
+    text = MATRIX.read_text()
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    MATRIX.write_text("\n".join([before + BEGIN, "", *matrix(found, left_out, notes), "", END + after]))
+
+
 def show(model_type, result):
     """Print what was found of an architecture."""
     if "failed" in result:
@@ -168,25 +277,40 @@ def show(model_type, result):
 
 
 def main():
-    """Run the conformance proof; return 0 when every architecture is right or is known to be left out."""
+    """Run the conformance proof; return 1 when an architecture that is right in the document no longer is."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model_types", nargs="*")
-    parser.add_argument("--child", nargs=2)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="a file of results; what is in it and not run again stays")
+    parser.add_argument(
+        "--write", action="store_true", help="write the matrix of the results into docs/compatibility.md"
+    )
+    parser.add_argument("--none", action="store_true", help="run nothing: of the results in --json alone")
     args = parser.parse_args()
     if args.child:
         child(*args.child)
         return 0
     import architectures
 
+    found = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    known = rights(MATRIX.read_text())
+
     def say(model_type, result):
         show(model_type, result)
+        found[model_type] = result
         if args.json:
-            before = json.loads(args.json.read_text()) if args.json.exists() else {}
-            args.json.write_text(json.dumps(before | {model_type: result}, indent=1))
+            args.json.write_text(json.dumps(found, indent=1))
 
-    found = run(args.model_types or architectures.model_types(), say)
-    return 0
+    if not args.none:
+        run(args.model_types or architectures.model_types(), say)
+    tried = set(found) & set(args.model_types or found)
+    lost = sorted(name for name in known & tried if not passed(found[name]))
+    if args.write:
+        write(found, architectures.LEFT_OUT, architectures.NOTES)
+    if lost:
+        print(f"no longer right: {', '.join(lost)}", file=sys.stderr)
+    print(f"{sum(map(passed, found.values()))} architectures are right, {len(found)} were tried", flush=True)
+    return 1 if lost else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,332 @@
+"""The structural resolver, on decoder layers written by hand: which hook points it finds, and what it refuses."""
+
+import pytest
+import torch
+from torch import nn
+
+from capflow_engine.structure import Place, Slot, UnclearError, resolve
+
+WIDTH = 8
+HOOKS = {"pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out"}
+
+
+class Core(nn.Module):
+    """What mixes tokens: here each row becomes the mean of all."""
+
+    def forward(self, x):
+        return x.mean(0, keepdim=True).expand_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj, self.core = nn.Linear(WIDTH, WIDTH), Core()
+
+    def forward(self, positions, hidden_states):
+        return self.core(self.proj(hidden_states))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.relu(self.proj(x))
+
+
+class FusedNorm(nn.Module):
+    """Adds the residual, when there is one, and hands the sum on."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, residual=None):
+        if residual is None:
+            return self._normal(x)
+        total = x + residual
+        return self._normal(total), total
+
+    def _normal(self, x):
+        return x / x.pow(2).mean(-1, keepdim=True).sqrt() * self.weight
+
+
+class PassingNorm(FusedNorm):
+    """Normalises what it is given and hands the residual on as it came."""
+
+    def forward(self, x, residual=None):
+        return self._normal(x) if residual is None else (self._normal(x), residual)
+
+
+class LosingNorm(FusedNorm):
+    """Does neither."""
+
+    def forward(self, x, residual=None):
+        return self._normal(x) if residual is None else (self._normal(x), residual * 2)
+
+
+class Layer(nn.Module):
+    """The modules that the layers below are made of."""
+
+    def __init__(self, norm=FusedNorm):
+        super().__init__()
+        self.a, self.b = norm(), norm()
+        self.c, self.d = norm(), norm()
+        self.mixer, self.ffn, self.more = Attention(), MLP(), MLP()
+
+
+class Split(Layer):
+    def forward(self, positions, hidden_states, residual):
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.a(hidden_states)
+        else:
+            hidden_states, residual = self.a(hidden_states, residual)
+        hidden_states = self.mixer(positions, hidden_states)
+        hidden_states, residual = self.b(hidden_states, residual)
+        return self.ffn(hidden_states), residual
+
+
+class Whole(Layer):
+    def forward(self, positions, hidden_states):
+        stream = hidden_states + self.mixer(positions, self.a(hidden_states))
+        return stream + self.ffn(self.b(stream))
+
+
+class Sandwich(Layer):
+    def forward(self, positions, hidden_states):
+        stream = hidden_states + self.b(self.mixer(positions, self.a(hidden_states)))
+        return stream + self.d(self.ffn(self.c(stream)))
+
+
+class PostNorm(Layer):
+    def forward(self, positions, hidden_states):
+        stream = hidden_states + self.a(self.mixer(positions, hidden_states))
+        return stream + self.b(self.ffn(stream))
+
+
+class Parallel(Layer):
+    def forward(self, positions, hidden_states):
+        normal = self.a(hidden_states)
+        return hidden_states + self.mixer(positions, normal) + self.ffn(normal)
+
+
+class Scaled(Layer):
+    def forward(self, positions, hidden_states):
+        stream = hidden_states + self.mixer(positions, self.a(hidden_states)) * 0.3
+        return stream + self.ffn(self.b(stream)) * 0.3
+
+
+class TwoMLPs(Layer):
+    def forward(self, positions, hidden_states):
+        stream = hidden_states + self.mixer(positions, self.a(hidden_states))
+        normal = self.b(stream)
+        return stream + self.ffn(normal) + self.more(normal)
+
+
+class NoMLP(Layer):
+    def forward(self, positions, hidden_states):
+        return hidden_states + self.mixer(positions, self.a(hidden_states))
+
+
+class Unused(Layer):
+    """Takes the residual, returns one, and has the whole stream in the first alone."""
+
+    def forward(self, positions, hidden_states, residual):
+        stream = hidden_states + self.mixer(positions, self.a(hidden_states))
+        return stream + self.ffn(self.b(stream)), None
+
+
+class Branching(Layer):
+    def forward(self, positions, hidden_states):
+        if hidden_states.sum() > 0:
+            return hidden_states
+        return hidden_states + self.ffn(hidden_states)
+
+
+class NoStream(Layer):
+    def forward(self, positions, hidden_states):
+        return self.ffn(self.mixer(positions, hidden_states))
+
+
+class OtherNames(Layer):
+    def forward(self, tokens):
+        return tokens + self.ffn(tokens)
+
+
+def found_in(layer):
+    return resolve(layer, torch.float32, lambda module: isinstance(module, Core))
+
+
+def values(layer, structure, split=False):
+    """Return what a layer has at each place that was found, when it runs."""
+    generator = torch.Generator().manual_seed(5)
+    parts = [torch.randn(4, WIDTH, generator=generator) for _ in range(2 if split else 1)]
+    seen = {}
+
+    def before(place):
+        def take(module, args, kwargs):
+            return sum(slot.of(args, kwargs) for slot in place.slots) * place.scale
+
+        return take
+
+    for hook, place in structure.places.items():
+        module = layer.get_submodule(place.module)
+        if place.slots:
+            taker = before(place)
+            module.register_forward_pre_hook(
+                lambda m, a, k, hook=hook, taker=taker: seen.update({hook: taker(m, a, k)}), with_kwargs=True
+            )
+        else:
+
+            def after(module, args, output, hook=hook, place=place):
+                whole = output if isinstance(output, tuple) else (output,)
+                seen[hook] = sum(whole[item] for item in place.items) * place.scale
+
+            module.register_forward_hook(after)
+    with torch.no_grad():
+        layer(None, *parts)
+    return sum(parts), seen
+
+
+def truth(layer, stream, *, mlp_norm, attention, mlp):
+    """Return every hook's value, written out."""
+    with torch.no_grad():
+        middle = stream + attention(stream)
+        taken = mlp_norm(middle)
+        added = mlp(taken)
+    return {"pre_attn": stream, "post_attn": middle, "mlp_in": taken, "mlp_out": added, "post_block": middle + added}
+
+
+TRUTHS = {
+    Split: {
+        "mlp_norm": lambda s, x: s.b(x),
+        "attention": lambda s, x: s.mixer(None, s.a(x)),
+        "mlp": lambda s, x: s.ffn(x),
+    },
+    Whole: {
+        "mlp_norm": lambda s, x: s.b(x),
+        "attention": lambda s, x: s.mixer(None, s.a(x)),
+        "mlp": lambda s, x: s.ffn(x),
+    },
+    Sandwich: {
+        "mlp_norm": lambda s, x: s.c(x),
+        "attention": lambda s, x: s.b(s.mixer(None, s.a(x))),
+        "mlp": lambda s, x: s.d(s.ffn(x)),
+    },
+    PostNorm: {
+        "mlp_norm": lambda s, x: x,
+        "attention": lambda s, x: s.a(s.mixer(None, x)),
+        "mlp": lambda s, x: s.b(s.ffn(x)),
+    },
+    Scaled: {
+        "mlp_norm": lambda s, x: s.b(x),
+        "attention": lambda s, x: s.mixer(None, s.a(x)) * 0.3,
+        "mlp": lambda s, x: s.ffn(x) * 0.3,
+    },
+}
+
+
+def differing(layer, structure, split):
+    """Return the hooks whose values are not what they must be."""
+    stream, seen = values(layer, structure, split)
+    parts = {name: lambda x, part=part: part(layer, x) for name, part in TRUTHS[type(layer)].items()}
+    for module in layer.modules():  # the truth is computed by the same modules
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    true = truth(layer, stream, **parts)
+    return {hook for hook in seen if not torch.allclose(seen[hook], true[hook], atol=1e-5)}, set(seen)
+
+
+@pytest.mark.parametrize("kind", list(TRUTHS), ids=lambda kind: kind.__name__)
+def test_finds_every_hook_where_its_value_is(kind):
+    torch.manual_seed(3)
+    layer = kind()
+    structure = found_in(layer)
+    assert structure.layer == kind.__name__
+    assert structure.missing == {}
+    assert differing(layer, structure, kind is Split) == (set(), HOOKS)
+
+
+WRONG = {
+    "mlp_in": Place("b", (Slot(0, "x"),)),  # before the norm, not behind it
+    "mlp_out": Place("mixer"),
+    "post_attn": Place("b"),
+    "pre_attn": Place("a"),
+    "post_block": Place("ffn"),
+}
+
+
+@pytest.mark.parametrize("hook", list(WRONG))
+def test_a_wrong_place_would_be_noticed(hook):
+    torch.manual_seed(3)
+    layer = Whole()
+    structure = found_in(layer)
+    structure.places[hook] = WRONG[hook]
+    assert differing(layer, structure, split=False) == ({hook}, HOOKS)
+
+
+def test_a_norm_may_pass_its_residual_on():
+    class Passing(Layer):
+        def forward(self, positions, hidden_states, residual):
+            stream = hidden_states if residual is None else hidden_states + residual
+            hidden_states, residual = self.a(stream, stream)
+            stream = self.mixer(positions, hidden_states) + residual
+            hidden_states, residual = self.b(stream, stream)
+            return self.ffn(hidden_states), residual
+
+    structure = found_in(Passing(PassingNorm))
+    assert set(structure.places) == HOOKS
+    assert structure.places["mlp_in"] == Place("b")
+
+
+def test_parallel_blocks_have_no_stream_between():
+    structure = found_in(Parallel())
+    assert set(structure.places) == HOOKS - {"post_attn"}
+    assert "side by side" in structure.missing["post_attn"]
+    assert structure.places["mlp_in"] == Place("a")
+    assert structure.places["mlp_out"] == Place("ffn")
+
+
+def test_two_mlps_have_no_one_output():
+    structure = found_in(TwoMLPs())
+    assert set(structure.missing) == {"mlp_out"}
+    assert "no one module's output" in structure.missing["mlp_out"]
+    assert structure.places["mlp_in"] == Place("b")
+
+
+def test_a_layer_without_an_mlp_has_its_ends():
+    structure = found_in(NoMLP())
+    assert set(structure.places) == {"pre_attn", "post_block"}
+    assert set(structure.missing.values()) == {"the layer has no MLP beside attention"}
+
+
+def test_a_residual_that_is_not_used_is_no_half_of_the_stream():
+    structure = found_in(Unused())
+    assert len(structure.places["pre_attn"].slots) == 1
+    assert structure.places["post_block"].items == (0,)
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (Branching(), "its forward cannot be followed: TraceError"),
+        (NoStream(), "its output is not its input plus what its modules add"),
+        (OtherNames(), "its forward takes tokens, none of which is the stream"),
+        (Split(LosingNorm), "its norm LosingNorm neither adds the residual nor hands it on"),
+    ],
+    ids=["branch", "no stream", "names", "norm"],
+)
+def test_refuses_what_it_cannot_follow(layer, reason):
+    with pytest.raises(UnclearError) as error:
+        found_in(layer)
+    assert str(error.value).startswith(reason)
+
+
+def test_the_refusal_names_the_class():
+    from capflow.errors import CapflowError
+    from capflow_engine import compat
+
+    with pytest.raises(CapflowError, match=r"Branching: unknown structure of a decoder layer.*cannot be followed"):
+        compat.structure_of(Branching(), torch.float32)
