@@ -51,10 +51,11 @@ SHAPE = {
 _SCALED = {"residual_multiplier": 0.3, "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "logits_scaling": 2.0}
 
 _MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "head_dim": 64}
+_SECTIONED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
 _TIED = {"tie_word_embeddings": True}
 
 SPECIAL = {
-    "axk1": _MLA | {"first_k_dense_replace": 0}, "axk2": _MLA, "afmoe": {"score_func": "sigmoid"},
+    "axk1": _MLA | {"first_k_dense_replace": 0}, "axk2": _MLA, "afmoe": {"score_func": "sigmoid", "route_norm": True},
     "deepseek_v2": _MLA | {"num_key_value_heads": 2}, "deepseek_v3": _MLA | {"num_key_value_heads": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe_lite": _MLA | {"num_key_value_heads": 2, "first_k_dense_replace": 1}, "longcat_flash": _MLA | {"zero_expert_num": 2, "num_layers": 3}, "kimi_linear": _MLA, "youtu": _MLA | {"num_key_value_heads": 2}, "zaya": {"num_experts_per_tok": 1},
     "biogpt": _TIED, "bloom": _TIED, "gpt_bigcode": _TIED, "opt": _TIED, "modernbert-decoder": _TIED, "falcon": _TIED | {"ffn_hidden_size": 256},
@@ -67,6 +68,7 @@ SPECIAL = {
     "cohere_compass_text": {"rope_parameters": {name: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]} for name in ("sliding_attention", "full_attention")}, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gemma3n_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "altup_num_inputs": 2, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_kv_shared_layers": 0},
     "cosmos3_edge_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}},
+    "qwen2_vl_text": {"rope_parameters": _SECTIONED}, "qwen2_5_vl_text": {"rope_parameters": _SECTIONED},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 48], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]}}, "glm5_next_text": {"num_key_value_heads": 2},
     "granite": _SCALED, "granite_swa": _SCALED, "granitemoe": _SCALED, "granitemoeshared": _SCALED, "granitemoe_swa": _SCALED,
     "hyperclovax": _SCALED, "granitemoehybrid": _SCALED | {"layer_types": ["attention"] * 3, "position_embedding_type": "rope"},
