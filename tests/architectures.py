@@ -93,6 +93,7 @@ UNBIASED = ("ernie4_5_moe",)
 
 NOTES = {
     "apertus": "vLLM computes the two numbers of its activation in bfloat16 whatever the model's dtype; so does the reference",
+    "bloom": "vLLM computes GELU exactly, Transformers by its tanh approximation; here the reference computes it exactly",
     "ernie4_5_moe": "vLLM's router on a CPU leaves out the biases by which experts are chosen; here they are zero",
 } | dict.fromkeys(MULTIMODAL, "given text alone")
 """What a row of the matrix has to say besides, by model type."""
@@ -196,6 +197,8 @@ def make(model_type, directory):
         for module in model.modules():
             if type(module).__name__ == "XIELUActivation":
                 module.bfloat16()  # as vLLM does, whatever the model's dtype
+            if type(module).__name__ == "BloomMLP":
+                module.gelu_impl = nn.GELU()  # as vLLM does; Transformers takes its tanh approximation
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.05)

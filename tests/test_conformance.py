@@ -1,0 +1,114 @@
+"""One architecture of each structural pattern against Transformers, every hook at every layer; `make conformance` runs all.
+
+The engines take turns in this process and share one hub.
+"""
+
+import architectures
+import conformance
+import numpy as np
+import pytest
+
+from capflow.launch import HubProcess
+from capflow_engine.structure import Place
+
+pytestmark = pytest.mark.engine
+
+EVERY = set(conformance.HOOKS)
+PATTERNS = {
+    "llama": EVERY,  # a split stream, added up in the norms
+    "gemma3_text": EVERY,  # norms before and behind each block
+    "gpt2": EVERY,  # a whole stream
+    "gpt_neox": EVERY - {"post_attn"},  # attention beside the MLP, by vLLM's Transformers backend
+    "exaone4": EVERY,  # norms behind each block alone
+    "granite": EVERY,  # what is added is scaled
+    "olmoe": EVERY,  # experts
+    "falcon_h1": EVERY,  # attention beside a state space
+}
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    root = tmp_path_factory.mktemp("conformance") / "rows"
+    hub = HubProcess([f"filesystem:root={root},capture=requests"])
+    hub.start(60)
+    yield hub.address, str(root)
+    hub.stop()
+
+
+@pytest.mark.parametrize("model_type", list(PATTERNS))
+def test_every_hook_at_every_layer_is_what_transformers_computes(model_type, hub):
+    result = conformance.check(model_type, *hub)
+    assert {hook for hook, layers in result["sites"].items() if layers} == PATTERNS[model_type]
+    assert {result["sites"][hook] for hook in PATTERNS[model_type]} == {result["layers"]}
+    assert set(result["missing"]) == EVERY - PATTERNS[model_type]
+    assert conformance.passed(result), result["errors"]
+
+
+def test_a_wrong_place_is_noticed(hub, monkeypatch):
+    from capflow_engine import compat
+
+    resolve = compat.resolve
+
+    def misled(layer, dtype, mixes):
+        found = resolve(layer, dtype, mixes)
+        norm = found.places["mlp_in"]
+        found.places["mlp_in"] = Place(norm.module, found.places["post_attn"].slots)  # before the norm
+        return found
+
+    monkeypatch.setattr(compat, "resolve", misled)
+    result = conformance.check("llama", *hub)
+    assert not conformance.passed(result)
+    wrong = {hook for hook, error in result["errors"].items() if error > conformance.ERROR_MAX}
+    assert wrong == {"mlp_in"}
+
+
+def test_the_reference_checks_its_own_names(monkeypatch, tmp_path):
+    monkeypatch.setitem(architectures.NAMES, "llama", ("mlp", "post_attention_layernorm", "self_attn"))
+    model = architectures.make("llama", tmp_path)
+    (rows,) = architectures.expected("llama", model, [[5, 6, 7]])
+    assert architectures.adds_up(rows, 3) > conformance.ERROR_MAX
+
+
+def result_of(**fields):
+    return {
+        "architecture": "SomeForCausalLM",
+        "missing": {},
+        "sites": dict.fromkeys(conformance.HOOKS, 3),
+        "errors": dict.fromkeys(conformance.HOOKS, 1e-7),
+        "unproved": [],
+        "layers": 3,
+    } | fields
+
+
+def test_the_matrix_names_what_is_right_and_why_others_are_not(monkeypatch, tmp_path):
+    found = {
+        "all": result_of(),
+        "some": result_of(
+            sites=dict.fromkeys(conformance.HOOKS, 3) | {"mlp_out": 2}, missing={"mlp_out": "two modules"}
+        ),
+        "off": result_of(errors={"post_block": 2e-3}),
+        "unproved": result_of(unproved=["mlp_in"]),
+        "broken": {"failed": "ValueError: Model architectures ['X'] are not supported for now."},
+    }
+    document = tmp_path / "compatibility.md"
+    document.write_text(f"before\n{conformance.BEGIN}\n{conformance.END}\nafter\n")
+    monkeypatch.setattr(conformance, "MATRIX", document)
+    conformance.write(found, {"bert": "an encoder"}, {"all": "a note"})
+    text = document.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "| some | SomeForCausalLM | all | all | all | all | 2 of 3<sup>2</sup> | 1e-07 |" in text
+    assert "<sup>1</sup> a note" in text
+    assert "<sup>2</sup> two modules" in text
+    assert "* vLLM does not implement it: broken" in text
+    assert "* vLLM's rows differ from Transformers' by 2e-03: off" in text
+    assert "* an encoder: bert" in text
+    assert conformance.rights(text) == {"all", "some"}
+    conformance.write(found, {}, {})
+    assert conformance.rights(document.read_text()) == {"all", "some"}
+
+
+def test_relative_distance():
+    reference = np.array([[1.0, -4.0]], np.float32)
+    assert architectures.distance(np.array([[1.0, -3.0]], np.float32), reference) == 0.25
+    assert architectures.distance(np.zeros((2, 2), np.float32), reference) == float("inf")
