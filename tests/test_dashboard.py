@@ -305,7 +305,7 @@ def test_the_plugin_brings_it_and_its_options_are_as_described():
         ("token", "a/b?c&d=0123456789", "token: got 18 characters, expected 16 or more letters"),
         ("hook", "nowhere", "hooks: got nowhere, expected a hook"),
         ("positions", "some", "positions: got some, expected one of"),
-        ("layers", "most", "hooks.post_block: got most, expected a list"),
+        ("layers", "most", 'layers: got most, expected "all", layer numbers'),
     ],
 )
 def test_options_are_checked(option, value, message):
@@ -326,6 +326,10 @@ def test_probes_are_read_and_their_sites_asked_for(tmp_path):
     Probe.make(Site(3, "post_block"), np.ones(8), names=("b",)).save(tmp_path / "b.safetensors")
     paths = [str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]
     assert Dashboard(DashboardConfig(probes=paths)).spec().hooks == {"post_block": "all", "mlp_in": [2]}
+    assert Dashboard(DashboardConfig(probes=paths, layers="0-1")).spec().hooks == {
+        "post_block": [3, "0-1"],
+        "mlp_in": [2],
+    }
     assert Dashboard(DashboardConfig(probes=paths, layers=[0])).spec().hooks == {"post_block": [0, 3], "mlp_in": [2]}
     with pytest.raises(UsageError, match="probes: got a twice, expected probes with names of their own"):
         Dashboard(DashboardConfig(port=0, probes=[paths[0], paths[0]])).check()

@@ -14,6 +14,7 @@ from capflow.consumer import Context
 from capflow.errors import explain
 from capflow.message import ModelInfo
 from capflow.probe import Probe
+from capflow.spec import read_layers
 from capflow_dashboard import limits
 from capflow_dashboard.board import Board
 from capflow_dashboard.pages import LOOPBACK_NAMES, Pages
@@ -33,7 +34,7 @@ class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int = 8765
     host: str = "127.0.0.1"
     hook: str = "post_block"
-    layers: list[int] | str = "all"
+    layers: list[int | str] | str = "all"
     positions: str = "all"
     probes: tuple[str, ...] = ()
     token: str | None = None
@@ -60,14 +61,11 @@ class Dashboard(Consumer):
 
     def spec(self) -> CaptureSpec:
         """Ask for the configured sites, and for those of the probes, of every request."""
-        layers = self.config.layers
-        if isinstance(layers, str) and layers.isdigit():
-            layers = [int(layers)]
-        hooks: dict[str, list[int] | str] = {self.config.hook: layers}
+        hooks = {self.config.hook: read_layers(self.config.layers, "consumers.dashboard.layers")}
         for probe in self._read_probes():
             asked = hooks.get(probe.site.hook, [])
             if not isinstance(asked, str):
-                hooks[probe.site.hook] = sorted({*asked, probe.site.layer})
+                hooks[probe.site.hook] = [*asked, probe.site.layer]
         return CaptureSpec.parse({"hooks": hooks, "positions": self.config.positions}, where="consumers.dashboard")
 
     def check(self) -> None:
