@@ -91,11 +91,21 @@ CAPPED = ("gemma2", "vaultgemma")
 UNBIASED = ("ernie4_5_moe",)
 """vLLM's router on a CPU leaves out the biases by which experts are chosen; here they are zero."""
 
-NOTES = {
-    "apertus": "vLLM computes the two numbers of its activation in bfloat16 whatever the model's dtype; so does the reference",
-    "bloom": "vLLM computes GELU exactly, Transformers by its tanh approximation; here the reference computes it exactly",
-    "ernie4_5_moe": "vLLM's router on a CPU leaves out the biases by which experts are chosen; here they are zero",
-} | dict.fromkeys(MULTIMODAL, "given text alone")
+LATENT = ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "youtu")
+"""vLLM's rotary kernel for CPUs turns a slice of each query wrongly; here vLLM runs its own in PyTorch, by an option."""
+
+NOTES = (
+    {
+        "apertus": "vLLM computes the two numbers of its activation in bfloat16 whatever the model's dtype; so does the reference",
+        "bloom": "vLLM computes GELU exactly, Transformers by its tanh approximation; here the reference computes it exactly",
+        "ernie4_5_moe": "vLLM's router on a CPU leaves out the biases by which experts are chosen; here they are zero",
+    }
+    | dict.fromkeys(
+        LATENT,
+        "with vLLM's option `custom_ops=-rotary_embedding`: its rotary kernel for CPUs is wrong on a slice of each query",
+    )
+    | dict.fromkeys(MULTIMODAL, "given text alone")
+)
 """What a row of the matrix has to say besides, by model type."""
 
 _PARAMETERS_MAX = 20_000_000

@@ -39,6 +39,8 @@ def check(model_type, hub, root):
         prompts = engines.prompts(LENGTHS, seed=3)
         hooks = None
         only = {"language_model_only": True} if model_type in architectures.MULTIMODAL else {}
+        if model_type in architectures.LATENT:
+            only["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
         with engines.engine(directory, hub=hub, sites=["*:*"], max_num_batched_tokens=64, **only) as llm:
             found = llm.capflow_model.sites
             hooks = {hook: "all" for hook in HOOKS if any(site.hook == hook for site in found)}
@@ -194,6 +196,9 @@ REASONS = (
         "vLLM needs a GPU for it",
     ),
     (r"million parameters", "its configuration cannot be made tiny"),
+    (r"unknown structure", "capflow refuses it: its layers' output is not their input plus what their modules add"),
+    (r"only implemented for topk=1", "vLLM runs one expert for each token of it alone"),
+    (r"AssertionError: $", "vLLM's router on a CPU does not do its scores"),
     (r"process died", "vLLM's process dies of it on a CPU"),
 )
 """What a failure means, by a pattern of its text; a text that no pattern is found in stands for itself."""
@@ -204,7 +209,7 @@ def reason_of(result):
     if "failed" not in result:
         if result["unproved"]:
             return f"no reference for {', '.join(result['unproved'])}"
-        return f"vLLM's rows differ from Transformers' by {max(result['errors'].values()):.0e}"
+        return f"rows differ from Transformers' by {max(result['errors'].values()):.0e}, and why is not known"
     for pattern, reason in REASONS:
         if re.search(pattern, result["failed"]):
             return reason
@@ -305,10 +310,11 @@ def main():
         run(args.model_types or architectures.model_types(), say)
     tried = set(found) & set(args.model_types or found)
     lost = sorted(name for name in known & tried if not passed(found[name]))
-    if args.write:
-        write(found, architectures.LEFT_OUT, architectures.NOTES)
     if lost:
-        print(f"no longer right: {', '.join(lost)}", file=sys.stderr)
+        print(f"no longer right, so nothing is written: {', '.join(lost)}", file=sys.stderr)
+    elif args.write:
+        untried = dict.fromkeys(set(architectures.model_types()) - set(found), "not run for this table")
+        write(found, architectures.LEFT_OUT | untried, architectures.NOTES)
     print(f"{sum(map(passed, found.values()))} architectures are right, {len(found)} were tried", flush=True)
     return 1 if lost else 0
 
