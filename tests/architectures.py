@@ -55,7 +55,7 @@ _SECTIONED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6,
 _TIED = {"tie_word_embeddings": True}
 
 SPECIAL = {
-    "axk1": _MLA | {"first_k_dense_replace": 0}, "axk2": _MLA, "afmoe": {"score_func": "sigmoid", "route_norm": True},
+    "axk1": _MLA | {"first_k_dense_replace": 0}, "axk2": _MLA, "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "deepseek_v2": _MLA | {"num_key_value_heads": 2}, "deepseek_v3": _MLA | {"num_key_value_heads": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe_lite": _MLA | {"num_key_value_heads": 2, "first_k_dense_replace": 1}, "longcat_flash": _MLA | {"zero_expert_num": 2, "num_layers": 3}, "kimi_linear": _MLA, "youtu": _MLA | {"num_key_value_heads": 2}, "zaya": {"num_experts_per_tok": 1},
     "biogpt": _TIED, "bloom": _TIED, "gpt_bigcode": _TIED, "opt": _TIED, "modernbert-decoder": _TIED, "falcon": _TIED | {"ffn_hidden_size": 256},
@@ -68,6 +68,7 @@ SPECIAL = {
     "cohere_compass_text": {"rope_parameters": {name: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]} for name in ("sliding_attention", "full_attention")}, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gemma3n_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "altup_num_inputs": 2, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_kv_shared_layers": 0},
     "cosmos3_edge_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True}, "cohere2_vision": _TIED,
     "qwen2_vl_text": {"rope_parameters": _SECTIONED}, "qwen2_5_vl_text": {"rope_parameters": _SECTIONED},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 48], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]}}, "glm5_next_text": {"num_key_value_heads": 2},
     "granite": _SCALED, "granite_swa": _SCALED, "granitemoe": _SCALED, "granitemoeshared": _SCALED, "granitemoe_swa": _SCALED,
@@ -131,7 +132,7 @@ LEFT_OUT = (
 
 _VISION = {
     "hidden_size": 64, "embed_dim": 64, "intermediate_size": 64, "num_hidden_layers": 2, "depth": 2, "num_attention_heads": 2,
-    "num_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": HIDDEN, "vision_output_dim": HIDDEN,
+    "num_heads": 2, "num_key_value_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": HIDDEN, "vision_output_dim": HIDDEN,
     "projection_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64, "fullatt_block_indexes": [1],
     "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16, "vision_use_head": False, "encoder_hidden_size": 64,
 }  # fmt: skip
