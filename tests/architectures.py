@@ -69,6 +69,7 @@ SPECIAL = {
     "gemma3n_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "altup_num_inputs": 2, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_kv_shared_layers": 0},
     "cosmos3_edge_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}},
     "qwen3_vl_moe_text": {"norm_topk_prob": True}, "cohere2_vision": _TIED,
+    "glm4v_text": {"rope_parameters": _SECTIONED},
     "qwen2_vl_text": {"rope_parameters": _SECTIONED}, "qwen2_5_vl_text": {"rope_parameters": _SECTIONED},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 48], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]}}, "glm5_next_text": {"num_key_value_heads": 2},
     "granite": _SCALED, "granite_swa": _SCALED, "granitemoe": _SCALED, "granitemoeshared": _SCALED, "granitemoe_swa": _SCALED,
@@ -241,7 +242,7 @@ NAMES = {
 Several names of an MLP are modules that are added up.
 """
 
-PARALLEL = {"gpt_neox", "gptj", "phi", "cohere", "cohere2", "cohere2_moe", "falcon", "codegen"}
+PARALLEL = {"gpt_neox", "gptj", "phi", "cohere", "cohere2", "cohere2_moe", "cohere2_vision", "falcon", "codegen"}
 """Attention and MLP stand side by side: there is no stream between them."""
 
 
