@@ -32,7 +32,7 @@ def check(model_type, hub, root):
     import torch
 
     import capflow
-    from capflow_engine import compat
+    from capflow_engine import compat_model
 
     with tempfile.TemporaryDirectory() as directory:
         model = architectures.make(model_type, directory)
@@ -53,7 +53,7 @@ def check(model_type, hub, root):
             architecture = type(llm.llm_engine.model_executor.driver_worker.worker.get_model()).__name__
             missing = {}
             for _, layer in _layers(llm):
-                missing |= compat.structure_of(layer, torch.float32).missing
+                missing |= compat_model.structure_of(layer, torch.float32).missing
         given = [
             p["prompt_token_ids"] + list(o.outputs[0].token_ids)[:-1] for p, o in zip(prompts, outputs, strict=True)
         ]
@@ -80,10 +80,10 @@ def check(model_type, hub, root):
 
 
 def _layers(llm):
-    from capflow_engine import compat
+    from capflow_engine import compat_model
 
     model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
-    return compat.decoder_layers(model, llm.capflow_model.num_layers)
+    return compat_model.decoder_layers(model, llm.capflow_model.num_layers)
 
 
 def child(hub, root):

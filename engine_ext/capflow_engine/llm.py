@@ -17,7 +17,7 @@ from capflow.consumer import Policy
 from capflow.errors import HubUnreachableError, UsageError, explain
 from capflow.launch import HubProcess
 from capflow.result import CaptureResult, joined
-from capflow_engine import compat
+from capflow_engine import compat, compat_model
 
 compat.require()
 
@@ -89,7 +89,7 @@ class LLM(VLLM):  # type: ignore[misc]
         self._client: Client | None = None
         self._numbers = itertools.count()
         user = dict(kwargs.pop("additional_config", None) or {})
-        _, tapped = compat.check_model(EngineArgs(model=model, **kwargs), sites)
+        _, tapped = compat_model.check_model(EngineArgs(model=model, **kwargs), sites)
         if consumers and hub is not None:
             raise UsageError(explain("LLM: both hub and consumers", do="give consumers to the hub with `capflow run`"))
         if consumers:

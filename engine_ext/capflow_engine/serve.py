@@ -15,7 +15,7 @@ from typing import Any
 from capflow import limits
 from capflow.address import check_address, default_address
 from capflow.errors import CapflowError, UsageError, explain
-from capflow_engine import compat
+from capflow_engine import compat, compat_model
 from capflow_engine.settings import SITES_DEFAULT, Settings, engine_arguments
 
 
@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
     if args.model_tag is not None:
         args.model = args.model_tag
     user = dict(args.additional_config or {})
-    _, sites = compat.check_model(AsyncEngineArgs.from_cli_args(args), mine.sites or SITES_DEFAULT)
+    _, sites = compat_model.check_model(AsyncEngineArgs.from_cli_args(args), mine.sites or SITES_DEFAULT)
     settings = Settings(
         engine=uuid.uuid4().hex,
         hub=hub,

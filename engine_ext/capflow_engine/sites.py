@@ -12,7 +12,7 @@ import sys
 import msgspec
 
 from capflow.errors import CapflowError, UsageError
-from capflow_engine import compat
+from capflow_engine import compat, compat_model
 from capflow_engine.settings import SITES_DEFAULT, tapped_sites
 
 
@@ -33,7 +33,7 @@ def main() -> int:
             from capflow_engine.demo import prepare
 
             model = str(prepare())
-        layers = compat.structures(EngineArgs(model=model, trust_remote_code=args.trust_remote_code))
+        layers = compat_model.structures(EngineArgs(model=model, trust_remote_code=args.trust_remote_code))
         tapped = set(tapped_sites(args.patterns or SITES_DEFAULT, layers))
     except UsageError as e:
         print(f"capflow: {' '.join(str(e).split())}", file=sys.stderr)

@@ -29,7 +29,7 @@ from capflow.message import Hello
 from capflow.spec import CaptureSpec, Wanted, join
 from capflow.transport import WorkerLink
 from capflow.vector import SteeringVector
-from capflow_engine import compat, compat_step
+from capflow_engine import compat, compat_model, compat_step
 from capflow_engine.bank import Bank
 from capflow_engine.control import Controllers
 from capflow_engine.options import RequestOptions
@@ -71,7 +71,9 @@ class WorkerCapture:
         self.device: torch.device = worker.device
         self.rank = Rank(*compat.rank_of(worker))
         self.dtype: torch.dtype = worker.model_config.dtype
-        owned = sorted(compat.owned_sites(self.runner.get_model(), self.info, self.dtype), key=lambda found: found[0])
+        owned = sorted(
+            compat_model.owned_sites(self.runner.get_model(), self.info, self.dtype), key=lambda found: found[0]
+        )
         self.sites = tuple(site for site, _, _ in owned)
         self.index = {site: n for n, site in enumerate(self.sites)}
         self.planner = Planner(len(self.sites))
