@@ -17,7 +17,7 @@ from capflow.consumer import Policy
 from capflow.errors import HubUnreachableError, UsageError, explain
 from capflow.launch import HubProcess
 from capflow.result import CaptureResult, joined
-from capflow_engine import compat, compat_model
+from capflow_engine import compat
 
 compat.require()
 
@@ -25,6 +25,7 @@ from vllm import LLM as VLLM  # noqa: E402 - only once the version is known to b
 from vllm import RequestOutput, SamplingParams  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
+from capflow_engine import compat_model  # noqa: E402
 from capflow_engine.options import KEY, RequestOptions  # noqa: E402
 from capflow_engine.settings import SITES_DEFAULT, Settings, engine_arguments  # noqa: E402
 

@@ -11,13 +11,15 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from capflow import limits
 from capflow.consumer import Policy
 from capflow.errors import UsageError, explain
 from capflow.site import HOOKS, Site
-from capflow_engine.structure import Structure
+
+if TYPE_CHECKING:  # it needs torch
+    from capflow_engine.structure import Structure
 
 SITES_DEFAULT = ("post_block:*",)
 """The patterns of the sites that carry a tap when the user names none."""
