@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -219,6 +218,6 @@ def test_an_id_that_runs_is_refused_to_another_request(served):
     next(iter(stream))
     body = {"model": "tiny", "max_tokens": 2, "prompt": PROMPT, "capture": CAPTURE, "capture_id": "one"}
     status, answer = post(port, "/v1/completions", body)
-    threading.Thread(target=lambda: list(stream), daemon=True).start()
+    stream.close()
     assert status == 400
     assert answer["error"]["param"] == "capture_id"
