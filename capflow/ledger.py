@@ -106,30 +106,37 @@ class Request:
         """Return what a consumer is told at the end, with its own counts."""
         tally = self.tallies[consumer]
         assert tally is not None
-        share = self.shares[consumer]
         finished = tuple(self.finished[stage] for stage in sorted(self.finished))
-        computed_length = max((f.computed_length for f in finished), default=0)
         dropped = self.dropped + tally.dropped
         return RequestDone(
             engine=self.engine,
             request=self.id,
             status=self.status or "error",
             prompt_length=self.prompt_length,
-            computed_length=computed_length,
+            computed_length=self.computed_length,
             rows_promised=sum(max(f.rows, self.received.get(stage, 0)) for stage, f in self.finished.items())
             + sum(rows for stage, rows in self.received.items() if stage not in self.finished),
             rows=tally.rows,
             dropped=tuple(Dropped(rows, reason) for reason, rows in sorted(dropped.items())),
             finished=finished,
-            budget_reached=share is not None and share.cut(self.prompt_length, computed_length),
+            budget_reached=self._budget_reached(consumer),
         )
+
+    @property
+    def computed_length(self) -> int:
+        """How many tokens were computed, as far as the stages that ended it have said."""
+        return max((finished.computed_length for finished in self.finished.values()), default=0)
+
+    def _budget_reached(self, consumer: int) -> bool:
+        share = self.shares[consumer]
+        return share is not None and share.cut(self.prompt_length, self.computed_length)
 
     def judge(self, consumer: int, said: CaptureResult | None) -> CaptureResult:
         """Return a consumer's own result, worsened by what it did not get and what it failed on."""
         tally = self.tallies[consumer]
         assert tally is not None
         result = said or CaptureResult("ok")
-        if self.done_for(consumer).budget_reached:
+        if self._budget_reached(consumer):
             result = msgspec.structs.replace(result, budget_reached=True)
         troubles = [tally.error] if tally.error else []
         troubles += [f"{rows} rows lost: {reason}" for reason, rows in sorted((self.dropped + tally.dropped).items())]

@@ -14,8 +14,9 @@ A set is written as one of these forms, or a list that means their union:
 Where only text can be given the same is written `7`, `-1`, `last:16`, `generated:10:20`, `generated:10:`, `every:8`, joined
 with `+`.
 
-`Positions` is such a set while the length of the prompt is not known; `capflow.places.Places`, which `at` gives, when it is. A position that a request does not reach, before its start or behind its
-end, has no row and is not an error: a set is written for requests of any length.
+`Positions` is such a set while the length of the prompt is not known; `capflow.places.Places`, which `at` gives, when it
+is. A position that a request does not reach, before its start or behind its end, has no row and is not an error: a set is
+written for requests of any length.
 """
 
 from __future__ import annotations

@@ -82,11 +82,11 @@ def _structures(engine_args: Any) -> tuple[Structure, ...]:
     single.additional_config, single.worker_cls, single.scheduler_cls = {}, "auto", None
     single.enforce_eager = True
     try:
-        model_config = single.create_model_config()
         config = single.create_engine_config()
     except (OSError, ValueError) as e:
         expected = "a directory with a config.json, or a model that can be fetched"
         raise UsageError(explain(f"model {engine_args.model}", got=_first_line(e), expected=expected)) from e
+    model_config = config.model_config
     num_layers = model_config.get_total_num_hidden_layers()
     try:
         with _skeleton(config) as model:

@@ -208,6 +208,7 @@ class _Reading:
         self.h, self.r = _Term(self.places["h"]), _Term(self.places["r"])
         self.names, self.stream_name = list(parameters), stream
         self.values: dict[fx.Node, Any] = {}
+        self._adding: dict[str, bool] = {}  # by a norm's path, what `_adds` found of it
         for node in self.nodes:
             self.values[node] = self._value(node)
 
@@ -416,7 +417,10 @@ class _Reading:
         values = self._arguments(node)
         if len(values) < 2 or not isinstance(values[0], _Sum) or not isinstance(values[1], _Sum):
             return None
-        return values[0].plus(values[1]) if _adds(self._module(node)) else None
+        path = _path(node)
+        if path not in self._adding:
+            self._adding[path] = _adds(self._module(node))
+        return values[0].plus(values[1]) if self._adding[path] else None
 
     # Modules.
 

@@ -138,10 +138,11 @@ def install(layer: nn.Module, hook: str, place: Place, tap: Tap) -> None:
     """Put a tap at a layer's hook point; called before anything is compiled."""
     module = layer.get_submodule(place.module)
     setattr(module, _attribute(hook), tap)
+    before, after = _HOOKS[hook]
     if place.slots:
-        module.register_forward_pre_hook(_BEFORE[hook], with_kwargs=True)
+        module.register_forward_pre_hook(before, with_kwargs=True)
     else:
-        module.register_forward_hook(_AFTER[hook])
+        module.register_forward_hook(after)
 
 
 def _attribute(hook: str) -> str:
@@ -165,5 +166,4 @@ def _hooks(hook: str) -> tuple[Callable[..., None], Callable[..., None]]:
     return before, after
 
 
-_BEFORE = {hook: _hooks(hook)[0] for hook in HOOKS}
-_AFTER = {hook: _hooks(hook)[1] for hook in HOOKS}
+_HOOKS = {hook: _hooks(hook) for hook in HOOKS}

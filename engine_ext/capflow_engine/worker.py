@@ -149,8 +149,8 @@ class WorkerCapture:
     def begin(self, orders: Orders | None, scheduler_output: Any) -> None:
         """Take the orders of the step that starts, and send what they settle."""
         orders = orders or Orders(self._step)
-        limits = orders.cuts | {key: ended.limit for key, ended in orders.ended.items()}
-        actions = self._run_controllers(limits)
+        cuts = orders.cuts | {key: ended.limit for key, ended in orders.ended.items()}
+        actions = self._run_controllers(cuts)
         for key, limit in orders.cuts.items():
             self._pending.cut(key, limit)
             if key in self.requests:
@@ -236,12 +236,12 @@ class WorkerCapture:
         for row in before.values():
             self.bank.release(row)
 
-    def _run_controllers(self, limits: Mapping[str, int]) -> list[Steer | Unsteer]:
+    def _run_controllers(self, cuts: Mapping[str, int]) -> list[Steer | Unsteer]:
         viewed, self._viewed = self._viewed, None
         if viewed is None:
             return []
         viewed.ready()
-        return self.controllers.run(viewed.number, viewed.plan, viewed.buffer, limits)
+        return self.controllers.run(viewed.number, viewed.plan, viewed.buffer, cuts)
 
     def _forget(self, key: str, ended: Ended) -> None:
         tracked = self.requests.pop(key, None)
