@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import signal
 import threading
 import time
@@ -170,17 +171,30 @@ def human_bytes(count: float) -> str:
 
 @contextlib.contextmanager
 def _on_signals(call: Callable[[], None]) -> Iterator[None]:
-    """Call something on SIGINT and SIGTERM instead of what they did before."""
+    """Call something on SIGINT and SIGTERM instead of what they did before, in a thread of its own.
+
+    A handler runs in the main thread between any two instructions, also where that holds the lock of the event which the
+    handler would set: so it takes none. `SimpleQueue.put` is what Python's documentation allows there.
+    """
+    came: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def handle(_: int, __: FrameType | None) -> None:
-        call()
+        came.put(True)
 
+    def follow() -> None:
+        while came.get():
+            call()
+
+    follower = threading.Thread(target=follow, name="capflow-signals", daemon=True)
+    follower.start()
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        came.put(False)
+        follower.join()
 
 
 @contextlib.contextmanager
