@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -25,6 +26,27 @@ from capflow.client import Client
 __all__ = ["address"]
 
 LIMIT_S = 60
+
+SIGNALLED = """
+import sys
+from capflow.cli.hubrun import HubRun
+from capflow.consumer import Consumer
+from capflow.plugins import ConfiguredConsumer
+
+class Nothing(Consumer):
+    name = "nothing"
+    def spec(self):
+        return None
+    def on_frame(self, frame):
+        pass
+
+with HubRun(sys.argv[1], [ConfiguredConsumer.of(Nothing(None))]) as running:
+    for _ in range(12000):
+        running.wait()
+        running.stopped.clear()
+    print("through", file=sys.stderr)
+    sys.stdin.read()
+"""
 
 PLUGIN = '''
 import os, time
@@ -376,6 +398,29 @@ class TestRun:
         line = process.stderr.readline()
         assert line == f"capflow: listening at ipc://{environment['XDG_RUNTIME_DIR']}/capflow/hub.sock\n"
         assert end(process, signal.SIGINT)[0] == 0
+
+    def test_a_signal_never_stops_the_hub_in_its_own_lock(self, environment, address, tmp_path):
+        """A handler that took a lock would wait for itself when it interrupts the main thread where that holds it."""
+        process = subprocess.Popen(
+            [sys.executable, "-c", SIGNALLED, address],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr.readline() == f"capflow: listening at {address}\n"
+        through = []
+        reader = threading.Thread(target=lambda: through.append(process.stderr.readline()))
+        reader.start()
+        deadline = time.monotonic() + LIMIT_S
+        while reader.is_alive() and time.monotonic() < deadline:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.0002)
+        if reader.is_alive():
+            process.kill()
+        reader.join()
+        assert through == ["through\n"]
+        assert end(process)[0] == 0
 
 
 class TestOtherCommands:
