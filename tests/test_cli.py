@@ -416,7 +416,7 @@ class TestRun:
         while reader.is_alive() and time.monotonic() < deadline:
             process.send_signal(signal.SIGINT)
             time.sleep(0.0002)
-        if reader.is_alive():
+        if through != ["through\n"]:
             process.kill()
         reader.join()
         assert through == ["through\n"]
