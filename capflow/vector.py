@@ -35,10 +35,12 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The site the vector is added at."""
         return Site(self.layer, self.hook)
 
-    def array(self) -> npt.NDArray[np.float32]:
-        """Return `scale · vector`, `[hidden_size]` float32."""
-        values = np.frombuffer(self.data, dtype=_DTYPES[self.dtype]).astype(np.float32)
-        return np.asarray(values * np.float32(self.scale), dtype=np.float32)
+    def array(self, dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
+        """Return `scale · vector`, `[hidden_size]`, computed in float64 and rounded once."""
+        values = np.frombuffer(self.data, dtype=_DTYPES[self.dtype])
+        if self.scale == 1.0:
+            return values.astype(dtype, copy=False)
+        return (values.astype(np.float64) * self.scale).astype(dtype)
 
     @classmethod
     def make(cls, site: Site, vector: Any, scale: float = 1.0, *, where: str = "steering") -> SteeringVector:

@@ -1,0 +1,217 @@
+"""Programs: what steers one request, worked out to operations on rows.
+
+Of a position, at each steered site, a program says which operations are done, in order, on the stream `x` there, in float32:
+
+| operation | what it does |
+|---|---|
+| `PATCH` | `x ← x + amount · (row − x)` |
+| `ADD` | `x ← x + amount · row` |
+| `CLAMP` | `x ← x + amount · (min(max(x · row, low), high) − x · row) · row` |
+
+Two requests that ask for the same in different words have equal programs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from capflow.patch import Patch
+from capflow.site import Site
+from capflow.steering import Steering, Tier
+from capflow.vector import SteeringVector
+
+ADD, CLAMP, PATCH = 0, 1, 2
+DIGEST_BYTES = 16
+
+Row = npt.NDArray[np.float32]
+
+
+class Op(NamedTuple):
+    """One operation with row `row` of its program's rows."""
+
+    kind: int
+    row: int
+    amount: float = 1.0
+    low: float = -math.inf
+    high: float = math.inf
+
+
+class SiteOps(NamedTuple):
+    """What is done at one site, in order."""
+
+    layer: int
+    hook: str
+    ops: tuple[Op, ...]
+
+
+class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The operations of one request.
+
+    rows: `[n, hidden_size]` float32 little-endian, no two alike. digests: of each row its `DIGEST_BYTES`. prefill, decode: what is
+    done at each prompt position and at each generated one. patched: for single positions, negative ones from the
+    prompt's end, what is done before that.
+    """
+
+    hidden_size: int
+    rows: bytes
+    digests: tuple[bytes, ...]
+    prefill: tuple[SiteOps, ...] = ()
+    decode: tuple[SiteOps, ...] = ()
+    patched: tuple[tuple[int, tuple[SiteOps, ...]], ...] = ()
+
+    def array(self) -> Row:
+        """Return the rows, `[n, hidden_size]` float32."""
+        return np.frombuffer(self.rows, np.float32).reshape(-1, self.hidden_size)
+
+    def key(self, ops: Sequence[SiteOps]) -> str:
+        """Return a name for these operations: equal for two programs that do the same."""
+        said = [(layer, hook, [(self.digests[op.row], *op) for op in each]) for layer, hook, each in ops]
+        blind = [
+            (layer, hook, [(digest, kind, *rest) for digest, kind, _, *rest in each]) for layer, hook, each in said
+        ]
+        return hashlib.blake2b(msgspec.msgpack.encode(blind), digest_size=DIGEST_BYTES).hexdigest()
+
+    def patches(self, prompt_length: int) -> dict[int, tuple[SiteOps, ...]]:
+        """Return what is done at single positions of a request with this prompt, patches with what its phase does."""
+        merged: dict[int, dict[Site, tuple[Op, ...]]] = {}
+        for written, ops in self.patched:
+            position = written if written >= 0 else prompt_length + written
+            if position < 0:
+                continue
+            here = merged.setdefault(position, {})
+            for layer, hook, each in ops:
+                here[Site(layer, hook)] = (*here.get(Site(layer, hook), ()), *each)
+        return {
+            position: _behind(here, self.prefill if position < prompt_length else self.decode)
+            for position, here in sorted(merged.items())
+        }
+
+    def first_patched(self, prompt_length: int) -> int | None:
+        """Return the first position that is patched; None when none is."""
+        return next(iter(self.patches(prompt_length)), None)
+
+    @property
+    def sites(self) -> frozenset[Site]:
+        """Every site at which something is done."""
+        every = (self.prefill, self.decode, *(ops for _, ops in self.patched))
+        return frozenset(Site(layer, hook) for ops in every for layer, hook, _ in ops)
+
+
+def _behind(first: Mapping[Site, tuple[Op, ...]], then: Sequence[SiteOps]) -> tuple[SiteOps, ...]:
+    behind = {Site(layer, hook): ops for layer, hook, ops in then}
+    sites = sorted({*first, *behind})
+    return tuple(SiteOps(*site, (*first.get(site, ()), *behind.get(site, ()))) for site in sites)
+
+
+class _Rows:
+    """Rows by content."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[bytes, int] = {}
+
+    def number(self, row: Row) -> int:
+        content = row.tobytes()
+        return self.numbers.setdefault(content, len(self.numbers))
+
+
+def program_of(hidden_size: int, parts: Sequence[Steering]) -> SteeringProgram | None:
+    """Return the program of everything that holds for a request: the global state, its modules, what it brought itself."""
+    return compile_program(
+        hidden_size,
+        [tier for part in parts for tier in (part.base, part.prefill)],
+        [tier for part in parts for tier in (part.base, part.decode)],
+        [patch for part in parts for patch in part.patches],
+    )
+
+
+def compile_program(
+    hidden_size: int, prefill: Sequence[Tier], decode: Sequence[Tier], patches: Iterable[Patch] = ()
+) -> SteeringProgram | None:
+    """Return the program of a request with these tiers, in order, at its two phases; None when it does nothing.
+
+    Vectors at a site are added up in float64 and rounded to float32 once; what comes to nothing is left out.
+    """
+    rows = _Rows()
+    before = _site_ops(prefill, rows)
+    after = before if decode == prefill else _site_ops(decode, rows)
+    patched: dict[int, dict[Site, tuple[Op, ...]]] = {}
+    for patch in patches:
+        if patch.amount == 0.0:
+            continue
+        given = np.frombuffer(patch.data, np.float32).reshape(len(patch.positions), hidden_size)
+        for position, row in zip(patch.positions, given, strict=True):
+            here = patched.setdefault(position, {})
+            here[patch.site] = (*here.get(patch.site, ()), Op(PATCH, rows.number(row), patch.amount))
+    if not before and not after and not patched:
+        return None
+    return SteeringProgram(
+        hidden_size,
+        b"".join(rows.numbers),
+        tuple(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest() for content in rows.numbers),
+        before,
+        after,
+        tuple(
+            (position, tuple(SiteOps(*site, ops) for site, ops in sorted(here.items())))
+            for position, here in sorted(patched.items())
+        ),
+    )
+
+
+def _site_ops(tiers: Sequence[Tier], rows: _Rows) -> tuple[SiteOps, ...]:
+    sums = _sums(vector for tier in tiers for vector in tier.vectors)
+    ops: dict[Site, list[Op]] = {site: [Op(ADD, rows.number(total))] for site, total in sums.items()}
+    for tier in tiers:
+        for clamp in tier.clamps:
+            if clamp.strength != 0.0:
+                row = rows.number(np.frombuffer(clamp.data, np.float32))
+                ops.setdefault(clamp.site, []).append(Op(CLAMP, row, clamp.strength, clamp.low, clamp.high))
+    return tuple(SiteOps(*site, tuple(each)) for site, each in sorted(ops.items()))
+
+
+def _sums(vectors: Iterable[SteeringVector]) -> dict[Site, Row]:
+    """Return the sum of the vectors at each site where it is not nothing."""
+    at: dict[Site, list[SteeringVector]] = {}
+    for vector in vectors:
+        if vector.scale != 0.0:
+            at.setdefault(vector.site, []).append(vector)
+    sums = {}
+    for site, some in at.items():
+        total = some[0].array() if len(some) == 1 else np.sum([v.array(np.float64) for v in some], axis=0)
+        total = np.asarray(total, np.float32) + np.float32(0)  # no negative zeros
+        if total.any():
+            sums[site] = total
+    return sums
+
+
+def with_vectors(
+    program: SteeringProgram | None, hidden_size: int, vectors: Sequence[SteeringVector]
+) -> SteeringProgram | None:
+    """Return a program that adds vectors at generated positions too, behind what it adds there and before it clamps."""
+    sums = _sums(vectors)
+    if not sums:
+        return program
+    rows = _Rows()
+    old = program or SteeringProgram(hidden_size, b"", ())
+    for row in old.array():
+        rows.number(row)
+    more = {site: Op(ADD, rows.number(total)) for site, total in sums.items()}
+    decode = {Site(layer, hook): ops for layer, hook, ops in old.decode}
+    for site, add in more.items():
+        ops = decode.get(site, ())
+        begins = next((n for n, op in enumerate(ops) if op.kind == CLAMP), len(ops))
+        decode[site] = (*ops[:begins], add, *ops[begins:])
+    return SteeringProgram(
+        hidden_size,
+        b"".join(rows.numbers),
+        tuple(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest() for content in rows.numbers),
+        old.prefill,
+        tuple(SiteOps(*site, ops) for site, ops in sorted(decode.items())),
+        old.patched,
+    )
