@@ -1,6 +1,6 @@
 """Clamps: a bound on how much of a direction the residual stream has at a site.
 
-With `p = x · d` for the unit vector `d`, a clamp does `x ← x + strength · (min(max(p, low), high) − p) · d`. Equal
+With `p = x · d` for the unit vector `d`, a clamp does `x ← x + strength · (min(max(p, low), high) - p) · d`. Equal
 bounds set the projection to a value; 0 removes the direction (directional ablation, Arditi et al. 2024, arXiv:2406.11717).
 """
 

@@ -8,7 +8,7 @@ from capflow.site import Site
 
 
 class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rows for positions of one site: `x ← x + amount · (row − x)`; an amount of 1 replaces `x`.
+    """Rows for positions of one site: `x ← x + amount · (row - x)`; an amount of 1 replaces `x`.
 
     positions: counted from the prompt's start, or from its end where negative (-1 is its last token). data: `[positions,
     hidden_size]` float32 little-endian, a row for each position.

@@ -4,9 +4,9 @@ Of a position, at each steered site, a program says which operations are done, i
 
 | operation | what it does |
 |---|---|
-| `PATCH` | `x ← x + amount · (row − x)` |
+| `PATCH` | `x ← x + amount · (row - x)` |
 | `ADD` | `x ← x + amount · row` |
-| `CLAMP` | `x ← x + amount · (min(max(x · row, low), high) − x · row) · row` |
+| `CLAMP` | `x ← x + amount · (min(max(x · row, low), high) - x · row) · row` |
 
 Two requests that ask for the same in different words have equal programs.
 """
