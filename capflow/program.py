@@ -16,12 +16,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from capflow.errors import UsageError, explain
+from capflow.message import ModelInfo
 from capflow.patch import Patch
 from capflow.site import Site
 from capflow.steering import Steering, Tier
@@ -72,11 +74,18 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
     def key(self, ops: Sequence[SiteOps]) -> str:
         """Return a name for these operations: equal for two programs that do the same."""
-        said = [(layer, hook, [(self.digests[op.row], *op) for op in each]) for layer, hook, each in ops]
-        blind = [
-            (layer, hook, [(digest, kind, *rest) for digest, kind, _, *rest in each]) for layer, hook, each in said
+        return _name(self._said(ops))
+
+    def patched_key(self, prompt_length: int) -> str:
+        """Return a name for what is done at single positions of a request with this prompt."""
+        return _name([(position, self._said(ops)) for position, ops in self.patches(prompt_length).items()])
+
+    def _said(self, ops: Sequence[SiteOps]) -> list[Any]:
+        """Return operations by what their rows hold, instead of by their numbers."""
+        return [
+            (layer, hook, [(op.kind, self.digests[op.row], op.amount, op.low, op.high) for op in each])
+            for layer, hook, each in ops
         ]
-        return hashlib.blake2b(msgspec.msgpack.encode(blind), digest_size=DIGEST_BYTES).hexdigest()
 
     def patches(self, prompt_length: int) -> dict[int, tuple[SiteOps, ...]]:
         """Return what is done at single positions of a request with this prompt, patches with what its phase does."""
@@ -97,11 +106,30 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
         """Return the first position that is patched; None when none is."""
         return next(iter(self.patches(prompt_length)), None)
 
+    def check(self, info: ModelInfo) -> None:
+        """Raise UsageError unless the program is of this model, and its sites are tapped."""
+        if self.hidden_size != info.hidden_size:
+            raise UsageError(explain("steering", got=f"{self.hidden_size} numbers", expected=f"{info.hidden_size}"))
+        if len(self.rows) != 4 * self.hidden_size * len(self.digests):
+            raise UsageError(explain("steering", got=f"{len(self.rows)} bytes", expected=f"{len(self.digests)} rows"))
+        numbers = (
+            op.row for ops in (self.prefill, self.decode, *(o for _, o in self.patched)) for s in ops for op in s.ops
+        )
+        if not all(0 <= number < len(self.digests) for number in numbers):
+            raise UsageError(explain("steering", got="an operation on no row"))
+        for site in sorted(self.sites - set(info.sites)):
+            do = f"start the engine with --sites {site} to tap it"
+            raise UsageError(explain("steering", got=f"no tap at {site}", expected="a tapped site", do=do))
+
     @property
     def sites(self) -> frozenset[Site]:
         """Every site at which something is done."""
         every = (self.prefill, self.decode, *(ops for _, ops in self.patched))
         return frozenset(Site(layer, hook) for ops in every for layer, hook, _ in ops)
+
+
+def _name(said: Any) -> str:
+    return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def _behind(first: Mapping[Site, tuple[Op, ...]], then: Sequence[SiteOps]) -> tuple[SiteOps, ...]:

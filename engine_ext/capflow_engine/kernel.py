@@ -1,7 +1,8 @@
 """The tap on a GPU: one Triton program per token, which returns at once when there is nothing to do.
 
-`launch` is the layout contract; the tables are those of `capflow_engine.tables`. The sum of a split stream is
-rounded once, to the model's dtype, after it was scaled; a steering vector is added in float32 and rounded once.
+`launch` is the layout contract; the tables are those of `capflow_engine.tables` and `capflow_engine.bank`. The sum of a split
+stream is rounded once, to the model's dtype, after it was scaled. What steers works on the stream in float32; what it
+changes in all is added to `hidden`, and rounded once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from capflow.program import CLAMP, PATCH
 from capflow_engine.tables import CHANNELS
 
 
@@ -22,9 +24,11 @@ def _tap_kernel(
     site_base,
     token_row,
     token_steer,
-    steer_bank,
     staging,
-    bank,
+    heads,
+    op_ints,
+    op_floats,
+    rows,
     scale,
     hidden_stride,
     residual_stride,
@@ -35,15 +39,17 @@ def _tap_kernel(
     SPLIT: tl.constexpr,
     SCALED: tl.constexpr,
     CHANNEL_COUNT: tl.constexpr,
+    CLAMPS: tl.constexpr,
+    PATCHES: tl.constexpr,
 ):
     token = tl.program_id(0)
     here = tl.load(site)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     slot = tl.load(token_steer + token)
-    bank_row = -1
+    op = -1
     if slot >= 0:
-        bank_row = tl.load(steer_bank + slot * sites + here)
+        op = tl.load(heads + slot * sites + here)
     for channel in tl.static_range(CHANNEL_COUNT):
         group = tl.load(site_group + channel * sites + here)
         if group >= 0:
@@ -58,14 +64,30 @@ def _tap_kernel(
                     value *= scale
                 target = (tl.load(site_base + channel * sites + here) + row).to(tl.int64)
                 tl.store(staging + target * width + columns, value.to(staging.dtype.element_ty), mask=inside)
-    if bank_row >= 0:
+    if op >= 0:
         place = hidden + token.to(tl.int64) * hidden_stride + columns
-        value = tl.load(place, mask=inside).to(tl.float32)
-        vector = tl.load(bank + bank_row.to(tl.int64) * width + columns, mask=inside).to(tl.float32)
+        half = tl.load(place, mask=inside).to(tl.float32)
+        stream = half
+        if SPLIT:
+            stream += tl.load(residual + token.to(tl.int64) * residual_stride + columns, mask=inside).to(tl.float32)
         if SCALED:
-            vector /= scale
-        value += vector
-        tl.store(place, value.to(hidden.dtype.element_ty), mask=inside)
+            stream *= scale
+        change = tl.zeros([BLOCK], tl.float32)
+        while op >= 0:
+            kind = tl.load(op_ints + op * 3)
+            row = tl.load(op_ints + op * 3 + 1).to(tl.int64)
+            vector = tl.load(rows + row * width + columns, mask=inside, other=0.0)
+            steered = tl.where(inside, stream + change, 0.0)
+            projection = tl.sum(steered * vector, axis=0)
+            low = tl.load(op_floats + op * 3 + 1)
+            high = tl.load(op_floats + op * 3 + 2)
+            bounded = tl.minimum(tl.maximum(projection, low), high)
+            along = tl.where(kind == CLAMPS, bounded - projection, 1.0) * vector
+            change += tl.load(op_floats + op * 3) * tl.where(kind == PATCHES, vector - steered, along)
+            op = tl.load(op_ints + op * 3 + 2)
+        if SCALED:
+            change /= scale
+        tl.store(place, (half + change).to(hidden.dtype.element_ty), mask=inside)
 
 
 def launch(
@@ -76,20 +98,23 @@ def launch(
     site_base: torch.Tensor,
     token_row: torch.Tensor,
     token_steer: torch.Tensor,
-    steer_bank: torch.Tensor,
     staging: torch.Tensor,
-    bank: torch.Tensor,
+    heads: torch.Tensor,
+    op_ints: torch.Tensor,
+    op_floats: torch.Tensor,
+    rows: torch.Tensor,
     scale: float = 1.0,
 ) -> None:
     """Launch the tap of one site over `hidden`, `[tokens, width]`; see `capflow_engine.tap.tap`."""
     tokens, width = hidden.shape
     assert hidden.stride(1) == 1
     assert residual is None or (residual.shape == hidden.shape and residual.stride(1) == 1)
-    assert staging.shape[1] == bank.shape[1] == width
+    sites = heads.shape[1]
+    assert staging.shape[1] == rows.shape[1] == width
     assert staging.is_contiguous()
-    assert bank.is_contiguous()
-    assert site_group.shape == site_base.shape == (CHANNELS, steer_bank.shape[1])
-    assert token_row.shape == (CHANNELS, steer_bank.shape[1], token_steer.shape[0])
+    assert rows.is_contiguous()
+    assert site_group.shape == site_base.shape == (CHANNELS, sites)
+    assert token_row.shape == (CHANNELS, sites, token_steer.shape[0])
     assert tokens <= token_steer.shape[0]
     other = hidden if residual is None else residual
     _tap_kernel[(tokens,)](
@@ -100,18 +125,22 @@ def launch(
         site_base,
         token_row,
         token_steer,
-        steer_bank,
         staging,
-        bank,
+        heads,
+        op_ints,
+        op_floats,
+        rows,
         scale,
         hidden.stride(0),
         other.stride(0),
-        steer_bank.shape[1],
+        sites,
         token_steer.shape[0],
         width=width,
         BLOCK=triton.next_power_of_2(width),
         SPLIT=residual is not None,
         SCALED=scale != 1.0,
         CHANNEL_COUNT=CHANNELS,
+        CLAMPS=CLAMP,
+        PATCHES=PATCH,
         num_warps=4 if width <= 4096 else 8,
     )

@@ -6,6 +6,7 @@ In process it is a plain dict of msgpack types, made by `RequestOptions.pack`; o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,8 +14,9 @@ import msgspec
 from capflow import limits
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
+from capflow.program import SteeringProgram, program_of
 from capflow.spec import CaptureSpec
-from capflow.vector import SteeringVector, parse_steering
+from capflow.steering import STEERING_FIELDS, Steering
 
 KEY = "capflow"
 
@@ -23,13 +25,15 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one request asks for.
 
     id: what the request is called in frames and files, unique among running ones. capture: what to capture of it for
-    consumers that read requests' own specs. steering: what is added to its stream. samples: how many samples are asked
-    for, each of which is a request of its own, called `id#0`, `id#1` and so on when there are several.
+    consumers that read requests' own specs. steering: what steers it, as it was asked for. program: the same worked out,
+    with everything else that holds for it; where that is there, `steering` is not. samples: how many samples are asked for, each
+    of which is a request of its own, called `id#0`, `id#1` and so on when there are several.
     """
 
     id: str | None = None
     capture: CaptureSpec | None = None
-    steering: tuple[SteeringVector, ...] = ()
+    steering: Steering | None = None
+    program: SteeringProgram | None = None
     samples: int = 1
 
     @property
@@ -40,29 +44,40 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (self.id,) if self.samples == 1 else tuple(f"{self.id}#{n}" for n in range(self.samples))
 
     @classmethod
-    def make(cls, *, id: str | None = None, capture: Any = None, steering: Any = None) -> RequestOptions:
-        """Return the options that plain values describe; raise UsageError naming the field that is wrong."""
+    def make(cls, *, id: str | None = None, capture: Any = None, **steering: Any) -> RequestOptions:
+        """Return the options that plain values describe; raise UsageError naming the field that is wrong.
+
+        steering: the fields of `capflow.steering.STEERING_FIELDS`; None says nothing.
+        """
         if id is not None and (not isinstance(id, str) or not 0 < len(id) <= limits.REQUEST_ID_LENGTH_MAX):
             raise UsageError(explain("id", got=id, expected=f"1..{limits.REQUEST_ID_LENGTH_MAX} characters"))
+        given = {name: value for name, value in steering.items() if value is not None}
         return cls(
             id=id,
             capture=None if capture is None else CaptureSpec.parse(capture),
-            steering=() if steering is None else parse_steering(steering),
+            steering=Steering.parse(given) if given else None,
         )
 
     def check(self, info: ModelInfo) -> None:
         """Raise UsageError unless everything fits the model and its taps."""
         if self.capture is not None:
             self.capture.resolve(info.sites, num_layers=info.num_layers)
-        seen = set()
-        for vector in self.steering:
-            if not 0 <= vector.layer < info.num_layers:
-                expected = f"0..{info.num_layers - 1}"
-                raise UsageError(explain(f"steering.{vector.hook}", got=f"layer {vector.layer}", expected=expected))
-            vector.check(info.sites, info.hidden_size)
-            if vector.site in seen:
-                raise UsageError(explain("steering", got=f"two vectors at {vector.site}", expected="one for each site"))
-            seen.add(vector.site)
+        if self.steering is not None:
+            self.steering.check(info)
+        if self.program is not None:
+            self.program.check(info)
+
+    def resolved(self, info: ModelInfo, parts: Sequence[Steering] = ()) -> RequestOptions:
+        """Return the options with what steers worked out. parts: what holds for the request besides, before its own.
+
+        Raises UsageError for a module that is not among the parts.
+        """
+        own = () if self.steering is None else (self.steering,)
+        if self.steering is not None and self.steering.modules and not parts:
+            name = self.steering.modules[0].name
+            raise UsageError(explain("steering_name", got=name, expected="a module that is known here"))
+        program = program_of(info.hidden_size, (*parts, *own)) if parts or own else self.program
+        return msgspec.structs.replace(self, steering=None, program=program)
 
     def pack(self) -> dict[str, Any]:
         """Return the options as plain values for `extra_args`."""
@@ -83,8 +98,9 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 value = msgspec.json.decode(value)
             except (msgspec.DecodeError, RecursionError) as e:
                 raise UsageError(explain(KEY, got=str(e), expected="a JSON object")) from e
-            if not isinstance(value, dict) or set(value) - {"id", "capture", "steering"}:
-                raise UsageError(explain(KEY, got=value, expected="an object with some of id, capture, steering"))
+            if not isinstance(value, dict) or set(value) - _TEXT_FIELDS:
+                expected = f"an object with some of {', '.join(sorted(_TEXT_FIELDS))}"
+                raise UsageError(explain(KEY, got=value, expected=expected))
             return cls.make(**value)
         try:
             return msgspec.convert(value, cls)
@@ -94,3 +110,4 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _NONE = RequestOptions()
+_TEXT_FIELDS = frozenset(("id", "capture", *STEERING_FIELDS))

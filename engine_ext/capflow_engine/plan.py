@@ -1,7 +1,7 @@
 """The plan: what the taps do in one step, for every request of its batch.
 
 The planner is told the batch, in the order in which its tokens lie in the model's tensors, and says
-which token rows each site copies to where, and which bank row each site adds to which tokens.
+which token rows each site copies to where, and which slot of the bank steers which tokens.
 
 Tokens of the step that are wanted at exactly the same sites form one *group*; each token is in one group at most. A group's rows
 lie in the step's buffer as `[sites of the group, rows, hidden]`, groups one after another. So the work of planning
@@ -31,6 +31,7 @@ from capflow.frame import Block, Span
 from capflow.positions import Positions
 from capflow.site import Site
 from capflow.spec import CaptureSpec
+from capflow_engine.bank import Steered
 
 SHIP, VIEW = 0, 1
 
@@ -114,8 +115,7 @@ class Tracked:
     """A request that is running, as one worker knows it.
 
     key: vLLM's id of it; id: the id it is known by outside. computed: its positions below this were
-    planned. prefill_steer, decode_steer: for each steered site index the bank row that is added to
-    its prompt positions and to its generated ones.
+    planned. steered: the slots of the bank that steer it; None when none does.
     """
 
     key: str
@@ -125,8 +125,7 @@ class Tracked:
     view: Program
     capture: CaptureSpec | None = None
     computed: int = 0
-    prefill_steer: Mapping[int, int] = field(default_factory=dict)
-    decode_steer: Mapping[int, int] = field(default_factory=dict)
+    steered: Steered | None = None
     ship_cursor: Cursor | None = field(init=False, repr=False)
     view_cursor: Cursor | None = field(init=False, repr=False)
 
@@ -181,32 +180,39 @@ def counted(sizes: Indices) -> Indices:
     return np.arange(behind[-1]) - np.repeat(behind - sizes, sizes)
 
 
-class Add(NamedTuple):
-    """A site adds bank row `bank` to token rows `source .. source+length`."""
+class Slotted(NamedTuple):
+    """Token rows `source .. source+length` are steered by a slot of the bank."""
 
     source: int
     length: int
-    bank: int
+    slot: int
 
 
 @dataclass(frozen=True)
 class Plan:
     """One step. rows: rows of the buffer; ship_rows: how many of them are for consumers.
 
-    adds: for each steered site index, what it adds.
+    steered: which token rows are steered; where two name the same row, the later one holds.
     """
 
     batch: tuple[Scheduled, ...]
     groups: tuple[Group, ...]
     rows: int
     ship_rows: int
-    adds: Mapping[int, tuple[Add, ...]]
+    steered: tuple[Slotted, ...]
     tokens: int
 
     @property
     def idle(self) -> bool:
         """Whether no tap has anything to do."""
-        return not self.groups and not self.adds
+        return not self.groups and not self.steered
+
+    def slots(self, tokens: int) -> npt.NDArray[np.int32]:
+        """Return the slot that steers each of `tokens` token rows; -1: none."""
+        slots = np.full(tokens, -1, np.int32)
+        for source, length, slot in self.steered:
+            slots[source : source + length] = slot
+        return slots
 
     def blocks(self, sites: Sequence[Site]) -> tuple[Block, ...]:
         """Return the shipped groups as the blocks of a frame, given the tapped sites in order."""
@@ -245,7 +251,7 @@ class Planner:
         steered = False
         for number, (request, row, start, length) in enumerate(batch):
             tokens += length
-            if request.decode_steer or request.prefill_steer:
+            if request.steered is not None:
                 steered = True
             end = start + length
             computed = request.computed
@@ -266,8 +272,8 @@ class Planner:
         shipped = _groups(ship, SHIP, 0)
         ship_rows = _end(shipped, 0)
         viewed = _groups(view, VIEW, ship_rows)
-        adds = _adds(batch) if steered else {}
-        return Plan(tuple(batch), (*shipped, *viewed), _end(viewed, ship_rows), ship_rows, adds, tokens)
+        slotted = _slotted(batch) if steered else ()
+        return Plan(tuple(batch), (*shipped, *viewed), _end(viewed, ship_rows), ship_rows, slotted, tokens)
 
 
 _Taken = dict[SiteSet, list[tuple[int, int, int, int]]]
@@ -316,18 +322,21 @@ def _end(groups: Sequence[Group], base: int) -> int:
     return groups[-1].base + groups[-1].rows * len(groups[-1].sites) if groups else base
 
 
-def _adds(batch: Sequence[Scheduled]) -> dict[int, tuple[Add, ...]]:
-    """Return what each site adds; prompt and generated positions of a request may differ."""
-    adds: dict[int, list[Add]] = {}
+def _slotted(batch: Sequence[Scheduled]) -> tuple[Slotted, ...]:
+    """Return what steers each token row; prompt and generated positions of a request may differ, and single ones."""
+    slotted = []
     for request, row, start, length in batch:
-        if not request.prefill_steer and not request.decode_steer:
+        steered = request.steered
+        if steered is None:
             continue
         split = min(max(request.prompt_length - start, 0), length)
-        for steer, source, size in (
-            (request.prefill_steer, row, split),
-            (request.decode_steer, row + split, length - split),
-        ):
-            if size:
-                for site, bank in steer.items():
-                    adds.setdefault(site, []).append(Add(source, size, bank))
-    return {site: tuple(entries) for site, entries in adds.items()}
+        if split and steered.prefill >= 0:
+            slotted.append(Slotted(row, split, steered.prefill))
+        if split < length and steered.decode >= 0:
+            slotted.append(Slotted(row + split, length - split, steered.decode))
+        slotted += (
+            Slotted(row + position - start, 1, slot)
+            for position, slot in steered.patched.items()
+            if start <= position < start + length
+        )
+    return tuple(slotted)

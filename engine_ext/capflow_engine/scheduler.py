@@ -11,7 +11,6 @@ told which rows of a step belong to nobody before, or with the word that the ste
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import operator
 import time
@@ -19,16 +18,17 @@ import uuid
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
-from capflow.action import Abort, Applied, Rejected, Unsteer
+from capflow.action import Abort, Applied, Rejected, Steer, Unsteer
 from capflow.errors import UsageError, explain
 from capflow.frame import Rank
 from capflow.message import Act, Hello, Welcome
 from capflow.positions import Positions
+from capflow.program import SteeringProgram, with_vectors
+from capflow.steering import Steering, Tier
 from capflow.transport import SchedulerLink
 from capflow_engine import compat, compat_cache, compat_step
-from capflow_engine.options import RequestOptions
+from capflow_engine.holdings import Holdings, Size
+from capflow_engine.options import KEY, RequestOptions
 from capflow_engine.orders import Ended, Orders, Wishes
 from capflow_engine.settings import Settings
 
@@ -57,16 +57,22 @@ class Captured:
     def add_request(self, request: Any) -> None:
         """Admit a request; vLLM's scheduler takes it from here."""
         new = request.request_id not in self.requests  # type: ignore[attr-defined]
-        fits = self.capflow.admit(self, request) if new else True
+        taken = self.capflow.admit(self, request) if new else True
         if not new and compat_step.ends_input(request):
             self.capflow.input_over.add(request.request_id)
         super().add_request(request)  # type: ignore[misc]
-        if not fits and compat.abort(self, request.request_id):
+        if not taken and compat.abort(self, request.request_id):
             self.capflow.aborted.append(request)
+
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+        """Return whether a waiting request may be scheduled: not before the steering bank has room for it."""
+        ready: bool = super()._handle_blocked_waiting_request(request)  # type: ignore[misc]
+        return ready and self.capflow.has_room(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule a step and put its orders on it."""
         self.capflow.take_actions(self)
+        self.capflow.holding_back = False
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self.capflow.order(output, self.requests)  # type: ignore[attr-defined]
         return output
@@ -116,12 +122,17 @@ class Ledger:
         self._step = 0
         self._keys: dict[str, str] = {}  # outside id → vLLM's id, of requests that run
         self._names: dict[str, str] = {}  # the other way round
-        self._reserved: dict[str, int] = {}  # bank rows, by vLLM's id, of requests that run
-        self._reserved_rows = 0  # their sum
+        requests = vllm_config.scheduler_config.max_num_seqs
+        self._held = Holdings(Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests))
+        self._waiting: dict[str, SteeringProgram] = {}  # by vLLM's id, of requests that hold nothing of the bank yet
+        self.holding_back = False  # a request waits for room in the bank, so that those behind it do too
+        self._acted: dict[str, str] = {}  # by vLLM's id, under which name the vectors of an action are held
         self._unscheduled: dict[str, tuple[str, int]] = {}  # for `Orders.admitted`, until its first step
         self._ended: dict[str, Ended] = {}  # until the next step's orders are made
-        self._actions: list[Any] = []  # likewise
-        self._outcomes: list[str] = []  # ids of actions that the next orders carry
+        self._actions: list[
+            tuple[str, str, Steer | Unsteer]
+        ] = []  # id, vLLM's id of the request; until it is scheduled
+        self._aborts: list[str] = []  # ids of aborts, which hold from the next step on
         self._under_way: dict[int, UnderWay] = {}  # steps by number, until their output is taken in
         self._cuts: dict[str, int] = {}  # for the next step's orders
         self._welcome: Welcome | None = None
@@ -138,20 +149,22 @@ class Ledger:
     def admit(self, scheduler: Any, request: Any) -> bool:
         """Name a new request, and key its cache by what it asks for.
 
-        Returns False when its steering vectors do not fit beside those of the requests that run; a request is never
-        run without the steering that it asked for.
+        Returns False for a request that cannot be run as it asks; it is never run otherwise.
         """
         self._take_welcome()
         key = request.request_id
         params = request.sampling_params
+        taken = True
         try:
             options = RequestOptions.unpack(params.extra_args if params is not None else None)
             options.check(self.info)
+            options = options.resolved(self.info)
+            self._check_size(options.program, request.num_prompt_tokens)
         except UsageError as e:
             # The front ends of capflow refuse these before they come here; vLLM's own do not know them.
-            logger.error("request %s: %s; it runs without capture and steering", key, e)
-            params.extra_args = {k: v for k, v in params.extra_args.items() if k != "capflow"}
-            options = RequestOptions()
+            logger.error("request %s: %s; it is aborted", key, e)
+            params.extra_args = {k: v for k, v in params.extra_args.items() if k != KEY}
+            options, taken = RequestOptions(), False
         names = options.names
         name = names[0 if len(names) == 1 else compat_step.sample_number(key)] if names else key
         if name in self._keys:
@@ -160,23 +173,43 @@ class Ledger:
         self._unscheduled[key] = name, self._wishes_number
         if wanted := self._wanted(options):
             compat_cache.compute(scheduler, request, wanted)
-        steering = [v for v in options.steering if v.scale != 0.0]
-        if steering:
-            salt = hashlib.blake2b(msgspec.msgpack.encode(steering), digest_size=16).hexdigest()
-            compat.fork_prompt_cache(request, salt)
+        if options.program is not None:
+            self._waiting[key] = options.program
+            self._key_cache(request, options.program)
         if self._wishes.controllers:  # they may steer it at any step, unseen from here
             compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
-        return self._reserve(key, 2 * len(steering))
+        return taken
 
-    def _reserve(self, key: str, rows: int) -> bool:
-        """Reserve bank rows for a request's vectors, in the prompt and behind it; False if there are not as many."""
-        if self._reserved_rows + rows > self.settings.bank_rows_max:
-            logger.error(
-                "request %s: the steering bank has no room for %d more vectors; raise bank_rows_max", key, rows
-            )
+    def _check_size(self, program: SteeringProgram | None, prompt_length: int) -> None:
+        if program is not None and not Holdings(self._held.size).hold("", program, prompt_length):
+            do = "ask for less, or start the engine with more --steering-bank-bytes"
+            raise UsageError(explain("steering", got="more than the steering bank can hold", do=do))
+
+    def _key_cache(self, request: Any, program: SteeringProgram) -> None:
+        """Key a request's cache blocks by what steers the positions in them.
+
+        What steers generated positions alone leaves the prompt's blocks to everyone. Equal steering has equal keys.
+        """
+        prompt = request.num_prompt_tokens
+        prefill, decode = program.key(program.prefill), program.key(program.decode)
+        if program.prefill:
+            compat.fork_prompt_cache(request, prefill)
+        if decode != prefill:
+            compat.fork_cache_from(request, prompt, f"decode:{decode}", self.hash_block_size)
+        first = program.first_patched(prompt)
+        if first is not None:
+            patched = f"patched:{program.patched_key(prompt)}"
+            compat.fork_cache_from(request, first, patched, self.hash_block_size)
+
+    def has_room(self, request: Any) -> bool:
+        """Return whether the steering bank has room for a request, and take it; requests wait for it in their order."""
+        program = self._waiting.get(request.request_id)
+        if program is None:
+            return True
+        if self.holding_back or not self._held.hold(request.request_id, program, request.num_prompt_tokens):
+            self.holding_back = True
             return False
-        self._reserved_rows += rows
-        self._reserved[key] = self._reserved.get(key, 0) + rows
+        del self._waiting[request.request_id]
         return True
 
     def take_actions(self, scheduler: Any) -> None:
@@ -202,12 +235,14 @@ class Ledger:
                 if (admitted := self._unscheduled.pop(key, None)) is not None:
                     orders.admitted[key] = admitted
         orders.ended, self._ended = self._ended, {}
-        orders.actions, self._actions = self._actions, []
+        ready = [action for action in self._actions if action[1] not in self._unscheduled]
+        self._actions = [action for action in self._actions if action[1] in self._unscheduled]
+        orders.actions = [(key, action) for _, key, action in ready]
         orders.wishes, self._new_wishes = self._new_wishes, {}
         orders.attach(scheduler_output)
-        for action_id in self._outcomes:
-            self.link.outcome(Applied(action_id, self._step))
-        self._outcomes.clear()
+        for number in (*self._aborts, *(number for number, _, _ in ready)):
+            self.link.outcome(Applied(number, self._step))
+        self._aborts.clear()
 
     def settle(self, scheduler_output: Any, model_runner_output: Any) -> None:
         """Note that a step's output was taken in; drafts that were rejected in it are cut off."""
@@ -226,7 +261,14 @@ class Ledger:
     def end(self, request: Any) -> None:
         """Note that a request is over."""
         key = request.request_id
-        self._reserved_rows -= self._reserved.pop(key, 0)
+        self._waiting.pop(key, None)
+        self._held.release(key)
+        self._held.release(self._acted.pop(key, ""))
+        for number, _, _ in (action for action in self._actions if action[1] == key):
+            self.link.outcome(
+                Rejected(number, explain("request", got=self._names.get(key), expected="one that is running"))
+            )
+        self._actions = [action for action in self._actions if action[1] != key]
         name = self._names.pop(key, None)
         if name is not None:
             del self._keys[name]
@@ -268,21 +310,31 @@ class Ledger:
             if not compat.abort(scheduler, key):
                 return explain("request", got=action.request, expected="one that is running")
             self.aborted.append(request)
-        elif isinstance(action, Unsteer):
-            self._actions.append((key, action))
-        else:
+            self._aborts.append(act.id)
+            return None
+        if isinstance(action, Steer):
             try:
-                RequestOptions(steering=action.vectors).check(self.info)
+                Steering(base=Tier(action.vectors)).check(self.info)
             except UsageError as e:
                 return str(e)
-            if not self._reserve(key, len(action.vectors)):
-                return explain("steering bank", got="no room for more vectors", do="raise bank_rows_max")
+            if not self._hold_action(act.id, key, action, request):
+                return explain("steering bank", got="no room for more", do="raise --steering-bank-bytes")
             salt = f"{self._boot}:{key}:{time.monotonic_ns()}"
             position = max(request.num_computed_tokens, request.num_prompt_tokens)
             compat.fork_cache_from(request, position, salt, self.hash_block_size)
-            self._actions.append((key, action))
-        self._outcomes.append(act.id)
+        self._actions.append((act.id, key, action))
         return None
+
+    def _hold_action(self, number: str, key: str, action: Steer, request: Any) -> bool:
+        """Take what an action needs of the bank, in the place of what the one before it took; False if there is no room."""
+        options = RequestOptions.unpack(request.sampling_params.extra_args).resolved(self.info)
+        program = with_vectors(options.program, self.info.hidden_size, action.vectors)
+        name = f"{key} {number}"
+        if program is not None and not self._held.hold(name, program, request.num_prompt_tokens):
+            return False
+        self._held.release(self._acted.get(key, ""))
+        self._acted[key] = name
+        return True
 
 
 _classes: dict[type[Any], type[Any]] = {}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # it needs torch
 SITES_DEFAULT = ("post_block:*",)
 """The patterns of the sites that carry a tap when the user names none."""
 
-_GRAPH_VERSION = 2  # goes up with every change to what a tap puts into the graph
+_GRAPH_VERSION = 3  # goes up with every change to what a tap puts into the graph
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Settings:
     engine: the engine's name, new at each start. hub: the address its workers connect to. sites: those that carry
     a tap, in order. policy, outbound_bytes_max: of each worker's
     outbound queue. staging_bytes_max: the device memory for the rows of one step.
+    steering_bank_bytes: the device memory for what steers.
     hub_wait_s: how long the engine's start waits for the hub; None starts without.
     capture_wait_s: how long a response over HTTP waits for the consumers at most, when its request wants it to.
     user: the `additional_config` that the user gave vLLM besides.
@@ -45,7 +46,7 @@ class Settings:
     policy: Policy = "block"
     outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT
     staging_bytes_max: int = 1024 * limits.MIB
-    bank_rows_max: int = 8192
+    steering_bank_bytes: int = 256 * limits.MIB
     hub_wait_s: float | None = None
     insecure: bool = False
     capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT

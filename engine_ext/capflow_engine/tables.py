@@ -7,12 +7,11 @@ All are allocated once, before graphs are captured, and never move.
 | site_group | int32 [2, sites] | the line of `token_row` that each site reads, per channel (`SHIP`, `VIEW`); -1: none |
 | site_base | int32 [2, sites] | what each site adds to it, per channel |
 | token_row | int32 [2, lines, tokens] | the staging row of each token, less what the site adds; -1: not wanted |
-| token_steer | int32 [tokens] | the steering slot of each token; -1: none |
-| steer_bank | int32 [slots, sites] | the bank row that a slot adds at a site; -1: none |
+| token_steer | int32 [tokens] | the slot of the bank that steers each token; -1: none |
 | staging | [rows, hidden] | the rows of the step, packed as the plan says |
-| bank | [bank rows, hidden] | the steering vectors |
 
-Where the taps read the plan itself, on the CPU, the tensors have one element each (`resident` is False).
+What steers is in the bank (`capflow_engine.bank`). Where the taps read the plan itself, on the CPU, the tensors have one
+element each (`resident` is False).
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class Tables:
         sites: int,
         tokens: int,
         rows: int,
-        bank_rows: int,
         hidden: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -51,23 +49,20 @@ class Tables:
     ) -> None:
         self.resident = resident
         if not resident:
-            sites = tokens = rows = bank_rows = hidden = 1
+            sites = tokens = rows = hidden = 1
         self.sites = sites
-        self.slots = 2 * tokens
         self.site_group = torch.full((CHANNELS, sites), -1, dtype=torch.int32, device=device)
         self.site_base = torch.zeros((CHANNELS, sites), dtype=torch.int32, device=device)
         self.token_row = torch.full((CHANNELS, sites, tokens), -1, dtype=torch.int32, device=device)
         self.token_steer = torch.full((tokens,), -1, dtype=torch.int32, device=device)
-        self.steer_bank = torch.full((self.slots, sites), -1, dtype=torch.int32, device=device)
         self.staging = torch.empty((rows, hidden), dtype=dtype, device=device)
-        self.bank = torch.zeros((bank_rows, hidden), dtype=dtype, device=device)
         self._written: dict[str, npt.NDArray[np.int32]] = {}  # what the device holds of each table
         self._idle = True  # what the device holds now says "nothing to do"
         self._steering = False  # some token on the device has a steering slot
 
     def device_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that every tap carries, by the names of the op's arguments."""
-        names = ("site_group", "site_base", "token_row", "token_steer", "steer_bank", "staging", "bank")
+        names = ("site_group", "site_base", "token_row", "token_steer", "staging")
         return {name: getattr(self, name) for name in names}
 
     def load(self, plan: Plan, padded_tokens: int) -> None:
@@ -87,24 +82,14 @@ class Tables:
         self._load_steering(plan)
 
     def _load_steering(self, plan: Plan) -> None:
-        if not plan.adds:
+        if not plan.steered:
             if self._steering:
                 self.token_steer.fill_(-1)
+                self._written.pop("token_steer", None)
                 self._steering = False
             return
         self._steering = True
-        steer_of = np.full(self.token_steer.shape[0], -1, np.int32)
-        slots: dict[tuple[int, int], int] = {}
-        for adds in plan.adds.values():
-            for add in adds:
-                slot = slots.setdefault((add.source, add.length), len(slots))
-                steer_of[add.source : add.source + add.length] = slot
-        bank_of = np.full((len(slots), self.sites), -1, np.int32)
-        for site, adds in plan.adds.items():
-            for add in adds:
-                bank_of[slots[add.source, add.length], site] = add.bank
-        self._upload(self.token_steer, steer_of)
-        self._upload(self.steer_bank[: len(slots)], bank_of)
+        self._write("token_steer", self.token_steer, plan.slots(self.token_steer.shape[0]))
 
     def _write(self, name: str, target: torch.Tensor, values: npt.NDArray[np.int32]) -> None:
         """Upload values unless they are what was uploaded last, as they are while a batch decodes."""

@@ -2,7 +2,7 @@
 
 `install` puts the taps where `capflow_engine.structure` found the hook points: before or after a module of the layer.
 
-`capflow::tap` copies wanted rows of the residual stream out and adds steering vectors in place. It is
+`capflow::tap` copies wanted rows of the residual stream out and steers it in place. It is
 declared to mutate `hidden` only: the staging buffer is written behind the compiler's back, and nothing in
 the graph reads it. All a tap needs besides the stream is in tensors that stay where they are, so a graph
 captured once serves every later plan; which site it is stands in a tensor too, so that the graphs of two layers
@@ -20,6 +20,7 @@ from torch import nn
 import capflow_engine.step as step_module
 from capflow.site import HOOKS
 from capflow_engine import compat
+from capflow_engine.bank import Bank
 from capflow_engine.structure import Place
 from capflow_engine.tables import Tables
 
@@ -32,16 +33,18 @@ def tap(
     site_base: torch.Tensor,
     token_row: torch.Tensor,
     token_steer: torch.Tensor,
-    steer_bank: torch.Tensor,
     staging: torch.Tensor,
-    bank: torch.Tensor,
+    heads: torch.Tensor,
+    op_ints: torch.Tensor,
+    op_floats: torch.Tensor,
+    rows: torch.Tensor,
     scale: float,
 ) -> None:
     """Do what the current step's plan says for one site; the op's CPU implementation.
 
     hidden, residual: `[tokens, hidden]`, with or without a leading 1; hidden is changed in place where the site is
     steered. site: the site's index, int32 `[1]`. scale: the site's value is this many times what is given. The tables
-    are those of `capflow_engine.tables` and are not read here.
+    are those of `capflow_engine.tables` and `capflow_engine.bank` and are not read here.
     """
     step = step_module.current
     if step is not None and not step.plan.idle:
@@ -57,16 +60,19 @@ def _tap_gpu(
     site_base: torch.Tensor,
     token_row: torch.Tensor,
     token_steer: torch.Tensor,
-    steer_bank: torch.Tensor,
     staging: torch.Tensor,
-    bank: torch.Tensor,
+    heads: torch.Tensor,
+    op_ints: torch.Tensor,
+    op_floats: torch.Tensor,
+    rows: torch.Tensor,
     scale: float,
 ) -> None:
     from capflow_engine.kernel import launch
 
     hidden = hidden.view(-1, hidden.shape[-1])
     residual = None if residual is None else residual.view(hidden.shape)
-    launch(hidden, residual, site, site_group, site_base, token_row, token_steer, steer_bank, staging, bank, scale)
+    tables = (site_group, site_base, token_row, token_steer, staging, heads, op_ints, op_floats, rows)
+    launch(hidden, residual, site, *tables, scale)
 
 
 def _tap_fake(
@@ -77,9 +83,11 @@ def _tap_fake(
     site_base: torch.Tensor,
     token_row: torch.Tensor,
     token_steer: torch.Tensor,
-    steer_bank: torch.Tensor,
     staging: torch.Tensor,
-    bank: torch.Tensor,
+    heads: torch.Tensor,
+    op_ints: torch.Tensor,
+    op_floats: torch.Tensor,
+    rows: torch.Tensor,
     scale: float,
 ) -> None:
     return None
@@ -97,15 +105,17 @@ class Tap(nn.Module):
     site_base: torch.Tensor
     token_row: torch.Tensor
     token_steer: torch.Tensor
-    steer_bank: torch.Tensor
     staging: torch.Tensor
-    bank: torch.Tensor
+    heads: torch.Tensor
+    op_ints: torch.Tensor
+    op_floats: torch.Tensor
+    rows: torch.Tensor
 
-    def __init__(self, index: int, place: Place, tables: Tables, device: torch.device) -> None:
+    def __init__(self, index: int, place: Place, tables: Tables, bank: Bank, device: torch.device) -> None:
         super().__init__()
         self.slots, self.items, self.scale = place.slots, place.items, place.scale
         self.register_buffer("site", torch.tensor([index], dtype=torch.int32, device=device), persistent=False)
-        for name, tensor in tables.device_tensors().items():
+        for name, tensor in {**tables.device_tensors(), **bank.device_tensors()}.items():
             self.register_buffer(name, tensor, persistent=False)
 
     def before(self, args: Any, kwargs: Any) -> None:
@@ -127,9 +137,11 @@ class Tap(nn.Module):
             self.site_base,
             self.token_row,
             self.token_steer,
-            self.steer_bank,
             self.staging,
-            self.bank,
+            self.heads,
+            self.op_ints,
+            self.op_floats,
+            self.rows,
             self.scale,
         )
 

@@ -26,12 +26,13 @@ from capflow.action import Steer, Unsteer
 from capflow.errors import CapflowError
 from capflow.frame import Rank
 from capflow.message import Hello
+from capflow.program import SteeringProgram, with_vectors
 from capflow.spec import CaptureSpec, Wanted, join
 from capflow.transport import WorkerLink
-from capflow.vector import SteeringVector
 from capflow_engine import compat, compat_model, compat_step
 from capflow_engine.bank import Bank
 from capflow_engine.control import Controllers
+from capflow_engine.holdings import Size
 from capflow_engine.options import RequestOptions
 from capflow_engine.orders import Ended, Orders, Wishes
 from capflow_engine.pending import EMPTY_PLAN, READY, Pending
@@ -79,15 +80,17 @@ class WorkerCapture:
         self.planner = Planner(len(self.sites))
         self.row_bytes = self.info.hidden_size * self.dtype.itemsize
         self.tables = self._make_tables(worker.scheduler_config.max_num_batched_tokens)
-        self.bank = Bank(self.tables.bank if self.tables.resident else self._host_bank())
+        requests = worker.scheduler_config.max_num_seqs
+        size = Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests)
+        self.bank = Bank(size, self.index, self.info.hidden_size, self.device)
         for n, (site, layer, place) in enumerate(owned):
-            install(layer, site.hook, place, Tap(n, place, self.tables, self.device))
+            install(layer, site.hook, place, Tap(n, place, self.tables, self.bank, self.device))
         self.sends = self.rank.tp == 0  # also a stage without taps: its part of a request ends like any other's
         self.ring = Ring(self.settings.outbound_bytes_max, pinned=self.tables.resident)
         self.wishes: dict[int, Wishes] = {}
         self.controllers = Controllers((), self.info, self.sites)
         self.requests: dict[str, Tracked] = {}  # by vLLM's id
-        self._static: dict[str, tuple[SteeringVector, ...]] = {}  # what requests came with, by vLLM's id
+        self._programs: dict[str, SteeringProgram] = {}  # what requests came with, by vLLM's id
         self._watched: set[str] = set()  # those of which some stage ships rows, so each stage tells of their end
         self._pending = Pending()
         self._viewed: _Viewed | None = None  # the step before, until the next one begins
@@ -134,15 +137,11 @@ class WorkerCapture:
             sites=max(len(self.sites), 1),
             tokens=tokens,
             rows=rows,
-            bank_rows=self.settings.bank_rows_max,
             hidden=self.info.hidden_size,
             dtype=self.dtype,
             device=self.device,
             resident=self.device.type != "cpu",
         )
-
-    def _host_bank(self) -> torch.Tensor:
-        return torch.empty((self.settings.bank_rows_max, self.info.hidden_size), dtype=self.dtype)
 
     # --- between steps ---
 
@@ -162,19 +161,19 @@ class WorkerCapture:
             self.sender.put(step)
         self._step = orders.step
         self.wishes.update(orders.wishes)
+        keys = {tracked.id: key for key, tracked in self.requests.items()} if actions else {}
+        known = [(keys[action.request], action) for action in actions if action.request in keys]
+        known += [(key, action) for key, action in orders.actions if key in self.requests]
+        for key, action in known:
+            self._act(key, action)
         for key, prompt_length, extra_args in compat_step.new_requests(scheduler_output):
             if key in orders.admitted and key not in self.requests:
                 self._admit(key, prompt_length, extra_args, *orders.admitted[key])
+                for _, action in (one for one in orders.actions if one[0] == key):
+                    self._act(key, action)
             elif key in self.requests and self.requests[key].prompt_length != prompt_length:
                 # Streaming input makes the prompt longer. Steps that wait go on with the prompt that they were planned for.
                 self.requests[key] = replace(self.requests[key], prompt_length=prompt_length)
-        keys = {tracked.id: key for key, tracked in self.requests.items()} if actions else {}
-        for action in actions:
-            if action.request in keys:
-                self._act(keys[action.request], action)
-        for key, action in orders.actions:
-            if key in self.requests:
-                self._act(key, action)
 
     def _admit(self, key: str, prompt_length: int, extra_args: Any, name: str, wishes_number: int) -> None:
         wishes = self.wishes[wishes_number]
@@ -193,11 +192,10 @@ class WorkerCapture:
         if self.sends and wanted:
             self._watched.add(key)
         self.requests[key] = tracked
-        static = tuple(v for v in options.steering if v.scale != 0.0 and v.site in self.index)
-        if static:
-            self._static[key] = static
-            tracked.prefill_steer = self._acquire(static)
-            tracked.decode_steer = self._acquire(static)
+        program = options.resolved(self.info).program
+        if program is not None:
+            self._programs[key] = program
+            tracked.steered = self.bank.acquire(program, prompt_length)
 
     def _wanted(self, specs: Sequence[CaptureSpec | None]) -> Wanted:
         info = self.info
@@ -206,35 +204,19 @@ class WorkerCapture:
     def _program(self, wanted: Wanted) -> Program:
         return self.planner.program({self.index[site]: w.positions for site, w in wanted.items() if site in self.index})
 
-    def _acquire(self, vectors: tuple[SteeringVector, ...]) -> dict[int, int]:
-        """Put the sum of the vectors at each site into the bank; return the bank row by site index."""
-        sums: dict[int, Any] = {}
-        for vector in vectors:
-            if vector.site in self.index and vector.scale != 0.0:
-                site = self.index[vector.site]
-                sums[site] = sums[site] + vector.array() if site in sums else vector.array()
-        held: dict[int, int] = {}
-        try:
-            for site, total in sums.items():
-                held[site] = self.bank.acquire(total)
-        except CapflowError:
-            for row in held.values():
-                self.bank.release(row)
-            raise
-        return held
-
     def _act(self, key: str, action: Steer | Unsteer) -> None:
         """Change what is added to a request's generated positions, from this step on."""
         tracked = self.requests[key]
         more = action.vectors if isinstance(action, Steer) else ()
+        program = with_vectors(self._programs.get(key), self.info.hidden_size, more)
         try:
-            after = self._acquire((*self._static.get(key, ()), *more))
+            after = None if program is None else self.bank.acquire(program, tracked.prompt_length)
         except CapflowError as e:  # only a controller can ask for more than the scheduler admitted
             logger.error("request %s stays as it is: %s", tracked.id, e)
             return
-        before, tracked.decode_steer = tracked.decode_steer, after
-        for row in before.values():
-            self.bank.release(row)
+        before, tracked.steered = tracked.steered, after
+        if before is not None:
+            self.bank.release(before)
 
     def _run_controllers(self, cuts: Mapping[str, int]) -> list[Steer | Unsteer]:
         viewed, self._viewed = self._viewed, None
@@ -247,9 +229,9 @@ class WorkerCapture:
         tracked = self.requests.pop(key, None)
         if tracked is None:
             return
-        self._static.pop(key, None)
-        for row in (*tracked.prefill_steer.values(), *tracked.decode_steer.values()):
-            self.bank.release(row)
+        self._programs.pop(key, None)
+        if tracked.steered is not None:
+            self.bank.release(tracked.steered)
         self.controllers.forget(tracked.id)
         if key in self._watched:
             self._watched.discard(key)
@@ -303,7 +285,7 @@ class WorkerCapture:
             ready, token_ids = self._copy_out(plan) if plan.rows else (READY, _NO_TOKENS)
         else:
             out = None if self._buffer is None else torch.from_numpy(self._buffer).view(self.dtype).view(plan.rows, -1)
-            step_module.current = Step(plan, out, self.bank.rows)
+            step_module.current = Step(plan, out, self.bank)
             try:
                 yield
             finally:
