@@ -29,7 +29,7 @@ from capflow.positions import Positions
 from capflow.transport import SchedulerLink
 from capflow_engine import compat, compat_cache, compat_step
 from capflow_engine.options import RequestOptions
-from capflow_engine.orders import Ended, Orders, Wishes
+from capflow_engine.orders import Ended, Orders, Unscheduled, Wishes
 from capflow_engine.settings import Settings
 
 logger = logging.getLogger("vllm.capflow.scheduler")
@@ -120,6 +120,7 @@ class Ledger:
         self._reserved_rows = 0  # their sum
         self._unscheduled: dict[str, tuple[str, int]] = {}  # for `Orders.admitted`, until its first step
         self._ended: dict[str, Ended] = {}  # until the next step's orders are made
+        self._never: dict[str, Unscheduled] = {}  # likewise
         self._actions: list[Any] = []  # likewise
         self._outcomes: list[str] = []  # ids of actions that the next orders carry
         self._under_way: dict[int, UnderWay] = {}  # steps by number, until their output is taken in
@@ -202,6 +203,7 @@ class Ledger:
                 if (admitted := self._unscheduled.pop(key, None)) is not None:
                     orders.admitted[key] = admitted
         orders.ended, self._ended = self._ended, {}
+        orders.unscheduled, self._never = self._never, {}
         orders.actions, self._actions = self._actions, []
         orders.wishes, self._new_wishes = self._new_wishes, {}
         orders.attach(scheduler_output)
@@ -230,12 +232,16 @@ class Ledger:
         name = self._names.pop(key, None)
         if name is not None:
             del self._keys[name]
-            self._unscheduled.pop(key, None)
         status = compat.finished_status(request)
         if status == "abort" and key in self.input_over:  # how vLLM ends a request that waited for input in vain
             status = "stop"
         self.input_over.discard(key)
-        self._ended[key] = Ended(status, compat.computed_limit(request))
+        admitted = self._unscheduled.pop(key, None)
+        if admitted is None:
+            self._ended[key] = Ended(status, compat.computed_limit(request))
+        else:
+            capture = RequestOptions.unpack(request.sampling_params.extra_args).capture
+            self._never[key] = Unscheduled(*admitted, request.num_prompt_tokens, capture, status)
 
     def close(self) -> None:
         """Leave the hub."""
