@@ -24,7 +24,7 @@ test: env system  ## run every test; those that need no engine beside those that
 		for code in $$engine $$rest; do if [ $$code -eq 5 ]; then echo "make test: no test ran" >&2; fi; done; \
 		[ $$engine -eq 0 ] && [ $$rest -eq 0 ]
 
-soak: env  ## 5,000 random requests against the oracle; about an hour
+soak: env  ## 5,000 random requests against the oracle; a quarter of an hour
 	CAPFLOW_ORACLE_REQUESTS=5000 $(PYTHON) -m pytest -s tests/test_oracle.py
 
 conformance: env  ## every architecture against Transformers; writes docs/compatibility.md; a quarter of an hour

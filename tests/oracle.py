@@ -162,6 +162,7 @@ class Live:
         tokens = request["prompt"] + answer
         prompt, spec = len(request["prompt"]), request["capture"]
         whole = request["abort"] is None
+        assert set(results) == {"filesystem", "duckdb"}, f"{name} has no result"
         assert all(result.status in ("ok", "not_requested") for result in results.values()), (name, results)
         if whole:
             assert len(answer) == request["max_tokens"]

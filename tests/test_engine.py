@@ -14,6 +14,7 @@ from capflow.launch import HubProcess
 from capflow.probe import Probe
 from capflow.site import Site
 from capflow.vector import SteeringVector
+from capflow_engine import compat
 
 pytestmark = pytest.mark.engine
 
@@ -288,6 +289,18 @@ def test_an_action_aborts_a_running_request(shared):
     assert len(output.outputs[0].token_ids) < 240
     request = capflow.open(root)["doomed"]
     assert request.sidecar.status == "abort"
+
+
+def test_a_request_that_ends_before_it_is_scheduled_has_results(shared):
+    llm, root = shared
+    params = capflow.sampling_params(id="early", capture=ALL, max_tokens=4, **GREEDY)
+    llm.llm_engine.add_request("early", prompts((9,))[0], params)
+    llm.llm_engine.abort_request(["early"])
+    compat.flush(llm.llm_engine)
+    with Client(llm.capflow_settings.hub) as client:
+        (result,) = client.results(["early"], wait=True, timeout=20)["early"].values()
+    assert result.status == "ok"
+    assert capflow.open(root)["early"].sidecar.status == "abort"
 
 
 def test_an_action_for_a_request_that_does_not_run_is_rejected(shared):

@@ -13,14 +13,14 @@ It lies in tensors that taps read and that never move:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from capflow.errors import CapflowError, explain
-from capflow.program import SteeringProgram
+from capflow.program import Op, SteeringProgram
 from capflow.site import Site
 from capflow_engine.holdings import Configuration, Configured, Size
 
@@ -116,7 +116,7 @@ class Bank:
         self._slots[number].holders += 1
         return number
 
-    def _put(self, key: str, ops: Sequence[tuple[int, tuple]], program: SteeringProgram) -> int:
+    def _put(self, key: str, ops: Sequence[tuple[int, tuple[Op, ...]]], program: SteeringProgram) -> int:
         digests = {program.digests[op.row]: op.row for _, each in ops for op in each}
         new = [digest for digest in digests if digest not in self._row_of]
         numbers = self._free_ops.take(sum(len(each) for _, each in ops))
@@ -167,7 +167,7 @@ class Bank:
                 self._free_rows.give([self._row_of.pop(digest)])
 
     @staticmethod
-    def _upload(target: torch.Tensor, lines: Sequence[int], values: npt.NDArray) -> None:
+    def _upload(target: torch.Tensor, lines: Sequence[int], values: npt.NDArray[Any]) -> None:
         """Write lines of a table; on a GPU without waiting for it."""
         source, where = torch.from_numpy(np.ascontiguousarray(values)), torch.tensor(lines)
         if target.is_cuda:  # from memory that is not page-locked, a copy waits for the device

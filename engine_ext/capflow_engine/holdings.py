@@ -40,7 +40,7 @@ class Configuration(NamedTuple):
     ops: tuple[SiteOps, ...]
 
     @property
-    def count(self) -> int:
+    def num_ops(self) -> int:
         """How many operations there are."""
         return sum(len(each) for _, _, each in self.ops)
 
@@ -86,7 +86,7 @@ class Holdings:
     def hold(self, name: str, program: SteeringProgram, prompt_length: int) -> bool:
         """Take what a program needs; False, and nothing is taken, where there is no room for it."""
         wanted = [
-            (one.key, one.count, frozenset(program.digests[op.row] for _, _, ops in one.ops for op in ops))
+            (one.key, one.num_ops, frozenset(program.digests[op.row] for _, _, ops in one.ops for op in ops))
             for one in Configured.of(program, prompt_length).each()
         ]
         new = [each for each in wanted if not self._slots[each[0]]]

@@ -32,13 +32,24 @@ class Ended:
     limit: int
 
 
+@dataclass(frozen=True)
+class Unscheduled:
+    """A request was over before any of it was scheduled: what is said of it, so that nobody waits for its results."""
+
+    name: str
+    wishes: int
+    prompt_length: int
+    capture: CaptureSpec | None
+    status: str
+
+
 @dataclass
 class Orders:
     """One step's orders.
 
     admitted: for each request first scheduled now, what it is called outside and the number of the wishes
     it was admitted under. wishes: new ones, by number. ended: requests (by vLLM's id) that are over since the last
-    step. actions: changes to running requests, by vLLM's id, that hold from this step on.
+    step, and unscheduled those that no worker ever heard of. actions: changes to running requests, by vLLM's id, that hold from this step on.
 
     settled: of steps up to this one everything is known: which drafts were accepted, and which requests ended in them.
     cuts: by vLLM's id, the position behind the last row that is the request's in all steps before this one that were
@@ -51,6 +62,7 @@ class Orders:
     admitted: dict[str, tuple[str, int]] = field(default_factory=dict)
     wishes: dict[int, Wishes] = field(default_factory=dict)
     ended: dict[str, Ended] = field(default_factory=dict)
+    unscheduled: dict[str, Unscheduled] = field(default_factory=dict)
     actions: list[tuple[str, Steer | Unsteer]] = field(default_factory=list)
 
     def attach(self, scheduler_output: Any) -> None:

@@ -17,7 +17,7 @@ from capflow_engine.orders import Ended
 from capflow_engine.plan import Plan, Tracked
 from capflow_engine.sender import Computed
 
-EMPTY_PLAN = Plan((), (), 0, 0, {}, 0)
+EMPTY_PLAN = Plan((), (), 0, 0, (), 0)
 READY: Callable[[], None] = lambda: None  # noqa: E731
 
 

@@ -29,7 +29,7 @@ from capflow.transport import SchedulerLink
 from capflow_engine import compat, compat_cache, compat_step
 from capflow_engine.holdings import Holdings, Size
 from capflow_engine.options import KEY, RequestOptions
-from capflow_engine.orders import Ended, Orders, Wishes
+from capflow_engine.orders import Ended, Orders, Unscheduled, Wishes
 from capflow_engine.settings import Settings
 
 logger = logging.getLogger("vllm.capflow.scheduler")
@@ -129,9 +129,8 @@ class Ledger:
         self._acted: dict[str, str] = {}  # by vLLM's id, under which name the vectors of an action are held
         self._unscheduled: dict[str, tuple[str, int]] = {}  # for `Orders.admitted`, until its first step
         self._ended: dict[str, Ended] = {}  # until the next step's orders are made
-        self._actions: list[
-            tuple[str, str, Steer | Unsteer]
-        ] = []  # id, vLLM's id of the request; until it is scheduled
+        self._never: dict[str, Unscheduled] = {}  # likewise
+        self._actions: list[tuple[str, str, Steer | Unsteer]] = []  # by id and vLLM's id, until the request is scheduled
         self._aborts: list[str] = []  # ids of aborts, which hold from the next step on
         self._under_way: dict[int, UnderWay] = {}  # steps by number, until their output is taken in
         self._cuts: dict[str, int] = {}  # for the next step's orders
@@ -235,13 +234,14 @@ class Ledger:
                 if (admitted := self._unscheduled.pop(key, None)) is not None:
                     orders.admitted[key] = admitted
         orders.ended, self._ended = self._ended, {}
+        orders.unscheduled, self._never = self._never, {}
         ready = [action for action in self._actions if action[1] not in self._unscheduled]
         self._actions = [action for action in self._actions if action[1] in self._unscheduled]
         orders.actions = [(key, action) for _, key, action in ready]
         orders.wishes, self._new_wishes = self._new_wishes, {}
         orders.attach(scheduler_output)
-        for number in (*self._aborts, *(number for number, _, _ in ready)):
-            self.link.outcome(Applied(number, self._step))
+        for action_id in (*self._aborts, *(action_id for action_id, _, _ in ready)):
+            self.link.outcome(Applied(action_id, self._step))
         self._aborts.clear()
 
     def settle(self, scheduler_output: Any, model_runner_output: Any) -> None:
@@ -264,20 +264,22 @@ class Ledger:
         self._waiting.pop(key, None)
         self._held.release(key)
         self._held.release(self._acted.pop(key, ""))
-        for number, _, _ in (action for action in self._actions if action[1] == key):
-            self.link.outcome(
-                Rejected(number, explain("request", got=self._names.get(key), expected="one that is running"))
-            )
-        self._actions = [action for action in self._actions if action[1] != key]
         name = self._names.pop(key, None)
         if name is not None:
             del self._keys[name]
-            self._unscheduled.pop(key, None)
+        for action_id in [action_id for action_id, its, _ in self._actions if its == key]:
+            self.link.outcome(Rejected(action_id, explain("request", got=name, expected="one that is running")))
+        self._actions = [action for action in self._actions if action[1] != key]
         status = compat.finished_status(request)
         if status == "abort" and key in self.input_over:  # how vLLM ends a request that waited for input in vain
             status = "stop"
         self.input_over.discard(key)
-        self._ended[key] = Ended(status, compat.computed_limit(request))
+        admitted = self._unscheduled.pop(key, None)
+        if admitted is None:
+            self._ended[key] = Ended(status, compat.computed_limit(request))
+        else:
+            capture = RequestOptions.unpack(request.sampling_params.extra_args).capture
+            self._never[key] = Unscheduled(*admitted, request.num_prompt_tokens, capture, status)
 
     def close(self) -> None:
         """Leave the hub."""

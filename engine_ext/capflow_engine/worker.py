@@ -34,7 +34,7 @@ from capflow_engine.bank import Bank
 from capflow_engine.control import Controllers
 from capflow_engine.holdings import Size
 from capflow_engine.options import RequestOptions
-from capflow_engine.orders import Ended, Orders, Wishes
+from capflow_engine.orders import Ended, Orders, Unscheduled, Wishes
 from capflow_engine.pending import EMPTY_PLAN, READY, Pending
 from capflow_engine.plan import VIEW, Plan, Planner, Program, Scheduled, Tracked
 from capflow_engine.ring import Ring
@@ -156,11 +156,12 @@ class WorkerCapture:
                 self.requests[key].computed = min(self.requests[key].computed, limit)
         for key, ended in orders.ended.items():
             self._forget(key, ended)
+        self.wishes.update(orders.wishes)
+        self._end_unscheduled(orders.unscheduled)
         for step in self._pending.settle(orders.settled):
             assert self.sender is not None
             self.sender.put(step)
         self._step = orders.step
-        self.wishes.update(orders.wishes)
         keys = {tracked.id: key for key, tracked in self.requests.items()} if actions else {}
         known = [(keys[action.request], action) for action in actions if action.request in keys]
         known += [(key, action) for key, action in orders.actions if key in self.requests]
@@ -236,6 +237,14 @@ class WorkerCapture:
         if key in self._watched:
             self._watched.discard(key)
             self._pending.end(tracked, ended)
+
+    def _end_unscheduled(self, requests: Mapping[str, Unscheduled]) -> None:
+        """Tell of the end of requests that this worker never heard of, if anybody wants rows of them."""
+        for key, never in requests.items():
+            if self.sends and self._wanted([never.capture, *self.wishes[never.wishes].captures]):
+                nothing = self.planner.nothing
+                tracked = Tracked(key, never.name, never.prompt_length, nothing, nothing, never.capture)
+                self._pending.end(tracked, Ended(never.status, 0))
 
     # --- the step ---
 
