@@ -19,6 +19,8 @@ import numpy as np
 import torch
 
 from capflow.positions import Positions
+from capflow_engine.bank import Bank
+from capflow_engine.holdings import Size
 from capflow_engine.plan import Plan, Planner, Program, Scheduled, Tracked
 from capflow_engine.step import Step
 from capflow_engine.tables import Tables
@@ -98,12 +100,11 @@ def microseconds(call: Callable[[], object]) -> float:
 
 def measure(case: Case, steps: int) -> tuple[Plan, dict[str, float]]:
     """Return the last plan with rows, and medians by what was timed."""
-    bank = torch.zeros(1, 1)
+    bank = Bank(Size(1, 1, 1), {}, 1, torch.device("cpu"))
     tables = Tables(
         sites=SITES,
         tokens=TOKENS,
         rows=1,
-        bank_rows=1,
         hidden=1,
         dtype=torch.float32,
         device=torch.device("cpu"),

@@ -138,6 +138,11 @@ def _behind(first: Mapping[Site, tuple[Op, ...]], then: Sequence[SiteOps]) -> tu
     return tuple(SiteOps(*site, (*first.get(site, ()), *behind.get(site, ()))) for site in sites)
 
 
+def digest(row: bytes) -> bytes:
+    """Return what stands for a row's content where rows are compared."""
+    return hashlib.blake2b(row, digest_size=DIGEST_BYTES).digest()
+
+
 class _Rows:
     """Rows by content."""
 
@@ -182,7 +187,7 @@ def compile_program(
     return SteeringProgram(
         hidden_size,
         b"".join(rows.numbers),
-        tuple(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest() for content in rows.numbers),
+        tuple(map(digest, rows.numbers)),
         before,
         after,
         tuple(
@@ -238,7 +243,7 @@ def with_vectors(
     return SteeringProgram(
         hidden_size,
         b"".join(rows.numbers),
-        tuple(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest() for content in rows.numbers),
+        tuple(map(digest, rows.numbers)),
         old.prefill,
         tuple(SiteOps(*site, ops) for site, ops in sorted(decode.items())),
         old.patched,

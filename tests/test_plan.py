@@ -8,6 +8,7 @@ from selectors_model import budgets, forms, meant
 
 from capflow.places import FOREVER
 from capflow.positions import Positions
+from capflow_engine.bank import Steered
 from capflow_engine.plan import SHIP, VIEW, Planner, Scheduled, Tracked
 
 SITES = 5
@@ -179,12 +180,10 @@ def test_steady_decoding_moves_no_cursor():
 def test_steering_changes_at_the_end_of_the_prompt(start, length, prefill, decode):
     planner = Planner(2)
     request = tracked(planner, "r", 4)
-    request.prefill_steer, request.decode_steer = {1: 10}, {1: 11}
+    request.steered = Steered(10, 11, {6: 12})
     plan = planner.plan([Scheduled(request, 5, start, length)])
-    steered = np.full(16, -1)
-    for add in plan.adds[1]:
-        assert (steered[add.source : add.source + add.length] == -1).all()
-        steered[add.source : add.source + add.length] = add.bank
-    assert steered.tolist() == [-1] * 5 + [10] * prefill + [11] * decode + [-1] * (11 - prefill - decode)
-    assert 0 not in plan.adds
+    expected = np.array([-1] * 5 + [10] * prefill + [11] * decode + [-1] * (11 - prefill - decode))
+    if start <= 6 < start + length:
+        expected[5 + 6 - start] = 12
+    assert plan.slots(16).tolist() == expected.tolist()
     assert not plan.idle

@@ -17,6 +17,7 @@ from watching import watch
 import capflow
 from capflow.positions import Positions
 from capflow_engine import bank, kernel, tables, tap, worker
+from capflow_engine.bank import NONE, Steered
 from capflow_engine.pending import EMPTY_PLAN
 from capflow_engine.plan import Planner, Scheduled, Tracked
 
@@ -100,7 +101,6 @@ def test_a_forward_pass_between_steps_finds_nothing_to_do():
         sites=3,
         tokens=8,
         rows=24,
-        bank_rows=4,
         hidden=2,
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -108,7 +108,7 @@ def test_a_forward_pass_between_steps_finds_nothing_to_do():
     )
     planner = Planner(3)
     request = Tracked("1", "name", 4, planner.program({0: Positions.ALL, 2: Positions.ALL}), planner.nothing)
-    request.prefill_steer = {1: 0}
+    request.steered = Steered(0, NONE, {})
     kept.load(planner.plan([Scheduled(request, 0, 0, 4)]), 8)
     assert (kept.site_group >= 0).any()
     assert (kept.token_steer >= 0).any()

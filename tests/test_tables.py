@@ -18,7 +18,6 @@ def make_tables():
         sites=SITES,
         tokens=TOKENS,
         rows=1,
-        bank_rows=1,
         hidden=1,
         dtype=torch.float32,
         device=torch.device("cpu"),

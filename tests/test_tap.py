@@ -4,17 +4,23 @@ The kernel runs through Triton's interpreter, in a process of its own: `TRITON_I
 defined. Where there is a GPU, `benchmarks/gpu_kernels.py` runs the same cases on it.
 """
 
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from capflow.positions import Positions
-from capflow_engine.plan import Planner, Scheduled, Tracked
+from capflow.program import ADD, CLAMP, PATCH, Op, SiteOps, SteeringProgram, digest
+from capflow.site import Site
+from capflow_engine.bank import Bank
+from capflow_engine.holdings import Size
+from capflow_engine.plan import Plan, Planner, Scheduled, Tracked
 from capflow_engine.step import Step
 
 CASES = [  # sites, width, dtype, split, tokens of each request
@@ -25,15 +31,28 @@ CASES = [  # sites, width, dtype, split, tokens of each request
     (3, 64, torch.float32, False, (1,) * 13),
     (2, 40, torch.bfloat16, True, (1,) * 40),
 ]
+CPU = torch.device("cpu")
 POISON = -12352.0  # exact in every dtype
 
 
-def make(case, seed):
+class Made(NamedTuple):
+    """A step. steering: of each steered token row its program, and by site what that does there."""
+
+    plan: Plan
+    hidden: torch.Tensor
+    residual: torch.Tensor | None
+    bank: Bank
+    steering: dict
+
+
+def make(case, seed, device=CPU):
     """Return a planner's plan with capture, view and steering mixed, and random tensors for it."""
     sites, width, dtype, split, lengths = case
     rng = np.random.default_rng(seed)
     planner = Planner(sites)
-    batch, row = [], 0
+    index = {Site(n, "post_block"): n for n in range(sites)}
+    bank = Bank(Size(256, 2048, 256), index, width, device)
+    batch, row, steering = [], 0, {}
     sets = [Positions.ALL, Positions.ALL_PROMPT, Positions.LAST_PROMPT, Positions.ALL_GENERATED, Positions.NONE]
     for number, length in enumerate(lengths):
         ship = {s: sets[rng.integers(len(sets))] for s in range(sites)}
@@ -47,16 +66,65 @@ def make(case, seed):
             planner.program(view),
         )
         if rng.random() < 0.6:
-            request.prefill_steer = {int(rng.integers(sites)): int(rng.integers(4))}
-            request.decode_steer = {int(rng.integers(sites)): int(rng.integers(4))}
+            program = random_program(rng, sites, width)
+            request.steered = bank.acquire(program, request.prompt_length)
+            for position in range(start, start + length):
+                steering[row + position - start] = (program, operations(program, position, request.prompt_length))
         batch.append(Scheduled(request, row, start, length))
         row += length
-    generator = torch.Generator().manual_seed(seed)
     tokens = row + 3  # padding behind the batch
-    hidden = torch.randn(tokens, width, generator=generator).to(dtype)
-    residual = (torch.randn(tokens, width, generator=generator) * 30).to(dtype) if split else None
-    bank = torch.randn(4, width, generator=generator).to(dtype)
-    return planner.plan(batch), hidden, residual, bank
+    hidden = exact(rng, (tokens, width), 4, dtype).to(device)
+    residual = exact(rng, (tokens, width), 30, dtype).to(device) if split else None
+    return Made(planner.plan(batch), hidden, residual, bank, steering)
+
+
+def exact(rng, shape, limit, dtype):
+    """Return random multiples of 1/4: what is computed of them in float32 is exact, so that it can be compared for equality."""
+    return torch.from_numpy(rng.integers(-4 * limit, 4 * limit, shape) / 4).to(dtype)
+
+
+def random_program(rng, sites, width):
+    """Return a program of additions, clamps and patches; its directions have few numbers, so that their sums stay exact."""
+
+    def row():
+        values = np.zeros(width, np.float32)
+        values[rng.integers(0, width, 6)] = rng.choice([-1, -0.5, 0.5, 1], 6)
+        return values
+
+    rows = [row() for _ in range(4)]
+
+    def ops():
+        count = int(rng.integers(0, 4))
+        for _ in range(count):
+            kind = int(rng.integers(3))
+            low, high = sorted(float(n) for n in rng.integers(-6, 6, 2))
+            if rng.random() < 0.3:
+                low = -math.inf
+            yield Op(kind, int(rng.integers(4)), float(rng.choice([-2, 0.5, 1])), low, high)
+
+    def phase():
+        return tuple(SiteOps(site, "post_block", some) for site in range(sites) if (some := tuple(ops())))
+
+    return SteeringProgram(
+        width,
+        b"".join(row.tobytes() for row in rows),
+        tuple(digest(row.tobytes()) for row in rows),
+        phase(),
+        phase(),
+        ((1, phase()), (-1, phase())),
+    )
+
+
+def operations(program, position, prompt_length):
+    """Return what a program does at a position, by site, said once more."""
+    found = {}
+    for written, ops in program.patched:
+        if position == (written if written >= 0 else prompt_length + written):
+            for site, _, each in ops:
+                found.setdefault(site, []).extend(each)
+    for site, _, each in program.prefill if position < prompt_length else program.decode:
+        found.setdefault(site, []).extend(each)
+    return found
 
 
 def rounded(values, dtype, truncate):
@@ -67,50 +135,59 @@ def rounded(values, dtype, truncate):
     return values.to(dtype)
 
 
-def reference(plan, sites, hidden, residual, bank, truncate):
+def reference(made, sites, truncate):
     """Return (rows, hidden afterwards per site) in float64, rounded once to the dtype; unwritten rows poisoned."""
-    h = hidden.double()
-    stream = h if residual is None else h + residual.double()
-    rows = torch.full((plan.rows, hidden.shape[1]), POISON, dtype=torch.float64)
+    h = made.hidden.double().cpu()
+    stream = h if made.residual is None else h + made.residual.double().cpu()
+    rows = torch.full((made.plan.rows, h.shape[1]), POISON, dtype=torch.float64)
     after = [h.clone() for _ in range(sites)]
-    for group in plan.groups:
+    for group in made.plan.groups:
         for place, _ in enumerate(group.sites):
             for run in group.runs:
                 at = group.base + place * group.rows + run.target
                 rows[at : at + run.length] = stream[run.source : run.source + run.length]
-    for site, adds in plan.adds.items():
-        for add in adds:
-            after[site][add.source : add.source + add.length] += bank[add.bank].double()
-    return rounded(rows, hidden.dtype, truncate), [rounded(a, hidden.dtype, truncate) for a in after]
+    for token, (program, found) in made.steering.items():
+        given = torch.from_numpy(program.array().copy()).double()
+        for site, ops in found.items():
+            x = stream[token].clone()
+            for kind, number, amount, low, high in ops:
+                row = given[number]
+                if kind == PATCH:
+                    x += amount * (row - x)
+                elif kind == ADD:
+                    x += amount * row
+                else:
+                    projection = float(x @ row)
+                    x += amount * (min(max(projection, low), high) - projection) * row
+            after[site][token] += x - stream[token]
+    dtype = made.hidden.dtype
+    return rounded(rows, dtype, truncate), [rounded(a, dtype, truncate) for a in after]
 
 
-def check(case, seed, run_site, *, truncate=False):
-    plan, hidden, residual, bank = make(case, seed)
-    sites = case[0]
-    rows = torch.full((plan.rows + 2, hidden.shape[1]), POISON, dtype=hidden.dtype)
-    expected_rows, expected_after = reference(plan, sites, hidden, residual, bank, truncate)
+def check(case, seed, run_site, *, truncate=False, device=CPU):
+    made = make(case, seed, device)
+    sites, rows_made = case[0], made.plan.rows
+    rows = torch.full((rows_made + 2, made.hidden.shape[1]), POISON, dtype=made.hidden.dtype, device=device)
+    expected_rows, expected_after = reference(made, sites, truncate)
     for site in range(sites):
-        mine = hidden.clone()
-        kept = None if residual is None else residual.clone()
-        run_site(plan, site, mine, residual, rows, bank)
-        assert torch.equal(mine, expected_after[site]), f"hidden after site {site}"
-        assert residual is None or torch.equal(residual, kept)
-    assert torch.equal(rows[: plan.rows], expected_rows)
-    assert (rows[plan.rows :] == POISON).all()
-    return plan
+        mine = made.hidden.clone()
+        kept = None if made.residual is None else made.residual.clone()
+        run_site(made.plan, site, mine, made.residual, rows, made.bank)
+        assert torch.equal(mine.cpu(), expected_after[site]), f"hidden after site {site}"
+        assert kept is None or torch.equal(made.residual, kept)
+    assert torch.equal(rows[:rows_made].cpu(), expected_rows)
+    assert (rows[rows_made:] == POISON).all()
+    return made.plan
 
 
 def run_kernel(plan, site, hidden, residual, rows, bank):
     from capflow_engine.kernel import launch
     from capflow_engine.tables import Tables
 
-    sites = max((s for g in plan.groups for s in g.sites), default=0)
-    sites = max(sites, max(plan.adds, default=0), site) + 1
     tables = Tables(
-        sites=sites,
+        sites=bank.heads.shape[1],
         tokens=hidden.shape[0] + 5,
         rows=1,
-        bank_rows=1,
         hidden=hidden.shape[1],
         dtype=hidden.dtype,
         device=hidden.device,
@@ -119,8 +196,8 @@ def run_kernel(plan, site, hidden, residual, rows, bank):
     tables.load(plan, hidden.shape[0])
     here = torch.tensor([site], dtype=torch.int32, device=hidden.device)
     launch(
-        hidden, residual, here, tables.site_group, tables.site_base, tables.token_row, tables.token_steer,
-        tables.steer_bank, rows, bank,
+        hidden, residual, here, tables.site_group, tables.site_base, tables.token_row, tables.token_steer, rows,
+        *bank.device_tensors().values(),
     )  # fmt: skip
 
 
@@ -135,8 +212,12 @@ def test_the_cpu_tap_equals_the_reference(case, seed):
 
 
 def test_the_cases_do_every_kind_of_thing():
-    plans = [make(case, seed)[0] for case in CASES for seed in range(5)]
-    assert any(plan.ship_rows and plan.rows > plan.ship_rows and plan.adds for plan in plans)
+    made = [make(case, seed) for case in CASES for seed in range(5)]
+    plans = [one.plan for one in made]
+    assert any(plan.ship_rows and plan.rows > plan.ship_rows and plan.steered for plan in plans)
+    ops = [ops for one in made for _, found in one.steering.values() for ops in found.values()]
+    assert {op.kind for some in ops for op in some} == {ADD, CLAMP, PATCH}
+    assert max(len(some) for some in ops) > 3
     assert any(len(group.runs) >= 8 for plan in plans for group in plan.groups)
 
 

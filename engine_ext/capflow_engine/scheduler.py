@@ -130,7 +130,9 @@ class Ledger:
         self._unscheduled: dict[str, tuple[str, int]] = {}  # for `Orders.admitted`, until its first step
         self._ended: dict[str, Ended] = {}  # until the next step's orders are made
         self._never: dict[str, Unscheduled] = {}  # likewise
-        self._actions: list[tuple[str, str, Steer | Unsteer]] = []  # by id and vLLM's id, until the request is scheduled
+        self._actions: list[
+            tuple[str, str, Steer | Unsteer]
+        ] = []  # by id and vLLM's id, until the request is scheduled
         self._aborts: list[str] = []  # ids of aborts, which hold from the next step on
         self._under_way: dict[int, UnderWay] = {}  # steps by number, until their output is taken in
         self._cuts: dict[str, int] = {}  # for the next step's orders
