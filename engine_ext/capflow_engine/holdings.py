@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from capflow.errors import UsageError, explain
+from capflow.limits import POSITION_MAX
 from capflow.program import SiteOps, SteeringProgram
 
 
@@ -26,6 +28,13 @@ class Size(NamedTuple):
         """Return what `bank_bytes` bytes of rows make; operations and slots are small beside them."""
         rows = max(1, min(bank_bytes // (4 * hidden_size), _ROWS_MAX))
         return cls(rows, max(4 * rows, _OPS_MIN), max(_SLOTS_MIN, 4 * requests_max))
+
+    def check(self, program: SteeringProgram | None, prompt_length: int = POSITION_MAX) -> None:
+        """Raise UsageError for a program that has no room in an empty bank."""
+        if program is not None and not Holdings(self).hold("", program, prompt_length):
+            got = f"{len(program.digests)} vectors, more than the steering bank can hold"
+            do = "ask for less, or start the engine with more --steering-bank-bytes"
+            raise UsageError(explain("steering", got=got, expected=f"at most {self.rows}", do=do))
 
 
 _ROWS_MAX = 65_536

@@ -26,8 +26,9 @@ from vllm import RequestOutput, SamplingParams  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
 from capflow_engine import compat_model  # noqa: E402
+from capflow_engine.holdings import Size  # noqa: E402
 from capflow_engine.options import KEY, RequestOptions  # noqa: E402
-from capflow_engine.settings import SITES_DEFAULT, Settings, engine_arguments  # noqa: E402
+from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings, engine_arguments  # noqa: E402
 
 logger = logging.getLogger("vllm.capflow")
 
@@ -88,7 +89,8 @@ class LLM(VLLM):  # type: ignore[misc]
     consumers: consumers to run for this engine, as on the command line (`"filesystem:root=rows"`); a hub is started
     for them and stopped with `close`. hub: the address of a running hub instead. Without either, the default
     address is used. sites: patterns of the sites that carry a tap. policy: what a worker does when its
-    outbound queue is full.
+    outbound queue is full. steering_bank_bytes: the memory for the vectors that steer the requests which run; a request waits
+    for room in it.
 
     Outputs of `generate` and `chat` have `capture_results`: by consumer, what became of the request's rows. With `n` samples
     each is a request of its own, called `id#0`, `id#1`, …; each of `output.outputs` has its own results too.
@@ -105,6 +107,7 @@ class LLM(VLLM):  # type: ignore[misc]
         hub: str | None = None,
         sites: Sequence[str] = SITES_DEFAULT,
         policy: Policy = "block",
+        steering_bank_bytes: int = STEERING_BANK_BYTES,
         **kwargs: Any,
     ) -> None:
         for name in ("worker_cls", "scheduler_cls"):
@@ -131,13 +134,18 @@ class LLM(VLLM):  # type: ignore[misc]
             hub=hub or default_address(),
             sites=tapped,
             policy=policy,
+            steering_bank_bytes=steering_bank_bytes,
             hub_wait_s=_LAUNCH_WAIT_S if hub is not None else 0.5,
             user=user,
         )
         self.capflow_settings = settings
         try:
             super().__init__(model, **engine_arguments(settings), **kwargs)
-            self.capflow_model = compat.model_info(self.llm_engine.vllm_config)
+            config = self.llm_engine.vllm_config
+            self.capflow_model = compat.model_info(config)
+            self._bank_size = Size.of(
+                steering_bank_bytes, self.capflow_model.hidden_size, config.scheduler_config.max_num_seqs
+            )
         except BaseException:
             self.close()
             raise
@@ -180,6 +188,7 @@ class LLM(VLLM):  # type: ignore[misc]
             options = RequestOptions.unpack(one.extra_args)
             options.check(self.capflow_model)
             options = options.resolved(self.capflow_model)
+            self._bank_size.check(options.program)
             name = options.id or f"{self.capflow_settings.engine[:8]}-{next(self._numbers)}"
             clone = one.clone()
             clone.extra_args = {

@@ -160,7 +160,7 @@ class Ledger:
             options = RequestOptions.unpack(params.extra_args if params is not None else None)
             options.check(self.info)
             options = options.resolved(self.info)
-            self._check_size(options.program, request.num_prompt_tokens)
+            self._held.size.check(options.program, request.num_prompt_tokens)
         except UsageError as e:
             # The front ends of capflow refuse these before they come here; vLLM's own do not know them.
             logger.error("request %s: %s; it is aborted", key, e)
@@ -180,11 +180,6 @@ class Ledger:
         if self._wishes.controllers:  # they may steer it at any step, unseen from here
             compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
         return taken
-
-    def _check_size(self, program: SteeringProgram | None, prompt_length: int) -> None:
-        if program is not None and not Holdings(self._held.size).hold("", program, prompt_length):
-            do = "ask for less, or start the engine with more --steering-bank-bytes"
-            raise UsageError(explain("steering", got="more than the steering bank can hold", do=do))
 
     def _key_cache(self, request: Any, program: SteeringProgram) -> None:
         """Key a request's cache blocks by what steers the positions in them.

@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # it needs torch
 SITES_DEFAULT = ("post_block:*",)
 """The patterns of the sites that carry a tap when the user names none."""
 
+STEERING_BANK_BYTES = 256 * limits.MIB
+"""The memory of the steering bank when the user says nothing: at hidden size 4096, 16,384 different vectors."""
+
 _GRAPH_VERSION = 3  # goes up with every change to what a tap puts into the graph
 
 
@@ -46,7 +49,7 @@ class Settings:
     policy: Policy = "block"
     outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT
     staging_bytes_max: int = 1024 * limits.MIB
-    steering_bank_bytes: int = 256 * limits.MIB
+    steering_bank_bytes: int = STEERING_BANK_BYTES
     hub_wait_s: float | None = None
     insecure: bool = False
     capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT

@@ -1,0 +1,180 @@
+"""Steering in real engines: every hook, tier and operation in one batch, the prefix cache, and a bank that is too small."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines import GREEDY, VOCABULARY, answers, engine, prompts, save_tiny
+from steered import LOGITS_MAX, RAW, SteeredReference, lengths, logits, program, prove, vector
+
+import capflow
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def steered(model):
+    return SteeredReference(model)
+
+
+def test_every_operation_in_one_batch_eager(model, steered):
+    with engine(model, sites=["*:*"], max_num_seqs=64, max_num_batched_tokens=128, **RAW) as llm:
+        outputs = prove(llm, steered)
+        # The plain one is what it is without its mates, and what vLLM without capflow says.
+        alone = llm.generate(prompts(lengths(), seed=3)[0], capflow.sampling_params(**asks()), use_tqdm=False)
+        assert logits(outputs[0]) == pytest.approx(logits(alone[0]), abs=1e-6)
+    with engine(model, capflow_on=False, **RAW) as llm:
+        from vllm import SamplingParams
+
+        bare = llm.generate(prompts(lengths(), seed=3)[0], SamplingParams(**asks()), use_tqdm=False)
+    assert answers(bare) == answers(outputs[:1])
+    assert logits(outputs[0]) == pytest.approx(logits(bare[0]), abs=1e-6)
+
+
+def asks(**more):
+    return {"max_tokens": 5, "logprobs": VOCABULARY, **GREEDY, **more}
+
+
+def test_every_operation_in_one_batch_compiled(model, steered):
+    with engine(model, sites=["*:*"], enforce_eager=False, **RAW) as llm:
+        prove(llm, steered)
+
+
+@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_every_operation_in_two_processes(model, steered, parallel):
+    with engine(model, sites=["*:*"], in_process=False, **{parallel: 2}, **RAW) as llm:
+        prove(llm, steered)
+
+
+def test_every_operation_on_the_v2_runner(model):
+    paths = [str(HERE / "triton_cpu"), str(HERE), os.environ.get("PYTHONPATH", "")]
+    variables = {
+        **os.environ,
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    command = [sys.executable, str(HERE / "steered.py"), model]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.split()[-2:] == ["proved", str(len(lengths()))]
+
+
+# --- the prefix cache ---
+
+PROMPT = prompts((100,), seed=5)[0]
+ONE = {"post_block": {1: vector(1)}}
+OTHER = {"post_block": {1: vector(2)}}
+ABLATION = {"post_block": {1: {"vector": vector(1), "value": 0}}}
+
+
+@pytest.fixture(scope="module")
+def cached(model):
+    """An engine that has a prefix cache of small blocks."""
+    with engine(model, sites=["*:*"], block_size=16, num_gpu_blocks_override=200, **RAW) as llm:
+        yield llm
+
+
+def ask(llm, fields, prompt=PROMPT):
+    """Return a request's output; the prefix cache is as those before left it."""
+    (output,) = llm.generate(prompt, capflow.sampling_params(**asks(**fields)), use_tqdm=False)
+    return output
+
+
+def right(steered, output, fields):
+    prompt = output.prompt_token_ids
+    tokens = [*prompt, *output.outputs[0].token_ids[:-1]]
+    expected = steered.logits(tokens, len(prompt), program(fields))[len(prompt) - 1 :]
+    error = np.abs(logits(output) - expected).max()
+    assert error < LOGITS_MAX, f"logits are off by {error:.1e}"
+
+
+POISONINGS = {
+    "steered, then plain": ({"steering_vectors": ONE}, {}, 0),
+    "plain, then steered": ({}, {"steering_vectors": ONE}, 0),
+    "one vector, then another": ({"steering_vectors": ONE}, {"steering_vectors": OTHER}, 0),
+    "a vector, then a clamp of it": ({"steering_vectors": ONE}, {"steering_clamps": ABLATION}, 0),
+    "everywhere, then the prompt alone": ({"steering_vectors": ONE}, {"prefill_steering_vectors": ONE}, 96),
+    "decode alone, then plain": ({"decode_steering_vectors": ONE}, {}, 96),
+    "plain, then decode alone": ({}, {"decode_steering_vectors": ONE}, 96),
+    "equal vectors, in different forms": (
+        {"steering_vectors": ONE},
+        {"steering_vectors": {"post_block": {1: {"vector": (vector(1) / 2).tolist(), "scale": 2.0}}}},
+        96,
+    ),
+    "a patch, then plain": (
+        {"steering_patches": {"post_block": {1: {"positions": [40], "vector": vector(3)}}}}, {}, 32,
+    ),
+    "plain, then a patch": (
+        {}, {"steering_patches": {"post_block": {1: {"positions": [40], "vector": vector(3)}}}}, 32,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POISONINGS)
+def test_a_cached_block_is_read_only_by_what_is_steered_alike(cached, steered, name):
+    """cached: how many tokens of the prompt the second request may read, which are those that the two compute alike."""
+    first, second, tokens = POISONINGS[name]
+    cached.reset_prefix_cache()
+    right(steered, ask(cached, first), first)
+    output = ask(cached, second)
+    assert output.num_cached_tokens == tokens
+    right(steered, output, second)
+
+
+def test_what_was_generated_is_read_only_by_what_is_steered_alike(cached, steered):
+    """A prompt that goes on from an answer finds the answer's blocks only where they were computed as it would."""
+    continued = {}
+    for name, fields in {
+        "base": {"steering_vectors": ONE},
+        "prefill": {"prefill_steering_vectors": ONE},
+        "decode": {"decode_steering_vectors": ONE},
+    }.items():
+        cached.reset_prefix_cache()
+        output = ask(cached, {**fields, "max_tokens": 40})
+        more = {"prompt_token_ids": [*PROMPT["prompt_token_ids"], *output.outputs[0].token_ids]}
+        again = ask(cached, fields, more)
+        right(steered, again, fields)
+        continued[name] = again.num_cached_tokens
+    assert continued["base"] > 128  # prompt and answer were computed alike
+    assert continued["prefill"] == continued["decode"] == 96
+
+
+# --- the bank ---
+
+
+def test_requests_wait_for_room_in_the_bank_and_all_are_right(model, steered):
+    """Twelve configurations, with room for three at a time."""
+    fields = [{"steering_vectors": {"post_block": {1: vector(n)}}} for n in range(12)]
+    with engine(model, sites=["*:*"], steering_bank_bytes=3 * 64 * 4, **RAW) as llm:
+        given = prompts([9 + n for n in range(13)], seed=7)
+        params = [capflow.sampling_params(**asks(**each)) for each in [*fields, {}]]
+        outputs = llm.generate(given, params, use_tqdm=False)
+        for output, each in zip(outputs, [*fields, {}], strict=True):
+            right(steered, output, each)
+        with pytest.raises(capflow.UsageError, match="--steering-bank-bytes"):
+            llm.generate(given[0], capflow.sampling_params(**asks(**big())), use_tqdm=False)
+
+
+def big():
+    return {"steering_vectors": {"post_block": {n: vector(n) for n in range(4)}}}
+
+
+def test_256_configurations_run_in_one_batch(model, steered):
+    fields = [{"decode_steering_vectors": {"post_block": {n % 4: vector(n)}}} for n in range(256)]
+    with engine(model, sites=["*:*"], max_num_seqs=256, max_num_batched_tokens=512, max_model_len=64, **RAW) as llm:
+        given = prompts([4] * 256, seed=9)
+        params = [capflow.sampling_params(**asks(**each, max_tokens=4)) for each in fields]
+        outputs = llm.generate(given, params, use_tqdm=False)
+        for output, each in list(zip(outputs, fields, strict=True))[::16]:
+            right(steered, output, each)
+        assert len({tuple(logits(output)[-1]) for output in outputs}) == 256
