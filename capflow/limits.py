@@ -15,6 +15,8 @@ LAYERS_MAX = 1024
 HIDDEN_SIZE_MAX = 65_536
 POSITIONS_LISTED_MAX = 1_024  # in one spec; it travels with every frame of its request
 POSITION_MAX = 2**31 - 1
+STEERING_NAME_LENGTH_MAX = 256  # characters of a module's name
+STEERING_MODULES_MAX = 64  # that one request may name
 REQUESTS_PER_FRAME_MAX = 8_192
 ROWS_PER_FRAME_MAX = 8 * 1024 * 1024
 
@@ -38,6 +40,11 @@ DRAIN_S_MAX = 60.0
 CAPTURE_WAIT_S_DEFAULT = 30.0
 CAPTURE_WAIT_S_MAX = 600.0
 
+# What a server holds of steering, and takes in one request.
+STEERING_MODULES_HELD_MAX = 4_096
+BODY_BYTES_DEFAULT = 256 * MIB
+BODY_BYTES_MAX = 4096 * MIB
+
 # What the hub remembers about requests that are over, for clients that ask late.
 RESULTS_KEPT_MAX = 20_000
 ACTIONS_WAITING_MAX = 4_096
@@ -46,6 +53,7 @@ assert HEADER_BYTES_MAX < PAYLOAD_BYTES_MAX
 assert QUEUE_BYTES_DEFAULT <= QUEUE_BYTES_MAX
 assert HEARTBEAT_S * 3 <= SILENCE_S_MAX
 assert CAPTURE_WAIT_S_DEFAULT <= CAPTURE_WAIT_S_MAX
+assert BODY_BYTES_DEFAULT <= BODY_BYTES_MAX
 
 # What a hub bears: beyond these a peer is refused, or cut off.
 SESSIONS_MAX = 4_096
