@@ -49,9 +49,13 @@ def test_every_operation_in_one_batch_compiled(model, steered):
         prove(llm, steered)
 
 
-@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_every_operation_in_two_processes(model, steered, parallel):
-    with engine(model, sites=["*:*"], in_process=False, **{parallel: 2}, **RAW) as llm:
+@pytest.mark.parametrize(
+    "arguments",
+    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "enforce_eager": False}],  # vLLM's stages need a warm-up
+    ids=["tensor", "pipeline"],
+)
+def test_every_operation_in_two_processes(model, steered, arguments):
+    with engine(model, sites=["*:*"], in_process=False, **arguments, **RAW) as llm:
         prove(llm, steered)
 
 
@@ -80,7 +84,7 @@ ABLATION = {"post_block": {1: {"vector": vector(1), "value": 0}}}
 @pytest.fixture(scope="module")
 def cached(model):
     """An engine that has a prefix cache of small blocks."""
-    with engine(model, sites=["*:*"], block_size=16, num_gpu_blocks_override=200, **RAW) as llm:
+    with engine(model, sites=["*:*"], block_size=32, num_gpu_blocks_override=100, **RAW) as llm:
         yield llm
 
 
@@ -145,7 +149,7 @@ def test_what_was_generated_is_read_only_by_what_is_steered_alike(cached, steere
         again = ask(cached, fields, more)
         right(steered, again, fields)
         continued[name] = again.num_cached_tokens
-    assert continued["base"] > 128  # prompt and answer were computed alike
+    assert continued["base"] == 128  # prompt and answer were computed alike
     assert continued["prefill"] == continued["decode"] == 96
 
 
