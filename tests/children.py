@@ -11,6 +11,12 @@ import pathlib
 import subprocess
 import sys
 
+from engines import GREEDY, engine, prompts, vector
+from rows import ALL, check_rows
+from watching import watch
+
+import capflow
+
 HERE = pathlib.Path(__file__).parent
 
 
@@ -61,12 +67,20 @@ def run(what, timeout=300):
     return [Answer(**answer) for answer in said["answers"]], said
 
 
-def vector(seed, size, norm=6.0):
-    """Return a steering vector."""
-    import numpy as np
+def requests(lengths, max_tokens):
+    """Return a `Run`'s requests, of random prompts of these lengths, that capture everything."""
+    return [
+        {"id": f"r{n}", "prompt": p["prompt_token_ids"], "capture": ALL, "max_tokens": tokens}
+        for n, (p, tokens) in enumerate(zip(prompts(lengths), max_tokens, strict=True))
+    ]
 
-    values = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
-    return norm * values / np.linalg.norm(values)
+
+def check_answers(answers, root, reference, steering):
+    """Hold the files of all that was answered against the reference; steering as a `Run` has it."""
+    data = capflow.open(root)
+    for answer in answers:
+        assert answer.status == "ok"
+        check_rows(data[answer.id], [*answer.prompt, *answer.tokens], reference, steering.get(answer.id))
 
 
 def _keep_async_scheduling():
@@ -85,15 +99,10 @@ def _keep_async_scheduling():
 
 def _child():
     what = Run(**json.load(sys.stdin))
-    from engines import GREEDY, WIDTH, engine
-    from watching import watch
-
     if what.ahead:
         _keep_async_scheduling()
     arguments = {"consumers": [f"filesystem:root={what.root},capture=requests"], "seed": 0, **what.engine}
     with engine(what.model, **arguments) as llm:
-        import capflow
-
         core = llm.llm_engine.engine_core.engine_core
         kinds = {
             "runner": type(core.model_executor.driver_worker.worker.model_runner).__mro__[2].__module__,
@@ -107,15 +116,15 @@ def _child():
             capflow.sampling_params(
                 id=request["id"],
                 capture=request["capture"],
-                steering={"post_block": {int(n): vector(seed, WIDTH) for n, seed in steering.items()}}
+                steering={"post_block": {int(n): vector(seed) for n, seed in steering.items()}}
                 if (steering := what.steering.get(request["id"]))
                 else None,
                 **{**GREEDY, "max_tokens": request["max_tokens"], **request.get("sampling", {})},
             )
             for request in what.requests
         ]
-        prompts = [{"prompt_token_ids": request["prompt"]} for request in what.requests]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        asked = [{"prompt_token_ids": request["prompt"]} for request in what.requests]
+        outputs = llm.generate(asked, params, use_tqdm=False)
         answers = [
             Answer(
                 request["id"],

@@ -114,6 +114,12 @@ def engine(model, *, capflow_on=True, in_process=True, **arguments):
             cleanup_dist_env_and_memory()
 
 
+def vector(seed, norm=6.0):
+    """Return a steering vector of the tiny models' width."""
+    values = np.random.default_rng(seed).standard_normal(WIDTH).astype(np.float32)
+    return norm * values / np.linalg.norm(values)
+
+
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 
 

@@ -1,8 +1,7 @@
 """Captured rows held against Transformers' and against what was promised."""
 
 import numpy as np
-from children import vector
-from engines import LAYERS, WIDTH, relative_error
+from engines import LAYERS, relative_error, vector
 
 from capflow.consumer import Consumer
 from capflow.result import CaptureResult
@@ -26,7 +25,7 @@ def check_rows(request, tokens, reference, steering=None, positions=None, bound=
 
 def _hold(rows, tokens, reference, steering, positions, bound):
     positions = list(range(len(tokens) - 1)) if positions is None else positions
-    added = {int(layer): (vector(seed, WIDTH), 0) for layer, seed in (steering or {}).items()}
+    added = {int(layer): (vector(seed), 0) for layer, seed in (steering or {}).items()}
     expected = reference.post_block(tokens, added)
     for site, (at, ids, got) in rows.items():
         assert list(at) == positions, site

@@ -5,7 +5,8 @@ import time
 
 import numpy as np
 import pytest
-from engines import GREEDY, LAYERS, WIDTH, Reference, answers, engine, prompts, relative_error, save_tiny
+from engines import GREEDY, LAYERS, WIDTH, Reference, answers, engine, prompts, relative_error, save_tiny, vector
+from rows import ALL, FLOAT32_BOUND, check_rows
 
 import capflow
 from capflow.action import Abort, Applied, Rejected, Steer
@@ -18,19 +19,7 @@ from capflow_engine import compat
 
 pytestmark = pytest.mark.engine
 
-FLOAT32_BOUND = 1e-5
 LENGTHS = (5, 1, 40, 3, 90, 17, 2, 65)
-ALL = {"hooks": {"post_block": "all"}, "positions": "all"}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def reference(tiny):
-    return Reference(tiny)
 
 
 @pytest.fixture(scope="module")
@@ -48,24 +37,11 @@ def files(tmp_path):
     return f"filesystem:root={tmp_path / 'rows'},capture=requests", lambda: capflow.open(tmp_path / "rows")
 
 
-def vector(seed, size=WIDTH, norm=6.0):
-    values = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
-    return norm * values / np.linalg.norm(values)
-
-
-def check_files(data, outputs, reference, sites, bound=FLOAT32_BOUND, steering=None):
+def check_files(data, outputs, reference, steering=None):
     """Hold every captured row against the reference; each request must have all its rows, in order."""
     for number, output in enumerate(outputs):
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        expected = reference.post_block(tokens, (steering or {}).get(number))
-        request = data[f"r{number}"]
-        request.verify()
-        assert sorted(request.sites) == sorted(sites)
-        for site in request.sites:
-            got = request[site]
-            assert got.positions.tolist() == list(range(len(tokens) - 1))
-            assert got.token_ids.tolist() == tokens[:-1]
-            assert relative_error(got.rows, expected[site.layer, :-1]) < bound, (number, site)
+        check_rows(data[f"r{number}"], tokens, reference, (steering or {}).get(number))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
@@ -79,8 +55,7 @@ def test_captured_rows_equal_transformers_row_by_row(tmp_path, files, architectu
         ]
         outputs = llm.generate(prompts(LENGTHS), params, use_tqdm=False)
         assert [o.capture_results["filesystem"].status for o in outputs] == ["ok"] * len(LENGTHS)
-        sites = [Site(layer, "post_block") for layer in range(LAYERS)]
-        check_files(read(), outputs, Reference(model), sites)
+        check_files(read(), outputs, Reference(model))
 
 
 def test_each_positions_name_delivers_its_positions_and_no_others(tiny, reference, files):
@@ -200,7 +175,7 @@ def test_a_preempted_request_delivers_each_row_once(tiny, reference, files):
         ]
         outputs = llm.generate(prompts(lengths), params, use_tqdm=False)
         assert preempted
-        check_files(read(), outputs, reference, [Site(layer, "post_block") for layer in range(LAYERS)])
+        check_files(read(), outputs, reference)
 
 
 @pytest.mark.parametrize(
@@ -368,9 +343,7 @@ def test_two_tensor_parallel_ranks_capture_and_steer_as_one_does(tiny, reference
         ]
         outputs = llm.generate(prompts((5, 40, 3, 70)), params, use_tqdm=False)
         assert [o.capture_results["filesystem"].status for o in outputs] == ["ok"] * 4
-        steered = {n: {1: (vector(1), 0)} for n in (1, 3)}
-        sites = [Site(layer, "post_block") for layer in range(LAYERS)]
-        check_files(read(), outputs, reference, sites, steering=steered)
+        check_files(read(), outputs, reference, steering={n: {1: 1} for n in (1, 3)})
 
 
 def test_the_generation_survives_its_hub(tiny, plain):

@@ -1,15 +1,15 @@
 """One live server, the OpenAI client, and what capflow adds to both routes: fields, refusals, results."""
 
 import json
-import os
-import time
 import urllib.error
 import urllib.request
 
 import openai
 import pytest
-from engines import LAYERS, Reference, relative_error, save_tiny, save_words
-from test_serve import free_port, healthy, process, wait_until
+from engines import LAYERS, relative_error
+from hubs import free_port
+from servers import environment, healthy, process, wait_until
+from waiting import eventually
 
 import capflow
 from capflow.site import Site
@@ -24,33 +24,18 @@ CHAT = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("served")
-    save_tiny(directory)
-    save_words(directory)
-    (directory / "chat.jinja").write_text(CHAT)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def served(model, tmp_path_factory):
+def served(tiny_with_words, tmp_path_factory):
     """A hub, and a server that it serves: the client, the port and where the rows lie."""
     home = tmp_path_factory.mktemp("home")
-    environment = {
-        **os.environ,
-        "XDG_RUNTIME_DIR": str(home),
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    environment.pop("CAPFLOW_HUB", None)
+    (home / "chat.jinja").write_text(CHAT)
+    variables = environment(home)
     port = free_port()
     command = [
-        "serve", str(model), "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "128",
-        "--served-model-name", "tiny", "--api-key", KEY, "--chat-template", str(model / "chat.jinja"),
+        "serve", tiny_with_words, "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "128",
+        "--served-model-name", "tiny", "--api-key", KEY, "--chat-template", str(home / "chat.jinja"),
     ]  # fmt: skip
-    hub = process("run", "--consumer", f"filesystem:root={home}/rows,capture=requests", environment=environment)
-    with hub as (_hub, _), process(*command, environment=environment) as (server, _):
+    hub = process("run", "--consumer", f"filesystem:root={home}/rows,capture=requests", environment=variables)
+    with hub as (_hub, _), process(*command, environment=variables) as (server, _):
         try:
             wait_until(lambda: healthy(port), 200, server)
             client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
@@ -81,14 +66,14 @@ def plain(answer):
     return {key: value for key, value in said.items() if key not in ("id", "created", "capture_results")}
 
 
-def test_a_completion_has_its_rows_when_it_waited_for_them(served, model):
+def test_a_completion_has_its_rows_when_it_waited_for_them(served, reference):
     client, _, root = served
     answer = ask(client, extra_body={"capture": CAPTURE, "capture_wait": True, "capture_id": "waited"})
     (result,) = answer.capture_results.values()
     assert result["status"] == "ok"
     text = answer.choices[0].text
     tokens = [int(word[1:]) for word in f"{PROMPT} {text}".split()]
-    expected = Reference(str(model)).post_block(tokens)
+    expected = reference.post_block(tokens)
     capture = capflow.open(root)["waited"]
     assert set(capture.sites) == {Site(1, "post_block"), Site(3, "post_block")}
     for site in capture.sites:
@@ -145,10 +130,7 @@ def test_who_does_not_wait_is_answered_at_once_and_the_rows_come_after(served):
     client, _, root = served
     answer = ask(client, extra_body={"capture": CAPTURE, "capture_wait": False, "capture_id": "impatient"})
     assert answer.capture_results["filesystem"]["status"] in ("pending", "ok")
-    deadline = time.monotonic() + 30
-    while "impatient" not in capflow.open(root):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually(lambda: "impatient" in capflow.open(root), 30)
 
 
 def test_steering_over_http_changes_the_answer_and_scale_zero_does_not(served):
@@ -201,10 +183,7 @@ def test_a_client_that_leaves_ends_its_capture_with_what_there_was(served):
     )
     next(iter(stream))
     stream.close()
-    deadline = time.monotonic() + 30
-    while "left" not in capflow.open(root):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually(lambda: "left" in capflow.open(root), 30)
     capture = capflow.open(root)["left"]
     rows = capture[Site(1, "post_block")]
     assert rows.positions.tolist() == list(range(capture.computed_length))

@@ -8,7 +8,6 @@ import os
 import random
 
 import pytest
-from engines import save_tiny
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from oracle import Live, scenarios
 
@@ -19,11 +18,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(6 * 3600)]
 
 REQUESTS = int(os.environ.get("CAPFLOW_ORACLE_REQUESTS", "200"))
 SEED = int(os.environ.get("CAPFLOW_ORACLE_SEED", random.SystemRandom().getrandbits(32)))
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 def test_every_row_of_random_requests_is_right_and_there_once(tiny, tmp_path, capsys):

@@ -7,35 +7,14 @@ neither slowed nor changed.
 import copy
 
 import pytest
-from children import vector
-from engines import GREEDY, WIDTH, Reference, answers, engine, prompts, save_tiny
-from hubs import running_hub
-from rows import ALL, Keeper
+from engines import GREEDY, answers, engine, prompts, vector
+from rows import ALL
 from watching import watch
 
 import capflow
 from capflow_engine import compat
 
 pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def reference(tiny):
-    return Reference(tiny)
-
-
-@pytest.fixture
-def keeper(tmp_path_factory):
-    """A hub of this process, its address in `keeper.address`."""
-    keeper = Keeper()
-    keeper.address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
-    with running_hub(keeper.address, keeper):
-        yield keeper
 
 
 class Driver:
@@ -201,7 +180,7 @@ def test_rule_4_what_others_ask_for_changes_neither_batches_nor_tokens(tiny, kee
         plain = answers(llm.generate(asked, nothing, use_tqdm=False))
     with engine(tiny, hub=keeper.address) as llm:
         steps = schedules(llm)
-        steering = {"post_block": {1: vector(1, WIDTH)}}
+        steering = {"post_block": {1: vector(1)}}
         params = [
             nothing
             if n % 2

@@ -1,10 +1,9 @@
 """Both of vLLM's model runners, and async scheduling: every row against Transformers."""
 
 import pytest
-from children import Run, run, vector
-from engines import GREEDY, WIDTH, Reference, engine, prompts, save_tiny
+from children import Run, check_answers, requests, run
+from engines import GREEDY, engine, prompts, vector
 from engines import answers as answers_of
-from rows import ALL, check_rows
 
 import capflow
 
@@ -15,36 +14,12 @@ STEERED = {"r1": {"1": 3}, "r4": {"0": 5, "2": 9}}
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def reference(tiny):
-    return Reference(tiny)
-
-
-def requests(lengths, max_tokens):
-    return [
-        {"id": f"r{n}", "prompt": p["prompt_token_ids"], "capture": ALL, "max_tokens": tokens}
-        for n, (p, tokens) in enumerate(zip(prompts(lengths), max_tokens, strict=True))
-    ]
-
-
-def check(answers, root, reference, steering):
-    data = capflow.open(root)
-    for answer in answers:
-        assert answer.status == "ok"
-        check_rows(data[answer.id], [*answer.prompt, *answer.tokens], reference, steering.get(answer.id))
-
-
-@pytest.fixture(scope="module")
 def stops(tiny):
     """For requests whose answer allows it a token that it comes to, not at once: nobody knows before when it stops."""
     with engine(tiny) as llm:
         params = [
             capflow.sampling_params(
-                steering={"post_block": {int(n): vector(seed, WIDTH) for n, seed in STEERED[f"r{request}"].items()}}
+                steering={"post_block": {int(n): vector(seed) for n, seed in STEERED[f"r{request}"].items()}}
                 if f"r{request}" in STEERED
                 else None,
                 max_tokens=9,
@@ -71,7 +46,7 @@ def test_the_v2_runner_s_rows_are_those_of_their_requests(tiny, reference, stops
     assert said["runner"] == "vllm.v1.worker.cpu.model_runner"
     assert said["scheduler"] == ("CaptureAsyncScheduler" if ahead else "CaptureScheduler")
     assert said["counts"]["ahead"] == ahead
-    check(answers, tmp_path / "rows", reference, STEERED)
+    check_answers(answers, tmp_path / "rows", reference, STEERED)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
@@ -88,4 +63,4 @@ def test_the_v2_runner_preempts_and_resumes_without_losing_or_repeating_a_row(ti
     )
     answers, said = run(what)
     assert said["counts"]["preempted"] > 0
-    check(answers, tmp_path / "rows", reference, STEERED)
+    check_answers(answers, tmp_path / "rows", reference, STEERED)

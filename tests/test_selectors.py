@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from engines import GREEDY, LAYERS, Reference, answers, engine, prompts, relative_error, save_tiny
+from engines import GREEDY, LAYERS, answers, engine, prompts, relative_error
+from rows import FLOAT32_BOUND
 from selectors_model import meant
 
 import capflow
@@ -10,18 +11,7 @@ from capflow.site import Site
 
 pytestmark = pytest.mark.engine
 
-FLOAT32_BOUND = 1e-5
 GENERATED = 20
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def reference(tiny):
-    return Reference(tiny)
 
 
 def asked(name, positions, hooks=None, **more):

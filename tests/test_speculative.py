@@ -8,40 +8,12 @@ import dataclasses
 import pytest
 import torch
 import transformers
-from children import Run, run
-from engines import Reference, prompts, save_tiny
-from rows import ALL, check_rows
-
-import capflow
+from children import Run, check_answers, requests, run
 
 pytestmark = pytest.mark.engine
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 STEERED = {"r1": {"1": 3}, "r4": {"0": 5, "2": 9}}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def reference(tiny):
-    return Reference(tiny)
-
-
-def requests(lengths, max_tokens):
-    return [
-        {"id": f"r{n}", "prompt": p["prompt_token_ids"], "capture": ALL, "max_tokens": tokens}
-        for n, (p, tokens) in enumerate(zip(prompts(lengths), max_tokens, strict=True))
-    ]
-
-
-def hold(answers, root, reference):
-    data = capflow.open(root)
-    for answer in answers:
-        assert answer.status == "ok"
-        check_rows(data[answer.id], [*answer.prompt, *answer.tokens], reference, STEERED.get(answer.id))
 
 
 def test_rule_3_rejected_drafts_are_never_delivered_and_accepted_ones_once(tiny, reference, tmp_path):
@@ -52,7 +24,7 @@ def test_rule_3_rejected_drafts_are_never_delivered_and_accepted_ones_once(tiny,
     answers, said = run(drafting)
     assert said["counts"]["accepted"] > 10
     assert said["counts"]["rejected"] > 10
-    hold(answers, drafting.root, reference)
+    check_answers(answers, drafting.root, reference, STEERED)
     # What is steered at the drafts' positions decides which are accepted, so the answers are those without drafts.
     assert [a.tokens for a in answers] == [a.tokens for a in run(without)[0]]
 
@@ -69,7 +41,7 @@ def test_drafts_and_preemption_together_neither_lose_nor_repeat_a_row(tiny, refe
     answers, said = run(crowded)
     assert said["counts"]["preempted"] > 0
     assert said["counts"]["rejected"] > 10
-    hold(answers, crowded.root, reference)
+    check_answers(answers, crowded.root, reference, STEERED)
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
@@ -94,7 +66,7 @@ def test_rule_3_holds_with_a_model_that_drafts(tiny, reference, tmp_path, v2):
     assert said["runner"] == ("vllm.v1.worker.cpu.model_runner" if v2 else "vllm.v1.worker.cpu_model_runner")
     assert said["counts"]["accepted"] > 0
     assert said["counts"]["rejected"] > 0
-    hold(answers, drafting.root, reference)
+    check_answers(answers, drafting.root, reference, STEERED)
 
 
 def test_drafts_with_async_scheduling_are_refused_before_anything_runs(tiny, tmp_path):

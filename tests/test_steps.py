@@ -8,10 +8,8 @@ from collections import Counter
 
 import pytest
 import torch
-from children import vector
-from engines import GREEDY, LAYERS, WIDTH, engine, prompts, save_tiny
-from hubs import running_hub
-from rows import ALL, Keeper
+from engines import GREEDY, LAYERS, engine, prompts, vector
+from rows import ALL
 from watching import watch
 
 import capflow
@@ -24,21 +22,8 @@ from capflow_engine.plan import Planner, Scheduled, Tracked
 LENGTHS = (5, 1, 40, 3, 90, 17)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture
-def keeper(tmp_path_factory):
-    keeper = Keeper()
-    keeper.address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
-    with running_hub(keeper.address, keeper):
-        yield keeper
-
-
 def generate(llm, *, capturing):
-    steering = {"post_block": {1: vector(1, WIDTH)}}
+    steering = {"post_block": {1: vector(1)}}
     params = [
         capflow.sampling_params(
             capture=ALL if capturing else None,

@@ -17,7 +17,6 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from rich.table import Table
 
 from capflow import limits
 from capflow.cli.hubrun import HubRun, human_bytes
+from capflow.cli.needs import check_vllm
 from capflow.client import Client
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ModelInfo
@@ -122,9 +122,7 @@ class ModelJob:
 
     def check(self) -> None:
         """Raise UsageError for what can be known to be wrong before anything is started."""
-        if find_spec("vllm") is None:
-            do = "pip install 'capflow[vllm]' (GPU) or 'capflow[cpu]'"
-            raise UsageError(explain("--model: vLLM is not installed", do=do))
+        check_vllm(option="--model")
         path = Path(self.model)
         local = path.exists() or self.model.startswith((".", "/", "~")) or self.model.count("/") > 1
         if local and not (path / "config.json").is_file():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 
 import click
 
-from capflow.errors import UsageError, explain
+from capflow.cli.needs import check_vllm
 
 
 @click.command(
@@ -21,9 +20,6 @@ def serve(arguments: tuple[str, ...]) -> None:
 
     Besides vLLM's flags: --hub ADDRESS, --sites HOOK:LAYER (repeatable, with *), --policy block|drop, --insecure.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise UsageError(
-            explain("vLLM is not installed", do="pip install 'capflow[vllm]' (GPU) or 'capflow[cpu]' to serve models")
-        )
+    check_vllm("to serve models")
     # vLLM takes the process over, its signals too.
     os.execv(sys.executable, [sys.executable, "-m", "capflow_engine.serve", *arguments])  # noqa: S606

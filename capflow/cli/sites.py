@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 
@@ -11,7 +10,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from capflow.errors import CapflowError, UsageError, explain
+from capflow.cli.needs import check_vllm
+from capflow.errors import CapflowError, UsageError
 from capflow.site import HOOKS
 
 
@@ -24,10 +24,7 @@ from capflow.site import HOOKS
 @click.option("--trust-remote-code", is_flag=True, help="Run the model's own Python, as vLLM's flag of that name.")
 def sites(model: str, sites: tuple[str, ...], *, as_json: bool, trust_remote_code: bool) -> None:
     """Print which sites MODEL has and which would carry a tap; no weights are loaded."""
-    if importlib.util.find_spec("vllm") is None:
-        raise UsageError(
-            explain("vLLM is not installed", do="pip install 'capflow[vllm]' (GPU) or 'capflow[cpu]' to look at models")
-        )
+    check_vllm("to look at models")
     command = [sys.executable, "-m", "capflow_engine.sites", model, *sites]
     done = subprocess.run(
         [*command, "--trust-remote-code"] if trust_remote_code else command,

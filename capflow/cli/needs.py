@@ -1,0 +1,14 @@
+"""What a command needs beside capflow, asked before anything is started; nothing of it is imported here."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from capflow.errors import UsageError, explain
+
+
+def check_vllm(purpose: str = "", *, option: str = "") -> None:
+    """Raise UsageError when vLLM is not installed. purpose: `to …`, what for; option: which one asks for it."""
+    if find_spec("vllm") is None:
+        what = f"{option}: vLLM is not installed" if option else "vLLM is not installed"
+        raise UsageError(explain(what, do=f"pip install 'capflow[vllm]' (GPU) or 'capflow[cpu]' {purpose}".rstrip()))

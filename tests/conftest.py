@@ -1,0 +1,47 @@
+"""What many tests share: a tiny model, what Transformers computes with it, and a hub that keeps its rows.
+
+Torch is imported by the fixtures that need it, so that the other tests start without it.
+"""
+
+import shutil
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Return the directory of a tiny model without a tokenizer; nothing may be written there."""
+    from engines import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def tiny_with_words(tiny, tmp_path_factory):
+    """Return the directory of the same model with a tokenizer beside it."""
+    from engines import save_words
+
+    directory = tmp_path_factory.mktemp("words") / "llama"
+    shutil.copytree(tiny, directory)
+    save_words(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
+def reference(tiny):
+    """What Transformers computes with `tiny`, and with `tiny_with_words`."""
+    from engines import Reference
+
+    return Reference(tiny)
+
+
+@pytest.fixture
+def keeper(tmp_path_factory):
+    """A consumer on a hub of this process, its address in `keeper.address`."""
+    from hubs import running_hub
+    from rows import Keeper
+
+    keeper = Keeper()
+    keeper.address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
+    with running_hub(keeper.address, keeper):
+        yield keeper
