@@ -116,7 +116,7 @@ def _child():
             capflow.sampling_params(
                 id=request["id"],
                 capture=request["capture"],
-                steering={"post_block": {int(n): vector(seed) for n, seed in steering.items()}}
+                steering_vectors={"post_block": {int(n): vector(seed) for n, seed in steering.items()}}
                 if (steering := what.steering.get(request["id"]))
                 else None,
                 **{**GREEDY, "max_tokens": request["max_tokens"], **request.get("sampling", {})},

@@ -138,7 +138,7 @@ class Live:
         return capflow.sampling_params(
             id=name,
             capture=request["capture"],
-            steering=steering or None,
+            steering_vectors=steering or None,
             max_tokens=request["max_tokens"],
             temperature=0.0,
             ignore_eos=True,

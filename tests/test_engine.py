@@ -96,7 +96,7 @@ def test_batch_mates_that_ask_for_nothing_answer_as_plain_vllm_does(tiny, plain,
             else:
                 steering = {"post_block": {1: vector(n), 2: {"vector": vector(n + 50), "scale": 1.5}}}
                 mixed.append(
-                    capflow.sampling_params(id=f"r{n}", capture=ALL, steering=steering, max_tokens=12, **GREEDY)
+                    capflow.sampling_params(id=f"r{n}", capture=ALL, steering_vectors=steering, max_tokens=12, **GREEDY)
                 )
         alone = answers(llm.generate(prompts(LENGTHS), nothing, use_tqdm=False))
         together = llm.generate(prompts(LENGTHS), mixed, use_tqdm=False)
@@ -116,7 +116,7 @@ def test_batch_mates_that_ask_for_nothing_answer_as_plain_vllm_does(tiny, plain,
 def test_a_steering_vector_of_scale_zero_changes_nothing(tiny, plain):
     with engine(tiny) as llm:
         steering = {"post_block": {1: {"vector": vector(1), "scale": 0.0}}}
-        params = capflow.sampling_params(steering=steering, max_tokens=12, **GREEDY)
+        params = capflow.sampling_params(steering_vectors=steering, max_tokens=12, **GREEDY)
         assert answers(llm.generate(prompts(LENGTHS), params, use_tqdm=False)) == plain
 
 
@@ -124,7 +124,7 @@ def test_steered_cache_blocks_are_nobody_elses(tiny):
     prompt = prompts((100,), seed=5) * 1
     with engine(tiny, enable_prefix_caching=True, block_size=32) as llm:
         plain = capflow.sampling_params(max_tokens=8, **GREEDY)
-        steered = capflow.sampling_params(steering={"post_block": {0: vector(7)}}, max_tokens=8, **GREEDY)
+        steered = capflow.sampling_params(steering_vectors={"post_block": {0: vector(7)}}, max_tokens=8, **GREEDY)
         first = llm.generate(prompt, steered, use_tqdm=False)[0]
         cold = llm.generate(prompt, plain, use_tqdm=False)[0]
         warm = llm.generate(prompt, plain, use_tqdm=False)[0]
@@ -337,7 +337,7 @@ def test_two_tensor_parallel_ranks_capture_and_steer_as_one_does(tiny, reference
         steering = {"post_block": {1: vector(1)}}
         params = [
             capflow.sampling_params(
-                id=f"r{n}", capture=ALL, steering=steering if n % 2 else None, max_tokens=8, **GREEDY
+                id=f"r{n}", capture=ALL, steering_vectors=steering if n % 2 else None, max_tokens=8, **GREEDY
             )
             for n in range(4)
         ]

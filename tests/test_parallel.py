@@ -29,7 +29,7 @@ def test_two_pipeline_stages_each_tell_of_their_layers(tiny_with_words, referenc
     with engine(tiny_with_words, hub=keeper.address, **arguments) as llm:
         asked = [(ALL, None), (ALL, steering), (first, None), (ALL, None)]
         params = [
-            capflow.sampling_params(id=f"r{n}", capture=capture, steering=steering, max_tokens=6 + n, **GREEDY)
+            capflow.sampling_params(id=f"r{n}", capture=capture, steering_vectors=steering, max_tokens=6 + n, **GREEDY)
             for n, (capture, steering) in enumerate(asked)
         ]
         began = time.monotonic()
@@ -60,7 +60,7 @@ def test_two_replicas_each_deliver_their_own_requests_once(tiny_with_words, refe
             words = " ".join(f"w{t}" for t in prompts((9 + 3 * n,), seed=n)[0]["prompt_token_ids"])
             asked = {"id": f"r{n}", "capture": ALL}
             if n == 3:
-                asked["steering"] = {"post_block": {"1": vector(3).tolist()}}
+                asked["steering_vectors"] = {"post_block": {"1": vector(3).tolist()}}
             body = {"model": "tiny", "prompt": words, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
             body |= {"return_token_ids": True, "vllm_xargs": {"capflow": json.dumps(asked)}}
             (found[n],) = post(port, body, **{"X-data-parallel-rank": str(n % 2)})["choices"]

@@ -184,7 +184,7 @@ def test_rule_4_what_others_ask_for_changes_neither_batches_nor_tokens(tiny, kee
         params = [
             nothing
             if n % 2
-            else capflow.sampling_params(id=f"r{n}", capture=ALL, steering=steering, max_tokens=12, **GREEDY)
+            else capflow.sampling_params(id=f"r{n}", capture=ALL, steering_vectors=steering, max_tokens=12, **GREEDY)
             for n in range(len(asked))
         ]
         got = answers(llm.generate(asked, params, use_tqdm=False))

@@ -19,7 +19,7 @@ def stops(tiny):
     with engine(tiny) as llm:
         params = [
             capflow.sampling_params(
-                steering={"post_block": {int(n): vector(seed) for n, seed in STEERED[f"r{request}"].items()}}
+                steering_vectors={"post_block": {int(n): vector(seed) for n, seed in STEERED[f"r{request}"].items()}}
                 if f"r{request}" in STEERED
                 else None,
                 max_tokens=9,

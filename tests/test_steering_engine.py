@@ -51,7 +51,10 @@ def test_every_operation_in_one_batch_compiled(model, steered):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "enforce_eager": False}],  # vLLM's stages need a warm-up
+    [
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "enforce_eager": False},
+    ],  # vLLM's stages need a warm-up
     ids=["tensor", "pipeline"],
 )
 def test_every_operation_in_two_processes(model, steered, arguments):

@@ -27,7 +27,7 @@ def generate(llm, *, capturing):
     params = [
         capflow.sampling_params(
             capture=ALL if capturing else None,
-            steering=steering if capturing and n % 2 else None,
+            steering_vectors=steering if capturing and n % 2 else None,
             max_tokens=5,
             **GREEDY,
         )
