@@ -9,6 +9,7 @@ PACKAGES = {
     "capflow_consumers": ROOT / "consumers" / "capflow_consumers",
     "capflow_dashboard": ROOT / "dashboard" / "capflow_dashboard",
     "capflow_engine": ROOT / "engine_ext" / "capflow_engine",
+    "capflow_models": ROOT / "engine_ext" / "capflow_models",
 }
 
 

@@ -8,7 +8,8 @@ from sources import imports_of, modules
 LAYERS = (
     {"errors", "limits", "counts", "places"},
     {"site"},
-    {"positions", "spec", "frame", "vector", "action", "result", "message", "probe", "consumer", "hookspecs"},
+    {"positions", "spec", "frame", "plain", "packed", "vector", "clamp", "patch", "action", "result", "message"},
+    {"steering", "program", "probe", "consumer", "hookspecs"},
     {"queue", "session", "address", "plugins"},
     {"transport", "transport.sockets", "transport.link"},
     {"client", "launch"},
@@ -35,6 +36,9 @@ COMPAT = {
     "capflow_engine.compat_step",
 }
 """Where vLLM's insides are named."""
+
+ENGINES = ("capflow_engine", "capflow_models")
+"""The packages of machines that run models."""
 
 FILES = modules()
 IMPORTS = {name: imports_of(path.read_text(encoding="utf-8"), set(FILES)) for name, path in FILES.items()}
@@ -76,18 +80,35 @@ def test_no_module_imports_itself_through_others():
     graphlib.TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("name", sorted(name for name in FILES if top(name) != "capflow_engine"))
+@pytest.mark.parametrize("name", sorted(name for name in FILES if top(name) not in ENGINES))
 def test_only_the_engine_imports_torch_and_vllm(name):
     assert {top(imported) for imported in IMPORTS[name]}.isdisjoint(ENGINE_ONLY)
 
 
-@pytest.mark.parametrize("name", sorted(name for name in FILES if top(name) == "capflow_engine"))
+@pytest.mark.parametrize("name", sorted(name for name in FILES if top(name) in ENGINES))
 def test_the_engine_knows_no_hub(name):
     assert not [imported for imported in IMPORTS[name] if inside(imported, HUB_ONLY)]
     assert {top(i) for i in IMPORTS[name]}.isdisjoint({"capflow_consumers", "capflow_dashboard"})
 
 
 @pytest.mark.parametrize("name", sorted(name for name in FILES if top(name) == "capflow_engine"))
+def test_the_engine_knows_no_models(name):
+    assert "capflow_models" not in {top(i) for i in IMPORTS[name]}
+
+
+def test_few_modules_of_the_models_know_the_engine_and_none_vllm():
+    models = {name: {top(i) for i in IMPORTS[name]} for name in FILES if top(name) == "capflow_models"}
+    know = {name for name, found in models.items() if "capflow_engine" in found}
+    assert know <= {"capflow_models.backends", "capflow_models.vllm_model"}
+    assert not [name for name, found in models.items() if "vllm" in found]
+
+
+@pytest.mark.parametrize("name", ["spec", "specfiles", "model"])
+def test_specifications_need_no_torch(name):
+    assert IMPORTS[f"capflow_models.{name}"].isdisjoint(ENGINE_ONLY)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FILES if top(name) in ENGINES))
 def test_only_compat_knows_the_inside_of_vllm(name):
     private = {imported for imported in IMPORTS[name] if inside(imported, {"vllm.v1", "vllm.model_executor"})}
     assert name in COMPAT or not private
@@ -120,7 +141,7 @@ def test_consumers_do_not_import_each_other(name):
 def test_the_core_names_plugins_only_in_its_facade():
     """`capflow.open` is loaded by name, lazily; nothing else in the core knows which consumers there are."""
     for name in core_modules():
-        assert {top(i) for i in IMPORTS[name]}.isdisjoint({"capflow_consumers", "capflow_dashboard", "capflow_engine"})
+        assert {top(i) for i in IMPORTS[name]}.isdisjoint({"capflow_consumers", "capflow_dashboard", *ENGINES})
 
 
 @pytest.mark.parametrize(

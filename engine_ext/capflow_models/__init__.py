@@ -1,0 +1,44 @@
+"""Models that are steered by a specification, over vLLM or Hugging Face Transformers, and what makes vectors for them.
+
+What a back end needs is imported when it is first asked for: reading a specification needs neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from capflow_models.model import Completion, SteerableModel
+from capflow_models.spec import AblationSpec, LayerSteeringSpec, ProjectionCapSpec, SteeringSpec
+
+__all__ = [
+    "AblationSpec",
+    "Completion",
+    "LayerSteeringSpec",
+    "ProjectionCapSpec",
+    "SteerableModel",
+    "SteeringSpec",
+    "TransformersSteerableModel",
+    "VLLMSteerableModel",
+    "fit_vectors",
+    "load_vector",
+    "load_vectors",
+    "save_vectors",
+]
+
+_LATER = {
+    "TransformersSteerableModel": "capflow_models.transformers_model",
+    "VLLMSteerableModel": "capflow_models.vllm_model",
+    "fit_vectors": "capflow_models.fit",
+    "load_vector": "capflow_models.vectors",
+    "load_vectors": "capflow_models.vectors",
+    "save_vectors": "capflow_models.vectors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what needs more than NumPy when it is first asked for."""
+    import importlib
+
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
+    raise AttributeError(f"module 'capflow_models' has no attribute {name!r}")

@@ -1,0 +1,155 @@
+"""A steerable model over Hugging Face Transformers: the reference, one prompt at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+
+from capflow.errors import UsageError, explain
+from capflow.message import ModelInfo
+from capflow.program import program_of
+from capflow.site import Site
+from capflow.steering import Steering
+from capflow_models.model import Completion, Job, Prompt, Rows, Sampling, SteerableModel
+from capflow_models.stream import HOOKS, Stream, layers_of
+
+
+class TransformersSteerableModel(SteerableModel):
+    """A causal language model of Transformers.
+
+    model: a directory or a name that `AutoModelForCausalLM` loads, or such a model. tokenizer: its tokenizer, loaded by
+    the name where it is left out; without one, prompts are token ids and answers have no text. dtype: a torch dtype's name, or
+    `auto`. device: where it runs. arguments: further ones of `from_pretrained`.
+
+    Between calls the model is as it was given: hooks are there only while a prompt is computed. Not for several threads at once.
+    """
+
+    def __init__(
+        self,
+        model: str | Any,
+        *,
+        tokenizer: Any = None,
+        dtype: str = "auto",
+        device: str | None = None,
+        **arguments: Any,
+    ) -> None:
+        if isinstance(model, str):
+            tokenizer = tokenizer or _tokenizer(model)
+            try:
+                loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **arguments)
+            except (OSError, ValueError) as e:
+                raise UsageError(explain("model", got=f"{model}: {e}", expected="one that Transformers loads")) from e
+        else:
+            loaded = model
+        self.model = (loaded if device is None else loaded.to(device)).eval()
+        self.tokenizer = tokenizer
+        config = loaded.config.get_text_config()
+        layers = int(config.num_hidden_layers)
+        self._layers = layers_of(self.model, layers)
+        super().__init__(
+            ModelInfo(
+                name=model if isinstance(model, str) else loaded.config.name_or_path or type(loaded).__name__,
+                num_layers=layers,
+                hidden_size=int(config.hidden_size),
+                dtype=str(loaded.dtype).removeprefix("torch."),
+                sites=tuple(Site(layer, hook) for layer in range(layers) for hook in HOOKS),
+            )
+        )
+        self._ends = _ends(loaded, tokenizer)
+
+    @property
+    def hooks(self) -> tuple[str, ...]:
+        """The hooks that can be steered: those that a layer shows from outside."""
+        return HOOKS
+
+    @torch.inference_mode()
+    def run(self, jobs: Sequence[Job]) -> list[Completion]:
+        """Return the answers to jobs, in order, one after another."""
+        return [self._answer(job) for job in jobs]
+
+    def _answer(self, job: Job) -> Completion:
+        prompt = self._ids(job.prompt)
+        sampling = job.sampling
+        random = torch.Generator(self.model.device)
+        if sampling.seed is None:
+            random.seed()
+        else:
+            random.manual_seed(sampling.seed)
+        answer: list[int] = []
+        with self._stream(prompt, job.steering).hooked(self._layers):
+            given, cache = prompt, None
+            while len(answer) < sampling.max_new_tokens:
+                output = self._forward(given, cache, use_cache=True)
+                cache = output.past_key_values
+                given = [_chosen(output.logits[0, -1].float(), sampling, random)]
+                answer += given
+                if given[0] in self._ends and not sampling.ignore_eos:
+                    break
+        text = "" if self.tokenizer is None else self.tokenizer.decode(answer, skip_special_tokens=True)
+        return Completion(text, tuple(answer), tuple(prompt))
+
+    @torch.inference_mode()
+    def _logprobs(self, prompts: Sequence[Prompt], steering: Steering) -> npt.NDArray[np.float32]:
+        rows = []
+        for prompt in map(self._ids, prompts):
+            with self._stream(prompt, steering).hooked(self._layers):
+                logits = self._forward(prompt, None, use_cache=False).logits[0, -1].float()
+            rows.append(logits.log_softmax(-1).cpu().numpy())
+        return np.stack(rows)
+
+    @torch.inference_mode()
+    def _last_rows(self, prompts: Sequence[Prompt], sites: Sequence[Site], steering: Steering) -> Rows:
+        caught: dict[Site, list[npt.NDArray[np.float32]]] = {site: [] for site in sites}
+        for prompt in map(self._ids, prompts):
+            stream = self._stream(prompt, steering)
+            with stream.hooked(self._layers, frozenset(sites)):
+                self._forward(prompt, None, use_cache=False)
+            for site, rows in caught.items():
+                rows.append(stream.caught[site].numpy())
+        return {site: np.stack(rows) for site, rows in caught.items()}
+
+    def _stream(self, prompt: Sequence[int], steering: Steering) -> Stream:
+        program = program_of(self.info.hidden_size, (steering,))
+        return Stream(program, len(prompt), self.model.device)
+
+    def _forward(self, ids: Sequence[int], cache: Any, *, use_cache: bool) -> Any:
+        given = torch.tensor([list(ids)], device=self.model.device)
+        return self.model(input_ids=given, past_key_values=cache, use_cache=use_cache)
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            do = "give token ids, or a tokenizer"
+            raise UsageError(explain("prompts", got="a text for a model without a tokenizer", do=do))
+        return list(self.tokenizer(prompt).input_ids)
+
+
+def _tokenizer(name: str) -> Any:
+    """Return the tokenizer that lies beside a model, None where there is none."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end an answer: those of the model's generation settings, and the tokenizer's."""
+    settings = getattr(model, "generation_config", None)
+    named = getattr(settings, "eos_token_id", None)
+    own = named if isinstance(named, list) else [named]
+    return frozenset(int(token) for token in (*own, getattr(tokenizer, "eos_token_id", None)) if token is not None)
+
+
+def _chosen(logits: torch.Tensor, sampling: Sampling, random: torch.Generator) -> int:
+    """Return the next token of `[vocabulary]` logits."""
+    if sampling.temperature == 0.0:
+        return int(logits.argmax())
+    odds, tokens = (logits / sampling.temperature).softmax(-1).sort(descending=True)
+    odds = odds.where(odds.cumsum(-1) - odds < sampling.top_p, 0.0)
+    return int(tokens[torch.multinomial(odds, 1, generator=random)])

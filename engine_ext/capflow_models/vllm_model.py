@@ -1,0 +1,160 @@
+"""A steerable model over vLLM: `capflow.LLM`, each request steered by its own program in one batch."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import uuid
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import capflow
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.site import Site
+from capflow.steering import Steering
+from capflow_engine.llm import LLM, sampling_params
+from capflow_models.model import Completion, Job, Prompt, Rows, SteerableModel
+
+_PROBABILITIES_ALL = -1
+
+
+class VLLMSteerableModel(SteerableModel):
+    """A model that vLLM runs.
+
+    model: a directory or a name that vLLM takes, or a `capflow.LLM`, which is left open. rows: for a `capflow.LLM`, the root of its
+    `filesystem` consumer, which `last_rows` reads; a model that is opened here brings its own. arguments: further ones of
+    `capflow.LLM`, as `sites` and those of vLLM.
+
+    The sites that can be steered are the tapped ones: by default `post_block` of every layer.
+    """
+
+    def __init__(self, model: str | LLM, *, rows: str | Path | None = None, **arguments: Any) -> None:
+        self._close = lambda: None
+        if isinstance(model, str):
+            if rows is not None:
+                raise UsageError(explain("rows", got=str(rows), expected="to be left out beside a model's name"))
+            rows = tempfile.mkdtemp(prefix="capflow-rows-")
+            forget = weakref.finalize(self, shutil.rmtree, rows, ignore_errors=True)
+            keeper = f"filesystem:root={rows},capture=requests,fsync=false"
+            self.llm = LLM(model, **{"consumers": [keeper], "max_logprobs": _PROBABILITIES_ALL, **arguments})
+            llm = self.llm
+
+            def close() -> None:
+                llm.close()
+                forget()
+
+            self._close = close
+        else:
+            self.llm = model
+        self._rows = None if rows is None else Path(rows)
+        super().__init__(self.llm.capflow_model)
+
+    @property
+    def hooks(self) -> tuple[str, ...]:
+        """The hooks at which some layer is tapped."""
+        return tuple(dict.fromkeys(site.hook for site in self.info.sites))
+
+    def close(self) -> None:
+        """Stop the engine if it was opened here."""
+        self._close()
+
+    def run(self, jobs: Sequence[Job]) -> list[Completion]:
+        """Return the answers to jobs, in order; they run in one batch as far as the engine has room."""
+        parameters = [
+            sampling_params(
+                max_tokens=job.sampling.max_new_tokens,
+                temperature=job.sampling.temperature,
+                top_p=job.sampling.top_p,
+                seed=job.sampling.seed,
+                ignore_eos=job.sampling.ignore_eos,
+                detokenize=self._has_words,
+                **_fields(job.steering),
+            )
+            for job in jobs
+        ]
+        outputs = self.llm.generate([_given(job.prompt) for job in jobs], parameters, use_tqdm=False)
+        return [
+            Completion(
+                output.outputs[0].text if self._has_words else "",
+                tuple(output.outputs[0].token_ids),
+                tuple(output.prompt_token_ids),
+            )
+            for output in outputs
+        ]
+
+    def _logprobs(self, prompts: Sequence[Prompt], steering: Steering) -> npt.NDArray[np.float32]:
+        parameters = [
+            sampling_params(
+                max_tokens=1,
+                temperature=0.0,
+                logprobs=_PROBABILITIES_ALL,
+                detokenize=False,
+                ignore_eos=True,
+                **_fields(steering),
+            )
+            for _ in prompts
+        ]
+        outputs = self.llm.generate([_given(prompt) for prompt in prompts], parameters, use_tqdm=False)
+        first = [output.outputs[0].logprobs[0] for output in outputs]
+        rows = np.full((len(first), max(max(each) for each in first) + 1), -math.inf, np.float32)
+        for row, each in zip(rows, first, strict=True):
+            for token, found in each.items():
+                row[token] = found.logprob
+        return rows
+
+    def _last_rows(self, prompts: Sequence[Prompt], sites: Sequence[Site], steering: Steering) -> Rows:
+        if self._rows is None:
+            do = "give rows=ROOT of the engine's filesystem consumer, or a model's name in place of the engine"
+            raise UsageError(explain("last_rows: no captured rows to read", do=do))
+        name = uuid.uuid4().hex
+        hooks: dict[str, list[int]] = {}
+        for site in dict.fromkeys(sites):
+            hooks.setdefault(site.hook, []).append(site.layer)
+        parameters = [
+            sampling_params(
+                id=f"{name}-{number}",
+                capture={"hooks": hooks, "positions": "last_prompt"},
+                max_tokens=1,
+                temperature=0.0,
+                detokenize=False,
+                **_fields(steering),
+            )
+            for number, _ in enumerate(prompts)
+        ]
+        outputs = self.llm.generate([_given(prompt) for prompt in prompts], parameters, use_tqdm=False)
+        for output in outputs:
+            for consumer, result in output.capture_results.items():
+                if result.status != "ok":
+                    raise CapflowError(explain(f"rows for {consumer}", got=f"{result.status}: {result.error}"))
+        data = capflow.open(self._rows)
+        found = [data[f"{name}-{number}"] for number, _ in enumerate(prompts)]
+        return {site: np.stack([each[site].rows[-1].astype(np.float32) for each in found]) for site in sites}
+
+    @property
+    def _has_words(self) -> bool:
+        return not self.llm.llm_engine.model_config.skip_tokenizer_init
+
+
+def _given(prompt: Prompt) -> Any:
+    return prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
+
+
+def _fields(steering: Steering) -> dict[str, Any]:
+    """Return a steering as the keyword arguments of `sampling_params` that say something."""
+    fields = {
+        "steering_vectors": steering.base.vectors,
+        "prefill_steering_vectors": steering.prefill.vectors,
+        "decode_steering_vectors": steering.decode.vectors,
+        "steering_clamps": steering.base.clamps,
+        "prefill_steering_clamps": steering.prefill.clamps,
+        "decode_steering_clamps": steering.decode.clamps,
+        "steering_patches": steering.patches,
+        "steering_name": {use.name: use.scale for use in steering.modules},
+    }
+    return {name: value for name, value in fields.items() if value}
