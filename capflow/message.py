@@ -37,7 +37,8 @@ Role = Literal["worker", "scheduler", "client"]
 class ModelInfo(msgspec.Struct, frozen=True):
     """What a hub and its consumers need to know about the model that an engine runs.
 
-    sites: every site that carries a tap, over all pipeline stages. stages: how many pipeline stages there are.
+    sites: every site that carries a tap, over all pipeline stages. stages: how many pipeline stages there are. fixed: sites that
+    can be captured and not steered, because something else is given the same tensor.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     dtype: str
     sites: tuple[Site, ...]
     stages: int = 1
+    fixed: tuple[Site, ...] = ()
 
 
 class ControllerSpec(msgspec.Struct, frozen=True):

@@ -120,6 +120,9 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
         for site in sorted(self.sites - set(info.sites)):
             do = f"start the engine with --sites {site} to tap it"
             raise UsageError(explain("steering", got=f"no tap at {site}", expected="a tapped site", do=do))
+        for site in sorted(self.sites & set(info.fixed)):
+            do = "steer another hook; what is changed there would reach more than the MLP"
+            raise UsageError(explain("steering", got=f"{site}, which this model can only capture", do=do))
 
     @property
     def sites(self) -> frozenset[Site]:

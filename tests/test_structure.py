@@ -289,6 +289,47 @@ def test_parallel_blocks_have_no_stream_between():
     assert structure.places["mlp_out"] == Place("ffn")
 
 
+@pytest.mark.parametrize("kind", [*TRUTHS, Parallel], ids=lambda kind: kind.__name__)
+def test_what_the_mlp_shares_cannot_be_steered(kind):
+    """Where something else is given the tensor that the MLP takes, a change of it would reach that too."""
+    why = {PostNorm: "the residual stream itself", Parallel: "attention takes"}
+    fixed = found_in(kind()).fixed
+    assert set(fixed) == ({"mlp_in"} if kind in why else set())
+    assert why.get(kind, "") in fixed.get("mlp_in", "")
+
+
+@pytest.mark.parametrize("kind", list(TRUTHS), ids=lambda kind: kind.__name__)
+def test_a_change_where_the_mlp_takes_its_input_reaches_the_mlp_alone(kind):
+    """Which is what `fixed` says of a structure, tried by changing it."""
+    torch.manual_seed(3)
+    layer = kind()
+    structure = found_in(layer)
+    parts = {name: lambda x, part=part: part(layer, x) for name, part in TRUTHS[kind].items()}
+    stream, change = torch.randn(4, 8), torch.randn(8)
+    with torch.no_grad():
+        middle = stream + parts["attention"](stream)
+        expected = middle + parts["mlp"](parts["mlp_norm"](middle) + change)
+
+    place = structure.places["mlp_in"]
+
+    def add(module, args, kwargs):
+        place.slots[0].of(args, kwargs).add_(change)
+
+    def add_behind(module, args, output):
+        (output[0] if isinstance(output, tuple) else output).add_(change)
+
+    module = layer.get_submodule(place.module)
+    if place.slots:
+        module.register_forward_pre_hook(add, with_kwargs=True)
+    else:
+        module.register_forward_hook(add_behind)
+    given = (stream.clone() / 2, stream.clone() / 2) if kind is Split else (stream.clone(),)
+    with torch.no_grad():
+        out = layer(None, *given)
+    got = sum(out) if isinstance(out, tuple) else out
+    assert torch.allclose(got, expected, atol=1e-5) == ("mlp_in" not in structure.fixed)
+
+
 def test_two_mlps_have_no_one_output():
     structure = found_in(TwoMLPs())
     assert set(structure.missing) == {"mlp_out"}

@@ -66,7 +66,7 @@ def run(job: Job, tell: Any) -> None:
         SamplingParams(**job.sampling)
     except (TypeError, ValueError) as e:
         raise UsageError(explain("--engine-arg or --sampling", got=str(e), expected="names that vLLM knows")) from e
-    num_layers, sites = compat_model.check_model(arguments, job.sites)
+    num_layers, sites, _ = compat_model.check_model(arguments, job.sites)
     tell("model", num_layers=num_layers, sites=sites)
     settings = Settings(engine=uuid.uuid4().hex, hub=job.hub, sites=sites, hub_wait_s=30.0)
     for name, value in engine_arguments(settings).items():

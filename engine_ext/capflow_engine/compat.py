@@ -175,6 +175,7 @@ def model_info(vllm_config: Any) -> ModelInfo:
         hidden_size=model.get_hidden_size(),
         dtype=str(model.dtype).removeprefix("torch."),
         sites=settings.sites,
+        fixed=settings.fixed,
         stages=vllm_config.parallel_config.pipeline_parallel_size,
     )
 

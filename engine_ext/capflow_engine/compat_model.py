@@ -15,18 +15,18 @@ from typing import Any
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ModelInfo
 from capflow.site import HOOKS, Site
-from capflow_engine.settings import tapped_sites
+from capflow_engine.settings import Tapped
 from capflow_engine.structure import Place, Structure, UnclearError, large_on_meta, resolve
 
 
-def check_model(engine_args: Any, patterns: Iterable[str]) -> tuple[int, tuple[Site, ...]]:
+def check_model(engine_args: Any, patterns: Iterable[str]) -> Tapped:
     """Return a model's number of layers and the sites that patterns name, from its configuration alone.
 
     Raises UsageError for a model that cannot be found or followed, or sites that it does not have, before anything
     starts.
     """
     layers = structures(engine_args)
-    return len(layers), tapped_sites(patterns, layers)
+    return Tapped.of(patterns, layers)
 
 
 _STRUCTURE_S_MAX = 120.0

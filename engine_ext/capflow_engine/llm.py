@@ -118,7 +118,7 @@ class LLM(VLLM):  # type: ignore[misc]
         self._client: Client | None = None
         self._numbers = itertools.count()
         user = dict(kwargs.pop("additional_config", None) or {})
-        _, tapped = compat_model.check_model(EngineArgs(model=model, **kwargs), sites)
+        tapped = compat_model.check_model(EngineArgs(model=model, **kwargs), sites)
         if consumers and hub is not None:
             raise UsageError(explain("LLM: both hub and consumers", do="give consumers to the hub with `capflow run`"))
         if consumers:
@@ -132,7 +132,8 @@ class LLM(VLLM):  # type: ignore[misc]
         settings = Settings(
             engine=uuid.uuid4().hex,
             hub=hub or default_address(),
-            sites=tapped,
+            sites=tapped.sites,
+            fixed=tapped.fixed,
             policy=policy,
             steering_bank_bytes=steering_bank_bytes,
             hub_wait_s=_LAUNCH_WAIT_S if hub is not None else 0.5,

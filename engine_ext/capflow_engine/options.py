@@ -70,13 +70,15 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def resolved(self, info: ModelInfo, parts: Sequence[Steering] = ()) -> RequestOptions:
         """Return the options with what steers worked out. parts: what holds for the request besides, before its own.
 
-        Raises UsageError for a module that is not among the parts.
+        Raises UsageError for what does not fit the model, and for a module that is not known.
         """
         own = () if self.steering is None else (self.steering,)
         if self.steering is not None and self.steering.modules and not parts:
             name = self.steering.modules[0].name
             raise UsageError(explain("steering_name", got=name, expected="a module that is known here"))
         program = program_of(info.hidden_size, (*parts, *own)) if parts or own else self.program
+        if program is not None:
+            program.check(info)
         return msgspec.structs.replace(self, steering=None, program=program)
 
     def pack(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from capflow import limits
 from capflow.consumer import Policy
@@ -35,7 +35,7 @@ class Settings:
     """What the extension's parts in all of an engine's processes agree on.
 
     engine: the engine's name, new at each start. hub: the address its workers connect to. sites: those that carry
-    a tap, in order. policy, outbound_bytes_max: of each worker's
+    a tap, in order. fixed: those of them that can only be captured. policy, outbound_bytes_max: of each worker's
     outbound queue. staging_bytes_max: the device memory for the rows of one step.
     steering_bank_bytes: the device memory for what steers.
     hub_wait_s: how long the engine's start waits for the hub; None starts without.
@@ -46,6 +46,7 @@ class Settings:
     engine: str
     hub: str
     sites: tuple[Site, ...]
+    fixed: tuple[Site, ...] = ()
     policy: Policy = "block"
     outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT
     staging_bytes_max: int = 1024 * limits.MIB
@@ -72,6 +73,20 @@ class Settings:
 
     def __contains__(self, key: object) -> bool:
         return key in self.user
+
+
+class Tapped(NamedTuple):
+    """What of a model is tapped: how many layers it has, the sites that carry a tap, and those that cannot be steered."""
+
+    num_layers: int
+    sites: tuple[Site, ...]
+    fixed: tuple[Site, ...]
+
+    @classmethod
+    def of(cls, patterns: Iterable[str], layers: Sequence[Structure]) -> Tapped:
+        """Return what patterns name in a model of these layers; raise UsageError as `tapped_sites` does."""
+        sites = tapped_sites(patterns, layers)
+        return cls(len(layers), sites, tuple(site for site in sites if site.hook in layers[site.layer].fixed))
 
 
 def tapped_sites(patterns: Iterable[str], layers: Sequence[Structure]) -> tuple[Site, ...]:

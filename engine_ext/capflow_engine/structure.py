@@ -58,11 +58,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Structure:
-    """What is known of one decoder layer. places: by hook; missing: for every other hook, why it is not there."""
+    """What is known of one decoder layer. places: by hook; missing: for every other hook, why it is not there.
+
+    fixed: of hooks that can be captured and not steered, why: who else is given the same tensor.
+    """
 
     layer: str
     places: dict[str, Place] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    fixed: dict[str, str] = field(default_factory=dict)
 
 
 class UnclearError(Exception):
@@ -282,7 +286,14 @@ class _Reading:
             found.missing.setdefault("post_attn", "the layer has several attention blocks")
             return
         if len(sources) == 1:
-            found.places["mlp_in"] = next(iter(sources))
+            place = found.places["mlp_in"] = next(iter(sources))
+            body = {node for term in mlp for node in self._body(term.node, set())}
+            if place.slots:
+                found.fixed["mlp_in"] = "the MLP takes the residual stream itself"
+            elif any(
+                self._goes_elsewhere(n, body) for n in self.nodes if n.op == "call_module" and _path(n) == place.module
+            ):
+                found.fixed["mlp_in"] = "attention takes what the MLP takes"
         else:
             found.missing["mlp_in"] = "the modules of the MLP take different inputs"
         term = next(iter(mlp))
@@ -321,6 +332,16 @@ class _Reading:
         for arg in node.all_input_nodes:
             self._body(arg, seen)
         return seen
+
+    def _goes_elsewhere(self, node: fx.Node, body: set[fx.Node]) -> bool:
+        """Return whether the first thing that a norm returns is given to anything outside of a body."""
+        for user in node.users:
+            if user.target is operator.getitem:
+                if user.args[1] == 0 and self._goes_elsewhere(user, body):
+                    return True
+            elif user not in body:
+                return True
+        return False
 
     def _streams(self, node: fx.Node) -> bool:
         """Return whether a call is given the stream, or both its halves."""
