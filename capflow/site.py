@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal, NamedTuple, get_args
 
 from capflow.errors import UsageError, explain
@@ -36,3 +37,9 @@ class Site(NamedTuple):
         if not colon or hook not in HOOKS or not layer.isdigit():
             raise UsageError(explain("site", got=text, expected=f"HOOK:LAYER with HOOK one of {', '.join(HOOKS)}"))
         return cls(int(layer), hook)
+
+    def check_tapped(self, tapped: Collection[Site], field: str) -> None:
+        """Raise UsageError, with the field that names the site first, unless the site is among the tapped ones."""
+        if self not in tapped:
+            do = f"start the engine with --sites {self} to tap it"
+            raise UsageError(explain(field, got=f"no tap at {self}", expected="a tapped site", do=do))

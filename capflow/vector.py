@@ -1,24 +1,25 @@
 """Steering vectors: what is added to the residual stream at a site, and how it travels.
 
-A `SteeringVector` is `scale · vector`, added to the stream at one site in the model's dtype. On the
-wire a vector is its dtype's name and its raw little-endian bytes; JSON lists of numbers are taken too.
+A `SteeringVector` is `scale · vector`, added to the stream at one site. It travels as its dtype's name and its raw
+little-endian bytes, in the dtype that it came in; lists of numbers and arrays are kept as float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from capflow import limits
+from capflow import plain
 from capflow.errors import UsageError, explain
-from capflow.frame import DTYPES
-from capflow.site import HOOKS, Site
+from capflow.packed import Block, is_packed
+from capflow.plain import DTYPES
+from capflow.site import Site
 
-_DTYPES = {**DTYPES, "float64": np.dtype(np.float64)}
+_EXAMPLE = '{"post_block": {12: [0.1, …]}}'
 
 
 class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,9 +36,17 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The site the vector is added at."""
         return Site(self.layer, self.hook)
 
+    @property
+    def width(self) -> float:
+        """How many numbers the vector has; no whole number where its bytes do not fit its dtype."""
+        return len(self.data) / DTYPES[self.dtype].itemsize
+
+    def _stored(self) -> npt.NDArray[Any]:
+        return np.frombuffer(self.data, DTYPES[self.dtype])
+
     def array(self, dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
         """Return `scale · vector`, `[hidden_size]`, computed in float64 and rounded once."""
-        values = np.frombuffer(self.data, dtype=_DTYPES[self.dtype])
+        values = self._stored()
         if self.scale == 1.0:
             return values.astype(dtype, copy=False)
         return (values.astype(np.float64) * self.scale).astype(dtype)
@@ -49,64 +58,67 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises UsageError when it is not one-dimensional, is empty, or holds NaN or infinity.
         """
         field = f"{where}.{site.hook}.{site.layer}"
-        if hasattr(vector, "detach"):  # a torch tensor, which numpy cannot read in bfloat16
-            vector = vector.detach().float().cpu().numpy()
-        try:
-            values = np.asarray(vector, dtype=np.float32)
-        except (TypeError, ValueError) as e:
-            raise UsageError(explain(field, got=str(e), expected="a list of numbers")) from e
-        if values.ndim != 1 or not 0 < values.size <= limits.HIDDEN_SIZE_MAX:
-            raise UsageError(explain(field, got=f"shape {list(values.shape)}", expected="[hidden_size]"))
-        if not np.isfinite(values).all():
-            bad = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise UsageError(explain(field, got=f"{values[bad]} at index {bad}", expected="finite numbers"))
-        if not np.isfinite(scale):
-            raise UsageError(explain(f"{field}.scale", got=scale, expected="a finite number"))
-        return cls(site.layer, site.hook, values.tobytes(), "float32", float(scale))
+        values = plain.vector(vector, field).astype(np.float32)
+        return cls(site.layer, site.hook, values.tobytes(), "float32", plain.number(scale, f"{field}.scale"))
 
-    def check(self, sites: Sequence[Site], hidden_size: int, *, where: str = "steering") -> None:
+    def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering") -> None:
         """Raise UsageError unless the vector fits a model with these tapped sites and this width."""
         field = f"{where}.{self.hook}.{self.layer}"
-        if self.dtype not in _DTYPES:
-            raise UsageError(explain(f"{field}.dtype", got=self.dtype, expected=f"one of {', '.join(_DTYPES)}"))
-        if self.site not in sites:
-            do = f"start the engine with --sites {self.site} to tap it"
-            raise UsageError(explain(field, got=f"no tap at {self.site}", expected="a tapped site", do=do))
-        size = len(self.data) / _DTYPES[self.dtype].itemsize
-        if size != hidden_size:
-            raise UsageError(explain(field, got=f"{size:g} numbers", expected=f"{hidden_size}, the model's width"))
-        if not np.isfinite(self.array()).all():
-            raise UsageError(explain(field, got="NaN or infinity", expected="finite numbers"))
+        if self.dtype not in DTYPES:
+            raise UsageError(explain(f"{field}.dtype", got=self.dtype, expected=f"one of {', '.join(DTYPES)}"))
+        self.site.check_tapped(sites, field)
+        if self.width != hidden_size:
+            expected = f"{hidden_size}, the model's width"
+            raise UsageError(explain(field, got=f"{self.width:g} numbers", expected=expected))
+        if not self._finite():
+            expected = "finite numbers of float32's range"
+            raise UsageError(explain(field, got="NaN or infinity", expected=expected))
+
+    def _finite(self) -> bool:
+        """Whether `scale · vector` is finite; it is looked at itself only where the scale makes it larger."""
+        if not plain.finite(self._stored()):
+            return False
+        if abs(self.scale) <= 1.0:
+            return True
+        with np.errstate(over="ignore"):
+            return plain.finite(self.array())  # not so where the scale is NaN
 
 
 def parse_steering(value: Any, *, where: str = "steering") -> tuple[SteeringVector, ...]:
-    """Return the vectors that a plain value describes: `{hook: {layer: vector or {vector, scale}}}`.
+    """Return the vectors that a plain value describes: `{hook: layers}`.
 
-    Raises UsageError naming the field. Vectors already parsed are returned as they are.
+    Layers are, for each hook, either `{layer: vector or {"vector": vector, "scale": number}}`, a vector being an array, a
+    tensor or a list of `hidden_size` numbers; or packed (see `capflow.packed`) with `scales` besides. A layer is a whole
+    number or its digits.
+
+    Raises UsageError with the field first. Vectors already parsed are returned as they are.
     """
-    if isinstance(value, Sequence) and all(isinstance(v, SteeringVector) for v in value):
+    if isinstance(value, Sequence) and value and all(isinstance(v, SteeringVector) for v in value):
         return tuple(value)
-    if not isinstance(value, Mapping) or not value:
-        raise UsageError(explain(where, got=value, expected='a mapping like {"post_block": {12: [0.1, …]}}'))
-    vectors = []
-    for hook, layers in value.items():
-        if hook not in HOOKS:
-            raise UsageError(explain(where, got=hook, expected=f"a hook, one of {', '.join(HOOKS)}"))
-        if not isinstance(layers, Mapping) or not layers:
-            raise UsageError(explain(f"{where}.{hook}", got=layers, expected="a mapping of layer to vector"))
-        for layer, entry in layers.items():
-            if not str(layer).isdigit():
-                raise UsageError(explain(f"{where}.{hook}", got=layer, expected="a layer number"))
-            site = Site(int(layer), hook)
-            scale: Any = 1.0
-            vector = entry
+    vectors: list[SteeringVector] = []
+    for hook, layers in plain.by_hook(value, where, _EXAMPLE):
+        at = f"{where}.{hook}"
+        if is_packed(layers):
+            vectors += _unpacked(layers, hook, at)
+            continue
+        for site, field, entry in plain.by_layer(layers, at, hook, "vector"):
+            vector, scale = entry, 1.0
             if isinstance(entry, Mapping):
-                unknown = set(entry) - {"vector", "scale"}
-                if unknown or "vector" not in entry:
-                    field = f"{where}.{hook}.{layer}"
-                    raise UsageError(explain(field, got=f"keys {sorted(map(str, entry))}", expected="vector, scale"))
+                plain.check_keys(entry, field, ("vector", "scale"), ("vector",))
                 vector, scale = entry["vector"], entry.get("scale", 1.0)
-            if isinstance(scale, bool) or not isinstance(scale, int | float):
-                raise UsageError(explain(f"{where}.{hook}.{layer}.scale", got=scale, expected="a number"))
-            vectors.append(SteeringVector.make(site, vector, float(scale), where=where))
+            vectors.append(SteeringVector.make(site, vector, scale, where=where))
     return tuple(vectors)
+
+
+def _unpacked(layers: Mapping[str, Any], hook: str, where: str) -> list[SteeringVector]:
+    """Return a vector for each row of a block, which holds the row's bytes as they came."""
+    block = Block.read(layers, where, ("scales",))
+    for place, layer in enumerate(block.layers):
+        if layer in block.layers[:place]:
+            raise UsageError(explain(f"{where}.layer_indices", got=f"{layer} twice", expected="each layer once"))
+    scales = block.numbers(layers.get("scales", 1.0), f"{where}.scales")
+    dtype = block.packed.dtype
+    return [
+        SteeringVector(layer, hook, data, dtype, scale)
+        for layer, data, scale in zip(block.layers, block.packed.rows(), scales, strict=True)
+    ]
