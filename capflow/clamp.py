@@ -21,6 +21,7 @@ from capflow.site import Site
 
 _BOUNDS = ("min", "max", "value", "strength")
 _EXAMPLE = '{"post_block": {12: {"vector": [0.1, …], "min": -1.0, "max": 1.0}}}'
+_SQUARE_MIN = 1e-200  # of a length; below this, squares of numbers that matter may be lost
 _LENGTH_ERROR_MAX = 1e-3  # of what is said to be a unit vector
 
 
@@ -57,19 +58,20 @@ class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         *,
         where: str,
         of: str | None = None,
+        at: str = "",
     ) -> Clamp:
         """Return the clamp along a direction, `[hidden_size]` of any length but 0.
 
         bounds: `value`, or one or both of `min` and `max`; and `strength`, 1 by default. where: the field of these. of: the
-        direction's field, by default `where.vector`. Raises UsageError with the field first.
+        direction's field, by default `where.vector`. at: where in these fields, for the message. Raises UsageError with the field first.
         """
         given = {name: plain.number(value, f"{where}.{name}") for name, value in bounds.items()}
         check_bounds(given, where)
         low = given.get("value", given.get("min", -math.inf))
         high = given.get("value", given.get("max", math.inf))
         if low > high:
-            raise UsageError(explain(f"{where}.min", got=low, expected=f"at most max, {high}"))
-        data = _unit(direction, of or f"{where}.vector").tobytes()
+            raise UsageError(explain(f"{where}.min", got=f"{low}{at}", expected=f"at most max, {high}"))
+        data = _unit(direction, of or f"{where}.vector", at).tobytes()
         return cls(site.layer, site.hook, data, low, high, given.get("strength", 1.0))
 
     def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering_clamps") -> None:
@@ -130,17 +132,22 @@ def _unpacked(layers: Mapping[str, Any], hook: str, where: str) -> list[Clamp]:
     clamps = []
     for row, (layer, direction) in enumerate(zip(block.layers, block.packed.array(), strict=True)):
         bounds = {name: numbers[row] for name, numbers in given.items()}
-        clamps.append(Clamp.make(Site(layer, hook), direction, bounds, where=where, of=f"{where}.data"))
+        clamps.append(
+            Clamp.make(Site(layer, hook), direction, bounds, where=where, of=f"{where}.data", at=f" in row {row}")
+        )
     return clamps
 
 
-def _unit(direction: npt.NDArray[Any], field: str) -> npt.NDArray[np.float32]:
+def _unit(direction: npt.NDArray[Any], field: str, at: str) -> npt.NDArray[np.float32]:
     """Return a direction at length 1, worked out in float64 and rounded to float32 once."""
     values = direction.astype(np.float64)
-    largest = np.abs(values).max()
-    if largest == 0.0:
-        raise UsageError(explain(field, got="a zero vector", expected="a direction"))
-    values /= largest  # so that no square is beyond float64's range
-    values /= np.sqrt(np.square(values).sum())
+    square = np.square(values).sum()
+    if square < _SQUARE_MIN:
+        largest = np.abs(values).max()
+        if largest == 0.0:
+            raise UsageError(explain(field, got=f"a zero vector{at}", expected="a direction"))
+        values /= largest
+        square = np.square(values).sum()
+    values /= np.sqrt(square)
     unit: npt.NDArray[np.float32] = values.astype(np.float32) + np.float32(0)  # no negative zeros
     return unit

@@ -94,6 +94,7 @@ def parse_steering(value: Any, *, where: str = "steering") -> tuple[SteeringVect
     Raises UsageError with the field first. Vectors already parsed are returned as they are.
     """
     if isinstance(value, Sequence) and value and all(isinstance(v, SteeringVector) for v in value):
+        _check_each(value, where)
         return tuple(value)
     vectors: list[SteeringVector] = []
     for hook, layers in plain.by_hook(value, where, _EXAMPLE):
@@ -108,6 +109,18 @@ def parse_steering(value: Any, *, where: str = "steering") -> tuple[SteeringVect
                 vector, scale = entry["vector"], entry.get("scale", 1.0)
             vectors.append(SteeringVector.make(site, vector, scale, where=where))
     return tuple(vectors)
+
+
+def _check_each(vectors: Sequence[SteeringVector], where: str) -> None:
+    """Raise UsageError when two vectors are of one site, or one is of no known dtype."""
+    seen = set()
+    for vector in vectors:
+        field = f"{where}.{vector.hook}.{vector.layer}"
+        if vector.dtype not in DTYPES:
+            raise UsageError(explain(f"{field}.dtype", got=vector.dtype, expected=f"one of {', '.join(DTYPES)}"))
+        if vector.site in seen:
+            raise UsageError(explain(field, got="the site twice", expected="each site once"))
+        seen.add(vector.site)
 
 
 def _unpacked(layers: Mapping[str, Any], hook: str, where: str) -> list[SteeringVector]:
