@@ -322,7 +322,7 @@ def test_text_goes_in_and_comes_out(model):
     (done,) = model.complete([[5, 9, 200]], Sampling(4, ignore_eos=True))
     assert text == done.text
     assert done.prompt_token_ids == (5, 9, 200)
-    assert text == " ".join(f"w{token}" for token in done.token_ids)
+    assert text == "".join(f" w{token}" for token in done.token_ids)
 
 
 def test_sampling_follows_its_seed(model):

@@ -90,8 +90,16 @@ class TransformersSteerableModel(SteerableModel):
                 answer += given
                 if given[0] in self._ends and not sampling.ignore_eos:
                     break
-        text = "" if self.tokenizer is None else self.tokenizer.decode(answer, skip_special_tokens=True)
-        return Completion(text, tuple(answer), tuple(prompt))
+        return Completion(self._text(prompt, answer), tuple(answer), tuple(prompt))
+
+    def _text(self, prompt: list[int], answer: list[int]) -> str:
+        """Return what an answer adds to its prompt: a space between them too, as vLLM has it."""
+        if self.tokenizer is None:
+            return ""
+        before, whole, alone = (
+            str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in (prompt, prompt + answer, answer)
+        )
+        return whole.removeprefix(before) if whole.startswith(before) else alone
 
     @torch.inference_mode()
     def _logprobs(self, prompts: Sequence[Prompt], steering: Steering) -> npt.NDArray[np.float32]:

@@ -1,0 +1,39 @@
+"""The back ends by name."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Literal, get_args
+
+from capflow.errors import UsageError, explain
+from capflow_models.model import SteerableModel
+
+Backend = Literal["vllm", "transformers"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
+
+
+def open_model(backend: Backend, model: str, arguments: dict[str, Any]) -> SteerableModel:
+    """Return a model of a back end; `demo` is the demo model. arguments: further ones, by the back end's names.
+
+    Raises UsageError for a back end that is unknown or not installed, a model that it does not load, and wrong arguments.
+    """
+    if backend not in BACKENDS:
+        raise UsageError(explain("--backend", got=backend, expected=f"one of {', '.join(BACKENDS)}"))
+    if importlib.util.find_spec(backend) is None:
+        raise UsageError(explain(f"--backend {backend}: not installed", do="pip install 'capflow[vllm]'"))
+    if model == "demo":
+        from capflow_engine.demo import prepare
+
+        model = str(prepare())
+    try:
+        if backend == "vllm":
+            from capflow_models.vllm_model import VLLMSteerableModel
+
+            return VLLMSteerableModel(model, **arguments)
+        from capflow_models.transformers_model import TransformersSteerableModel
+
+        return TransformersSteerableModel(model, **arguments)
+    except (TypeError, ValueError) as e:
+        if isinstance(e, UsageError):
+            raise
+        raise UsageError(explain("--model-arg", got=str(e), expected=f"arguments that {backend} takes")) from e

@@ -1,0 +1,67 @@
+"""Vectors from contrastive pairs: prompts that show a concept, each beside one that shows its opposite.
+
+What is compared is the stream at a prompt's last token. `mean` is the difference of the means (as in contrastive
+activation addition, Rimsky et al. 2024, arXiv:2312.06681). `pca` is the first principal direction of the pairs' differences (Zou
+et al. 2023, arXiv:2310.01405), not centred, because what all differences share is the concept; it points to where the positives
+lie higher, and is as long as the mean difference along it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from capflow.errors import UsageError, explain
+from capflow_models.model import Prompt, SteerableModel
+from capflow_models.spec import HOOK_DEFAULT, Vector, site_of
+
+Method = Literal["mean", "pca"]
+METHODS: tuple[str, ...] = get_args(Method)
+
+
+class Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of a file of pairs: `{"positive": text, "negative": text}`."""
+
+    positive: str
+    negative: str
+
+
+def fit_vectors(
+    model: SteerableModel,
+    pairs: Sequence[tuple[Prompt, Prompt]],
+    method: Method = "mean",
+    layers: Sequence[int] | None = None,
+    *,
+    hook: str = HOOK_DEFAULT,
+) -> dict[int, Vector]:
+    """Return a vector for each layer, `[hidden_size]` float32, which added once moves a negative to a positive.
+
+    pairs: (positive, negative). layers: all by default. The model is steered as it is set. Raises UsageError for an unknown
+    method, no pairs, a layer or hook that the model lacks, and pairs that show no difference.
+    """
+    if method not in METHODS:
+        raise UsageError(explain("method", got=method, expected=f"one of {', '.join(METHODS)}"))
+    if not pairs:
+        raise UsageError(explain("pairs", got="none", expected="one or more of (positive, negative)"))
+    sites = [site_of(layer, hook) for layer in (range(model.info.num_layers) if layers is None else layers)]
+    prompts = [prompt for pair in pairs for prompt in pair]
+    rows = model.last_rows(prompts, sites)
+    return {site.layer: _fitted(rows[site].astype(np.float64), method, f"layer {site.layer}") for site in sites}
+
+
+def _fitted(rows: npt.NDArray[np.float64], method: Method, where: str) -> Vector:
+    """Return the vector of `[2 · pairs, hidden_size]` rows, positive and negative in turn."""
+    differences = rows[::2] - rows[1::2]
+    vector = differences.mean(0)
+    if method == "pca":
+        direction = np.linalg.svd(differences, full_matrices=False)[2][0]
+        vector = direction * (vector @ direction)
+    fitted: Vector = vector.astype(np.float32)
+    if not fitted.any():
+        expected = "pairs whose last tokens come to different rows"
+        raise UsageError(explain(f"{where}: the pairs show no difference", expected=expected))
+    return fitted
