@@ -178,6 +178,10 @@ class TestClamps:
         np.testing.assert_array_equal(np.frombuffer(clamp.data, np.float32), np.array([0.6, 0.8], np.float32))
         assert (clamp.low, clamp.high, clamp.strength) == (-math.inf, 5.0, 1.0)
 
+    def test_a_negative_zero_is_a_zero(self):
+        one, two = ({"vector": [zero, 2], "value": 0} for zero in (0.0, -0.0))
+        assert program(clamps({2: one})) == program(clamps({2: two}))
+
     def test_a_site_may_have_several(self):
         made = Steering.parse(clamps({2: [{"vector": [1, 0], "value": 1}, {"vector": [0, -2], "min": 0}]})).base.clamps
         assert [(c.low, c.high) for c in made] == [(1.0, 1.0), (0.0, math.inf)]
