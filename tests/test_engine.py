@@ -184,11 +184,11 @@ def test_a_preempted_request_delivers_each_row_once(tiny, reference, files):
         ({"capture": {"hooks": {"post_block": [99]}}}, "layer 99"),
         ({"capture": {"hooks": {"mlp_in": [0]}}}, "--sites mlp_in:0"),
         ({"capture": {"hooks": {"post_block": [0]}, "positions": "some"}}, "positions"),
-        ({"steering": {"post_block": {0: [1.0, 2.0]}}}, "the model's width"),
-        ({"steering": {"post_block": {0: [float("nan")] * WIDTH}}}, "nan at index 0"),
-        ({"steering": {"post_block": {99: [1.0] * WIDTH}}}, "layer 99"),
-        ({"steering": {"post_attn": {0: [1.0] * WIDTH}}}, "no tap"),
-        ({"steering": {"post_block": {0: "abc"}}}, "numbers"),
+        ({"steering_vectors": {"post_block": {0: [1.0, 2.0]}}}, "the model's width"),
+        ({"steering_vectors": {"post_block": {0: [float("nan")] * WIDTH}}}, "nan at index 0"),
+        ({"steering_vectors": {"post_block": {99: [1.0] * WIDTH}}}, "layer 99"),
+        ({"steering_vectors": {"post_attn": {0: [1.0] * WIDTH}}}, "no tap"),
+        ({"steering_vectors": {"post_block": {0: "abc"}}}, "numbers"),
     ],
 )
 def test_a_wrong_request_is_refused_before_anything_runs(shared, options, words):
