@@ -25,7 +25,8 @@ import numpy.typing as npt
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
 from capflow.patch import Patch
-from capflow.site import Site
+from capflow.plain import NUMBER_MAX
+from capflow.site import Site, refusal_of_fixed
 from capflow.steering import Steering, Tier
 from capflow.vector import SteeringVector
 
@@ -121,8 +122,7 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
             do = f"start the engine with --sites {site} to tap it"
             raise UsageError(explain("steering", got=f"no tap at {site}", expected="a tapped site", do=do))
         for site in sorted(self.sites & set(info.fixed)):
-            do = "steer another hook; what is changed there would reach more than the MLP"
-            raise UsageError(explain("steering", got=f"{site}, which this model can only capture", do=do))
+            raise UsageError(refusal_of_fixed("steering", site))
 
     @property
     def sites(self) -> frozenset[Site]:
@@ -220,6 +220,8 @@ def _sums(vectors: Iterable[SteeringVector]) -> dict[Site, Row]:
     sums = {}
     for site, some in at.items():
         total = some[0].array() if len(some) == 1 else np.sum([v.array(np.float64) for v in some], axis=0)
+        if not np.abs(total).max() <= NUMBER_MAX:
+            raise UsageError(explain(f"steering at {site}", got="a sum beyond float32", expected="smaller vectors"))
         total = np.asarray(total, np.float32) + np.float32(0)  # no negative zeros
         if total.any():
             sums[site] = total

@@ -43,3 +43,9 @@ class Site(NamedTuple):
         if self not in tapped:
             do = f"start the engine with --sites {self} to tap it"
             raise UsageError(explain(field, got=f"no tap at {self}", expected="a tapped site", do=do))
+
+
+def refusal_of_fixed(field: str, site: Site) -> str:
+    """Return why a site that is tapped cannot be steered."""
+    do = "steer another hook: what is changed there would reach more than the MLP"
+    return explain(field, got=f"{site}, which can only be captured in this model", do=do)

@@ -21,6 +21,7 @@ from capflow.clamp import Clamp, parse_clamps
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
 from capflow.patch import Patch, parse_patches
+from capflow.site import refusal_of_fixed
 from capflow.vector import SteeringVector, parse_steering
 
 _TIERS = {"base": "", "prefill": "prefill_", "decode": "decode_"}
@@ -124,6 +125,8 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 at = f"{field}.{part.hook}.{part.layer}"
                 raise UsageError(explain(at, got=f"layer {part.layer}", expected=f"0..{info.num_layers - 1}"))
             part.check(sites, info.hidden_size, where=field)
+            if part.site in info.fixed:
+                raise UsageError(refusal_of_fixed(f"{field}.{part.hook}.{part.layer}", part.site))
 
     def _check_widths(self, before: str) -> None:
         """Raise UsageError when two entries differ in width."""

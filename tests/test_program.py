@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capflow.errors import UsageError
+from capflow.message import ModelInfo
 from capflow.program import ADD, CLAMP, PATCH, program_of, with_vectors
 from capflow.site import Site
-from capflow.steering import Steering
+from capflow.steering import Steering, Tier
 from capflow.vector import SteeringVector
 
 WIDTH = 2
@@ -228,3 +230,18 @@ class TestWithVectors:
         new = with_vectors(old, WIDTH, [self.VECTOR])
         assert done(new, new.patches(2)[0]) == done(old, old.patches(2)[0])
         assert done(new, new.patches(2)[4])["post_block:3"][-1] == add(1, 2)
+
+
+def test_a_sum_beyond_float32_is_refused():
+    huge = SteeringVector.make(Site(1, "post_block"), np.full(4, 3e38, np.float32))
+    with pytest.raises(UsageError, match="beyond float32"):
+        program_of(4, [Steering(base=Tier((huge,))), Steering(decode=Tier((huge,)))])
+
+
+def test_a_site_that_can_only_be_captured_is_refused():
+    info = ModelInfo("m", 3, 4, "float32", (Site(1, "mlp_in"),), fixed=(Site(1, "mlp_in"),))
+    asked = Steering.parse({"steering_vectors": {"mlp_in": {1: [1.0] * 4}}})
+    with pytest.raises(UsageError, match=r"^steering_vectors.mlp_in.1: .*only be captured"):
+        asked.check(info)
+    with pytest.raises(UsageError, match="only be captured"):
+        program_of(4, [asked]).check(info)
