@@ -123,6 +123,7 @@ def test_snippets_that_need_a_model_run(page, tmp_path):
     expected = {
         "README": ["ok", "(13, 640)"],
         "hooks": ["capture.hooks"],
+        "steerable": ["plain: ", "glad: ", "sad: ", "none 0.0 ", "glad 2.0 ", "glad -2.0 "],
         "steering": ["+0.0 ", "+2.0 ", "-2.0 "],
         "tutorial": ['"request": "fox"', '"position": '],
     }
@@ -169,6 +170,8 @@ def test_the_commands_and_options_that_are_named_exist(page):
     for words in re.findall(r"(?:^|`|\s)capflow (\w+)([^`\n]*)", text):
         if words[0] in COMMANDS and words[0] != "serve":  # which takes vLLM's options too
             command = cli.get_command(click.Context(cli), words[0])
+            if isinstance(command, click.Group):
+                command = command.commands[words[1].split()[0]]
             have = {option for parameter in command.params for option in parameter.opts}
             used = {
                 word.partition("=")[0]

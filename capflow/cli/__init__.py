@@ -19,12 +19,14 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "abort": ("capflow.cli.act", "abort", "Stop a running request."),
     "doctor": ("capflow.cli.doctor", "doctor", "Show versions, what is missing, and whether a capture works here."),
     "plugins": ("capflow.cli.plugins", "plugins", "List the consumers and controllers that are installed."),
+    "rollouts": ("capflow.cli.rollouts", "rollouts", "Answer prompts under vectors and scales, into a file."),
     "run": ("capflow.cli.run", "run", "Run a hub with consumers, alone or with a model."),
     "serve": ("capflow.cli.serve", "serve", "Serve a model with vLLM's OpenAI-compatible server, tapped."),
     "sites": ("capflow.cli.sites", "sites", "Show which sites a model has, and which would carry a tap."),
     "status": ("capflow.cli.status", "status", "Show a running hub's counters."),
     "steer": ("capflow.cli.act", "steer", "Add a vector to a running request."),
     "unsteer": ("capflow.cli.act", "unsteer", "Take back what `steer` added."),
+    "vectors": ("capflow.cli.vectors", "vectors", "Make steering vectors from pairs of prompts."),
 }
 """Each command's module, its name there, and its line of help: the command is not imported to show it."""
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -87,8 +87,10 @@ class SteerableModel(ABC):
     Every method that takes a layer takes the `hook` there too; `post_block` is the stream as the layer leaves it. What is set
     is checked when it is set: a UsageError names the field, and what held before still holds.
 
-    info: the model's name, sizes and the sites that can be steered.
+    info: the model's name, sizes and the sites that can be steered. other_hooks: how to come by hooks that cannot.
     """
+
+    other_hooks: ClassVar[str]
 
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
@@ -244,9 +246,8 @@ class SteerableModel(ABC):
 
     def _check_site(self, site: Site) -> None:
         if site.hook not in self.hooks:
-            raise UsageError(
-                explain("hook", got=site.hook, expected=f"one of {', '.join(self.hooks)}, as steered here")
-            )
+            expected = f"one of {', '.join(self.hooks)}"
+            raise UsageError(explain("hook", got=site.hook, expected=expected, do=self.other_hooks))
         if site.layer >= self.info.num_layers:
             raise UsageError(explain("layer", got=site.layer, expected=f"0..{self.info.num_layers - 1}"))
 

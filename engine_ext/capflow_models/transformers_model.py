@@ -29,6 +29,8 @@ class TransformersSteerableModel(SteerableModel):
     Between calls the model is as it was given: hooks are there only while a prompt is computed. Not for several threads at once.
     """
 
+    other_hooks = "use the vLLM back end for others"
+
     def __init__(
         self,
         model: str | Any,

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 import capflow
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.site import Site
+from capflow.site import HOOKS, Site
 from capflow.steering import Steering
 from capflow_engine.llm import LLM, sampling_params
 from capflow_models.model import Completion, Job, Prompt, Rows, SteerableModel
@@ -33,6 +33,8 @@ class VLLMSteerableModel(SteerableModel):
 
     The sites that can be steered are the tapped ones: by default `post_block` of every layer.
     """
+
+    other_hooks = "open the model with sites=[HOOK:LAYER] to tap others"
 
     def __init__(self, model: str | LLM, *, rows: str | Path | None = None, **arguments: Any) -> None:
         self._close = lambda: None
@@ -58,7 +60,8 @@ class VLLMSteerableModel(SteerableModel):
     @property
     def hooks(self) -> tuple[str, ...]:
         """The hooks at which some layer is tapped."""
-        return tuple(dict.fromkeys(site.hook for site in self.info.sites))
+        tapped = {site.hook for site in self.info.sites}
+        return tuple(hook for hook in HOOKS if hook in tapped)
 
     def close(self) -> None:
         """Stop the engine if it was opened here."""

@@ -1,0 +1,179 @@
+"""The program behind `capflow rollouts`: its one argument is a `RolloutJob` as JSON.
+
+Rows are written as JSON Lines as they come. For a Parquet file they are collected in `FILE.jsonl` beside it, which
+becomes the Parquet file once all are there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from capflow.errors import CapflowError, UsageError, explain
+from capflow_models.backends import Backend, open_model
+from capflow_models.ending import ended
+from capflow_models.lines import LineFile, read_lines
+from capflow_models.model import Sampling
+from capflow_models.rollouts import PLAIN, Plan, Rollout, RolloutPrompt, left, roll_out
+from capflow_models.vectors import load_sites
+
+BATCH = {"vllm": 64, "transformers": 1}
+"""How many answers a back end is asked for at once, by default. What a kill costs is one batch."""
+
+_COLUMNS = {str: pa.string(), int: pa.int64(), float: pa.float64()}
+_SCHEMA = pa.schema([(field.name, _COLUMNS[field.type]) for field in msgspec.structs.fields(Rollout)])
+
+
+class RolloutJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to roll out, and where to.
+
+    vectors: files by name. stride, offset: every stride-th item from the offset on. batch: 0 is the back end's default.
+    """
+
+    model: str
+    backend: Backend
+    prompts: str
+    out: str
+    scales: list[float]
+    vectors: dict[str, str] = {}
+    samples: int = 1
+    seed: int = 0
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    stride: int = 1
+    offset: int = 0
+    batch: int = 0
+    arguments: dict[str, Any] = {}
+
+
+def plan_of(job: RolloutJob) -> Plan:
+    """Return the plan that a job describes; raises UsageError naming the option that is wrong."""
+    prompts = read_lines(Path(job.prompts), "--prompts", RolloutPrompt)
+    _each_once("--prompts: ids", [prompt.id for prompt in prompts])
+    _each_once("--scales", job.scales)
+    if PLAIN in job.vectors:
+        raise UsageError(explain("--vector", got=PLAIN, expected="another name; this one is for what is not steered"))
+    if not job.scales or (not job.vectors and 0.0 not in job.scales):
+        raise UsageError(explain("--vector: none", expected="a vector, or scale 0 for answers that are not steered"))
+    return Plan(
+        job.model,
+        job.backend,
+        prompts,
+        {name: load_sites(path) for name, path in job.vectors.items()},
+        [float(scale) + 0.0 for scale in job.scales],
+        job.samples,
+        job.seed,
+        Sampling(job.max_new_tokens, job.temperature, job.top_p, job.seed),
+        job.arguments,
+    )
+
+
+def _each_once(option: str, given: Iterable[Any]) -> None:
+    for each, count in Counter(given).items():
+        if count > 1:
+            raise UsageError(explain(option, got=f"{each} twice", expected="each once"))
+
+
+def shared_out(job: RolloutJob) -> Path:
+    """Return the file that this worker writes: the one that is named, or its part where several share the work."""
+    out = Path(job.out)
+    if out.suffix not in (".jsonl", ".parquet"):
+        raise UsageError(explain("--out", got=job.out, expected="a .jsonl or a .parquet file"))
+    if not 0 <= job.offset < job.stride:
+        raise UsageError(explain("--offset", got=job.offset, expected=f"0..{job.stride - 1}, below --stride"))
+    if job.stride == 1:
+        return out
+    return out.with_name(f"{out.stem}.{job.offset}-of-{job.stride}{out.suffix}")
+
+
+def run(job: RolloutJob) -> None:
+    """Do what is not done yet, with a bar on a terminal and lines elsewhere."""
+    out = shared_out(job)
+    plan = plan_of(job)
+    items = plan.items(job.stride, job.offset)
+    console = Console(highlight=False, stderr=True)
+    parquet = out.suffix == ".parquet"
+    with LineFile(out.with_name(f"{out.name}.jsonl") if parquet else out) as file:
+        if parquet and out.exists() and not file.lines():
+            file.add([msgspec.json.encode(row) for row in read_parquet(out)])
+        todo = left(plan, items, _rows(file), str(out))
+        done = len(items) - len(todo)
+        if done:
+            console.print(f"capflow: {done} of {len(items)} rollouts are there", soft_wrap=True)
+        if todo:
+            arguments = dict(job.arguments)
+            if job.backend == "vllm":
+                hooks = sorted({site.hook for sites in plan.vectors.values() for site in sites})
+                arguments.setdefault("sites", [f"{hook}:*" for hook in hooks] or ["post_block:*"])
+            with open_model(job.backend, job.model, arguments) as model, _progress(console) as bar:
+                task = bar.add_task("rollouts", total=len(items), completed=done)
+                for count in roll_out(model, plan, todo, file, job.batch or BATCH[job.backend]):
+                    done += count
+                    bar.update(task, completed=done)
+                    if bar.disable:
+                        console.print(f"capflow: {done} of {len(items)} rollouts", soft_wrap=True)
+        if parquet:
+            write_parquet(out, _rows(file))
+            file.path.unlink()
+    console.print(f"capflow: {len(items)} rollouts in {out}", soft_wrap=True)
+
+
+def read_parquet(path: Path) -> list[Rollout]:
+    """Return the rows of a Parquet file that `write_parquet` wrote; raises UsageError for another."""
+    try:
+        return msgspec.convert(pq.read_table(path).to_pylist(), list[Rollout])
+    except (pa.ArrowException, OSError, msgspec.ValidationError) as e:
+        raise UsageError(explain(f"--out {path}", got=str(e), expected="rollouts, or no such file")) from e
+
+
+def write_parquet(path: Path, rows: Iterator[Rollout]) -> None:
+    """Write rows to a Parquet file, which is there whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        pq.write_table(pa.Table.from_pylist([msgspec.to_builtins(row) for row in rows], _SCHEMA), partial)
+        partial.replace(path)
+    except OSError as e:
+        raise CapflowError(explain(f"--out {path}", got=e.strerror or str(e), expected="room to write")) from e
+
+
+def _rows(file: LineFile) -> Iterator[Rollout]:
+    decoder = msgspec.json.Decoder(Rollout)
+    for number, line in enumerate(file.lines(), 1):
+        try:
+            yield decoder.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            do = "write to another file"
+            raise UsageError(explain(f"{file.path}, line {number}", got=str(e), expected="a rollout", do=do)) from e
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+def main() -> int:
+    """Run the job; return the exit code."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    return ended(lambda: run(msgspec.json.decode(sys.argv[1], type=RolloutJob)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
