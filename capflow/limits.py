@@ -42,6 +42,7 @@ CAPTURE_WAIT_S_MAX = 600.0
 
 # What a server holds of steering, and takes in one request.
 STEERING_MODULES_HELD_MAX = 4_096
+BANK_BYTES_MAX = 64 * 1024 * MIB
 BODY_BYTES_DEFAULT = 256 * MIB
 BODY_BYTES_MAX = 4096 * MIB
 

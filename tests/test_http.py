@@ -1,4 +1,4 @@
-"""One live server, the OpenAI client, and what capflow adds to both routes: fields, refusals, results."""
+"""One live server, the OpenAI client, and what capflow adds to its routes: fields, refusals, results."""
 
 import json
 import urllib.error
@@ -20,6 +20,11 @@ KEY = "for-the-tests"
 CAPTURE = {"hooks": {"post_block": [1, 3]}, "positions": "all"}
 CALL = {"model": "tiny", "max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
 PROMPT = "w5 w77 w123 w9 w250"
+PROMPTS = {
+    "/v1/completions": {"prompt": PROMPT},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}]},
+    "/v1/responses": {"input": PROMPT},
+}
 CHAT = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
@@ -133,13 +138,18 @@ def test_who_does_not_wait_is_answered_at_once_and_the_rows_come_after(served):
     eventually(lambda: "impatient" in capflow.open(root), 30)
 
 
-def test_steering_over_http_changes_the_answer_and_scale_zero_does_not(served):
-    client, _, _ = served
-    vector = [3.0 if n % 2 else -3.0 for n in range(64)]
-    steered = ask(client, extra_body={"steering": {"post_block": {"1": vector}}})
-    assert steered.choices[0].text != ask(client).choices[0].text
-    nothing = {"steering": {"post_block": {"1": {"vector": vector, "scale": 0.0}}}}
-    assert plain(ask(client, extra_body=nothing)) == plain(ask(client))
+def test_a_response_has_the_results_too(served):
+    client, _, root = served
+    extra = {"ignore_eos": True, "capture": CAPTURE, "capture_wait": True, "capture_id": "responded"}
+    call = {"model": "tiny", "input": PROMPT, "max_output_tokens": 4, "temperature": 0}
+    answer = client.responses.create(**call, extra_body=extra)
+    assert answer.model_extra["capture_results"]["filesystem"]["status"] == "ok"
+    assert capflow.open(root)["responded"].prompt_length == answer.usage.input_tokens
+    *_, last = client.responses.create(**call, stream=True, extra_body={**extra, "capture_id": "streamed"})
+    assert last.type == "response.completed"
+    assert last.response.model_extra["capture_results"]["filesystem"]["status"] == "ok"
+    assert last.response.output_text == answer.output_text
+    assert "streamed" in capflow.open(root)
 
 
 @pytest.mark.parametrize(
@@ -153,15 +163,15 @@ def test_steering_over_http_changes_the_answer_and_scale_zero_does_not(served):
         ({"capture": "everything"}, "capture", "everything"),
         ({"capture": {"hooks": {"post_block": "all"}}, "capture_wait": "yes"}, "capture_wait", "true or false"),
         ({"capture": {"hooks": {"post_block": "all"}}, "capture_id": 7}, "capture_id", "characters"),
-        ({"steering": {"post_block": {"1": [1.0, 2.0]}}}, "steering.post_block.1", "width"),
+        ({"steering_vectors": {"post_block": {"1": [1.0, 2.0]}}}, "steering_vectors.post_block.1", "width"),
+        ({"steering": {"post_block": {"1": [1.0, 2.0]}}}, "steering", "steering_vectors"),
         ({"vllm_xargs": {"capflow": "{"}}, "vllm_xargs.capflow", "JSON"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("route", PROMPTS)
 def test_a_bad_field_is_400_with_its_path_before_anything_runs(served, route, body, path, words):
     _, port, _ = served
-    prompt = {"prompt": PROMPT} if route == "/v1/completions" else {"messages": [{"role": "user", "content": PROMPT}]}
-    status, answer = post(port, route, {"model": "tiny", "max_tokens": 2, **prompt, **body})
+    status, answer = post(port, route, {"model": "tiny", **PROMPTS[route], **body})
     assert status == 400
     assert answer["error"]["param"] == path
     assert words in answer["error"]["message"]
@@ -170,9 +180,8 @@ def test_a_bad_field_is_400_with_its_path_before_anything_runs(served, route, bo
 
 def test_the_key_guards_the_routes(served):
     _, port, _ = served
-    body = {"model": "tiny", "max_tokens": 2, "prompt": PROMPT, "capture": CAPTURE}
-    assert post(port, "/v1/completions", body, key="wrong")[0] == 401
-    assert post(port, "/v1/chat/completions", body, key="wrong")[0] == 401
+    for route, prompt in PROMPTS.items():
+        assert post(port, route, {"model": "tiny", **prompt, "capture": CAPTURE}, key="wrong")[0] == 401
 
 
 def test_a_client_that_leaves_ends_its_capture_with_what_there_was(served):

@@ -1,13 +1,13 @@
 """The fields that a request over HTTP has for capflow, and what they come to.
 
-`capture`, `capture_id`, `capture_wait` and `steering` stand at the top level of the body. `vllm_xargs` may carry the same as
-JSON text under `capflow`. What always holds: what `Asked.parse` returns fits the model and its taps.
+`capture`, `capture_id`, `capture_wait`, the fields of `capflow.steering.STEERING_FIELDS` and `steering_report` stand at the top
+level of the body. `vllm_xargs` may carry the first, the second as `id` and what steers as JSON text under `capflow`. What always
+holds: what `Asked.parse` returns fits the model, its taps and its bank, and all that steers it is worked out.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -15,25 +15,61 @@ import msgspec
 from capflow import limits
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
+from capflow.program import SteeringProgram, program_of
+from capflow.steering import NOTHING, STEERING_FIELDS, Steering
+from capflow_engine.applied import Applied, key_of
+from capflow_engine.holdings import Size
 from capflow_engine.options import KEY, RequestOptions
+from capflow_engine.store import SteeringStore
 
 XARGS = f"vllm_xargs.{KEY}"
-_PATH = re.compile(r"[\w.-]+")
+FIELDS = ("capture", "capture_id", "capture_wait", *STEERING_FIELDS, "steering_report")
+"""The names of the body's fields."""
+
+_MISSPELT = ("capture", "steering", "prefill_steering", "decode_steering")
+"""How a field begins that was meant for capflow."""
+
+
+class Server(msgspec.Struct, frozen=True):
+    """What a request is held against. size: of the steering bank."""
+
+    info: ModelInfo
+    store: SteeringStore
+    size: Size
 
 
 class Asked(msgspec.Struct, frozen=True, weakref=True):
-    """What one HTTP request asks for. wait: whether its response waits for the consumers; None when it says nothing of it.
+    """What one HTTP request asks for.
 
-    options: of each of its prompts, by order.
+    options: of each of its prompts, by order. wait: whether its response waits for the consumers; None when it says nothing of
+    it. key: of what steers it; None when it neither asks for steering nor is steered. applied: what its response says of that;
+    None when it was not asked to.
     """
 
     options: tuple[RequestOptions, ...]
     wait: bool | None
+    key: str | None = None
+    applied: Applied | None = None
+
+    @property
+    def awaits(self) -> bool:
+        """Whether the response says what became of the capture."""
+        return self.wait is not None or self.captures
+
+    @property
+    def captures(self) -> bool:
+        """Whether it brings a capture spec."""
+        return self.options[0].capture is not None
 
     @property
     def reports(self) -> bool:
-        """Whether the response says what became of the capture."""
-        return self.wait is not None or self.options[0].capture is not None
+        """Whether the response says anything of capflow."""
+        return self.awaits or self.applied is not None
+
+    @property
+    def program(self) -> SteeringProgram | None:
+        """What steers it."""
+        return self.options[0].program
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -42,69 +78,92 @@ class Asked(msgspec.Struct, frozen=True, weakref=True):
 
     @classmethod
     def parse(
-        cls, fields: Mapping[str, Any], xargs: Any, info: ModelInfo, *, id: str, prompts: int, samples: int
+        cls, fields: Mapping[str, Any], xargs: Any, server: Server, *, id: str, prompts: int, samples: int
     ) -> Asked:
         """Return what is asked for by the fields of a body, and by `vllm_xargs`' own if that is not None.
 
         id: what the request is called when it does not say so itself. prompts: how many it has, called `id#0`, `id#1`
         and so on when there are several. samples: of each prompt.
 
-        Raises UsageError that begins with the path of the field that is wrong.
+        Raises UsageError that begins with the path of the field that is wrong, UnknownModuleError for a module's name.
         """
-        capture, steering, name, wait = (
-            fields.get(field) for field in ("capture", "steering", "capture_id", "capture_wait")
-        )
-        if wait is not None and not isinstance(wait, bool):
-            raise UsageError(explain("capture_wait", got=wait, expected="true or false"))
-        if xargs is not None:
-            if any(value is not None for value in (capture, steering, name)):
-                raise UsageError(explain(XARGS, expected="nothing, beside fields of the body that say the same"))
-            try:
-                options = RequestOptions.unpack({KEY: xargs})
-                _check(options, info)
-            except UsageError as e:
-                raise UsageError(f"{'vllm_xargs' if str(e).startswith(KEY) else XARGS}.{e}") from e
-        else:
-            if name is not None and (not isinstance(name, str) or not 0 < len(name) <= limits.REQUEST_ID_LENGTH_MAX):
-                expected = f"1..{limits.REQUEST_ID_LENGTH_MAX} characters"
-                raise UsageError(explain("capture_id", got=name, expected=expected))
-            _bound(steering, info)
-            options = RequestOptions.make(id=name, capture=capture, steering=steering)
-            _check(options, info)
-        base = options.id or id
-        names = [base] if prompts == 1 else [f"{base}#{n}" for n in range(prompts)]
-        each = tuple(msgspec.structs.replace(options, id=one, samples=samples) for one in names)
-        if any(len(one) > limits.REQUEST_ID_LENGTH_MAX for options in each for one in options.names):
-            expected = f"{limits.REQUEST_ID_LENGTH_MAX} characters at most, with the number of the choice"
-            raise UsageError(explain("capture_id", got=base, expected=expected))
-        return cls(each, wait)
+        wait = _flag(fields, "capture_wait")
+        report = _flag(fields, "steering_report")
+        try:
+            options = _options(fields, xargs)
+            options.check(server.info)
+            program = resolved(options.steering, server)
+        except UsageError as e:
+            if xargs is None or str(e).startswith(XARGS):
+                raise
+            where = "vllm_xargs" if str(e).startswith(KEY) else XARGS
+            raise type(e)(f"{where}.{e}") from e
+        asked = options.steering or NOTHING
+        options = msgspec.structs.replace(options, steering=None, program=program)
+        everywhere = server.store.global_state != NOTHING
+        applied = Applied.of(program, asked, everywhere=everywhere) if report else None
+        key = key_of(program) if program is not None or asked != NOTHING or report else None
+        return cls(_each(options, options.id or id, prompts, samples), wait, key, applied)
 
 
-def path_of(error: UsageError) -> str | None:
-    """Return the path of the field that an error is about: what its message begins with."""
-    found = _PATH.match(str(error))
-    return found[0].rstrip(".") if found is not None else None
+def resolved(asked: Steering | None, server: Server) -> SteeringProgram | None:
+    """Return everything that steers a request that asks for this, with the global state; None when nothing does.
+
+    Raises UsageError for what does not fit the model or the bank, UnknownModuleError for a module's name.
+    """
+    program = server.store.resolve(asked, server.info.hidden_size)
+    _check(program, server)
+    return program
 
 
-def _check(options: RequestOptions, info: ModelInfo) -> None:
-    options.check(info)
-    if options.samples != 1:
-        raise UsageError(explain("samples", got=options.samples, expected="to be left out; `n` says it"))
+def check_room(steering: Steering, server: Server) -> None:
+    """Raise UsageError for a module or a global state that does not fit the model or the bank."""
+    _check(program_of(server.info.hidden_size, [steering]), server)
 
 
-def _bound(steering: Any, info: ModelInfo) -> None:
-    """Raise UsageError for more vectors than there are sites, or longer ones, before any is looked into."""
-    if not isinstance(steering, Mapping):
-        return
-    count = 0
-    for hook, layers in steering.items():
-        for layer, entry in layers.items() if isinstance(layers, Mapping) else ():
-            count += 1
-            vector = entry.get("vector") if isinstance(entry, Mapping) else entry
-            if isinstance(vector, list) and len(vector) != info.hidden_size:
-                expected = f"{info.hidden_size}, the model's width"
-                got = f"{len(vector)} numbers"
-                raise UsageError(explain(f"steering.{hook}.{layer}", got=got, expected=expected))
-    if count > len(info.sites):
-        expected = f"at most {len(info.sites)}, one for each tapped site"
-        raise UsageError(explain("steering", got=f"{count} vectors", expected=expected))
+def _check(program: SteeringProgram | None, server: Server) -> None:
+    if program is not None:
+        program.check(server.info)
+        server.size.check(program)
+
+
+def check_spelling(extra: Collection[str]) -> None:
+    """Raise UsageError for a field that nobody knows and that was meant for capflow, which would do nothing."""
+    for name in extra:
+        if name.startswith(_MISSPELT):
+            raise UsageError(explain(f"{name}: unknown", expected=f"one of {', '.join(FIELDS)}"))
+
+
+def _flag(fields: Mapping[str, Any], name: str) -> bool | None:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise UsageError(explain(name, got=value, expected="true or false"))
+    return value
+
+
+def _options(fields: Mapping[str, Any], xargs: Any) -> RequestOptions:
+    """Return the options that a body or `vllm_xargs` says."""
+    capture, name = fields.get("capture"), fields.get("capture_id")
+    steering = {field: value for field in STEERING_FIELDS if (value := fields.get(field)) is not None}
+    if xargs is not None:
+        if steering or capture is not None or name is not None:
+            raise UsageError(explain(XARGS, expected="nothing, beside fields of the body that say the same"))
+        options = RequestOptions.unpack({KEY: xargs})
+        if options.samples != 1:
+            raise UsageError(explain("samples", got=options.samples, expected="to be left out; `n` says it"))
+        if options.program is not None:
+            raise UsageError(explain("program", expected="to be left out; the fields that steer say it"))
+        return options
+    if name is not None and (not isinstance(name, str) or not 0 < len(name) <= limits.REQUEST_ID_LENGTH_MAX):
+        raise UsageError(explain("capture_id", got=name, expected=f"1..{limits.REQUEST_ID_LENGTH_MAX} characters"))
+    return RequestOptions.make(id=name, capture=capture, **steering)
+
+
+def _each(options: RequestOptions, base: str, prompts: int, samples: int) -> tuple[RequestOptions, ...]:
+    """Return the options of each prompt."""
+    names = [base] if prompts == 1 else [f"{base}#{n}" for n in range(prompts)]
+    each = tuple(msgspec.structs.replace(options, id=one, samples=samples) for one in names)
+    if any(len(one) > limits.REQUEST_ID_LENGTH_MAX for options in each for one in options.names):
+        expected = f"{limits.REQUEST_ID_LENGTH_MAX} characters at most, with the number of the choice"
+        raise UsageError(explain("capture_id", got=base, expected=expected))
+    return each

@@ -1,40 +1,46 @@
-"""The endpoint plugin: `/v1/completions` and `/v1/chat/completions` with capflow's fields, and results in the answer.
+"""The endpoint plugin: the routes of completions, chat and responses with capflow's fields, and those that hold steering.
 
-vLLM loads it when `VLLM_PLUGINS` names it, which `capflow serve` sees to, and puts its routes in the place of its own. A request without
-any of the fields goes to vLLM's own handler and is answered with what that says. One with them is checked here, before
-anything runs; a capture that fails never fails the answer.
+vLLM loads it when `VLLM_PLUGINS` names it, which `capflow serve` sees to, and puts its routes in the place of its own. A request
+without any of the fields, while nothing steers everyone, goes to vLLM's own handler and is answered with what that says. One with
+them is checked here, before anything runs; a capture that fails never fails the answer.
 """
 
 # No postponed annotations: FastAPI reads those of the routes.
 
 import contextlib
-import itertools
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from http import HTTPStatus
 from typing import Any
-from weakref import WeakValueDictionary
 
-import msgspec
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field, PrivateAttr
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.api_router import create_completion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
+from vllm.entrypoints.openai.responses.api_router import create_responses
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from capflow.errors import UsageError, explain
-from capflow.result import joined
-from capflow_engine import compat
-from capflow_engine.asker import Asker
-from capflow_engine.fields import Asked, path_of
+from capflow_engine import steering_routes
+from capflow_engine.answers import Members, completions_stream, extended, responses_stream
+from capflow_engine.body_limit import BodyLimit
+from capflow_engine.fields import FIELDS, Asked
+from capflow_engine.front import Front
 from capflow_engine.options import KEY
+from capflow_engine.refusals import refused
+from capflow_engine.serving import Serving
 from capflow_engine.settings import Settings
 
-_DONE = "data: [DONE]"
+STEERING_HEADER = "X-Capflow-Steering"
+"""Of each answer that was steered: the key of what steered it."""
+
+_VECTORS = "Vectors to add to the residual stream, by hook and layer: lists of numbers, or packed."
+_CLAMPS = "Bounds on the stream's projection onto directions, by hook and layer."
 
 
 class Fields(BaseModel):
@@ -43,7 +49,16 @@ class Fields(BaseModel):
     capture: Any = Field(default=None, description="Which sites and positions to capture.")
     capture_id: Any = Field(default=None, description="What the request is called; by default the response's id.")
     capture_wait: Any = Field(default=None, description="Whether the response waits for the consumers.")
-    steering: Any = Field(default=None, description="Vectors to add, by hook and layer.")
+    steering_vectors: Any = Field(default=None, description=_VECTORS)
+    prefill_steering_vectors: Any = Field(default=None, description=f"{_VECTORS} At the prompt's positions only.")
+    decode_steering_vectors: Any = Field(default=None, description=f"{_VECTORS} At generated positions only.")
+    steering_clamps: Any = Field(default=None, description=_CLAMPS)
+    prefill_steering_clamps: Any = Field(default=None, description=f"{_CLAMPS} At the prompt's positions only.")
+    decode_steering_clamps: Any = Field(default=None, description=f"{_CLAMPS} At generated positions only.")
+    steering_patches: Any = Field(default=None, description="Rows that take the stream's place at given positions.")
+    steering_name: Any = Field(default=None, description="A registered module, several, or a scale for each.")
+    steering_scale: Any = Field(default=None, description="What the modules' vectors and strengths are multiplied by.")
+    steering_report: Any = Field(default=None, description="Whether the response says what steered it.")
     _options: Iterator[dict[str, Any]] | None = PrivateAttr(default=None)  # for each prompt, in order
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,12 +69,19 @@ class Fields(BaseModel):
         return params
 
 
+assert set(Fields.model_fields) == set(FIELDS)
+
+
 class CapflowCompletionRequest(Fields, CompletionRequest):  # type: ignore[misc]
     """The body of `/v1/completions`."""
 
 
 class CapflowChatCompletionRequest(Fields, ChatCompletionRequest):  # type: ignore[misc]
     """The body of `/v1/chat/completions`."""
+
+
+class CapflowResponsesRequest(Fields, ResponsesRequest):  # type: ignore[misc]
+    """The body of `/v1/responses`."""
 
 
 class Plugin:
@@ -69,65 +91,31 @@ class Plugin:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Put the routes in the place of vLLM's."""
-        responses: dict[int | str, dict[str, Any]] = {
+        """Put the routes in the place of vLLM's, and those of steering beside them."""
+        answers: dict[int | str, dict[str, Any]] = {
             HTTPStatus.OK.value: {"content": {"text/event-stream": {}}},
             HTTPStatus.BAD_REQUEST.value: {"model": ErrorResponse},
             HTTPStatus.NOT_FOUND.value: {"model": ErrorResponse},
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE.value: {"model": ErrorResponse},
             HTTPStatus.INTERNAL_SERVER_ERROR.value: {"model": ErrorResponse},
         }
         json_only = [Depends(validate_json_request)]
-        for path, route in (("/v1/completions", completions), ("/v1/chat/completions", chat_completions)):
-            app.post(path, dependencies=json_only, responses=responses, response_model=None)(route)
+        for path, route in (
+            ("/v1/completions", completions),
+            ("/v1/chat/completions", chat_completions),
+            ("/v1/responses", responses),
+        ):
+            app.post(path, dependencies=json_only, responses=answers, response_model=None)(route)
+        app.include_router(steering_routes.router)
+        app.add_middleware(BodyLimit)
 
-    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:  # noqa: ARG002 - vLLM's signature
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Take what the routes need of the engine; nothing when it is not capflow's."""
         config = engine_client.vllm_config if engine_client is not None else None
-        tapped = config is not None and isinstance(config.additional_config, Settings)
-        state.capflow = Front(config) if tapped else None
-
-
-class Front:
-    """What the routes of one server share."""
-
-    def __init__(self, vllm_config: Any) -> None:
-        self.settings: Settings = vllm_config.additional_config
-        self.info = compat.model_info(vllm_config)
-        self.asker = Asker(self.settings.hub)
-        self.running: WeakValueDictionary[str, Asked] = WeakValueDictionary()  # by what their choices are called
-
-    def take(self, request: Any, raw_request: Request, kind: str, prompts: int) -> Asked:
-        """Return what a request asks for, having told it to its parameters.
-
-        Raises UsageError that begins with the path of the field that is wrong.
-        """
-        said = {name: getattr(request, name) for name in Fields.model_fields}
-        own = raw_request.headers.get("X-Request-Id") or request.request_id
-        xargs = (request.vllm_xargs or {}).get(KEY)
-        asked = Asked.parse(said, xargs, self.info, id=f"{kind}-{own}", prompts=prompts, samples=request.n or 1)
-        if request.use_beam_search:
-            raise UsageError(explain("use_beam_search", got=True, expected="false, with capture and steering"))
-        for name in asked.names:
-            if name in self.running:
-                raise UsageError(explain("capture_id", got=name, expected="one that no running request has"))
-        self.running.update(dict.fromkeys(asked.names, asked))
-        request._options = itertools.cycle([options.pack() for options in asked.options])  # noqa: SLF001 - our own field
-        return asked
-
-    def leave(self, asked: Asked) -> None:
-        """Forget a request that is over."""
-        for name in asked.names:
-            self.running.pop(name, None)
-
-    async def results(self, asked: Asked) -> bytes:
-        """Return what the response says of the capture: members of its JSON object, behind a comma."""
-        captures = asked.options[0].capture is not None
-        wait_s = self.settings.capture_wait_s if asked.wait else 0.0
-        found = await self.asker.ask(asked.names, captures=captures, wait_s=wait_s)
-        said: dict[str, Any] = {"capture_results": joined(found)}
-        if len(found) > 1:
-            said["capture_results_by_choice"] = [found[name] for name in asked.names]
-        return b"," + msgspec.json.encode(said)[1:-1]
+        state.capflow = None
+        if config is not None and isinstance(config.additional_config, Settings):
+            state.capflow = front = Front(config, getattr(args, "capflow", Serving()))
+            engine_client.generate = front.steering(engine_client.generate)
 
 
 async def completions(request: CapflowCompletionRequest, raw_request: Request) -> Any:
@@ -140,87 +128,58 @@ async def chat_completions(request: CapflowChatCompletionRequest, raw_request: R
     return await _answer(request, raw_request, create_chat_completion, "chatcmpl", 1)
 
 
-async def _answer(request: Any, raw_request: Request, handler: Any, kind: str, prompts: int) -> Any:
-    xargs = request.vllm_xargs
-    if request.capture is request.capture_id is request.capture_wait is request.steering is None and not (
-        xargs and KEY in xargs
-    ):
-        return await handler(request, raw_request)
+async def responses(request: CapflowResponsesRequest, raw_request: Request) -> Any:
+    """Answer a request of the Responses API."""
+    return await _answer(request, raw_request, create_responses, "", 1, stream=responses_stream)
+
+
+async def _answer(
+    request: Any,
+    raw_request: Request,
+    handler: Any,
+    kind: str,
+    prompts: int,
+    *,
+    stream: Callable[[Any, Members], AsyncIterator[str]] = completions_stream,
+) -> Any:
     front: Front | None = raw_request.app.state.capflow
     if front is None:
-        return _refused(UsageError(explain("capture", expected="nothing", do="start the server with `capflow serve`")))
+        asks = [name for name in FIELDS if getattr(request, name) is not None]
+        if asks:
+            return refused(UsageError(explain(asks[0], expected="nothing", do="start the server with `capflow serve`")))
+        return await handler(request, raw_request)
     try:
         asked = front.take(request, raw_request, kind, prompts)
     except UsageError as e:
-        return _refused(e)
+        return refused(e)
+    if asked is None:
+        return await handler(request, raw_request)
     streams = False
     try:
         response = await handler(request, raw_request)
         if isinstance(response, StreamingResponse):
             streams = True
-            response.body_iterator = _streamed(front, asked, response.body_iterator)
+            response.body_iterator = _streamed(front, asked, response.body_iterator, stream)
         elif isinstance(response, JSONResponse) and response.status_code == HTTPStatus.OK and asked.reports:
-            return _extended(response, await front.results(asked))
+            response = extended(response, await front.results(asked))
+        if response is not None and asked.key is not None and response.status_code == HTTPStatus.OK:
+            response.headers[STEERING_HEADER] = asked.key
     finally:
         if not streams:
             front.leave(asked)
     return response
 
 
-async def _streamed(front: Front, asked: Asked, chunks: Any) -> AsyncIterator[str]:
-    """Yield a stream's chunks as they come, the last of them with the results.
-
-    A chunk that may be the last, the one with usage or one that finishes a choice, is held until the next one is there.
-    """
-    held: str | None = None
+async def _streamed(
+    front: Front, asked: Asked, chunks: Any, stream: Callable[[Any, Members], AsyncIterator[str]]
+) -> AsyncIterator[str]:
+    source: Any = stream(chunks, lambda: front.results(asked)) if asked.reports else chunks
     try:
-        async with contextlib.aclosing(chunks):
-            async for chunk in chunks:
-                if held is not None and chunk.startswith(_DONE):
-                    yield _inserted(held, (await front.results(asked)).decode()) if asked.reports else held
-                    held = None
-                elif held is not None and not chunk.startswith(":"):  # comments keep the connection alive
-                    yield held
-                    held = None
-                if _may_be_last(chunk):
-                    held = chunk
-                else:
-                    yield chunk
-            if held is not None:
-                yield held
+        async with contextlib.aclosing(source):
+            async for chunk in source:
+                yield chunk
     finally:
         front.leave(asked)
-
-
-def _may_be_last(chunk: str) -> bool:
-    """Return whether no more text need follow a chunk."""
-    if '"choices":[]' not in chunk and '"finish_reason":"' not in chunk:
-        return False
-    try:
-        said = msgspec.json.decode(chunk.removeprefix("data:"))
-    except msgspec.DecodeError:
-        return False
-    choices = said.get("choices") if isinstance(said, dict) else None
-    return choices is not None and all(choice.get("finish_reason") is not None for choice in choices)
-
-
-def _inserted(chunk: str, members: str) -> str:
-    end = chunk.rindex("}")
-    return chunk[:end] + members + chunk[end:]
-
-
-def _extended(response: JSONResponse, members: bytes) -> Response:
-    """Return a response with members put into its JSON object; all else is as it was."""
-    headers = {name: value for name, value in response.headers.items() if name != "content-length"}
-    body = bytes(response.body)
-    return Response(body[:-1] + members + body[-1:], response.status_code, headers, background=response.background)
-
-
-def _refused(error: UsageError) -> JSONResponse:
-    """Return an error as OpenAI's clients know it."""
-    code = HTTPStatus.BAD_REQUEST
-    info = ErrorInfo(message=str(error), type="BadRequestError", param=path_of(error), code=code.value)
-    return JSONResponse(ErrorResponse(error=info).model_dump(), code.value)
 
 
 def _prompts(request: CompletionRequest) -> int:

@@ -1,32 +1,49 @@
 """`capflow serve MODEL …`: vLLM's own OpenAI-compatible server, its engine tapped.
 
-Takes every flag that `vllm serve` takes, and `--hub`, `--sites`, `--policy`, `--capture-wait-s` and `--insecure`. Requests that want
-their own capture or steering say so in fields of their body, which `capflow_engine.http` adds to the server.
+Takes every flag that `vllm serve` takes, and `--hub`, `--sites`, `--policy`, `--capture-wait-s`, `--insecure`,
+`--steering-modules`, `--steering-api-key`, `--steering-bank-bytes` and `--steering-body-bytes-max`. Requests that want their
+own capture or steering say so in fields of their body, which `capflow_engine.http` adds to the server.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
+import shutil
 import sys
+import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from capflow import limits
-from capflow.address import check_address, default_address
+from capflow.address import check_address, default_address, runtime_directory
 from capflow.errors import CapflowError, UsageError, explain
-from capflow_engine import compat, compat_model
-from capflow_engine.settings import SITES_DEFAULT, Settings, engine_arguments
+from capflow.message import ModelInfo
+from capflow.steering import Steering
+from capflow_engine import compat, compat_model, keys
+from capflow_engine.module import load_module
+from capflow_engine.serving import Serving
+from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings, engine_arguments
+from capflow_engine.store import SteeringStore
 
 
-def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
-    """Return vLLM's `serve` command and its parsed arguments, with capflow's put in."""
+def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, Steering]]:
+    """Return vLLM's `serve` command, its parsed arguments with capflow's put in, and the modules to begin with."""
     own = argparse.ArgumentParser(prog="capflow serve", add_help=False, allow_abbrev=False)
     own.add_argument("--hub", default=None)
     own.add_argument("--sites", action="append", default=None)
     own.add_argument("--policy", choices=("block", "drop"), default="block")
     own.add_argument("--insecure", action="store_true")
     own.add_argument("--capture-wait-s", type=_seconds, default=limits.CAPTURE_WAIT_S_DEFAULT)
+    own.add_argument("--steering-modules", action="extend", nargs="+", default=[], metavar="NAME=PATH")
+    own.add_argument(keys.FLAG, action="append", default=[])
+    own.add_argument("--steering-bank-bytes", type=_bytes(1, limits.BANK_BYTES_MAX), default=STEERING_BANK_BYTES)
+    own.add_argument(
+        "--steering-body-bytes-max", type=_bytes(1, limits.BODY_BYTES_MAX), default=limits.BODY_BYTES_DEFAULT
+    )
     mine, rest = own.parse_known_args(list(arguments))
 
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -49,20 +66,62 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
     if args.model_tag is not None:
         args.model = args.model_tag
     user = dict(args.additional_config or {})
-    _, sites = compat_model.check_model(AsyncEngineArgs.from_cli_args(args), mine.sites or SITES_DEFAULT)
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    tapped = compat_model.check_model(engine_args, mine.sites or SITES_DEFAULT)
     settings = Settings(
         engine=uuid.uuid4().hex,
         hub=hub,
-        sites=sites,
+        sites=tapped.sites,
+        fixed=tapped.fixed,
         policy=mine.policy,
         hub_wait_s=1.0,
         insecure=mine.insecure,
         capture_wait_s=mine.capture_wait_s,
+        steering_bank_bytes=mine.steering_bank_bytes,
         user=user,
     )
     for name, value in engine_arguments(settings).items():
         setattr(args, name, value)
-    return serve, args
+    secrets = keys.keys_of(mine.steering_api_key, os.environ.pop(keys.ENVIRONMENT_VARIABLE, None))
+    within = args.uds is not None or keys.is_loopback(args.host)
+    args.capflow = Serving(
+        keys=keys.Keys(secrets, open=within or mine.insecure), body_bytes_max=mine.steering_body_bytes_max
+    )
+    modules = {}
+    if mine.steering_modules:
+        width = engine_args.create_model_config().get_hidden_size()
+        modules = _modules(
+            mine.steering_modules, ModelInfo(args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed)
+        )
+    return serve, args, modules
+
+
+def _modules(given: Sequence[str], info: ModelInfo) -> dict[str, Steering]:
+    """Return the modules in files, `NAME=PATH` each, by name; raise UsageError for one that does not fit the model."""
+    modules: dict[str, Steering] = {}
+    for one in given:
+        name, equals, path = one.partition("=")
+        if not (name and equals and path):
+            raise UsageError(explain("--steering-modules", got=one, expected="NAME=PATH"))
+        if name in modules:
+            raise UsageError(explain("--steering-modules", got=f"{name} twice", expected="each name once"))
+        modules[name] = load_module(path)
+        try:
+            modules[name].check(info)
+        except UsageError as e:
+            raise UsageError(f"{path}: {e}") from e
+    return modules
+
+
+def _bytes(low: int, high: int) -> Callable[[str], int]:
+    """Return what reads a number of bytes within bounds."""
+
+    def number_of_bytes(text: str) -> int:
+        if not text.isdigit() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"got {text}, expected {low}..{high} bytes")
+        return int(text)
+
+    return number_of_bytes
 
 
 def _seconds(text: str) -> float:
@@ -79,12 +138,18 @@ def _seconds(text: str) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server until it is stopped; return the exit code."""
+    directory: Path | None = None
     try:
         compat.require()
         compat.enable_endpoint_plugin("capflow")
-        serve, args = parse(sys.argv[1:] if arguments is None else arguments)
+        serve, args, modules = parse(sys.argv[1:] if arguments is None else arguments)
         compat.prepare_environment({"kv_cache_memory_bytes": args.kv_cache_memory_bytes})
         serve.validate(args)
+        directory = Path(tempfile.mkdtemp(prefix="steering-", dir=runtime_directory()))
+        store = SteeringStore(directory)
+        for name, module in modules.items():
+            store.register(name, module)
+        args.capflow = dataclasses.replace(args.capflow, directory=directory)
         serve.cmd(args)
     except UsageError as e:
         print(f"capflow: {e}", file=sys.stderr)
@@ -92,6 +157,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CapflowError as e:
         print(f"capflow: {e}", file=sys.stderr)
         return 1
+    finally:
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
     return 0
 
 

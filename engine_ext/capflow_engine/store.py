@@ -143,21 +143,26 @@ class SteeringStore:
 
         self._change(change)
 
-    def set_global(self, steering: Steering, *, replace: bool = False) -> None:
+    def set_global(
+        self, steering: Steering, *, replace: bool = False, check: Callable[[Steering], None] = lambda _: None
+    ) -> None:
         """Steer every request that comes from now on.
 
         At the sites that `steering` names in a tier, its vectors take the place of the vectors there, and its clamps of the
         clamps; other sites stay as they are. With `replace` it takes the place of everything. A scale or a strength of 0
-        takes away what was there.
+        takes away what was there. check: raises for a global state that must not be.
         """
         _check_shared(steering, "global state")
 
         def change(held: Held) -> Held:
             old = NOTHING if replace else held.everywhere
-            tiers = {
-                name: _merged(getattr(old, name), getattr(steering, name)) for name in ("base", "prefill", "decode")
-            }
-            return msgspec.structs.replace(held, everywhere=Steering(**tiers))
+            everywhere = Steering(
+                _merged(old.base, steering.base),
+                _merged(old.prefill, steering.prefill),
+                _merged(old.decode, steering.decode),
+            )
+            check(everywhere)
+            return msgspec.structs.replace(held, everywhere=everywhere)
 
         self._change(change)
 

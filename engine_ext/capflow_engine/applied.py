@@ -1,0 +1,57 @@
+"""What was applied: what a response says of what steered its request."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from capflow.program import DIGEST_BYTES, SiteOps, SteeringProgram
+from capflow.steering import Steering
+
+NOTHING_KEY = "none"
+"""Stands for the key of a program that does nothing."""
+
+
+class Applied(msgspec.Struct, frozen=True, rename={"everywhere": "global"}):
+    """What steers a request, as its response says it.
+
+    key: of the program, equal for requests that are steered alike; `none` when nothing is done. prefill, decode: how many
+    operations there are at each site, at the prompt's positions and at generated ones. patched: the same at single
+    positions, before that. modules: the scales of the modules in it. everywhere: whether the global state is in it.
+    """
+
+    key: str
+    prefill: dict[str, int] = msgspec.field(default_factory=dict)
+    decode: dict[str, int] = msgspec.field(default_factory=dict)
+    patched: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)
+    modules: Mapping[str, float] = msgspec.field(default_factory=dict)
+    everywhere: bool = False
+
+    @classmethod
+    def of(cls, program: SteeringProgram | None, asked: Steering, *, everywhere: bool) -> Applied:
+        """Return what a program applies, which was made of what a request asked for."""
+        modules = {use.name: use.scale for use in asked.modules}
+        if program is None:
+            return cls(NOTHING_KEY, modules=modules, everywhere=everywhere)
+        return cls(
+            key_of(program),
+            _counts(program.prefill),
+            _counts(program.decode),
+            {str(position): _counts(ops) for position, ops in program.patched},
+            modules,
+            everywhere,
+        )
+
+
+def key_of(program: SteeringProgram | None) -> str:
+    """Return the name of everything that a program does: equal for equal programs; `none` for none."""
+    if program is None:
+        return NOTHING_KEY
+    said = msgspec.msgpack.encode(msgspec.structs.replace(program, rows=b""))  # its digests say what the rows hold
+    return hashlib.blake2b(said, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _counts(sites: Iterable[SiteOps]) -> dict[str, int]:
+    return {f"{hook}:{layer}": len(ops) for layer, hook, ops in sites}

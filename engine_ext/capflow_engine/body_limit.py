@@ -1,0 +1,56 @@
+"""The limit on the bodies of requests that may bring vectors: a larger one is 413 before it has been read.
+
+A body whose length is announced is refused by that; any other as soon as more than the limit has come.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from capflow.errors import explain
+from capflow_engine.refusals import refused
+
+GUARDED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/steering")
+
+
+class BodyLimit:
+    """ASGI middleware; `app.state.capflow` says how many bytes a body may have."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, its body counted."""
+        front = getattr(scope["app"].state, "capflow", None) if scope["type"] == "http" else None
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if front is None or not path.startswith(GUARDED):
+            await self.app(scope, receive, send)
+            return
+        bytes_max: int = front.body_bytes_max
+        announced = dict(scope["headers"]).get(b"content-length", b"")
+        if announced.isdigit() and int(announced) > bytes_max:
+            answer = refused(too_large(f"{int(announced):,} bytes", bytes_max), HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            await answer(scope, receive, send)
+            return
+        came = 0
+
+        async def counted() -> Message:
+            nonlocal came
+            message: dict[str, Any] = dict(await receive())
+            came += len(message.get("body", b""))
+            if came > bytes_max:
+                wrong = too_large(f"more than {bytes_max:,} bytes", bytes_max)
+                raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, wrong)
+            return message
+
+        await self.app(scope, counted, send)
+
+
+def too_large(got: str, bytes_max: int) -> str:
+    """Return what a client is told whose body is too large."""
+    do = "send vectors packed, register them as a module, or start the server with a larger --steering-body-bytes-max"
+    return explain("body", got=got, expected=f"at most {bytes_max:,} bytes", do=do)

@@ -1,0 +1,111 @@
+"""Modules as people write them: in JSON, in a request's body or a file, and in safetensors.
+
+A module has the vectors and clamps of a request, in fields that may leave out the word `steering`: `vectors`, `prefill_vectors`,
+`decode_vectors`, `clamps`, `prefill_clamps`, `decode_clamps`. A safetensors file has vectors alone: tensors `[hidden_size]`
+named `HOOK:LAYER`, with `prefill.` or `decode.` before it for a tier; or one tensor `vector`, as `capflow steer` takes it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+
+from capflow.errors import UsageError, explain
+from capflow.message import ModelInfo
+from capflow.probe import load_vector
+from capflow.site import Site
+from capflow.steering import Steering, Tier
+from capflow.vector import SteeringVector
+
+MODULE_FIELDS = {
+    f"{tier}{kind}": f"{tier}steering_{kind}" for kind in ("vectors", "clamps") for tier in ("", "prefill_", "decode_")
+}
+"""The fields of a module, and what they are called in the body of a request."""
+
+_TIERS = ("base", "prefill", "decode")
+
+
+def parse_module(said: Any, *, info: ModelInfo | None = None, where: str = "") -> Steering:
+    """Return the steering that a module's fields describe; a field that is None says nothing.
+
+    info: the model that it is to fit, if that is known. where: what holds the fields, such as a file. Raises UsageError
+    that begins with the path of the field that is wrong, in the words that it was written in.
+    """
+    before = f"{where}: " if where else ""
+    if not isinstance(said, Mapping):
+        expected = f"an object with some of {', '.join(MODULE_FIELDS)}"
+        raise UsageError(explain(where or "module", got=said, expected=expected))
+    written: dict[str, str] = {}  # how a field was written, by what it is called in a request
+    for name, value in said.items():
+        full = str(MODULE_FIELDS.get(name, name))
+        if full not in MODULE_FIELDS.values():
+            raise UsageError(explain(f"{before}{name}: unknown", expected=f"one of {', '.join(MODULE_FIELDS)}"))
+        if value is None:
+            continue
+        if full in written:
+            raise UsageError(explain(f"{before}{name}: said twice", expected=f"either it or {written[full]}"))
+        written[full] = name
+    try:
+        steering = Steering.parse({full: said[name] for full, name in written.items()})
+        if info is not None:
+            steering.check(info)
+    except UsageError as e:
+        raise UsageError(before + _as_written(str(e), written)) from e
+    return steering
+
+
+def _as_written(message: str, written: Mapping[str, str]) -> str:
+    """Return a message that begins with a field, with what that field was written as."""
+    for full, name in written.items():
+        if message.startswith((f"{full}.", f"{full}:")):
+            return name + message.removeprefix(full)
+    return message
+
+
+def load_module(path: str | os.PathLike[str]) -> Steering:
+    """Return the module in a file, JSON or, by its name, safetensors; raises UsageError when it holds none."""
+    where = os.fspath(path)
+    if not Path(path).is_file():
+        raise UsageError(explain(where, got="no such file", expected="a module in JSON or safetensors"))
+    if Path(path).suffix == ".safetensors":
+        return _from_tensors(Path(path))
+    try:
+        said = msgspec.json.decode(Path(path).read_bytes())
+    except (msgspec.DecodeError, RecursionError, OSError) as e:
+        raise UsageError(explain(where, got=str(e), expected="a module in JSON or safetensors")) from e
+    return parse_module(said, where=where)
+
+
+def _from_tensors(path: Path) -> Steering:
+    tiers: dict[str, list[SteeringVector]] = {tier: [] for tier in _TIERS}
+    try:
+        with safe_open(path, "numpy") as file:
+            names = list(file.keys())
+            if names == ["vector"]:
+                return Steering(base=Tier((load_vector(path),)))
+            for name in sorted(names):
+                tier, dot, site = name.rpartition(".")
+                if dot and tier not in _TIERS:
+                    raise UsageError(_unknown_tensor(path, name))
+                try:
+                    at = Site.parse(site)
+                except UsageError as e:
+                    raise UsageError(_unknown_tensor(path, name)) from e
+                vector = SteeringVector.make(at, file.get_tensor(name), where=f"{path}: {name}")
+                tiers[tier or "base"].append(vector)
+    except (SafetensorError, OSError) as e:
+        raise UsageError(explain(str(path), got=str(e), expected="a safetensors file")) from e
+    if not names:
+        raise UsageError(explain(f"{path}: tensors", got="none", expected="one for each steered site"))
+    base, prefill, decode = (Tier(tuple(tiers[tier])) for tier in _TIERS)
+    return Steering(base, prefill, decode)
+
+
+def _unknown_tensor(path: Path, name: str) -> str:
+    expected = "HOOK:LAYER, prefill.HOOK:LAYER or decode.HOOK:LAYER, such as post_block:12"
+    return explain(f"{path}: tensor", got=name, expected=expected)

@@ -1,0 +1,21 @@
+"""What `capflow serve` tells each of its API servers, beside what the engine knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from capflow import limits
+from capflow_engine.keys import Keys
+
+
+@dataclass(frozen=True)
+class Serving:
+    """directory: of the store that the API servers share; None for one alone. keys: who may change what steers others.
+
+    body_bytes_max: how large the body of a request may be.
+    """
+
+    directory: Path | None = None
+    keys: Keys = field(default_factory=Keys)
+    body_bytes_max: int = limits.BODY_BYTES_DEFAULT
