@@ -59,6 +59,10 @@ def test_a_server_finds_the_hub_and_either_may_leave_first(tiny_with_words, refe
         (("--hub", "tcp://203.0.113.1:9000"), "--insecure"),
         (("--sites", "post_block:99"), "post_block:99"),
         (("--worker-cls", "mine.Worker"), "--worker-cls"),
+        (("--steering-modules", "glad"), "--steering-modules: got glad, expected NAME=PATH"),
+        (("--steering-modules", "glad=/nowhere.json"), "/nowhere.json: got no such file"),
+        (("--steering-bank-bytes", "0"), "--steering-bank-bytes: got 0, expected 1.."),
+        (("--capture-wait-s", "soon"), "--capture-wait-s: got soon, expected more than 0"),
     ],
 )
 def test_a_wrong_option_is_one_line_before_anything_starts(tiny_with_words, arguments, words):

@@ -16,7 +16,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from capflow import limits
 from capflow.address import check_address, default_address, runtime_directory
@@ -30,9 +30,17 @@ from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings
 from capflow_engine.store import SteeringStore
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are ours."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError."""
+        raise UsageError(message.removeprefix("argument "))
+
+
 def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, Steering]]:
     """Return vLLM's `serve` command, its parsed arguments with capflow's put in, and the modules to begin with."""
-    own = argparse.ArgumentParser(prog="capflow serve", add_help=False, allow_abbrev=False)
+    own = _Parser(prog="capflow serve", add_help=False, allow_abbrev=False)
     own.add_argument("--hub", default=None)
     own.add_argument("--sites", action="append", default=None)
     own.add_argument("--policy", choices=("block", "drop"), default="block")
@@ -125,14 +133,14 @@ def _bytes(low: int, high: int) -> Callable[[str], int]:
 
 
 def _seconds(text: str) -> float:
-    """Return how long a response may be held; raise UsageError for what is no such time."""
+    """Return how long a response may be held."""
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0 < seconds <= limits.CAPTURE_WAIT_S_MAX:
         expected = f"more than 0 and at most {limits.CAPTURE_WAIT_S_MAX:g} seconds"
-        raise UsageError(explain("--capture-wait-s", got=text, expected=expected))
+        raise argparse.ArgumentTypeError(f"got {text}, expected {expected}")
     return seconds
 
 
