@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from engines import WIDTH, engine, save_tiny, save_words
+from engines import WIDTH, engine, environment, save_tiny, save_words
 from waiting import eventually
 
 from capflow.errors import UsageError
@@ -104,7 +104,7 @@ def test_each_item_has_its_row_steered_as_it_says(here, model, tiny):
 
 def test_a_killed_run_leaves_whole_lines_and_the_next_goes_on(here):
     directory, options = here
-    options |= {"--max-new-tokens": "80", "--samples": "2", "--temperature": "1.0", "--seed": "3"}
+    options |= {"--max-new-tokens": "30", "--samples": "2", "--temperature": "1.0", "--seed": "3"}
     out = directory / "out.jsonl"
     running = subprocess.Popen(command(options), cwd=directory, stderr=subprocess.DEVNULL)
     try:
@@ -306,3 +306,17 @@ def test_both_back_ends_answer_alike(tiny, model, tmp_path):
             found[name] = rows(file.path)
     assert found["ours"] == found["theirs"]
     assert len({row["text"] for row in found["ours"] if row["prompt_id"] == "a"}) == 3
+
+
+@pytest.mark.engine
+def test_the_command_runs_vllm(here):
+    directory, options = here
+    options |= {"--backend": "vllm", "--model-arg": "dtype=float32", "--batch": "7"}
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with environment(**variables):
+        run(directory, options)
+        assert f"{len(WANTED)} of {len(WANTED)} rollouts are there" in run(directory, options)
+    run(directory, options | {"--backend": "transformers", "--out": "theirs.jsonl"})
+    ours, theirs = (rows(directory / name) for name in ("out.jsonl", "theirs.jsonl"))
+    assert keys(ours) == keys(theirs) == WANTED
+    assert [row["text"] for row in ours] == [row["text"] for row in theirs]
