@@ -39,7 +39,7 @@ def check(model_type, hub, root):
         prompts = engines.prompts(LENGTHS, seed=3)
         hooks = None
         only = {"language_model_only": True} if model_type in architectures.MULTIMODAL else {}
-        if model_type in architectures.LATENT:
+        if model_type in architectures.HEADED:
             only["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
         with engines.engine(directory, hub=hub, sites=["*:*"], max_num_batched_tokens=64, **only) as llm:
             found = llm.capflow_model.sites
@@ -154,11 +154,10 @@ def run(model_types, say):
         try:
             for model_type in model_types:
                 worker = worker or Child(hub.address, str(root))
-                result = worker.check(model_type)
-                if result is None:
+                result = worker.check(model_type) or {"failed": "the engine's process died"}
+                if "failed" in result and "UsageError" not in result["failed"]:  # it may have left an engine behind
                     worker.close()
                     worker = None
-                    result = {"failed": "the engine's process died"}
                 found[model_type] = result
                 say(model_type, result)
         finally:
