@@ -101,8 +101,8 @@ SPECIAL = {
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16},
     "gpt_neo": {"num_layers": 3, "attention_types": [[["global", "local"], 1], [["global"], 1]], "num_heads": 2},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
-    "gemma4_text": _TIED | {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None, "num_hidden_layers": 6, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
-    "gemma4_unified_text": _TIED | {"num_hidden_layers": 6},
+    "gemma4_text": _TIED | {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None, "num_hidden_layers": 6, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "global_head_dim": 32},
+    "gemma4_unified_text": _TIED | {"global_head_dim": 32, "num_hidden_layers": 6},
     "mpt": {"d_model": 64, "n_heads": 2, "n_layers": 3},
     "olmo": {"clip_qkv": None},
 }  # fmt: skip
@@ -137,6 +137,8 @@ NOTES = (
     )
     | dict.fromkeys(MULTIMODAL, "given text alone")
     | {
+        "glm4_moe_lite": "with vLLM's option `custom_ops=-rotary_embedding`, as others; and with `rms_norm_eps` 1e-06, which "
+        "Transformers takes for the norms of its latents in any case",
         "paligemma": "given text alone, and with causal attention, as in vLLM; in Transformers a prompt is seen in both directions",
     }
 )
@@ -155,11 +157,18 @@ _ENCODER = (
 _COMPANION = ("gemma4_assistant", "gemma4_unified_assistant")
 _SOUND = ("moshi", "musicgen", "musicgen_melody")
 
+_GPU = ("glm5_next", "inkling_text", "kimi_linear", "minimax_m3_vl", "nemotron_h_omni")
+_OTHER_FIELDS = ("deepseek_v4", "ernie4_5_vl_moe", "longcat_flash", "qianfan_ocr", "step3p7")
+_OTHER_ANSWERS = ("cohere_compass", "mimo_v2_flash", "phimoe")
+
 LEFT_OUT = (
     dict.fromkeys(_ENCODER_DECODER, "the decoder of an encoder-decoder")
     | dict.fromkeys(_ENCODER, "an encoder")
     | dict.fromkeys(_COMPANION, "drafts for another model, whose cache it reads")
     | dict.fromkeys(_SOUND, "generates sound")
+    | dict.fromkeys(_GPU, "vLLM needs a GPU for it")
+    | dict.fromkeys(_OTHER_FIELDS, "vLLM reads other fields of its configuration than Transformers writes")
+    | dict.fromkeys(_OTHER_ANSWERS, "what vLLM answers without capflow differs from Transformers too")
 )
 """Architectures that are not tried, and why."""
 
@@ -247,6 +256,8 @@ def make(model_type, directory):
                 weight.normal_(0, 0.05)
             elif weight.numel() > 1:
                 weight.add_(torch.randn_like(weight) * 0.1)
+            if name.endswith("q_norm.weight") and model_type.startswith("gemma4"):
+                weight.mul_(0.1)  # its attention has no scale of its own, and sharp attention magnifies rounding
         for module in model.modules():
             if type(module).__name__ == "XIELUActivation":
                 module.bfloat16()  # as vLLM does, whatever the model's dtype
