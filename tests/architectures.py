@@ -255,9 +255,9 @@ def make(model_type, directory):
             elif "bias" in name:
                 weight.normal_(0, 0.05)
             elif weight.numel() > 1:
-                weight.add_(torch.randn_like(weight) * 0.1)
-            if name.endswith("q_norm.weight") and model_type.startswith("gemma4"):
-                weight.mul_(0.1)  # its attention has no scale of its own, and sharp attention magnifies rounding
+                sharp = name.endswith("q_norm.weight") and model_type.startswith("gemma4")
+                # Its attention has no scale of its own, and sharp attention magnifies rounding.
+                weight.add_(torch.randn_like(weight) * 0.1).mul_(0.1 if sharp else 1.0)
         for module in model.modules():
             if type(module).__name__ == "XIELUActivation":
                 module.bfloat16()  # as vLLM does, whatever the model's dtype
