@@ -300,6 +300,7 @@ NAMES = {
     "bloom": ("mlp", "post_attention_layernorm", "mlp.dense_4h_to_h"),
     "gemma4": ((), "pre_feedforward_layernorm", None), "gemma4_text": ((), "pre_feedforward_layernorm", None),
     "opt": ("fc2", "final_layer_norm", None), "blip-2": ("fc2", "final_layer_norm", None), "biogpt": ("fc2", "final_layer_norm", None),
+    "ctrl": ("ffn", "layernorm2", None),
     "hyperclovax": ("mlp", "post_attention_layernorm", "post_norm2"),
     "granitemoe_swa": (("block_sparse_moe", "shared_mlp"), "post_attention_layernorm", None),
     "granitemoehybrid": (("block_sparse_moe", "shared_mlp"), "post_attention_layernorm", None),
