@@ -6,11 +6,14 @@ from sums, by no name. That both agree, to rounding, is the proof.
 
 import contextlib
 import functools
+import json
 import warnings
+from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -55,23 +58,41 @@ _SECTIONED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6,
 _TIED = {"tie_word_embeddings": True}
 
 SPECIAL = {
-    "axk1": _MLA | {"first_k_dense_replace": 0}, "axk2": _MLA, "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "axk1": _MLA | {"num_key_value_heads": 2, "first_k_dense_replace": 0}, "axk2": _MLA | {"num_key_value_heads": 2},
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "deepseek_v2": _MLA | {"num_key_value_heads": 2}, "deepseek_v3": _MLA | {"num_key_value_heads": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "glm4_moe_lite": _MLA | {"num_key_value_heads": 2, "first_k_dense_replace": 1}, "longcat_flash": _MLA | {"zero_expert_num": 2, "num_layers": 3}, "kimi_linear": _MLA, "youtu": _MLA | {"num_key_value_heads": 2}, "zaya": {"num_experts_per_tok": 1},
-    "biogpt": _TIED, "bloom": _TIED, "gpt_bigcode": _TIED, "opt": _TIED, "modernbert-decoder": _TIED, "falcon": _TIED | {"ffn_hidden_size": 256},
-    "gemma2": _TIED, "glm4_moe": {"head_dim": 32}, "hy_v3": {"first_k_dense_replace": 1}, "inkling_text": {"padded_vocab_size": VOCABULARY},
+    "glm4_moe_lite": _MLA | {"num_key_value_heads": 2, "first_k_dense_replace": 1, "rms_norm_eps": 1e-6}, "longcat_flash": _MLA | {"zero_expert_num": 2, "num_layers": 3, "mla_scale_q_lora": True, "mla_scale_kv_lora": True}, "kimi_linear": _MLA, "youtu": _MLA | {"num_key_value_heads": 2},
+    "biogpt": _TIED, "bloom": _TIED, "gpt_bigcode": _TIED, "opt": _TIED, "falcon": _TIED | {"ffn_hidden_size": 256},
+    "gemma2": _TIED, "glm4_moe": {"head_dim": 32}, "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "route_norm": True, "qk_norm": True}, "inkling_text": {"padded_vocab_size": VOCABULARY},
     "lfm2": {"block_dim": HIDDEN, "conv_dim": HIDDEN, "layer_types": ["conv", "full_attention", "conv"]} | _TIED,
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1} | _TIED,
-    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid"}, "llama4_text": {"num_experts_per_tok": 1},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True}, "llama4_text": {"num_experts_per_tok": 1},
     "dbrx": {"d_model": HIDDEN, "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 1, "clip_qkv": 8},
              "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}},
     "cohere_compass_text": {"rope_parameters": {name: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]} for name in ("sliding_attention", "full_attention")}, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gemma3n_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "altup_num_inputs": 2, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_kv_shared_layers": 0},
     "cosmos3_edge_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}},
     "qwen3_vl_moe_text": {"norm_topk_prob": True}, "cohere2_vision": _TIED,
-    "glm4v_text": {"rope_parameters": _SECTIONED},
+    "glm4v_text": {"attention_bias": True, "rope_parameters": _SECTIONED | {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}},
+    "glm4v_moe_text": {"head_dim": 32, "use_qk_norm": False, "rope_parameters": _SECTIONED | {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}},
+    "glm_ocr_text": {"rope_parameters": _SECTIONED | {"partial_rotary_factor": 1.0}}, "paddleocr_vl_text": {"rope_parameters": _SECTIONED},
+    "paligemma": {"text_config": {"use_bidirectional_attention": False}},
+    "ernie4_5_vl_moe": {"vision_config": {"embed_dim": 64, "mlp_ratio": 1.5}},
+    "cohere_compass": _TIED | {"text_config": _TIED},
+    "granite4_vision": {"text_config": {"model_type": "granite"} | _SCALED, "spatial_target_layers": [0, 1], "deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
+    "gemma4": {"vision_config": {"hidden_size": 64}}, "gemma4_unified": {"vision_config": {"hidden_size": 64}},
+    "muse_glimmer": {"projector_hidden_size": 64, "out_hidden_size": 256, "vision_config": {"output_dim": 256}},
+    "emu3": {"vq_config": {"base_channels": 32}},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False}, "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "qianfan_ocr": {"vision_config": {"image_size": 28, "patch_size": 14}}, "step3p7": {"vision_config": {"output_dim": 64}}, "glm5_next_text": {"num_key_value_heads": 2, "qk_rope_head_dim": 0},
+    "qwen4_exp_text": {"output_gate_type": "sigmoid"},
+    "aria_text": {"num_experts_per_tok": 2},
+    "mimo_v2_flash": {"hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1], "layernorm_epsilon": 1e-5, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 1, "swa_head_dim": 32, "swa_v_head_dim": 32, "sliding_window_size": 64, "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False},
+    "zamba2": {"layer_types": ["mamba", "hybrid", "mamba"], "hybrid_layer_ids": [1], "attention_head_dim": 64, "n_mamba_heads": 4} | _TIED,
+    "modernbert-decoder": {"decoder_bias": False} | _TIED,
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid"] * 3} | _TIED,
     "qwen2_vl_text": {"rope_parameters": _SECTIONED}, "qwen2_5_vl_text": {"rope_parameters": _SECTIONED},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 48], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]}}, "glm5_next_text": {"num_key_value_heads": 2},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 48], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]}},
     "granite": _SCALED, "granite_swa": _SCALED, "granitemoe": _SCALED, "granitemoeshared": _SCALED, "granitemoe_swa": _SCALED,
     "hyperclovax": _SCALED, "granitemoehybrid": _SCALED | {"layer_types": ["attention"] * 3, "position_embedding_type": "rope"},
     "minicpm3": {"num_key_value_heads": 2, "scale_depth": 1.4, "head_dim": None},
@@ -80,12 +101,18 @@ SPECIAL = {
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16},
     "gpt_neo": {"num_layers": 3, "attention_types": [[["global", "local"], 1], [["global"], 1]], "num_heads": 2},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
-    "gemma4_text": _TIED | {"num_hidden_layers": 6, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
-    "gemma4_unified_text": _TIED | {"num_hidden_layers": 6},
+    "gemma4_text": _TIED | {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None, "num_hidden_layers": 6, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "global_head_dim": 32},
+    "gemma4_unified_text": _TIED | {"global_head_dim": 32, "num_hidden_layers": 6},
     "mpt": {"d_model": 64, "n_heads": 2, "n_layers": 3},
     "olmo": {"clip_qkv": None},
 }  # fmt: skip
 """What an architecture needs besides, by model type; a function of the configuration's fields where it is callable."""
+
+NAMED = {"phimoe": "PhiMoEForCausalLM"}
+"""What published checkpoints call an architecture, where Transformers' own name leads vLLM elsewhere."""
+
+TRANSPOSED = ("qwen3_vl_moe",)
+"""Published checkpoints hold the experts transposed: Transformers turns them when it loads, and not back when it saves."""
 
 CAPPED = ("gemma2", "vaultgemma")
 """Transformers caps attention logits in its eager attention alone."""
@@ -93,8 +120,10 @@ CAPPED = ("gemma2", "vaultgemma")
 UNBIASED = ("ernie4_5_moe",)
 """vLLM's router on a CPU leaves out the biases by which experts are chosen; here they are zero."""
 
-LATENT = ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "youtu")
-"""vLLM's rotary kernel for CPUs turns a slice of each query wrongly; here vLLM runs its own in PyTorch, by an option."""
+HEADED = (
+    "axk1", "axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "lfm2", "lfm2_moe", "lfm2_vl", "longcat_flash", "youtu",
+)  # fmt: skip
+"""Queries have a dimension of heads, for which vLLM's rotary kernel for CPUs is wrong; here vLLM runs its own in PyTorch."""
 
 NOTES = (
     {
@@ -103,10 +132,15 @@ NOTES = (
         "ernie4_5_moe": "vLLM's router on a CPU leaves out the biases by which experts are chosen; here they are zero",
     }
     | dict.fromkeys(
-        LATENT,
-        "with vLLM's option `custom_ops=-rotary_embedding`: its rotary kernel for CPUs is wrong on a slice of each query",
+        HEADED,
+        "with vLLM's option `custom_ops=-rotary_embedding`: its rotary kernel for CPUs is wrong when heads are a dimension of the query",
     )
     | dict.fromkeys(MULTIMODAL, "given text alone")
+    | {
+        "glm4_moe_lite": "with vLLM's option `custom_ops=-rotary_embedding`, as others; and with `rms_norm_eps` 1e-06, which "
+        "Transformers takes for the norms of its latents in any case",
+        "paligemma": "given text alone, and with causal attention, as in vLLM; in Transformers a prompt is seen in both directions",
+    }
 )
 """What a row of the matrix has to say besides, by model type."""
 
@@ -123,11 +157,18 @@ _ENCODER = (
 _COMPANION = ("gemma4_assistant", "gemma4_unified_assistant")
 _SOUND = ("moshi", "musicgen", "musicgen_melody")
 
+_GPU = ("glm5_next", "inkling_text", "kimi_linear", "minimax_m3_vl", "nemotron_h_omni")
+_OTHER_FIELDS = ("deepseek_v4", "ernie4_5_vl_moe", "longcat_flash", "qianfan_ocr", "step3p7")
+_OTHER_ANSWERS = ("cohere_compass", "mimo_v2_flash", "phimoe")
+
 LEFT_OUT = (
     dict.fromkeys(_ENCODER_DECODER, "the decoder of an encoder-decoder")
     | dict.fromkeys(_ENCODER, "an encoder")
     | dict.fromkeys(_COMPANION, "drafts for another model, whose cache it reads")
     | dict.fromkeys(_SOUND, "generates sound")
+    | dict.fromkeys(_GPU, "vLLM needs a GPU for it")
+    | dict.fromkeys(_OTHER_FIELDS, "vLLM reads other fields of its configuration than Transformers writes")
+    | dict.fromkeys(_OTHER_ANSWERS, "what vLLM answers without capflow differs from Transformers too")
 )
 """Architectures that are not tried, and why."""
 
@@ -149,25 +190,34 @@ def config_of(model_type):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         blank = transformers.AutoConfig.for_model(model_type)
-        if model_type not in MULTIMODAL:
-            config = transformers.AutoConfig.for_model(model_type, **_fields(blank))
-            config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
-            return config
-        parts = {name: getattr(blank, name) for name in blank.sub_configs if getattr(blank, name, None) is not None}
-        fields = {
-            name: type(part)(**(_fields(part) if name == "text_config" else _tiny(part, _VISION))).to_dict()
-            for name, part in parts.items()
-        }
-        fields |= {name: value for name, value in SPECIAL.get(model_type, {}).items() if value is not None}
+        multimodal = model_type in MULTIMODAL
+        fields = {} if multimodal else _fields(blank)
+        special = {name: value for name, value in SPECIAL.get(model_type, {}).items() if value is not None}
+        for name in blank.sub_configs:
+            extra = special.pop(name, {})
+            part = _part(blank, name, extra)
+            if part is not None:
+                tiny = _fields(part) if name == "text_config" else _tiny(part, _VISION)
+                fields[name] = type(part)(**(tiny | extra)).to_dict()
+        fields |= special
         for name in ("tie_word_embeddings", "vocab_size", "hidden_size"):
-            if name not in fields and _has(blank, name):
+            if multimodal and name not in fields and _has(blank, name):
                 fields[name] = fields["text_config"].get(name, SHAPE[name])
         for name in blank.to_dict():
             if name.endswith(("image_token_id", "image_token_index", "video_token_id", "audio_token_id")):
                 fields.setdefault(name, 3)
         config = transformers.AutoConfig.for_model(model_type, **fields)
-    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]]
+    names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if multimodal else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    config.architectures = [names[model_type]]
     return config
+
+
+def _part(blank, name, extra):
+    """Return the configuration of a part of a model; None where the model has no such part."""
+    if "model_type" in extra:
+        return transformers.AutoConfig.for_model(extra["model_type"])
+    part = getattr(blank, name, None)
+    return blank.sub_configs[name]() if part is None and extra else part
 
 
 def _fields(blank):
@@ -205,7 +255,9 @@ def make(model_type, directory):
             elif "bias" in name:
                 weight.normal_(0, 0.05)
             elif weight.numel() > 1:
-                weight.add_(torch.randn_like(weight) * 0.1)
+                sharp = name.endswith("q_norm.weight") and model_type.startswith("gemma4")
+                # Its attention has no scale of its own, and sharp attention magnifies rounding.
+                weight.add_(torch.randn_like(weight) * 0.1).mul_(0.1 if sharp else 1.0)
         for module in model.modules():
             if type(module).__name__ == "XIELUActivation":
                 module.bfloat16()  # as vLLM does, whatever the model's dtype
@@ -218,7 +270,22 @@ def make(model_type, directory):
             if "e_score_correction_bias" in name and model_type in UNBIASED:
                 weight.zero_()
     model.save_pretrained(directory)
+    _as_published(model_type, Path(directory))
     return model.eval()
+
+
+def _as_published(model_type, directory):
+    """Change a saved model where published checkpoints differ from what Transformers saves."""
+    if model_type in NAMED:
+        file = directory / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [NAMED[model_type]]}))
+    if model_type in TRANSPOSED:
+        file = str(directory / "model.safetensors")
+        weights = {
+            name: weight.mT.contiguous() if ".mlp.experts." in name else weight
+            for name, weight in load_file(file).items()
+        }
+        save_file(weights, file, {"format": "pt"})
 
 
 # --- what Transformers computes ---
@@ -231,7 +298,9 @@ _AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")
 
 NAMES = {
     "bloom": ("mlp", "post_attention_layernorm", "mlp.dense_4h_to_h"),
-    "opt": ("fc2", "final_layer_norm", None), "biogpt": ("fc2", "final_layer_norm", None),
+    "gemma4": ((), "pre_feedforward_layernorm", None), "gemma4_text": ((), "pre_feedforward_layernorm", None),
+    "opt": ("fc2", "final_layer_norm", None), "blip-2": ("fc2", "final_layer_norm", None), "biogpt": ("fc2", "final_layer_norm", None),
+    "ctrl": ("ffn", "layernorm2", None),
     "hyperclovax": ("mlp", "post_attention_layernorm", "post_norm2"),
     "granitemoe_swa": (("block_sparse_moe", "shared_mlp"), "post_attention_layernorm", None),
     "granitemoehybrid": (("block_sparse_moe", "shared_mlp"), "post_attention_layernorm", None),
@@ -239,10 +308,21 @@ NAMES = {
 }  # fmt: skip
 """Names of (MLP, norm before it, norm behind it), by model type, where the usual ones mislead; None: there is none.
 
-Several names of an MLP are modules that are added up.
+Several names of an MLP are modules that are added up; none: more is added behind the MLP.
 """
 
-PARALLEL = {"gpt_neox", "gptj", "phi", "cohere", "cohere2", "cohere2_moe", "cohere2_vision", "falcon", "codegen"}
+PARALLEL = {
+    "cohere_compass",
+    "gpt_neox",
+    "gptj",
+    "phi",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "cohere2_vision",
+    "falcon",
+    "codegen",
+}
 """Attention and MLP stand side by side: there is no stream between them."""
 
 
@@ -281,7 +361,8 @@ def _expected(model_type, model, tokens):
             for name in [mlp] if isinstance(mlp, str) and after is None else [after] if after else mlp:
                 watch(layer.get_submodule(name), "mlp_out", scale=scale_of(model.config.get_text_config()))
         with torch.no_grad():
-            model(torch.tensor([tokens]), use_cache=False)
+            run = model.language_model if model_type == "blip-2" else model  # which insists on an image
+            run(torch.tensor([tokens]), use_cache=False)
     return seen
 
 

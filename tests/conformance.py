@@ -39,7 +39,7 @@ def check(model_type, hub, root):
         prompts = engines.prompts(LENGTHS, seed=3)
         hooks = None
         only = {"language_model_only": True} if model_type in architectures.MULTIMODAL else {}
-        if model_type in architectures.LATENT:
+        if model_type in architectures.HEADED:
             only["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
         with engines.engine(directory, hub=hub, sites=["*:*"], max_num_batched_tokens=64, **only) as llm:
             found = llm.capflow_model.sites
@@ -154,11 +154,10 @@ def run(model_types, say):
         try:
             for model_type in model_types:
                 worker = worker or Child(hub.address, str(root))
-                result = worker.check(model_type)
-                if result is None:
+                result = worker.check(model_type) or {"failed": "the engine's process died"}
+                if "failed" in result and "UsageError" not in result["failed"]:  # it may have left an engine behind
                     worker.close()
                     worker = None
-                    result = {"failed": "the engine's process died"}
                 found[model_type] = result
                 say(model_type, result)
         finally:
@@ -195,6 +194,17 @@ REASONS = (
         r"is_act_and_mul=False|no attribute 'set_allocator'|scoring_func == |No module named|Triton|triton",
         "vLLM needs a GPU for it",
     ),
+    (r"Can't load image processor", "vLLM's Transformers backend needs its processor of images"),
+    (r"not supported by MLA", "vLLM's Transformers backend takes a wrong head size for its latent attention"),
+    (r"lm_head\.dense", "vLLM's Transformers backend does not know its head"),
+    (r"tensor a \(64\) must match the size of tensor b \(192\)", "vLLM's Transformers backend cannot load its experts"),
+    (
+        r"Unrecognized configuration class|KeyError: 'vllm'|position_ids not found|M-RoPE support is not",
+        "vLLM's Transformers backend cannot run it",
+    ),
+    (r"Cannot find any model weights", "vLLM reads its weights from folders that Transformers does not make"),
+    (r"pip install timm", "it needs timm, which is not installed here"),
+    (r"cannot find the decoder layers", "capflow refuses it: it runs its layers several times"),
     (r"million parameters", "its configuration cannot be made tiny"),
     (r"unknown structure", "capflow refuses it: its layers' output is not their input plus what their modules add"),
     (r"only implemented for topk=1", "vLLM runs one expert for each token of it alone"),

@@ -23,6 +23,7 @@ PATTERNS = {
     "granite": EVERY,  # what is added is scaled
     "olmoe": EVERY,  # experts
     "falcon_h1": EVERY,  # attention beside a state space
+    "ctrl": EVERY,  # an MLP that is no more than a sequence of modules
 }
 
 

@@ -371,3 +371,13 @@ def test_the_refusal_names_the_class():
 
     with pytest.raises(CapflowError, match=r"Branching: unknown structure of a decoder layer.*cannot be followed"):
         compat_model.structure_of(Branching(), torch.float32)
+
+
+def test_a_slice_of_the_layers_is_no_second_list_of_them(monkeypatch):
+    from capflow_engine import compat_model
+
+    monkeypatch.setattr(compat_model, "mixes_tokens", lambda module: isinstance(module, Core))
+    model = nn.Module()
+    model.layers = nn.ModuleList([Attention(), Attention()])
+    model.cached = model.layers[:2]
+    assert compat_model.decoder_layers(model, 2) == list(enumerate(model.layers))

@@ -166,6 +166,8 @@ def decoder_layers(model: Any, num_layers: int) -> list[tuple[int, Any]]:
     ]
     if len(lists) > 1:  # encoders of images and sound have layers too, but keep no cache
         lists = [(name, module) for name, module in lists if any(map(mixes_tokens, module.modules()))]
+    if len(lists) > 1:  # a slice of a list is one more list of the same layers
+        lists = list({tuple(map(id, module)): (name, module) for name, module in reversed(lists)}.values())
     if len(lists) != 1:
         found = ", ".join(name for name, _ in lists) or "none"
         raise CapflowError(

@@ -149,6 +149,8 @@ class Tap(nn.Module):
 def install(layer: nn.Module, hook: str, place: Place, tap: Tap) -> None:
     """Put a tap at a layer's hook point; called before anything is compiled."""
     module = layer.get_submodule(place.module)
+    while isinstance(module, nn.Sequential):  # which would call the tap as one of its own
+        module = module[0 if place.slots else -1]
     setattr(module, _attribute(hook), tap)
     before, after = _HOOKS[hook]
     if place.slots:
