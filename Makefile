@@ -7,7 +7,7 @@ RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
 	--consumer dashboard:probes=examples/code.safetensors
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak conformance lint format bench env system compiler lock clean
+.PHONY: help demo test proof soak conformance lint format bench env system compiler lock clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -16,13 +16,16 @@ demo: env compiler  ## run a real model over examples/prompts.jsonl, with files,
 	@rm -rf demo-data && mkdir -p demo-data
 	$(RUN)
 
-test: env system  ## run every test; those that need no engine beside those that do
-	@log=$$(mktemp); $(PYTHON) -m pytest -m "not engine" >$$log 2>&1 & rest=$$!; \
+test: env system  ## run the tests, but for the long ones; those that need no engine beside those that do
+	@log=$$(mktemp); $(PYTHON) -m pytest -m "not engine and not long" >$$log 2>&1 & rest=$$!; \
 		trap 'kill $$rest' INT TERM; \
-		$(PYTHON) -m pytest -m engine; engine=$$?; \
+		$(PYTHON) -m pytest -m "engine and not long" --durations 25; engine=$$?; \
 		wait $$rest; rest=$$?; cat $$log; rm -f $$log; \
 		for code in $$engine $$rest; do if [ $$code -eq 5 ]; then echo "make test: no test ran" >&2; fi; done; \
 		[ $$engine -eq 0 ] && [ $$rest -eq 0 ]
+
+proof: env system  ## run the tests that take minutes each
+	$(PYTHON) -m pytest -m long
 
 soak: env  ## 5,000 random requests against the oracle; a quarter of an hour
 	CAPFLOW_ORACLE_REQUESTS=5000 $(PYTHON) -m pytest -s tests/test_oracle.py

@@ -61,15 +61,18 @@ def child(kind: str, model: str, root: str, *, eager: bool, dtype: str) -> None:
     ]
     fixed: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
     out.write(json.dumps({"ready": True}) + "\n")
+    params: Any
     for turn, line in enumerate(sys.stdin):
         if line.strip() == "logprobs":
             outputs = llm.generate(prompts, SamplingParams(**fixed | {"max_tokens": 1, "logprobs": 20}), use_tqdm=False)
             found = [{str(t): p.logprob for t, p in o.outputs[0].logprobs[0].items()} for o in outputs]
             out.write(json.dumps({"logprobs": found}) + "\n")
             continue
-        if line.strip() == "capture":
+        if line.startswith("steer"):
+            params = steered(int(line.split()[1]), llm.capflow_model, fixed)
+        elif line.strip() == "capture":
             spec = {"hooks": {"post_block": "all"}, "positions": "all"}
-            params: Any = [capflow.sampling_params(id=f"t{turn}-{n}", capture=spec, **fixed) for n in range(PROMPTS)]
+            params = [capflow.sampling_params(id=f"t{turn}-{n}", capture=spec, **fixed) for n in range(PROMPTS)]
         else:
             params = SamplingParams(**fixed)
         begin = time.perf_counter()
@@ -80,6 +83,22 @@ def child(kind: str, model: str, root: str, *, eager: bool, dtype: str) -> None:
         out.write(json.dumps({"seconds": seconds, "tokens": tokens, "statuses": statuses, "turn": turn}) + "\n")
     if kind != "plain":
         llm.close()
+
+
+def steered(configurations: int, model: Any, fixed: dict[str, Any]) -> list[Any]:
+    """Return parameters that add a vector at every layer and position; request n has configuration n % configurations."""
+    import numpy as np
+
+    import capflow
+
+    rng = np.random.default_rng(1)
+    many = []
+    for _ in range(configurations):
+        rows = rng.standard_normal((model.num_layers, model.hidden_size)).astype(np.float32) * 0.01
+        packed = {"dtype": "float32", "shape": list(rows.shape), "layer_indices": list(range(len(rows)))}
+        vectors = {"post_block": packed | {"data": rows.tobytes()}}
+        many.append(capflow.sampling_params(steering_vectors=vectors, **fixed))
+    return [many[n % configurations] for n in range(PROMPTS)]
 
 
 class Engine:

@@ -205,6 +205,8 @@ def _site_ops(tiers: Sequence[Tier], rows: _Rows) -> tuple[SiteOps, ...]:
     ops: dict[Site, list[Op]] = {site: [Op(ADD, rows.number(total))] for site, total in sums.items()}
     for tier in tiers:
         for clamp in tier.clamps:
+            if not abs(clamp.strength) <= NUMBER_MAX:
+                raise UsageError(explain(f"steering at {clamp.site}: strength", got=clamp.strength, expected="less"))
             if clamp.strength != 0.0:
                 row = rows.number(np.frombuffer(clamp.data, np.float32))
                 ops.setdefault(clamp.site, []).append(Op(CLAMP, row, clamp.strength, clamp.low, clamp.high))

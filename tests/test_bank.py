@@ -12,7 +12,7 @@ from capflow.site import Site
 from capflow.steering import Steering, Tier
 from capflow.vector import SteeringVector
 from capflow_engine.bank import NONE, Bank
-from capflow_engine.holdings import Holdings, Size
+from capflow_engine.holdings import Holdings, Size, needs_of
 
 WIDTH = 16
 SITES = [Site(layer, "post_block") for layer in range(3)]
@@ -106,7 +106,7 @@ def test_what_the_scheduler_admits_fits_into_the_bank(steps):
         )
         if asked is None or number in running:
             continue
-        if holdings.hold(str(number), asked, 7):
+        if holdings.hold(str(number), needs_of(asked, 7)):
             running[number] = it.acquire(asked, 7)
         assert len(it) == holdings.used.rows
     for number, steered in running.items():

@@ -92,7 +92,7 @@ def float32(model):
     return Reference(model, torch.float32)
 
 
-@pytest.mark.parametrize("eager", ["true", "false"])
+@pytest.mark.parametrize("eager", ["true", pytest.param("false", marks=pytest.mark.long)])
 def test_float32_rows_are_transformers(model, prompts, float32, tmp_path, eager):
     printed = run(model, prompts, tmp_path / "rows", "dtype=float32", f"enforce_eager={eager}")
     assert " 0 dropped" in " ".join(printed.split())
@@ -107,6 +107,7 @@ def bfloat16(request, model, prompts, tmp_path_factory):
     return read(root)
 
 
+@pytest.mark.long
 def test_bfloat16_rows_are_as_near_to_the_model_as_transformers_are(model, bfloat16, float32):
     theirs = Reference(model, torch.bfloat16)
     ours_all, theirs_all = [], []
@@ -119,6 +120,7 @@ def test_bfloat16_rows_are_as_near_to_the_model_as_transformers_are(model, bfloa
     assert (ours.max(axis=1) <= 3 * other.max()).all()
 
 
+@pytest.mark.long
 def test_the_bound_would_notice(bfloat16, float32):
     """Rows held against the reference of the next position, or of the next layer, are off by far more than the bound."""
     own, position, layer = [], [], []

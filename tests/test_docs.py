@@ -117,7 +117,11 @@ def test_snippets_run(page, tmp_path):
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", pages_with("engine"), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=[pytest.mark.long] * (p.stem == "steerable")) for p in pages_with("engine")],
+    ids=lambda page: page.stem,
+)
 def test_snippets_that_need_a_model_run(page, tmp_path):
     said = run_page(page, tmp_path, {"test", "engine"} if page.stem == "tutorial" else {"engine"})
     expected = {

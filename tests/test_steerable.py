@@ -350,7 +350,7 @@ def test_a_name_that_is_no_model_is_refused(tmp_path):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.long)], ids=["eager", "compiled"])
 def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
     from capflow_models import VLLMSteerableModel
 

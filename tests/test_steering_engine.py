@@ -11,6 +11,7 @@ from engines import GREEDY, VOCABULARY, answers, engine, prompts, save_tiny
 from steered import LOGITS_MAX, RAW, SteeredReference, lengths, logits, program, prove, vector
 
 import capflow
+from capflow.steering import Steering
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 HERE = Path(__file__).parent
@@ -49,6 +50,7 @@ def test_every_operation_in_one_batch_compiled(model, steered):
         prove(llm, steered)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -62,6 +64,7 @@ def test_every_operation_in_two_processes(model, steered, arguments):
         prove(llm, steered)
 
 
+@pytest.mark.long
 def test_every_operation_on_the_v2_runner(model):
     paths = [str(HERE / "triton_cpu"), str(HERE), os.environ.get("PYTHONPATH", "")]
     variables = {
@@ -154,6 +157,32 @@ def test_what_was_generated_is_read_only_by_what_is_steered_alike(cached, steere
         continued[name] = again.num_cached_tokens
     assert continued["base"] == 128  # prompt and answer were computed alike
     assert continued["prefill"] == continued["decode"] == 96
+
+
+def test_a_module_that_changes_under_its_name_forks_the_cache(cached, steered):
+    cached.reset_prefix_cache()
+    for vectors in (ONE, OTHER):
+        cached.steering.register("calm", Steering.parse({"steering_vectors": vectors}))
+        output = ask(cached, {"steering_name": "calm", "steering_scale": 2.0})
+        (((layer, value),),) = (layers.items() for layers in vectors.values())
+        right(steered, output, {"steering_vectors": {"post_block": {layer: {"vector": value, "scale": 2.0}}}})
+        assert output.num_cached_tokens == 0
+    cached.steering.unregister("calm")
+    with pytest.raises(capflow.UsageError, match="steering_name: got calm"):
+        ask(cached, {"steering_name": "calm"})
+
+
+def test_the_global_state_steers_what_comes_later_and_forks_the_cache(cached, steered):
+    cached.reset_prefix_cache()
+    for prefill, tokens in ((ONE, 0), (OTHER, 0), (ONE, 96)):
+        cached.steering.set_global(Steering.parse({"prefill_steering_vectors": prefill}), replace=True)
+        output = ask(cached, {"decode_steering_vectors": ONE})
+        right(steered, output, {"prefill_steering_vectors": prefill, "decode_steering_vectors": ONE})
+        assert output.num_cached_tokens == tokens
+    cached.steering.clear_global()
+    output = ask(cached, {})
+    right(steered, output, {})
+    assert output.num_cached_tokens == 0
 
 
 # --- the bank ---

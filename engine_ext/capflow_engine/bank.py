@@ -32,7 +32,12 @@ class Steered(NamedTuple):
 
     prefill: int
     decode: int
-    patched: Mapping[int, int]
+    patched: Mapping[int, int]  # in order
+
+    @property
+    def patched_last(self) -> int:
+        """The last position that has a slot of its own; -1 when there is none."""
+        return next(reversed(self.patched), -1)
 
 
 class _Slot:

@@ -9,6 +9,7 @@ that was not tried. Verified with vLLM 0.32.0.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -269,33 +270,59 @@ def add_finished_outputs(engine_core_outputs: dict[int, Any], requests: Sequence
         )
 
 
-def fork_prompt_cache(request: Any, salt: str) -> None:
-    """Key all the request's cache blocks by `salt` besides: a request with another salt shares none of them."""
+def fork_prompt_cache(request: Any, salt: str, hash_block_size: int) -> None:
+    """Key all the request's cache blocks by `salt` besides: a request with another salt shares none of them.
+
+    The salt is part of vLLM's own, too, which KV connectors use; but that a client may choose, so it is not enough.
+    """
     request.cache_salt = f"{request.cache_salt or ''}|capflow:{salt}"
     request.block_hashes.clear()
-    request.update_block_hashes()
+    fork_cache_from(request, 0, f"prompt:{salt}", hash_block_size)
 
 
 def fork_cache_from(request: Any, position: int, salt: str, hash_block_size: int) -> None:
     """Key the request's cache blocks that reach beyond `position` by `salt`: nobody with another salt shares them.
 
-    Blocks that end at or before `position` keep their keys.
+    Blocks that end at or before `position` keep their keys; those behind an earlier fork stay forked.
     """
-    inner = request._block_hasher
-    if inner is None:
+    if request._block_hasher is None:
         return
+    forks: list[tuple[int, bytes]] | None = getattr(request, "capflow_forks", None)
+    if forks is None:
+        forks = request.capflow_forks = []
+        plain = _Plain(request, list(request.block_hashes))
+        request._block_hasher = functools.partial(_forked, request._block_hasher, plain, forks)
     whole = position // hash_block_size
-    secret = salt.encode()
-
-    def hasher(hashed: Any) -> list[Any]:
-        keys = []
-        for number, key in enumerate(inner(hashed), start=len(hashed.block_hashes)):
-            if number < whole:
-                keys.append(key)
-            else:
-                keys.append(hashlib.blake2b(key + secret, digest_size=min(len(key), 64)).digest())
-        return keys
-
-    request._block_hasher = hasher
+    last = forks[-1][1] if forks else b""
+    while forks and forks[-1][0] >= whole:
+        forks.pop()
+    forks.append((whole, hashlib.blake2b(last + salt.encode(), digest_size=32).digest()))
     del request.block_hashes[whole:]
     request.update_block_hashes()
+
+
+class _Plain:
+    """A request with the keys that its blocks would have without forks; vLLM makes each key of the one before it."""
+
+    def __init__(self, request: Any, block_hashes: list[Any]) -> None:
+        self.block_hashes = block_hashes
+        self._request = request
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def _forked(inner: Any, plain: _Plain, forks: Sequence[tuple[int, bytes]], request: Any) -> list[Any]:
+    """Return the keys of a request's next blocks. forks: from which block on which secret is part of a key, in order.
+
+    A secret stands for those before it, so that the last one that holds says all.
+    """
+    done = len(request.block_hashes)
+    del plain.block_hashes[done:]
+    plain.block_hashes.extend(inner(plain))
+    keys = []
+    for number, key in enumerate(plain.block_hashes[done:], start=done):
+        secret = next((secret for whole, secret in reversed(forks) if whole <= number), None)
+        forked = key if secret is None else hashlib.blake2b(key + secret, digest_size=min(len(key), 64)).digest()
+        keys.append(forked)
+    return keys

@@ -8,7 +8,7 @@ operations in *ops*, and each different row once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from capflow.errors import UsageError, explain
@@ -31,10 +31,16 @@ class Size(NamedTuple):
 
     def check(self, program: SteeringProgram | None, prompt_length: int = POSITION_MAX) -> None:
         """Raise UsageError for a program that has no room in an empty bank."""
-        if program is not None and not Holdings(self).hold("", program, prompt_length):
-            got = f"{len(program.digests)} vectors, more than the steering bank can hold"
+        if program is None:
+            return
+        needs = needs_of(program, prompt_length)
+        if not Holdings(self).hold("", needs):
+            rows = len({row for need in needs for row in need.rows})
+            ops, slots = sum(need.ops for need in needs), len(needs)
+            got = f"{rows} vectors, {ops} operations and {slots} configurations: more than the steering bank can hold"
             do = "ask for less, or start the engine with more --steering-bank-bytes"
-            raise UsageError(explain("steering", got=got, expected=f"at most {self.rows}", do=do))
+            expected = f"at most {self.rows}, {self.ops} and {self.slots}"
+            raise UsageError(explain("steering", got=got, expected=expected, do=do))
 
 
 _ROWS_MAX = 65_536
@@ -82,37 +88,50 @@ class Configured(NamedTuple):
                 yield one
 
 
+class Need(NamedTuple):
+    """What one configuration takes of the bank, where nobody else has it: its key, operations, and rows by digest."""
+
+    key: str
+    ops: int
+    rows: frozenset[bytes]
+
+
+def needs_of(program: SteeringProgram, prompt_length: int) -> tuple[Need, ...]:
+    """Return what a program with a prompt of this length takes."""
+    return tuple(
+        Need(one.key, one.num_ops, frozenset(program.digests[op.row] for _, _, ops in one.ops for op in ops))
+        for one in Configured.of(program, prompt_length).each()
+    )
+
+
 class Holdings:
     """Who holds what, by name; the bank has room for `size`."""
 
     def __init__(self, size: Size) -> None:
         self.size = size
-        self._held: dict[str, list[tuple[str, int, frozenset[bytes]]]] = {}  # of each holder: key, operations, rows
+        self._held: dict[str, tuple[Need, ...]] = {}  # by holder
         self._slots: Counter[str] = Counter()  # how many hold each configuration
         self._rows: Counter[bytes] = Counter()  # in how many configurations each row is
         self._ops = 0
 
-    def hold(self, name: str, program: SteeringProgram, prompt_length: int) -> bool:
-        """Take what a program needs; False, and nothing is taken, where there is no room for it."""
-        wanted = [
-            (one.key, one.num_ops, frozenset(program.digests[op.row] for _, _, ops in one.ops for op in ops))
-            for one in Configured.of(program, prompt_length).each()
-        ]
-        new = [each for each in wanted if not self._slots[each[0]]]
-        rows = {row for _, _, some in new for row in some if not self._rows[row]}
+    def hold(self, name: str, needs: Sequence[Need]) -> bool:
+        """Take what is needed under a name that holds nothing; False, and nothing is taken, where there is no room."""
+        new = [need for need in needs if not self._slots[need.key]]
+        rows = {row for need in new for row in need.rows if not self._rows[row]}
         fits = (
             len(self._rows) + len(rows) <= self.size.rows
-            and self._ops + sum(count for _, count, _ in new) <= self.size.ops
+            and self._ops + sum(need.ops for need in new) <= self.size.ops
             and len(self._slots) + len(new) <= self.size.slots
         )
         if not fits:
             return False
-        for key, count, some in wanted:
+        assert name not in self._held
+        for key, ops, some in needs:
             if not self._slots[key]:
-                self._ops += count
+                self._ops += ops
                 self._rows.update(some)
             self._slots[key] += 1
-        self._held.setdefault(name, []).extend(wanted)
+        self._held[name] = tuple(needs)
         return True
 
     def release(self, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,11 +30,13 @@ from capflow_engine import compat_model  # noqa: E402
 from capflow_engine.holdings import Size  # noqa: E402
 from capflow_engine.options import KEY, RequestOptions  # noqa: E402
 from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings, engine_arguments  # noqa: E402
+from capflow_engine.store import SteeringStore  # noqa: E402
 
 logger = logging.getLogger("vllm.capflow")
 
 _RESULTS_WAIT_S = 120.0
 _LAUNCH_WAIT_S = 60.0
+_NO_HUB_S = 60.0
 
 
 def sampling_params(
@@ -92,6 +95,9 @@ class LLM(VLLM):  # type: ignore[misc]
     outbound queue is full. steering_bank_bytes: the memory for the vectors that steer the requests which run; a request waits
     for room in it.
 
+    steering: the modules that requests may name, and the global state, which steers every request of `generate` and `chat`
+    besides; a `SteeringStore`. What is changed there holds for requests that come later.
+
     Outputs of `generate` and `chat` have `capture_results`: by consumer, what became of the request's rows. With `n` samples
     each is a request of its own, called `id#0`, `id#1`, …; each of `output.outputs` has its own results too.
     Close it with `close()` or use it as a context manager.
@@ -116,7 +122,9 @@ class LLM(VLLM):  # type: ignore[misc]
         compat.prepare_environment(kwargs)
         self._stop_hub: Callable[[], Any] = lambda: None  # stops the hub started here; also when this is collected
         self._client: Client | None = None
+        self._no_hub_until = 0.0  # for how long nobody looks for a hub that was not there, on the clock of `monotonic`
         self._numbers = itertools.count()
+        self.steering = SteeringStore()
         user = dict(kwargs.pop("additional_config", None) or {})
         tapped = compat_model.check_model(EngineArgs(model=model, **kwargs), sites)
         if consumers and hub is not None:
@@ -188,7 +196,7 @@ class LLM(VLLM):  # type: ignore[misc]
         for one in many:
             options = RequestOptions.unpack(one.extra_args)
             options.check(self.capflow_model)
-            options = options.resolved(self.capflow_model)
+            options = options.resolved(self.capflow_model, self.steering)
             self._bank_size.check(options.program)
             name = options.id or f"{self.capflow_settings.engine[:8]}-{next(self._numbers)}"
             clone = one.clone()
@@ -215,6 +223,9 @@ class LLM(VLLM):  # type: ignore[misc]
 
     def _results(self, options: Sequence[RequestOptions]) -> dict[str, dict[str, CaptureResult]]:
         """Return what became of the requests of which rows were wanted, by id; nothing when there is no hub."""
+        asked = any(o.capture is not None for o in options)
+        if self._client is None and not asked and time.monotonic() < self._no_hub_until:
+            return {}
         try:
             if self._client is None:
                 self._client = Client(self.capflow_settings.hub)
@@ -225,7 +236,9 @@ class LLM(VLLM):  # type: ignore[misc]
                 return {}
             return self._client.results(names, wait=True, timeout=_RESULTS_WAIT_S)
         except HubUnreachableError as e:
-            logger.warning("%s; the results of this call's captures are not known", e)
+            if asked or not self._no_hub_until:
+                logger.warning("%s; the results of captures are not known", e)
+            self._no_hub_until = time.monotonic() + _NO_HUB_S
             if self._client is not None:
                 self._client.close()
             self._client = None

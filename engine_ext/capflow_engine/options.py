@@ -6,7 +6,6 @@ In process it is a plain dict of msgpack types, made by `RequestOptions.pack`; o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,11 +13,13 @@ import msgspec
 from capflow import limits
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
-from capflow.program import SteeringProgram, program_of
+from capflow.program import SteeringProgram
 from capflow.spec import CaptureSpec
 from capflow.steering import STEERING_FIELDS, Steering
+from capflow_engine.store import SteeringStore
 
 KEY = "capflow"
+_NO_MODULES = SteeringStore()
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,16 +68,14 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.program is not None:
             self.program.check(info)
 
-    def resolved(self, info: ModelInfo, parts: Sequence[Steering] = ()) -> RequestOptions:
-        """Return the options with what steers worked out. parts: what holds for the request besides, before its own.
+    def resolved(self, info: ModelInfo, store: SteeringStore = _NO_MODULES) -> RequestOptions:
+        """Return the options with what steers worked out, and what the store has for every request with it.
 
-        Raises UsageError for what does not fit the model, and for a module that is not known.
+        Raises UsageError for what does not fit the model, and for a module that the store does not have.
         """
-        own = () if self.steering is None else (self.steering,)
-        if self.steering is not None and self.steering.modules and not parts:
-            name = self.steering.modules[0].name
-            raise UsageError(explain("steering_name", got=name, expected="a module that is known here"))
-        program = program_of(info.hidden_size, (*parts, *own)) if parts or own else self.program
+        program = self.program
+        if program is None:
+            program = store.resolve(self.steering, info.hidden_size)
         if program is not None:
             program.check(info)
         return msgspec.structs.replace(self, steering=None, program=program)

@@ -334,9 +334,10 @@ def _slotted(batch: Sequence[Scheduled]) -> tuple[Slotted, ...]:
             slotted.append(Slotted(row, split, steered.prefill))
         if split < length and steered.decode >= 0:
             slotted.append(Slotted(row + split, length - split, steered.decode))
-        slotted += (
-            Slotted(row + position - start, 1, slot)
-            for position, slot in steered.patched.items()
-            if start <= position < start + length
-        )
+        if steered.patched_last >= start:
+            slotted += (
+                Slotted(row + position - start, 1, slot)
+                for position, slot in steered.patched.items()
+                if start <= position < start + length
+            )
     return tuple(slotted)

@@ -11,6 +11,7 @@ told which rows of a step belong to nobody before, or with the word that the ste
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import operator
 import time
@@ -27,7 +28,7 @@ from capflow.program import SteeringProgram, with_vectors
 from capflow.steering import Steering, Tier
 from capflow.transport import SchedulerLink
 from capflow_engine import compat, compat_cache, compat_step
-from capflow_engine.holdings import Holdings, Size
+from capflow_engine.holdings import Holdings, Need, Size, needs_of
 from capflow_engine.options import KEY, RequestOptions
 from capflow_engine.orders import Ended, Orders, Unscheduled, Wishes
 from capflow_engine.settings import Settings
@@ -90,6 +91,7 @@ class Captured:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         if compat_step.drops_steps_under_way(request):
             self.capflow.cut(request.request_id, request.num_tokens)
+        self.capflow.recompute(request)
 
     def _handle_stopped_request(self, request: Any) -> bool:
         over: bool = super()._handle_stopped_request(request)  # type: ignore[misc]
@@ -124,8 +126,10 @@ class Ledger:
         self._names: dict[str, str] = {}  # the other way round
         requests = vllm_config.scheduler_config.max_num_seqs
         self._held = Holdings(Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests))
-        self._waiting: dict[str, SteeringProgram] = {}  # by vLLM's id, of requests that hold nothing of the bank yet
+        self._programs: dict[str, SteeringProgram] = {}  # what requests came with, by vLLM's id
+        self._waiting: dict[str, tuple[Need, ...]] = {}  # by vLLM's id, of requests that hold nothing of the bank yet
         self.holding_back = False  # a request waits for room in the bank, so that those behind it do too
+        self._numbers = itertools.count()
         self._acted: dict[str, str] = {}  # by vLLM's id, under which name the vectors of an action are held
         self._unscheduled: dict[str, tuple[str, int]] = {}  # for `Orders.admitted`, until its first step
         self._ended: dict[str, Ended] = {}  # until the next step's orders are made
@@ -161,6 +165,7 @@ class Ledger:
             options.check(self.info)
             options = options.resolved(self.info)
             self._held.size.check(options.program, request.num_prompt_tokens)
+            _check_patches(options.program, request.num_prompt_tokens)
         except UsageError as e:
             # The front ends of capflow refuse these before they come here; vLLM's own do not know them.
             logger.error("request %s: %s; it is aborted", key, e)
@@ -175,34 +180,47 @@ class Ledger:
         if wanted := self._wanted(options):
             compat_cache.compute(scheduler, request, wanted)
         if options.program is not None:
-            self._waiting[key] = options.program
-            self._key_cache(request, options.program)
+            self._programs[key] = options.program
+            self._waiting[key] = needs_of(options.program, request.num_prompt_tokens)
+            self._key_cache(request, options.program, connected=scheduler.connector is not None)
         if self._wishes.controllers:  # they may steer it at any step, unseen from here
             compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
         return taken
 
-    def _key_cache(self, request: Any, program: SteeringProgram) -> None:
+    def _key_cache(self, request: Any, program: SteeringProgram, *, connected: bool) -> None:
         """Key a request's cache blocks by what steers the positions in them.
 
         What steers generated positions alone leaves the prompt's blocks to everyone. Equal steering has equal keys.
+        connected: a KV connector may know blocks by their tokens and salt alone, so that the salt has to say it all.
         """
         prompt = request.num_prompt_tokens
         prefill, decode = program.key(program.prefill), program.key(program.decode)
-        if program.prefill:
-            compat.fork_prompt_cache(request, prefill)
-        if decode != prefill:
-            compat.fork_cache_from(request, prompt, f"decode:{decode}", self.hash_block_size)
+        patched = f"patched:{program.patched_key(prompt)}" if program.patched else ""
+        behind = f"decode:{prompt}:{decode}" if decode != prefill else ""  # where the prompt ends is part of it
+        salt = f"{prefill}{behind}{patched}" if connected else prefill if program.prefill else ""
+        if salt:
+            compat.fork_prompt_cache(request, salt, self.hash_block_size)
         first = program.first_patched(prompt)
-        if first is not None:
-            patched = f"patched:{program.patched_key(prompt)}"
-            compat.fork_cache_from(request, first, patched, self.hash_block_size)
+        for position, fork in sorted([(prompt, behind), (prompt if first is None else first, patched)]):
+            if fork:
+                compat.fork_cache_from(request, position, fork, self.hash_block_size)
+
+    def recompute(self, request: Any) -> None:
+        """Key what a preempted request will compute again: an action that came later holds for all it has generated."""
+        if request.request_id in self._acted:
+            self._fork_for_itself(request, request.num_prompt_tokens)
+
+    def _fork_for_itself(self, request: Any, position: int) -> None:
+        """Let nobody else read the request's cache blocks from a position on."""
+        salt = f"{self._boot}:{request.request_id}:{time.monotonic_ns()}"
+        compat.fork_cache_from(request, position, salt, self.hash_block_size)
 
     def has_room(self, request: Any) -> bool:
         """Return whether the steering bank has room for a request, and take it; requests wait for it in their order."""
-        program = self._waiting.get(request.request_id)
-        if program is None:
+        needs = self._waiting.get(request.request_id)
+        if needs is None:
             return True
-        if self.holding_back or not self._held.hold(request.request_id, program, request.num_prompt_tokens):
+        if self.holding_back or not self._held.hold(request.request_id, needs):
             self.holding_back = True
             return False
         del self._waiting[request.request_id]
@@ -259,6 +277,7 @@ class Ledger:
         """Note that a request is over."""
         key = request.request_id
         self._waiting.pop(key, None)
+        self._programs.pop(key, None)
         self._held.release(key)
         self._held.release(self._acted.pop(key, ""))
         name = self._names.pop(key, None)
@@ -311,29 +330,36 @@ class Ledger:
             self.aborted.append(request)
             self._aborts.append(act.id)
             return None
+        if key in self._waiting:  # it would hold room that those before it wait for
+            return explain("request", got=action.request, expected="one that is running")
         if isinstance(action, Steer):
             try:
                 Steering(base=Tier(action.vectors)).check(self.info)
+                program = with_vectors(self._programs.get(key), self.info.hidden_size, action.vectors)
             except UsageError as e:
                 return str(e)
-            if not self._hold_action(act.id, key, action, request):
+            if not self._hold_action(key, program, request):
                 return explain("steering bank", got="no room for more", do="raise --steering-bank-bytes")
-            salt = f"{self._boot}:{key}:{time.monotonic_ns()}"
-            position = max(request.num_computed_tokens, request.num_prompt_tokens)
-            compat.fork_cache_from(request, position, salt, self.hash_block_size)
+            self._fork_for_itself(request, max(request.num_computed_tokens, request.num_prompt_tokens))
         self._actions.append((act.id, key, action))
         return None
 
-    def _hold_action(self, number: str, key: str, action: Steer, request: Any) -> bool:
+    def _hold_action(self, key: str, program: SteeringProgram | None, request: Any) -> bool:
         """Take what an action needs of the bank, in the place of what the one before it took; False if there is no room."""
-        options = RequestOptions.unpack(request.sampling_params.extra_args).resolved(self.info)
-        program = with_vectors(options.program, self.info.hidden_size, action.vectors)
-        name = f"{key} {number}"
-        if program is not None and not self._held.hold(name, program, request.num_prompt_tokens):
+        name = f"{key} {next(self._numbers)}"
+        if program is not None and not self._held.hold(name, needs_of(program, request.num_prompt_tokens)):
             return False
         self._held.release(self._acted.get(key, ""))
         self._acted[key] = name
         return True
+
+
+def _check_patches(program: SteeringProgram | None, prompt_length: int) -> None:
+    """Raise UsageError for a patch of what lies before the prompt."""
+    for position, _ in program.patched if program is not None else ():
+        if position < -prompt_length:
+            expected = f"-{prompt_length} or later: the prompt has {prompt_length} tokens"
+            raise UsageError(explain("steering_patches: positions", got=position, expected=expected))
 
 
 _classes: dict[type[Any], type[Any]] = {}

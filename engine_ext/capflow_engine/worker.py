@@ -28,9 +28,11 @@ from capflow.frame import Rank
 from capflow.message import Hello
 from capflow.program import SteeringProgram, with_vectors
 from capflow.spec import CaptureSpec, Wanted, join
+from capflow.steering import Steering, Tier
 from capflow.transport import WorkerLink
+from capflow.vector import SteeringVector
 from capflow_engine import compat, compat_model, compat_step
-from capflow_engine.bank import Bank
+from capflow_engine.bank import Bank, Steered
 from capflow_engine.control import Controllers
 from capflow_engine.holdings import Size
 from capflow_engine.options import RequestOptions
@@ -91,6 +93,8 @@ class WorkerCapture:
         self.controllers = Controllers((), self.info, self.sites)
         self.requests: dict[str, Tracked] = {}  # by vLLM's id
         self._programs: dict[str, SteeringProgram] = {}  # what requests came with, by vLLM's id
+        self._ordered: dict[str, tuple[SteeringVector, ...]] = {}  # what the scheduler's last action adds, by vLLM's id
+        self._controlled: set[str] = set()  # requests for which a controller wants otherwise, by vLLM's id
         self._watched: set[str] = set()  # those of which some stage ships rows, so each stage tells of their end
         self._pending = Pending()
         self._viewed: _Viewed | None = None  # the step before, until the next one begins
@@ -163,15 +167,17 @@ class WorkerCapture:
             self.sender.put(step)
         self._step = orders.step
         keys = {tracked.id: key for key, tracked in self.requests.items()} if actions else {}
-        known = [(keys[action.request], action) for action in actions if action.request in keys]
-        known += [(key, action) for key, action in orders.actions if key in self.requests]
-        for key, action in known:
-            self._act(key, action)
+        for action in actions:
+            if action.request in keys:
+                self._control(keys[action.request], action)
+        for key, action in orders.actions:
+            if key in self.requests:
+                self._order(key, action)
         for key, prompt_length, extra_args in compat_step.new_requests(scheduler_output):
             if key in orders.admitted and key not in self.requests:
                 self._admit(key, prompt_length, extra_args, *orders.admitted[key])
                 for _, action in (one for one in orders.actions if one[0] == key):
-                    self._act(key, action)
+                    self._order(key, action)
             elif key in self.requests and self.requests[key].prompt_length != prompt_length:
                 # Streaming input makes the prompt longer. Steps that wait go on with the prompt that they were planned for.
                 self.requests[key] = replace(self.requests[key], prompt_length=prompt_length)
@@ -196,7 +202,7 @@ class WorkerCapture:
         program = options.resolved(self.info).program
         if program is not None:
             self._programs[key] = program
-            tracked.steered = self.bank.acquire(program, prompt_length)
+            tracked.steered = self._acquire(program, prompt_length)
 
     def _wanted(self, specs: Sequence[CaptureSpec | None]) -> Wanted:
         info = self.info
@@ -205,16 +211,45 @@ class WorkerCapture:
     def _program(self, wanted: Wanted) -> Program:
         return self.planner.program({self.index[site]: w.positions for site, w in wanted.items() if site in self.index})
 
-    def _act(self, key: str, action: Steer | Unsteer) -> None:
-        """Change what is added to a request's generated positions, from this step on."""
-        tracked = self.requests[key]
-        more = action.vectors if isinstance(action, Steer) else ()
-        program = with_vectors(self._programs.get(key), self.info.hidden_size, more)
+    def _acquire(self, program: SteeringProgram, prompt_length: int) -> Steered:
+        """Put what the scheduler admitted into the bank; where controllers took its room, they give it back."""
         try:
-            after = None if program is None else self.bank.acquire(program, tracked.prompt_length)
-        except CapflowError as e:  # only a controller can ask for more than the scheduler admitted
-            logger.error("request %s stays as it is: %s", tracked.id, e)
+            return self.bank.acquire(program, prompt_length)
+        except CapflowError:
+            logger.error("the steering bank is full: what controllers added to requests is taken back")
+            keys, self._controlled = self._controlled, set()
+            for key in keys:
+                if (steered := self.requests[key].steered) is not None:
+                    self.bank.release(steered)
+                    self.requests[key].steered = None
+            for key in keys:
+                self._steer(key, self._ordered.get(key, ()), self.bank.acquire)
+            return self.bank.acquire(program, prompt_length)
+
+    def _order(self, key: str, action: Steer | Unsteer) -> None:
+        """Do what the scheduler orders and has room for: from this step on it holds for the request's generated positions."""
+        self._ordered[key] = action.vectors if isinstance(action, Steer) else ()
+        self._controlled.discard(key)
+        self._steer(key, self._ordered[key], self._acquire)
+
+    def _control(self, key: str, action: Steer | Unsteer) -> None:
+        """Do what a controller wants, if it can be done; nobody has asked for room for it."""
+        more = action.vectors if isinstance(action, Steer) else self._ordered.get(key, ())
+        try:
+            Steering(base=Tier(more)).check(self.info)
+            self._steer(key, more, self.bank.acquire)
+        except CapflowError as e:
+            logger.error("request %s stays as it is: %s", self.requests[key].id, e)
             return
+        self._controlled.add(key)
+
+    def _steer(
+        self, key: str, more: tuple[SteeringVector, ...], acquire: Callable[[SteeringProgram, int], Steered]
+    ) -> None:
+        """Steer a request by what it came with and by these vectors; raises CapflowError, with nothing changed."""
+        tracked = self.requests[key]
+        program = with_vectors(self._programs.get(key), self.info.hidden_size, more)
+        after = None if program is None else acquire(program, tracked.prompt_length)
         before, tracked.steered = tracked.steered, after
         if before is not None:
             self.bank.release(before)
@@ -231,6 +266,8 @@ class WorkerCapture:
         if tracked is None:
             return
         self._programs.pop(key, None)
+        self._ordered.pop(key, None)
+        self._controlled.discard(key)
         if tracked.steered is not None:
             self.bank.release(tracked.steered)
         self.controllers.forget(tracked.id)

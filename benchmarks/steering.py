@@ -1,0 +1,72 @@
+"""What steering costs: plain vLLM against capflow armed but idle, and against every request steered at every layer.
+
+    python benchmarks/steering.py [--rounds N] [--model demo] [--dtype float32]
+
+As `overhead.py`, whose engines these are: two processes for the whole run, turns interleaved, ratios of medians. Request n of a turn
+has configuration n mod K, a vector of its own for every layer, for K from 1 to the number of prompts.
+
+Predicted: idle as in `overhead.py`. Steering reads and writes the stream once more at each layer, and reads as many vectors, whatever K is:
+a few percent of a step of the demo model on a CPU, where each site costs some tens of microseconds besides; less on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from overhead import PROMPT_TOKENS, PROMPTS, TOKENS, Engine
+
+IDLE_MIN, STEERED_MIN, SPREAD_MAX = 0.98, 0.95, 0.02
+
+
+def main() -> int:
+    """Run the benchmark and print its table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="auto", help="float32 is faster on a CPU without AVX-512")
+    args = parser.parse_args()
+    model = args.model
+    if model == "demo":
+        from capflow_engine.demo import prepare
+
+        model = str(prepare())
+    root = Path(tempfile.mkdtemp(prefix="capflow-bench-")) / "rows"
+    root.mkdir()
+    engines = {kind: Engine(kind, model, root, eager=False, dtype=args.dtype) for kind in ("plain", "capflow")}
+    counts = sorted({1, max(1, PROMPTS // 4), PROMPTS})
+    modes = ["plain", "idle", *(f"steer {count}" for count in counts)]
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+    answers: dict[str, list[list[int]]] = {}
+    for number in range(args.rounds + 1):  # the first warms up
+        for mode in (*modes, *reversed(modes)):
+            answer = engines["plain" if mode == "plain" else "capflow"].turn(mode)
+            print(f"{mode}: {answer['seconds']:.1f} s", file=sys.stderr, flush=True)
+            answers[mode] = answer["tokens"]
+            if number:
+                seconds[mode].append(answer["seconds"])
+    for engine in engines.values():
+        engine.close()
+    median = {mode: statistics.median(values) for mode, values in seconds.items()}
+    print(
+        f"\n{PROMPTS} prompts x {PROMPT_TOKENS} tokens + {TOKENS} generated, {2 * args.rounds} turns each, interleaved"
+    )
+    print("| mode | of plain | goal |")
+    print("|---|---|---|")
+    for mode in modes:
+        goal = "" if mode == "plain" else f"{IDLE_MIN if mode == 'idle' else STEERED_MIN:.2f}"
+        print(f"| {mode} | {median['plain'] / median[mode]:.3f} | {goal} |")
+    times = [median[f"steer {count}"] for count in counts]
+    print(
+        f"\nfrom {counts[0]} to {counts[-1]} configurations: {max(times) / min(times) - 1:.1%} apart (goal {SPREAD_MAX:.0%})"
+    )
+    assert answers["idle"] == answers["plain"] or args.dtype != "float32", "armed, and answers other than plain vLLM"
+    assert answers[modes[-1]] != answers["plain"], "steering changed nothing"
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
