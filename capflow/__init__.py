@@ -1,6 +1,6 @@
 """capflow captures and steers what a language model computes while vLLM serves it.
 
-`hookimpl`, `Consumer` and `Controller` are for plugins; `LLM` and `sampling_params` need the engine extension
+`hookimpl`, `Consumer` and `Controller` are for plugins; `LLM`, `AsyncLLM` and `sampling_params` need the engine extension
 (and so vLLM) and are loaded when first used; `open` reads a captured data set and needs neither.
 """
 
@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CapflowError",
     "CaptureResult",
     "CaptureSpec",
@@ -35,12 +36,19 @@ __all__ = [
 ]
 
 
+_ENGINE = {
+    "LLM": "capflow_engine.llm",
+    "AsyncLLM": "capflow_engine.async_llm",
+    "sampling_params": "capflow_engine.params",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Load `LLM`, `sampling_params` and `open` from their packages when they are first asked for."""
+    """Load `LLM`, `AsyncLLM`, `sampling_params` and `open` from their packages when they are first asked for."""
     import importlib
 
     if name == "open":
         return importlib.import_module("capflow_consumers.reader").open_dataset
-    if name in ("LLM", "sampling_params"):
-        return getattr(importlib.import_module("capflow_engine.llm"), name)
+    if name in _ENGINE:
+        return getattr(importlib.import_module(_ENGINE[name]), name)
     raise AttributeError(f"module 'capflow' has no attribute {name!r}")

@@ -154,6 +154,15 @@ def test_the_global_state_is_added_to_what_a_request_asks_for_and_steers_other_r
     assert status == 200, answer
     assert one.strip().startswith(answer["content"][0]["text"].strip())
     assert answer["content"][0]["text"].strip()
+    for said, got in (({"steering_vectors": ONE}, 200), ({"program": {}}, 400), ({"steering_name": "none"}, 404)):
+        xargs = {"vllm_xargs": {"capflow": json.dumps(said)}}
+        status, answer = call(port, "POST", "messages", body | xargs)
+        assert status == got, answer
+        if status == 200:
+            assert expected.strip().startswith(answer["content"][0]["text"].strip())
+            assert answer["content"][0]["text"].strip()
+        else:
+            assert "vllm_xargs.capflow" in json.dumps(answer)
 
 
 def test_a_module_that_is_registered_again_leaves_those_that_run_with_it(client, port):
@@ -200,7 +209,7 @@ def test_files_are_modules_from_the_start(client, port):
         ({"decode_steering_vectors": {"mlp_out": {"1": VECTOR}}}, 400, "decode_steering_vectors.mlp_out.1"),
         ({"steering_clamps": {"post_block": {"1": {"vector": VECTOR}}}}, 400, "steering_clamps.post_block.1"),
         ({"steering_strength": 2.0}, 400, "steering_strength"),
-        ({"steering_vectors": {"post_block": {"1": VECTOR}}, "use_beam_search": True}, 400, "use_beam_search"),
+        ({"capture": {"hooks": {"post_block": "all"}}, "use_beam_search": True}, 400, "use_beam_search"),
         ({"steering_report": 1}, 400, "steering_report"),
         ({"user": "x" * BODY_BYTES_MAX}, 413, "body"),
     ],
@@ -215,14 +224,23 @@ def test_what_is_wrong_is_refused_before_anything_runs(port, route, body, status
     assert answer["error"]["param"] == param
 
 
-def test_beams_go_with_a_global_state_that_is_the_same_everywhere(client, port):
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "use_beam_search": True, "n": 2}
-    plain = call(port, "POST", "completions", body)[1]["choices"]
-    call(port, "POST", "steering/set", {"vectors": ONE})
-    assert call(port, "POST", "completions", body)[1]["choices"] != plain
-    call(port, "POST", "steering/set", {"decode_vectors": ONE})
-    status, answer = call(port, "POST", "completions", body)
-    assert (status, answer["error"]["param"]) == (400, "use_beam_search")
+@pytest.mark.parametrize("tier", ["steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"])
+def test_beams_are_steered_in_their_phases(client, port, tier):
+    """One beam is what greedy decoding finds; with several prompts each has its own beginning of the answer."""
+    prompts = [PROMPT, "w9 w8 w7 w6 w5 w4"]
+    body = {"model": "tiny", "prompt": prompts, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    beams = body | {"use_beam_search": True, "n": 1}
+
+    def texts(body):
+        status, answer = call(port, "POST", "completions", body)
+        assert status == 200, answer
+        return [choice["text"].strip() for choice in answer["choices"]]
+
+    plain, greedy = texts(beams), texts(body | {tier: ONE})
+    assert texts(beams | {tier: ONE}) == greedy != plain
+    assert len(texts(beams | {tier: ONE, "n": 2})) == 4
+    call(port, "POST", "steering/set", {tier.replace("steering_", ""): ONE})
+    assert texts(beams) == greedy
 
 
 def test_either_steering_key_opens_what_changes_and_the_server_s_key_alone_does_not(port):

@@ -111,7 +111,7 @@ def test_a_killed_run_leaves_whole_lines_and_the_next_goes_on(here):
         eventually(lambda: out.exists() and out.read_bytes().count(b"\n") >= 3, LIMIT_S)
     finally:
         running.send_signal(signal.SIGKILL)
-        assert running.wait(30) == -signal.SIGKILL, "the run was not over when it was killed"
+        assert running.wait(LIMIT_S) == -signal.SIGKILL, "the run was not over when it was killed"
     kept = rows(out)
     assert 3 <= len(kept) < 2 * len(WANTED)
     with out.open("ab") as file:
@@ -161,7 +161,7 @@ def test_ctrl_c_is_one_line_and_130(here):
     try:
         eventually(lambda: out.exists() and out.stat().st_size > 0, LIMIT_S)
         running.send_signal(signal.SIGINT)
-        said = running.communicate(timeout=60)[1]
+        said = running.communicate(timeout=LIMIT_S)[1]
     finally:
         running.kill()
         running.wait()

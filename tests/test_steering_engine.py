@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from engines import GREEDY, VOCABULARY, answers, engine, prompts, save_tiny
 from steered import LOGITS_MAX, RAW, SteeredReference, lengths, logits, program, prove, vector
+from vllm.sampling_params import BeamSearchParams
 
 import capflow
 from capflow.steering import Steering
@@ -91,6 +92,12 @@ ABLATION = {"post_block": {1: {"vector": vector(1), "value": 0}}}
 def cached(model):
     """An engine that has a prefix cache of small blocks."""
     with engine(model, sites=["*:*"], block_size=32, num_gpu_blocks_override=100, **RAW) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def worded(tiny_with_words):
+    with engine(tiny_with_words, skip_tokenizer_init=False) as llm:
         yield llm
 
 
@@ -183,6 +190,35 @@ def test_the_global_state_steers_what_comes_later_and_forks_the_cache(cached, st
     output = ask(cached, {})
     right(steered, output, {})
     assert output.num_cached_tokens == 0
+
+
+# --- beams ---
+
+
+@pytest.mark.parametrize("tier", ["steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"])
+def test_beams_are_steered_in_their_phases(worded, tier):
+    """The best of one beam is what greedy decoding finds."""
+    steering = {tier: ONE, "steering_clamps": {"post_block": {0: {"vector": vector(3), "max": 0.0}}}}
+    batch = prompts([7, 40])
+    greedy = worded.generate(batch, capflow.sampling_params(**steering, **GREEDY, max_tokens=6), use_tqdm=False)
+    one, several = (
+        worded.beam_search(batch, BeamSearchParams(width, 6, ignore_eos=True), steering=steering) for width in (1, 3)
+    )
+    plain = worded.beam_search(batch, BeamSearchParams(1, 6, ignore_eos=True))
+    for prompt, output, beam, beams, other in zip(batch, greedy, one, several, plain, strict=True):
+        expected = [*prompt["prompt_token_ids"], *output.outputs[0].token_ids]
+        assert beam.sequences[0].tokens == expected != other.sequences[0].tokens
+        assert len(beams.sequences) == 3
+        assert beams.sequences[0].cum_logprob >= beam.sequences[0].cum_logprob - 1e-5
+
+
+def test_beams_are_refused_what_does_not_fit(worded):
+    for steering, named in (
+        ({"steering_vectors": {"post_block": {0: [1.0]}}}, "post_block"),
+        ({"capture": {}}, "capture"),
+    ):
+        with pytest.raises(capflow.UsageError, match=named):
+            worded.beam_search([{"prompt_token_ids": [1, 2]}], BeamSearchParams(1, 2), steering=steering)
 
 
 # --- the bank ---

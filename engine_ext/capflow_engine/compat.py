@@ -326,3 +326,14 @@ def _forked(inner: Any, plain: _Plain, forks: Sequence[tuple[int, bytes]], reque
         forked = key if secret is None else hashlib.blake2b(key + secret, digest_size=min(len(key), 64)).digest()
         keys.append(forked)
     return keys
+
+
+def beam_length(prompt: Any) -> int:
+    """Return how many tokens a beam has, those of its prompt with those of its answer."""
+    return len(prompt["prompt_token_ids"])
+
+
+def generated_by_beams(instances: Sequence[Any]) -> int:
+    """Return how many tokens of an answer the beams of searches have that go forward together; it is the same for all."""
+    beams = (beam for instance in instances for beam in instance.beams)
+    return next((len(beam.tokens) - beam_length(beam.orig_prompt) for beam in beams), 0)

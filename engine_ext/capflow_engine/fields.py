@@ -148,12 +148,7 @@ def _options(fields: Mapping[str, Any], xargs: Any) -> RequestOptions:
     if xargs is not None:
         if steering or capture is not None or name is not None:
             raise UsageError(explain(XARGS, expected="nothing, beside fields of the body that say the same"))
-        options = RequestOptions.unpack({KEY: xargs})
-        if options.samples != 1:
-            raise UsageError(explain("samples", got=options.samples, expected="to be left out; `n` says it"))
-        if options.program is not None:
-            raise UsageError(explain("program", expected="to be left out; the fields that steer say it"))
-        return options
+        return RequestOptions.said(xargs)
     if name is not None and (not isinstance(name, str) or not 0 < len(name) <= limits.REQUEST_ID_LENGTH_MAX):
         raise UsageError(explain("capture_id", got=name, expected=f"1..{limits.REQUEST_ID_LENGTH_MAX} characters"))
     return RequestOptions.make(id=name, capture=capture, **steering)

@@ -21,9 +21,10 @@ from capflow.result import joined
 from capflow.steering import NOTHING
 from capflow_engine import compat
 from capflow_engine.asker import Asker
-from capflow_engine.fields import FIELDS, Asked, Server, check_spelling, resolved
+from capflow_engine.beams import BEAMS, Beams
+from capflow_engine.fields import FIELDS, Asked, Server, check_spelling
 from capflow_engine.holdings import Size
-from capflow_engine.options import KEY, RequestOptions
+from capflow_engine.options import KEY, Packed, RequestOptions
 from capflow_engine.serving import Serving
 from capflow_engine.settings import Settings
 from capflow_engine.store import SteeringStore
@@ -63,7 +64,9 @@ class Front:
         samples = getattr(request, "n", None) or 1
         asked = Asked.parse(said, xargs, self.server, id=own, prompts=prompts, samples=samples)
         if beams:
-            raise UsageError(explain("use_beam_search", got=True, expected="false, with capture and steering"))
+            if asked.awaits:
+                raise UsageError(explain("use_beam_search", got=True, expected="false, with capture"))
+            return self._with_beams(asked)
         if asked.awaits and getattr(request, "background", False):
             raise UsageError(explain("background", got=True, expected="false, with capture"))
         for name in asked.names:
@@ -81,13 +84,16 @@ class Front:
         if asked.program is None:
             return None
         if beams:
-            if asked.program.prefill != asked.program.decode:
-                expected = "false, while the global state differs between prompts and answers"
-                raise UsageError(explain("use_beam_search", got=True, expected=expected))
-            return msgspec.structs.replace(asked, options=(RequestOptions(),) * prompts)
+            return self._with_beams(asked)
         options = RequestOptions(program=asked.program)
         request._options = itertools.repeat(options.pack())  # noqa: SLF001 - our own field
         return msgspec.structs.replace(asked, options=(options,) * prompts)
+
+    def _with_beams(self, asked: Asked) -> Asked:
+        """Have what steers a request steer the beams that are searched for it."""
+        if asked.program is not None:
+            BEAMS.set(Beams(asked.program))
+        return msgspec.structs.replace(asked, options=tuple(msgspec.structs.replace(o, id=None) for o in asked.options))
 
     def leave(self, asked: Asked) -> None:
         """Forget a request that is over."""
@@ -108,14 +114,17 @@ class Front:
         return b"," + msgspec.json.encode(said)[1:-1]
 
     def steered(self, params: Any) -> Any:
-        """Return sampling parameters with the global state, where they know nothing of capflow yet."""
-        if KEY in (params.extra_args or {}) or self.store.global_state == NOTHING:
+        """Return sampling parameters with all that steers a request, where no route of capflow's has seen to that.
+
+        Raises UsageError for what a client says in a way that only the server's own routes may.
+        """
+        said = (params.extra_args or {}).get(KEY)
+        if isinstance(said, Packed) or (said is None and self.store.global_state == NOTHING):
             return params
-        program = resolved(None, self.server)
-        if program is None:
-            return params
+        (options,) = Asked.parse({}, said, self.server, id="", prompts=1, samples=params.n).options
+        options = msgspec.structs.replace(options, id=options.id or None)
         params = copy.copy(params)
-        params.extra_args = {**(params.extra_args or {}), KEY: RequestOptions(program=program).pack()}
+        params.extra_args = {**(params.extra_args or {}), KEY: options.pack()}
         return params
 
     def steering(self, generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,6 +132,8 @@ class Front:
 
         @functools.wraps(generate)
         def steered(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-            return generate(prompt, self.steered(sampling_params), *args, **kwargs)
+            beams = BEAMS.get()
+            params = beams.steered(prompt, sampling_params) if beams is not None else self.steered(sampling_params)
+            return generate(prompt, params, *args, **kwargs)
 
         return steered

@@ -1,89 +1,40 @@
-"""`capflow.LLM`: vLLM's offline engine with capture and steering, and `sampling_params` for its requests."""
+"""`capflow.LLM`: vLLM's offline engine with capture and steering."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import time
-import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-import msgspec
-
-from capflow.address import default_address
 from capflow.client import Client
 from capflow.consumer import Policy
 from capflow.errors import HubUnreachableError, UsageError, explain
-from capflow.launch import HubProcess
+from capflow.program import SteeringProgram
 from capflow.result import CaptureResult, joined
+from capflow.steering import Steering
 from capflow_engine import compat
 
 compat.require()
 
 from vllm import LLM as VLLM  # noqa: E402 - only once the version is known to be one that works
-from vllm import RequestOutput, SamplingParams  # noqa: E402
+from vllm import RequestOutput  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
-from capflow_engine import compat_model  # noqa: E402
+from capflow_engine.arming import arm  # noqa: E402
+from capflow_engine.beams import with_program  # noqa: E402
 from capflow_engine.holdings import Size  # noqa: E402
-from capflow_engine.options import KEY, RequestOptions  # noqa: E402
-from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings, engine_arguments  # noqa: E402
+from capflow_engine.options import RequestOptions  # noqa: E402
+from capflow_engine.params import Prepared  # noqa: E402
+from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, engine_arguments  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
 
 logger = logging.getLogger("vllm.capflow")
 
 _RESULTS_WAIT_S = 120.0
-_LAUNCH_WAIT_S = 60.0
 _NO_HUB_S = 60.0
-
-
-def sampling_params(
-    *,
-    id: str | None = None,
-    capture: Any = None,
-    steering_vectors: Any = None,
-    prefill_steering_vectors: Any = None,
-    decode_steering_vectors: Any = None,
-    steering_clamps: Any = None,
-    prefill_steering_clamps: Any = None,
-    decode_steering_clamps: Any = None,
-    steering_patches: Any = None,
-    steering_name: Any = None,
-    steering_scale: float | None = None,
-    **kwargs: Any,
-) -> SamplingParams:
-    """Return vLLM's `SamplingParams` for a request that captures or is steered.
-
-    id: what the request is called in frames, files and results; by default a new name. capture:
-    `{"hooks": {"post_block": [0, 5] or "all"}, "positions": "all"}`, for consumers that take what requests ask for.
-
-    steering_vectors: `{"post_block": {12: vector}}` or `{"post_block": {12: {"vector": …, "scale": 2.0}}}`, one vector of
-    `hidden_size` numbers (array, tensor or list) for each layer, added to the residual stream at every position; or
-    packed, see `capflow.packed`. steering_clamps: `{"post_block": {12: {"vector": …, "min": -1.0, "max": 2.0}}}`, with `value`
-    instead of both bounds to set the projection, and `strength`; a list for several directions. With `prefill_` or `decode_`
-    before it, either holds for prompt positions or generated ones alone. steering_patches: `{"post_block": {12: {"positions":
-    [3, -1], "vector": …, "amount": 1.0}}}`, rows that replace the stream's. steering_name: a module of
-    the engine's, or `{name: scale}`; steering_scale: its scale. See `capflow.steering`.
-
-    Everything else goes to `SamplingParams`. Raises UsageError (a ValueError) naming the field that is wrong.
-    """
-    options = RequestOptions.make(
-        id=id,
-        capture=capture,
-        steering_vectors=steering_vectors,
-        prefill_steering_vectors=prefill_steering_vectors,
-        decode_steering_vectors=decode_steering_vectors,
-        steering_clamps=steering_clamps,
-        prefill_steering_clamps=prefill_steering_clamps,
-        decode_steering_clamps=decode_steering_clamps,
-        steering_patches=steering_patches,
-        steering_name=steering_name,
-        steering_scale=steering_scale,
-    )
-    extra_args = {**(kwargs.pop("extra_args", None) or {}), KEY: options.pack()}
-    return SamplingParams(extra_args=extra_args, **kwargs)
 
 
 class LLM(VLLM):  # type: ignore[misc]
@@ -98,7 +49,7 @@ class LLM(VLLM):  # type: ignore[misc]
     steering: the modules that requests may name, and the global state, which steers every request of `generate` and `chat`
     besides; a `SteeringStore`. What is changed there holds for requests that come later.
 
-    Outputs of `generate` and `chat` have `capture_results`: by consumer, what became of the request's rows. With `n` samples
+    `beam_search` is steered by `steering=`. Outputs of `generate` and `chat` have `capture_results`: by consumer, what became of the request's rows. With `n` samples
     each is a request of its own, called `id#0`, `id#1`, …; each of `output.outputs` has its own results too.
     Close it with `close()` or use it as a context manager.
 
@@ -116,38 +67,27 @@ class LLM(VLLM):  # type: ignore[misc]
         steering_bank_bytes: int = STEERING_BANK_BYTES,
         **kwargs: Any,
     ) -> None:
-        for name in ("worker_cls", "scheduler_cls"):
-            if name in kwargs:
-                raise UsageError(explain(name, got=kwargs[name], expected="to be left out; capflow brings its own"))
         compat.prepare_environment(kwargs)
         self._stop_hub: Callable[[], Any] = lambda: None  # stops the hub started here; also when this is collected
         self._client: Client | None = None
         self._no_hub_until = 0.0  # for how long nobody looks for a hub that was not there, on the clock of `monotonic`
         self._numbers = itertools.count()
+        self._beams: SteeringProgram | None = None  # what steers the beams that are searched now
+        self._generated = 0  # how many tokens of an answer each of them has
         self.steering = SteeringStore()
-        user = dict(kwargs.pop("additional_config", None) or {})
-        tapped = compat_model.check_model(EngineArgs(model=model, **kwargs), sites)
-        if consumers and hub is not None:
-            raise UsageError(explain("LLM: both hub and consumers", do="give consumers to the hub with `capflow run`"))
-        if consumers:
-            process = HubProcess(consumers)
-            process.start(_LAUNCH_WAIT_S)
-            self._stop_hub = weakref.finalize(self, process.stop)
-            hub = process.address
-        elif hub is not None:
-            with Client(hub):  # raises when nobody answers
-                pass
-        settings = Settings(
-            engine=uuid.uuid4().hex,
-            hub=hub or default_address(),
-            sites=tapped.sites,
-            fixed=tapped.fixed,
+        armed = arm(
+            EngineArgs,
+            model,
+            kwargs,
+            consumers=consumers,
+            hub=hub,
+            sites=sites,
             policy=policy,
-            steering_bank_bytes=steering_bank_bytes,
-            hub_wait_s=_LAUNCH_WAIT_S if hub is not None else 0.5,
-            user=user,
+            bank_bytes=steering_bank_bytes,
         )
-        self.capflow_settings = settings
+        if armed.hub is not None:
+            self._stop_hub = weakref.finalize(self, armed.hub.stop)
+        self.capflow_settings = settings = armed.settings
         try:
             super().__init__(model, **engine_arguments(settings), **kwargs)
             config = self.llm_engine.vllm_config
@@ -162,13 +102,30 @@ class LLM(VLLM):  # type: ignore[misc]
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[RequestOutput]:
         """Generate as `vllm.LLM.generate` does; each output has `capture_results`."""
         params = self._prepared(sampling_params, 1 if _is_one_prompt(prompts) else len(prompts))
-        return self._with_results(super().generate(prompts, params, **kwargs), params)
+        return self._with_results(super().generate(prompts, [one.params for one in params], **kwargs), params)
 
     def chat(self, messages: Any, sampling_params: Any = None, **kwargs: Any) -> list[RequestOutput]:
         """Chat as `vllm.LLM.chat` does; each output has `capture_results`."""
         one = bool(messages) and isinstance(messages[0], dict)
         params = self._prepared(sampling_params, 1 if one else len(messages))
-        return self._with_results(super().chat(messages, params, **kwargs), params)
+        return self._with_results(super().chat(messages, [one.params for one in params], **kwargs), params)
+
+    def beam_search(
+        self, prompts: Any, params: Any, *args: Any, steering: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Search as `vllm.LLM.beam_search` does, steered: by fields of `sampling_params`, and by the global state.
+
+        steering: `{"decode_steering_vectors": …}` for instance. Raises UsageError for what does not fit.
+        """
+        options = RequestOptions(steering=Steering.parse(steering) if steering else None)
+        options.check(self.capflow_model)
+        self._beams = options.resolved(self.capflow_model, self.steering).program
+        self._bank_size.check(self._beams)
+        try:
+            found: list[Any] = super().beam_search(prompts, params, *args, **kwargs)
+        finally:
+            self._beams = None
+        return found
 
     def close(self) -> None:
         """Stop the engine, then the hub that was started for it, once its consumers took everything."""
@@ -187,34 +144,40 @@ class LLM(VLLM):  # type: ignore[misc]
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _prepared(self, params: Any, count: int) -> list[SamplingParams]:
+    def _beam_search_step(self, instances_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._generated = compat.generated_by_beams(instances_batch)
+        return super()._beam_search_step(instances_batch, *args, **kwargs)
+
+    def _render_and_run_requests(self, prompts: Any, params: Any, **kwargs: Any) -> Any:
+        if self._beams is not None:
+            params = [with_program(one, self._beams, self._generated) for one in params]
+        return super()._render_and_run_requests(prompts, params, **kwargs)
+
+    def _prepared(self, params: Any, count: int) -> list[Prepared]:
         """Return one copy of the parameters for each prompt, checked, each with a name of its own."""
         if params is None:
             params = self.get_default_sampling_params()
         many = list(params) if isinstance(params, Sequence) else [params] * count
-        prepared = []
-        for one in many:
-            options = RequestOptions.unpack(one.extra_args)
-            options.check(self.capflow_model)
-            options = options.resolved(self.capflow_model, self.steering)
-            self._bank_size.check(options.program)
-            name = options.id or f"{self.capflow_settings.engine[:8]}-{next(self._numbers)}"
-            clone = one.clone()
-            clone.extra_args = {
-                **(one.extra_args or {}),
-                KEY: msgspec.structs.replace(options, id=name, samples=one.n).pack(),
-            }
-            prepared.append(clone)
-        names = [n for p in prepared if (n := RequestOptions.unpack(p.extra_args).id) is not None]
+        prepared = [
+            Prepared.of(
+                one,
+                self.capflow_model,
+                self.steering,
+                self._bank_size,
+                f"{self.capflow_settings.engine[:8]}-{next(self._numbers)}",
+            )
+            for one in many
+        ]
+        names = [one.options.id for one in prepared]
         if len(set(names)) != len(names):
             twice = next(n for n in names if names.count(n) > 1)
             raise UsageError(explain("id", got=f"{twice} more than once", expected="a different id for each request"))
         return prepared
 
-    def _with_results(self, outputs: list[Any], params: list[SamplingParams]) -> list[Any]:
+    def _with_results(self, outputs: list[Any], params: list[Prepared]) -> list[Any]:
         compat.flush(self.llm_engine)
-        options = [RequestOptions.unpack(p.extra_args) for p in params]
-        found = self._results([o for o in options if o.id is not None])
+        options = [one.options for one in params]
+        found = self._results(options)
         for output, its in zip(outputs, options, strict=True):
             for name, sample in zip(its.names, output.outputs, strict=True):
                 sample.capture_results = found.get(name, {})

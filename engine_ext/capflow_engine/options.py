@@ -22,13 +22,18 @@ KEY = "capflow"
 _NO_MODULES = SteeringStore()
 
 
+class Packed(dict[str, Any]):
+    """Options that this process packed, and which are as it checked them; those that a client sent are plain dicts or text."""
+
+
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one request asks for.
 
     id: what the request is called in frames and files, unique among running ones. capture: what to capture of it for
     consumers that read requests' own specs. steering: what steers it, as it was asked for. program: the same worked out,
     with everything else that holds for it; where that is there, `steering` is not. samples: how many samples are asked for, each
-    of which is a request of its own, called `id#0`, `id#1` and so on when there are several.
+    of which is a request of its own, called `id#0`, `id#1` and so on when there are several. generated: how many of the prompt's
+    last tokens are an answer so far, and are steered as such: a beam's, each of whose tokens is a request of its own.
     """
 
     id: str | None = None
@@ -36,6 +41,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steering: Steering | None = None
     program: SteeringProgram | None = None
     samples: int = 1
+    generated: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -80,10 +86,22 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             program.check(info)
         return msgspec.structs.replace(self, steering=None, program=program)
 
-    def pack(self) -> dict[str, Any]:
+    def pack(self) -> Packed:
         """Return the options as plain values for `extra_args`."""
-        packed: dict[str, Any] = msgspec.to_builtins(self, builtin_types=(bytes,))
-        return packed
+        return Packed(msgspec.to_builtins(self, builtin_types=(bytes,)))
+
+    @classmethod
+    def said(cls, value: Any) -> RequestOptions:
+        """Return the options as an HTTP client says them: JSON text, or the object itself. Raises UsageError."""
+        if isinstance(value, str):
+            try:
+                value = msgspec.json.decode(value)
+            except (msgspec.DecodeError, RecursionError) as e:
+                raise UsageError(explain(KEY, got=str(e), expected="a JSON object")) from e
+        if not isinstance(value, dict) or set(value) - _TEXT_FIELDS:
+            expected = f"an object with some of {', '.join(sorted(_TEXT_FIELDS))}"
+            raise UsageError(explain(KEY, got=value, expected=expected))
+        return cls.make(**value)
 
     @classmethod
     def unpack(cls, extra_args: dict[str, Any] | None) -> RequestOptions:
@@ -95,14 +113,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if value is None:
             return _NONE
         if isinstance(value, str):
-            try:
-                value = msgspec.json.decode(value)
-            except (msgspec.DecodeError, RecursionError) as e:
-                raise UsageError(explain(KEY, got=str(e), expected="a JSON object")) from e
-            if not isinstance(value, dict) or set(value) - _TEXT_FIELDS:
-                expected = f"an object with some of {', '.join(sorted(_TEXT_FIELDS))}"
-                raise UsageError(explain(KEY, got=value, expected=expected))
-            return cls.make(**value)
+            return cls.said(value)
         try:
             return msgspec.convert(value, cls)
         except msgspec.ValidationError as e:

@@ -115,7 +115,8 @@ class Tracked:
     """A request that is running, as one worker knows it.
 
     key: vLLM's id of it; id: the id it is known by outside. computed: its positions below this were
-    planned. steered: the slots of the bank that steer it; None when none does.
+    planned. generated: how many of the prompt's last tokens are steered as generated ones are. steered: the slots of the bank
+    that steer it; None when none does.
     """
 
     key: str
@@ -124,6 +125,7 @@ class Tracked:
     ship: Program
     view: Program
     capture: CaptureSpec | None = None
+    generated: int = 0
     computed: int = 0
     steered: Steered | None = None
     ship_cursor: Cursor | None = field(init=False, repr=False)
@@ -132,6 +134,11 @@ class Tracked:
     def __post_init__(self) -> None:
         self.ship_cursor = Cursor(self.ship, self.prompt_length) if self.ship.any else None
         self.view_cursor = Cursor(self.view, self.prompt_length) if self.view.any else None
+
+    @property
+    def steered_from(self) -> int:
+        """The first position that is steered as generated ones are."""
+        return self.prompt_length - self.generated
 
 
 class Scheduled(NamedTuple):
@@ -329,7 +336,7 @@ def _slotted(batch: Sequence[Scheduled]) -> tuple[Slotted, ...]:
         steered = request.steered
         if steered is None:
             continue
-        split = min(max(request.prompt_length - start, 0), length)
+        split = min(max(request.steered_from - start, 0), length)
         if split and steered.prefill >= 0:
             slotted.append(Slotted(row, split, steered.prefill))
         if split < length and steered.decode >= 0:

@@ -127,6 +127,7 @@ class Ledger:
         requests = vllm_config.scheduler_config.max_num_seqs
         self._held = Holdings(Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests))
         self._programs: dict[str, SteeringProgram] = {}  # what requests came with, by vLLM's id
+        self._generated: dict[str, int] = {}  # how many of their prompts' last tokens are steered as generated, if any
         self._waiting: dict[str, tuple[Need, ...]] = {}  # by vLLM's id, of requests that hold nothing of the bank yet
         self.holding_back = False  # a request waits for room in the bank, so that those behind it do too
         self._numbers = itertools.count()
@@ -164,8 +165,9 @@ class Ledger:
             options = RequestOptions.unpack(params.extra_args if params is not None else None)
             options.check(self.info)
             options = options.resolved(self.info)
-            self._held.size.check(options.program, request.num_prompt_tokens)
-            _check_patches(options.program, request.num_prompt_tokens)
+            prompt = request.num_prompt_tokens - options.generated
+            self._held.size.check(options.program, prompt)
+            _check_patches(options.program, prompt)
         except UsageError as e:
             # The front ends of capflow refuse these before they come here; vLLM's own do not know them.
             logger.error("request %s: %s; it is aborted", key, e)
@@ -181,7 +183,9 @@ class Ledger:
             compat_cache.compute(scheduler, request, wanted)
         if options.program is not None:
             self._programs[key] = options.program
-            self._waiting[key] = needs_of(options.program, request.num_prompt_tokens)
+            if options.generated:
+                self._generated[key] = options.generated
+            self._waiting[key] = needs_of(options.program, self._steered_from(request))
             self._key_cache(request, options.program, connected=scheduler.connector is not None)
         if self._wishes.controllers:  # they may steer it at any step, unseen from here
             compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
@@ -193,7 +197,7 @@ class Ledger:
         What steers generated positions alone leaves the prompt's blocks to everyone. Equal steering has equal keys.
         connected: a KV connector may know blocks by their tokens and salt alone, so that the salt has to say it all.
         """
-        prompt = request.num_prompt_tokens
+        prompt = self._steered_from(request)
         prefill, decode = program.key(program.prefill), program.key(program.decode)
         patched = f"patched:{program.patched_key(prompt)}" if program.patched else ""
         behind = f"decode:{prompt}:{decode}" if decode != prefill else ""  # where the prompt ends is part of it
@@ -204,6 +208,11 @@ class Ledger:
         for position, fork in sorted([(prompt, behind), (prompt if first is None else first, patched)]):
             if fork:
                 compat.fork_cache_from(request, position, fork, self.hash_block_size)
+
+    def _steered_from(self, request: Any) -> int:
+        """Return the first position of a request that is steered as generated ones are."""
+        prompt: int = request.num_prompt_tokens
+        return prompt - self._generated.get(request.request_id, 0)
 
     def recompute(self, request: Any) -> None:
         """Key what a preempted request will compute again: an action that came later holds for all it has generated."""
@@ -278,6 +287,7 @@ class Ledger:
         key = request.request_id
         self._waiting.pop(key, None)
         self._programs.pop(key, None)
+        self._generated.pop(key, None)
         self._held.release(key)
         self._held.release(self._acted.pop(key, ""))
         name = self._names.pop(key, None)
@@ -347,7 +357,7 @@ class Ledger:
     def _hold_action(self, key: str, program: SteeringProgram | None, request: Any) -> bool:
         """Take what an action needs of the bank, in the place of what the one before it took; False if there is no room."""
         name = f"{key} {next(self._numbers)}"
-        if program is not None and not self._held.hold(name, needs_of(program, request.num_prompt_tokens)):
+        if program is not None and not self._held.hold(name, needs_of(program, self._steered_from(request))):
             return False
         self._held.release(self._acted.get(key, ""))
         self._acted[key] = name

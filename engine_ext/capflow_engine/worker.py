@@ -195,6 +195,7 @@ class WorkerCapture:
             ship=self._program(wanted) if self.sends else self.planner.nothing,
             view=self._program(self._wanted(self.controllers.captures())),
             capture=options.capture,
+            generated=options.generated,
         )
         if self.sends and wanted:
             self._watched.add(key)
@@ -202,7 +203,7 @@ class WorkerCapture:
         program = options.resolved(self.info).program
         if program is not None:
             self._programs[key] = program
-            tracked.steered = self._acquire(program, prompt_length)
+            tracked.steered = self._acquire(program, tracked.steered_from)
 
     def _wanted(self, specs: Sequence[CaptureSpec | None]) -> Wanted:
         info = self.info
@@ -249,7 +250,7 @@ class WorkerCapture:
         """Steer a request by what it came with and by these vectors; raises CapflowError, with nothing changed."""
         tracked = self.requests[key]
         program = with_vectors(self._programs.get(key), self.info.hidden_size, more)
-        after = None if program is None else acquire(program, tracked.prompt_length)
+        after = None if program is None else acquire(program, tracked.steered_from)
         before, tracked.steered = tracked.steered, after
         if before is not None:
             self.bank.release(before)

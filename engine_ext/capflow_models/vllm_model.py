@@ -18,7 +18,8 @@ import capflow
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.site import HOOKS, Site
 from capflow.steering import Steering
-from capflow_engine.llm import LLM, sampling_params
+from capflow_engine.llm import LLM
+from capflow_engine.params import sampling_params
 from capflow_models.model import Completion, Job, Prompt, Rows, SteerableModel
 
 _PROBABILITIES_ALL = -1

@@ -1,0 +1,127 @@
+"""`capflow.AsyncLLM`: vLLM's asyncio engine with capture and steering."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Self
+
+from capflow import limits
+from capflow.consumer import Policy
+from capflow.result import joined
+from capflow_engine import compat
+
+compat.require()
+
+from vllm import RequestOutput, SamplingParams  # noqa: E402 - only once the version is known to be one that works
+from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
+from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM  # noqa: E402
+
+from capflow_engine.arming import arm  # noqa: E402
+from capflow_engine.asker import Asker  # noqa: E402
+from capflow_engine.holdings import Size  # noqa: E402
+from capflow_engine.options import RequestOptions  # noqa: E402
+from capflow_engine.params import Prepared  # noqa: E402
+from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings, engine_arguments  # noqa: E402
+from capflow_engine.store import SteeringStore  # noqa: E402
+
+
+class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
+    """vLLM's `AsyncLLM` whose requests may capture and be steered; made by `start`.
+
+    steering: the modules that requests may name, and the global state, which steers every request besides.
+    """
+
+    steering: SteeringStore
+    capflow_settings: Settings
+
+    @classmethod
+    def start(
+        cls,
+        model: str,
+        *,
+        consumers: Sequence[str] = (),
+        hub: str | None = None,
+        sites: Sequence[str] = SITES_DEFAULT,
+        policy: Policy = "block",
+        steering_bank_bytes: int = STEERING_BANK_BYTES,
+        capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT,
+        **kwargs: Any,
+    ) -> Self:
+        """Start an engine; all else goes to vLLM's `AsyncEngineArgs`. The arguments are those of `capflow.LLM`.
+
+        capture_wait_s: how long the last output of a request waits for the consumers. Call it where the event loop runs;
+        it blocks until the engine is ready.
+
+        Raises UsageError for wrong arguments and HubUnreachableError when `hub` was named and does not answer.
+        """
+        compat.prepare_environment(kwargs)
+        armed = arm(
+            AsyncEngineArgs,
+            model,
+            kwargs,
+            consumers=consumers,
+            hub=hub,
+            sites=sites,
+            policy=policy,
+            bank_bytes=steering_bank_bytes,
+        )
+        try:
+            self: Self = cls.from_engine_args(
+                AsyncEngineArgs(model=model, **engine_arguments(armed.settings), **kwargs)
+            )
+        except BaseException:
+            if armed.hub is not None:
+                armed.hub.stop()
+            raise
+        self.capflow_settings = armed.settings
+        self.capflow_model = compat.model_info(self.vllm_config)
+        self.steering = SteeringStore()
+        self._capture_wait_s = capture_wait_s
+        self._knows_hub = bool(consumers) or hub is not None
+        self._asker = Asker(armed.settings.hub)
+        self._numbers = itertools.count()
+        requests_max = self.vllm_config.scheduler_config.max_num_seqs
+        self._bank_size = Size.of(steering_bank_bytes, self.capflow_model.hidden_size, requests_max)
+        if armed.hub is not None:
+            self._stop_hub = weakref.finalize(self, armed.hub.stop)
+        return self
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str | None = None, **kwargs: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield outputs as vLLM's `generate` does; the last has `capture_results`, and so has each sample in it.
+
+        request_id: vLLM's name of the request; by default that of its parameters, or a new one. Raises UsageError for what does
+        not fit the model or the bank.
+        """
+        name = request_id or f"{self.capflow_settings.engine[:8]}-{next(self._numbers)}"
+        prepared = Prepared.of(sampling_params, self.capflow_model, self.steering, self._bank_size, name)
+        async for output in super().generate(prompt, prepared.params, request_id or prepared.options.id, **kwargs):
+            if output.finished:
+                await self._add_results(output, prepared.options)
+            yield output
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the engine, then the hub that was started for it, once its consumers took everything."""
+        super().shutdown(timeout=timeout)
+        self._stop_hub()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    _stop_hub: Callable[[], Any] = staticmethod(lambda: None)
+
+    async def _add_results(self, output: RequestOutput, options: RequestOptions) -> None:
+        """Ask the hub what became of the rows; nothing is said when no hub is known and none were asked for."""
+        found = {}
+        captures = options.capture is not None
+        if captures or self._knows_hub:
+            found = await self._asker.ask(options.names, captures=captures, wait_s=self._capture_wait_s)
+        output.capture_results = joined(found)
+        for sample in output.outputs:
+            sample.capture_results = found.get(options.names[sample.index], {})

@@ -1,0 +1,88 @@
+"""What a request in process asks of capflow, put into vLLM's sampling parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from capflow.message import ModelInfo
+from capflow_engine import compat
+
+compat.require()
+
+from vllm import SamplingParams  # noqa: E402 - only once the version is known to be one that works
+
+from capflow_engine.holdings import Size  # noqa: E402
+from capflow_engine.options import KEY, RequestOptions  # noqa: E402
+from capflow_engine.store import SteeringStore  # noqa: E402
+
+
+def sampling_params(
+    *,
+    id: str | None = None,
+    capture: Any = None,
+    steering_vectors: Any = None,
+    prefill_steering_vectors: Any = None,
+    decode_steering_vectors: Any = None,
+    steering_clamps: Any = None,
+    prefill_steering_clamps: Any = None,
+    decode_steering_clamps: Any = None,
+    steering_patches: Any = None,
+    steering_name: Any = None,
+    steering_scale: float | None = None,
+    **kwargs: Any,
+) -> SamplingParams:
+    """Return vLLM's `SamplingParams` for a request that captures or is steered.
+
+    id: what the request is called in frames, files and results; by default a new name. capture:
+    `{"hooks": {"post_block": [0, 5] or "all"}, "positions": "all"}`, for consumers that take what requests ask for.
+
+    steering_vectors: `{"post_block": {12: vector}}` or `{"post_block": {12: {"vector": …, "scale": 2.0}}}`, one vector of
+    `hidden_size` numbers (array, tensor or list) for each layer, added to the residual stream at every position; or
+    packed, see `capflow.packed`. steering_clamps: `{"post_block": {12: {"vector": …, "min": -1.0, "max": 2.0}}}`, with `value`
+    instead of both bounds to set the projection, and `strength`; a list for several directions. With `prefill_` or `decode_`
+    before it, either holds for prompt positions or generated ones alone. steering_patches: `{"post_block": {12: {"positions":
+    [3, -1], "vector": …, "amount": 1.0}}}`, rows that replace the stream's. steering_name: a module of
+    the engine's, or `{name: scale}`; steering_scale: its scale. See `capflow.steering`.
+
+    Everything else goes to `SamplingParams`. Raises UsageError (a ValueError) naming the field that is wrong.
+    """
+    options = RequestOptions.make(
+        id=id,
+        capture=capture,
+        steering_vectors=steering_vectors,
+        prefill_steering_vectors=prefill_steering_vectors,
+        decode_steering_vectors=decode_steering_vectors,
+        steering_clamps=steering_clamps,
+        prefill_steering_clamps=prefill_steering_clamps,
+        decode_steering_clamps=decode_steering_clamps,
+        steering_patches=steering_patches,
+        steering_name=steering_name,
+        steering_scale=steering_scale,
+    )
+    extra_args = {**(kwargs.pop("extra_args", None) or {}), KEY: options.pack()}
+    return SamplingParams(extra_args=extra_args, **kwargs)
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A request that is ready for the engine. options: of it, with its name and all that steers it."""
+
+    params: SamplingParams
+    options: RequestOptions
+
+    @classmethod
+    def of(cls, params: SamplingParams, info: ModelInfo, store: SteeringStore, size: Size, name: str) -> Prepared:
+        """Return a copy of parameters, checked and worked out. store: the modules, and the global state, which is added.
+
+        name: what the request is called if it does not say so itself. Raises UsageError for what does not fit the model
+        or the bank.
+        """
+        options = RequestOptions.unpack(params.extra_args)
+        options.check(info)
+        options = options.resolved(info, store)
+        size.check(options.program)
+        options = msgspec.structs.replace(options, id=options.id or name, samples=params.n)
+        clone = params.clone()
+        clone.extra_args = {**(params.extra_args or {}), KEY: options.pack()}
+        return cls(clone, options)

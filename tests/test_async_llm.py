@@ -1,0 +1,103 @@
+"""`capflow.AsyncLLM` in a process of its own, as a program uses it: requests at once, captured, steered, aborted."""
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import pytest
+from engines import GREEDY, environment, prompts, relative_error, vector
+
+import capflow
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+STEERING = {"post_block": {1: vector(1)}}
+
+
+async def drive(model, root):
+    """Run requests at once, and print what came of them."""
+    llm = capflow.AsyncLLM.start(
+        model, consumers=[f"filesystem:root={root},capture=requests"], dtype="float32", enforce_eager=True,
+        skip_tokenizer_init=True, max_model_len=128,
+    )  # fmt: skip
+    said = {}
+    async with llm:
+
+        async def last(prompt, **options):
+            params = capflow.sampling_params(**{**GREEDY, "max_tokens": 6, **options})
+            return [output async for output in llm.generate(prompt, params)][-1]
+
+        first, second = prompts([9, 30])
+        capture = {"hooks": {"post_block": "all"}}
+        outputs = await asyncio.gather(
+            last(first, id="plain", capture=capture),
+            last(first, id="steered", capture=capture, steering_vectors=STEERING),
+            last(second, id="two", capture=capture, n=2, temperature=1.0, seed=1),
+            last(second),
+        )
+        said["tokens"] = [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
+        said["results"] = [
+            {name: result.status for name, result in output.capture_results.items()} for output in outputs
+        ]
+        said["each"] = [sample.capture_results["filesystem"].status for sample in outputs[2].outputs]
+        llm.steering.set_global(capflow_steering(), replace=True)
+        said["global"] = list((await last(first)).outputs[0].token_ids)
+        llm.steering.clear_global()
+        try:
+            await last(first, steering_vectors={"post_block": {1: [1.0]}})
+        except capflow.UsageError as e:
+            said["refused"] = str(e)
+        task = asyncio.create_task(last(first, id="gone", max_tokens=100))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        said["after"] = [list((await last(first)).outputs[0].token_ids)]
+    print("SAID " + json.dumps(said))
+
+
+def capflow_steering():
+    from capflow.steering import Steering
+
+    return Steering.parse({"steering_vectors": STEERING})
+
+
+@pytest.fixture(scope="module")
+def said(tiny, tmp_path_factory):
+    root = tmp_path_factory.mktemp("rows")
+    with environment(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1"):
+        done = subprocess.run(
+            [sys.executable, __file__, tiny, str(root)], capture_output=True, text=True, timeout=280, check=False
+        )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.rpartition("SAID ")[2]), root
+
+
+def test_requests_at_once_are_captured_and_steered(said, reference):
+    said, root = said
+    (plain,), (steered,), _, _ = said["tokens"]
+    data = capflow.open(root)
+    prompt = prompts([9, 30])[0]["prompt_token_ids"]
+    for name, tokens, steering in (("plain", plain, None), ("steered", steered, STEERING)):
+        ids = [*prompt, *tokens[:-1]]
+        expected = reference.post_block(ids, steering and {1: (STEERING["post_block"][1], 0)})
+        for layer, rows in enumerate(expected):
+            got = data[name][capflow.Site(layer, "post_block")].rows
+            assert relative_error(got, rows) < 1e-5
+    assert said["global"] == steered != plain
+
+
+def test_each_output_and_each_sample_says_what_became_of_its_rows(said):
+    said, _ = said
+    assert said["results"][:3] == [{"filesystem": "ok"}] * 3
+    assert said["each"] == ["ok", "ok"]
+
+
+def test_what_is_wrong_is_refused_and_what_is_cancelled_leaves_nothing_behind(said):
+    said, _ = said
+    assert said["refused"].startswith("steering_vectors.post_block.1")
+    assert said["after"] == said["tokens"][0]
+
+
+if __name__ == "__main__":
+    asyncio.run(drive(*sys.argv[1:]))
