@@ -9,10 +9,10 @@ import itertools
 
 import duckdb
 import numpy as np
-import torch
-from engines import LAYERS, VOCABULARY, WIDTH, Reference, engine
+from engines import LAYERS, VOCABULARY, WIDTH, engine
 from hypothesis import strategies as st
 from selectors_model import meant, specs
+from steered import SteeredReference, program
 
 import capflow
 from capflow.client import Client
@@ -33,8 +33,21 @@ SITES = [Site(layer, hook) for layer in range(LAYERS) for hook in HOOKS]
 _bases = [np.random.default_rng(n).integers(5, VOCABULARY, LENGTH_MAX).tolist() for n in range(3)]
 _layers = st.one_of(st.just("all"), st.lists(st.integers(0, LAYERS - 1), min_size=1, max_size=LAYERS, unique=True))
 _captures = st.one_of(st.none(), specs(dict.fromkeys(HOOKS, _layers)))
+_TIERS = ("", "prefill_", "decode_")
+_operations = st.one_of(
+    st.tuples(st.just("vectors"), st.sampled_from(_TIERS), st.sampled_from((1.0, -0.5))),
+    st.tuples(st.just("clamps"), st.sampled_from(_TIERS), st.sampled_from(({"value": 0}, {"min": -0.2, "max": 0.5}))),
+    st.tuples(st.just("patches"), st.just(""), st.lists(st.integers(-1, 12), min_size=1, max_size=3, unique=True)),
+)
 _steering = st.one_of(
-    st.just({}), st.just({}), st.dictionaries(st.sampled_from(SITES), st.integers(0, 3), min_size=1, max_size=3)
+    st.just([]),
+    st.just([]),
+    st.lists(
+        st.tuples(st.sampled_from(SITES), st.integers(0, 3), _operations),
+        min_size=1,
+        max_size=3,
+        unique_by=lambda one: (one[0], one[2][:2]),
+    ),
 )
 
 
@@ -64,6 +77,20 @@ def vector(seed, site):
     return (values * 3 / np.linalg.norm(values)).astype(np.float32)
 
 
+def fields_of(request):
+    """Return the fields that a scenario's steering stands for; patches beyond the prompt's end begin again at its start."""
+    fields = {}
+    length = len(request["prompt"])
+    for site, seed, (kind, tier, given) in request["steering"]:
+        how = (
+            list({p % length: p if p < length else p % length for p in given}.values()) if kind == "patches" else given
+        )
+        added = {"vectors": {"scale": how}, "clamps": how, "patches": {"positions": how}}[kind]
+        value = {"vector": vector(seed, site), **added}
+        fields.setdefault(f"{tier}steering_{kind}", {}).setdefault(site.hook, {})[site.layer] = value
+    return fields
+
+
 # --- the engine ---
 
 
@@ -74,7 +101,7 @@ class Live:
     """
 
     def __init__(self, model, directory):
-        self.reference = Reference(model)
+        self.reference = SteeredReference(model)
         self.root, self.database = directory / "rows", directory / "scores.duckdb"
         self.probe = Probe.make(PROBED, vector(9, PROBED))
         self.probe.save(directory / "probe.safetensors")
@@ -86,7 +113,7 @@ class Live:
         self.wait_s = 60.0
         self.scenario = itertools.count()
         self.proved = self.rows = 0
-        self.seen = {"preempted": 0, "cached": 0, "aborted": 0, "steered": 0, "chunked": 0}
+        self.seen = {"preempted": 0, "cached": 0, "aborted": 0, "chunked": 0, "vectors": 0, "clamps": 0, "patches": 0}
         self.scores = {}
 
     def start(self):
@@ -130,15 +157,14 @@ class Live:
         return number, answers
 
     def _params(self, name, request):
-        steering = {}
-        for site, seed in request["steering"].items():
-            steering.setdefault(site.hook, {})[site.layer] = vector(seed, site)
-        self.seen["steered"] += bool(steering)
+        steering = fields_of(request)
+        for field in steering:
+            self.seen[field.rpartition("_")[2]] += 1
         self.seen["chunked"] += len(request["prompt"]) > 48
         return capflow.sampling_params(
             id=name,
             capture=request["capture"],
-            steering_vectors=steering or None,
+            **steering,
             max_tokens=request["max_tokens"],
             temperature=0.0,
             ignore_eos=True,
@@ -176,7 +202,8 @@ class Live:
             assert computed == len(tokens) - 1 if whole else computed <= len(tokens)
             promised = self._promised(spec, prompt, computed)
             assert {s for s, p in promised.items() if p} == set(sites), f"{name}: other sites than were promised"
-        expected = rows_of(self.reference, tokens[: max(computed, prompt)], request["steering"])
+        steering = program(fields_of(request))
+        expected = self.reference.run(tokens[: max(computed, prompt)], prompt, steering)[1]
         for site in sites:
             rows = capture[site]
             assert rows.positions.tolist() == promised[site], f"{name} {site}: other positions than were promised"
@@ -219,34 +246,3 @@ def _number(name):
 
 def _is_due(abort, begun, step):
     return abort is not None and step >= begun + abort
-
-
-def rows_of(reference, tokens, steering):
-    """Return what each site holds for a request alone, `{site: [tokens, hidden]}`, before anything steers it there."""
-    seen = {}
-
-    def take(site, value):
-        seen[site] = value[0].detach().clone().numpy()
-        if site in steering:
-            value += torch.from_numpy(vector(steering[site], site))
-
-    hooks = []
-    for number, layer in enumerate(reference.layers):
-        norm, mlp = layer.post_attention_layernorm, layer.mlp
-        at = {hook: Site(number, hook) for hook in HOOKS}
-        hooks += [
-            layer.register_forward_pre_hook(lambda m, a, s=at["pre_attn"]: take(s, a[0])),
-            norm.register_forward_pre_hook(lambda m, a, s=at["post_attn"]: take(s, a[0])),
-            norm.register_forward_hook(lambda m, a, o, s=at["mlp_in"]: take(s, o)),
-            mlp.register_forward_hook(lambda m, a, o, s=at["mlp_out"]: take(s, o)),
-            layer.register_forward_hook(
-                lambda m, a, o, s=at["post_block"]: take(s, o[0] if isinstance(o, tuple) else o)
-            ),
-        ]
-    try:
-        with torch.no_grad():
-            reference.model(torch.tensor([tokens]), use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return seen

@@ -64,13 +64,21 @@ class SteeredReference(Reference):
 
     def logits(self, tokens, prompt_length, program):
         """Return the logits behind each token, `[tokens, vocabulary]`."""
+        return self.run(tokens, prompt_length, program)[0]
+
+    def run(self, tokens, prompt_length, program):
+        """Return the logits, and what each site holds before anything steers it there, `{site: [tokens, hidden]}`."""
         operations = [self._operations(program, position, prompt_length) for position in range(len(tokens))]
         rows = torch.from_numpy(program.array().copy()).double() if program is not None else None
+        seen = {}
 
         def steer(site, value):
+            seen[site] = value[0].detach().clone().numpy()
             for position, at in enumerate(operations):
+                if site not in at:
+                    continue
                 x = value[0, position].double()
-                for kind, number, amount, low, high in at.get(site, ()):
+                for kind, number, amount, low, high in at[site]:
                     row = rows[number]
                     if kind == ADD:
                         x = x + amount * row
@@ -95,7 +103,7 @@ class SteeredReference(Reference):
             ]
         try:
             with torch.no_grad():
-                return self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
+                return self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy(), seen
         finally:
             for hook in hooks:
                 hook.remove()

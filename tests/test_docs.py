@@ -119,7 +119,7 @@ def test_snippets_run(page, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=[pytest.mark.long] * (p.stem == "steerable")) for p in pages_with("engine")],
+    [pytest.param(p, marks=[pytest.mark.long] * p.stem.startswith("steer")) for p in pages_with("engine")],
     ids=lambda page: page.stem,
 )
 def test_snippets_that_need_a_model_run(page, tmp_path):
@@ -128,7 +128,7 @@ def test_snippets_that_need_a_model_run(page, tmp_path):
         "README": ["ok", "(13, 640)"],
         "hooks": ["capture.hooks"],
         "steerable": ["plain: ", "glad: ", "sad: ", "none 0.0 ", "glad 2.0 ", "glad -2.0 "],
-        "steering": ["+0.0 ", "+2.0 ", "-2.0 "],
+        "steering": ["+0.0 ", "+2.0 ", "-2.0 ", "asyncio: "],
         "tutorial": ['"request": "fox"', '"position": '],
     }
     for words in expected[page.stem]:

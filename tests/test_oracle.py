@@ -54,7 +54,7 @@ def _request(first, length):
         "prompt": list(range(first, first + length)),
         "max_tokens": 6,
         "capture": CaptureSpec.parse(capture),
-        "steering": {},
+        "steering": [],
         "arrival": 0,
         "abort": None,
     }

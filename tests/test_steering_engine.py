@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engines import GREEDY, VOCABULARY, answers, engine, prompts, save_tiny
-from steered import LOGITS_MAX, RAW, SteeredReference, lengths, logits, program, prove, vector
+from steered import LOGITS_MAX, RAW, SteeredReference, cases, lengths, logits, program, prove, vector
 from vllm.sampling_params import BeamSearchParams
 
 import capflow
@@ -40,6 +40,39 @@ def test_every_operation_in_one_batch_eager(model, steered):
         bare = llm.generate(prompts(lengths(), seed=3)[0], SamplingParams(**asks()), use_tqdm=False)
     assert answers(bare) == answers(outputs[:1])
     assert logits(outputs[0]) == pytest.approx(logits(bare[0]), abs=1e-6)
+
+
+def test_64_mixed_requests_are_each_as_if_alone(model):
+    """Each tier, operation and module, and plain ones; vLLM without capflow answers the plain ones token for token alike."""
+    modules = [
+        {"steering_vectors": ONE, "decode_steering_vectors": OTHER},
+        {"prefill_steering_clamps": ABLATION, "steering_vectors": OTHER},
+    ]
+    asked = [*cases().values()]
+    asked += [{"steering_name": {"glad": 0.5 * n, "calm": 2.0 - n}} for n in range(1, 6)]
+    asked += [{"steering_name": "calm", **fields} for fields in asked[:64:8]]
+    asked += [{}] * (64 - len(asked))
+    given = prompts([lengths()[n % len(lengths())] for n in range(64)], seed=11)
+    plain = [n for n, fields in enumerate(asked) if not fields]
+    assert len(asked) == 64
+    assert len(plain) >= 8
+    with engine(model, sites=["*:*"], max_num_seqs=64, max_num_batched_tokens=256, **RAW) as llm:
+        for name, fields in zip(("glad", "calm"), modules, strict=True):
+            llm.steering.register(name, Steering.parse(fields))
+        params = [capflow.sampling_params(**asks(**fields)) for fields in asked]
+        together = llm.generate(given, params, use_tqdm=False)
+        for one, prompt, output in zip(params, given, together, strict=True):
+            llm.reset_prefix_cache()
+            (alone,) = llm.generate(prompt, one, use_tqdm=False)
+            assert answers([alone]) == answers([output])
+            assert logits(output) == pytest.approx(logits(alone), abs=LOGITS_MAX)
+    with engine(model, capflow_on=False, max_num_seqs=64, max_num_batched_tokens=256, **RAW) as llm:
+        from vllm import SamplingParams
+
+        bare = llm.generate([given[n] for n in plain], SamplingParams(**asks()), use_tqdm=False)
+    assert answers(bare) == answers([together[n] for n in plain])
+    for n, output in zip(plain, bare, strict=True):
+        assert logits(together[n]) == pytest.approx(logits(output), abs=1e-5)
 
 
 def asks(**more):

@@ -167,7 +167,7 @@ class Ledger:
             options = options.resolved(self.info)
             prompt = request.num_prompt_tokens - options.generated
             self._held.size.check(options.program, prompt)
-            _check_patches(options.program, prompt)
+            _check_patches(options.program, prompt, None if options.generated else _length_max(request))
         except UsageError as e:
             # The front ends of capflow refuse these before they come here; vLLM's own do not know them.
             logger.error("request %s: %s; it is aborted", key, e)
@@ -364,12 +364,24 @@ class Ledger:
         return True
 
 
-def _check_patches(program: SteeringProgram | None, prompt_length: int) -> None:
-    """Raise UsageError for a patch of what lies before the prompt."""
+def _check_patches(program: SteeringProgram | None, prompt_length: int, length_max: int | None) -> None:
+    """Raise UsageError for a patch that would do nothing: before the prompt, or behind what is computed at most."""
     for position, _ in program.patched if program is not None else ():
+        expected = None
         if position < -prompt_length:
             expected = f"-{prompt_length} or later: the prompt has {prompt_length} tokens"
+        elif length_max is not None and position >= length_max:
+            expected = f"below {length_max}, which is all that is computed with this prompt and max_tokens"
+        if expected is not None:
             raise UsageError(explain("steering_patches: positions", got=position, expected=expected))
+
+
+def _length_max(request: Any) -> int | None:
+    """Return how many positions of a request are computed at most; None when more input may come."""
+    if request.resumable:
+        return None
+    length: int = request.num_prompt_tokens + request.max_tokens - 1  # nobody computes the last token
+    return length
 
 
 _classes: dict[type[Any], type[Any]] = {}
