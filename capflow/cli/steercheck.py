@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,18 +56,27 @@ def run_check(job: dict[str, Any], *, as_json: bool) -> int:
 
 def _run(job: dict[str, Any], console: Console) -> Report:
     """Return what the child reports."""
-    command = [sys.executable, "-m", "capflow_engine.steercheck", msgspec.json.encode(job).decode()]
-    with tempfile.NamedTemporaryFile(prefix="capflow-doctor-", suffix=".log", delete=False) as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
-    try:
-        with console.status("starting") as status:
-            last = _follow(
-                process, status.update if console.is_terminal else lambda what: console.print(f"capflow: {what}")
-            )
-    finally:
-        if process.poll() is None:
-            process.terminate()
-        code = process.wait()
+    command = [sys.executable, "-m", "capflow_engine.steercheck"]
+    with (
+        tempfile.NamedTemporaryFile(prefix="capflow-doctor-", suffix=".log", delete=False) as log,
+        tempfile.TemporaryDirectory(prefix="capflow-doctor-") as directory,
+    ):
+        command.append(msgspec.json.encode({**job, "directory": directory}).decode())
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+        )
+        try:
+            with console.status("starting") as status:
+                last = _follow(
+                    process, status.update if console.is_terminal else lambda what: console.print(f"capflow: {what}")
+                )
+        except BaseException:
+            Path(log.name).unlink()
+            raise
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # the child, and whatever it started and has left behind
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
     do = f"see {log.name}"
     if last.event == "error" and not last.usage:
         raise CapflowError(explain(last.message, do=do))

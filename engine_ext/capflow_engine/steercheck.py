@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,13 +51,14 @@ _ROUNDS_MAX = 50
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to check. sites: patterns of those that carry a tap. turns: of each mode; 0 leaves the cost out."""
+    """What to check. sites: patterns of those that carry a tap. turns: of each mode; 0 leaves the cost out. directory: to write in."""
 
     model: str
     dtype: str
     sites: list[str]
     eager: bool
     turns: int
+    directory: str
 
 
 def steerable(llm: Any) -> list[Site]:
@@ -204,7 +204,7 @@ def _relative(rows: npt.NDArray[np.float32], others: npt.NDArray[np.float32]) ->
     return float((np.linalg.norm(rows - others, axis=-1) / norms).max())
 
 
-def check(job: Job, directory: Path, say: Say) -> Report:
+def check(job: Job, say: Say) -> Report:
     """Start both engines, beside each other when the cost is asked for, and check; return what was found.
 
     Raises UsageError for a model or sites that are not there, and CapflowError when plain vLLM fails.
@@ -212,6 +212,7 @@ def check(job: Job, directory: Path, say: Say) -> Report:
     compat.require()
     import capflow
 
+    directory = Path(job.directory)
     model = job.model
     if model == "demo":
         from capflow_engine.demo import prepare
@@ -249,8 +250,7 @@ def main() -> int:
 
     try:
         job = msgspec.json.decode(sys.argv[1], type=Job)
-        with tempfile.TemporaryDirectory(prefix="capflow-doctor-") as name:
-            report = check(job, Path(name), lambda what: tell("stage", what=what))
+        report = check(job, lambda what: tell("stage", what=what))
         tell("report", report=report)
     except CapflowError as e:
         usage = isinstance(e, UsageError)

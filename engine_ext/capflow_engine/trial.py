@@ -23,7 +23,7 @@ LENGTHS = (5, 17, 33, 48, 9, 24, 40, 12)
 """Of the prompts of a batch that is looked at."""
 
 TOKENS = 8
-TIMED_PROMPTS, TIMED_LENGTH, TIMED_TOKENS = 16, 64, 16
+TIMED_PROMPTS, TIMED_LENGTH, TIMED_TOKENS = 16, 16, 16
 MODEL_LENGTH = 128
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
