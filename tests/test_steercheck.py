@@ -182,10 +182,12 @@ def test_steering_that_does_nothing_fails(tapped, monkeypatch):
     from capflow_engine.bank import Bank
 
     assert checked(tapped) == ([], [])
-    upload = Bank._upload
-    monkeypatch.setattr(
-        Bank, "_upload", staticmethod(lambda target, lines, values: upload(target, lines, np.zeros_like(values)))
-    )
+    upload, width = Bank._upload, tapped[0].capflow_model.hidden_size
+
+    def without_rows(target, lines, values):
+        upload(target, lines, np.zeros_like(values) if values.shape[1] == width else values)
+
+    monkeypatch.setattr(Bank, "_upload", staticmethod(without_rows))
     fired, _ = checked(tapped)
     assert any("a vector added to the prompt changes nothing" in line for line in fired)
 
@@ -214,7 +216,7 @@ def test_a_mate_that_is_touched_fails(tapped, monkeypatch):
     slots = Plan.slots
 
     def everybody(plan, tokens):
-        return np.full(tokens, slots(plan, tokens).max(), np.int32)
+        return np.full(tokens, slots(plan, tokens).max(initial=-1), np.int32)
 
     monkeypatch.setattr(Plan, "slots", everybody)
     fired, mates = checked(tapped)
