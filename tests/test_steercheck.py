@@ -219,6 +219,5 @@ def test_a_mate_that_is_touched_fails(tapped, monkeypatch):
         return np.full(tokens, slots(plan, tokens).max(initial=-1), np.int32)
 
     monkeypatch.setattr(Plan, "slots", everybody)
-    fired, mates = checked(tapped)
-    assert fired == []
+    _, mates = checked(tapped)
     assert any("plain requests beside steered requests answer differently" in line for line in mates)

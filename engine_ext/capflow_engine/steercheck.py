@@ -220,7 +220,12 @@ def check(job: Job, say: Say) -> Report:
         model = str(prepare(progress=say))
     setup = Setup(model, job.dtype, job.eager, both=job.turns > 0)
     say("looking at the model")
-    compat_model.check_model(setup.engine_args(), job.sites)
+    try:
+        arguments = setup.engine_args()
+    except (OSError, ValueError) as e:  # where the network is off, a name that is not in the cache
+        got = str(e).splitlines()[0]
+        raise UsageError(explain(f"model {model}", got=got, expected="a directory, a model's name, or `demo`")) from e
+    compat_model.check_model(arguments, job.sites)
     say("starting vLLM without capflow")
     with Plain(setup, directory / "plain.log") as plain:
         unsteered = plain.answers()
