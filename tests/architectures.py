@@ -125,6 +125,7 @@ HEADED = (
 )  # fmt: skip
 """Queries have a dimension of heads, for which vLLM's rotary kernel for CPUs is wrong; here vLLM runs its own in PyTorch."""
 
+_SHARP = "with queries' norms a tenth as large: this attention is not scaled, and would magnify the rounding of random weights"
 NOTES = (
     {
         "apertus": "vLLM computes the two numbers of its activation in bfloat16 whatever the model's dtype; so does the reference",
@@ -139,6 +140,9 @@ NOTES = (
     | {
         "glm4_moe_lite": "with vLLM's option `custom_ops=-rotary_embedding`, as others; and with `rms_norm_eps` 1e-06, which "
         "Transformers takes for the norms of its latents in any case",
+        "gemma4": f"given text alone, and {_SHARP}",
+        "gemma4_text": _SHARP,
+        "gemma4_unified_text": _SHARP,
         "paligemma": "given text alone, and with causal attention, as in vLLM; in Transformers a prompt is seen in both directions",
     }
 )
