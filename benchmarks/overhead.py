@@ -4,7 +4,8 @@
 
 Two engines live in processes of their own for the whole run, one plain, one with capflow; their turns interleave, plain,
 idle, capture, capture, idle, plain, …, and the ratios are of medians. Each turn runs the same prompts, greedily, with
-`ignore_eos` and fixed lengths; `CAPFLOW_BENCH_PROMPTS` makes a turn shorter on a slow machine. The clock of a capturing turn stops when every row lies on disk, synced and published; then
+`ignore_eos` and fixed lengths; `CAPFLOW_BENCH_PROMPTS` (48) and `CAPFLOW_BENCH_LENGTHS` (128,32: tokens of a prompt and of an
+answer) make a turn shorter on a slow machine. The clock of a capturing turn stops when every row lies on disk, synced and published; then
 every row is read back, counted and its checksum verified, off the clock.
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 PROMPTS = int(os.environ.get("CAPFLOW_BENCH_PROMPTS", "48"))
-PROMPT_TOKENS, TOKENS = 128, 32
+PROMPT_TOKENS, TOKENS = map(int, os.environ.get("CAPFLOW_BENCH_LENGTHS", "128,32").split(","))
 GOALS = {"idle": 0.98, "capture": 0.85}
 
 
@@ -41,7 +42,7 @@ def child(kind: str, model: str, root: str, *, eager: bool, dtype: str) -> None:
         "model": model,
         "dtype": dtype,
         "max_model_len": 512,
-        "max_num_seqs": 64,
+        "max_num_seqs": max(64, PROMPTS),
         "enforce_eager": eager,
         "enable_prefix_caching": False,
     }
