@@ -286,7 +286,7 @@ def plot(result: Result, path: Path) -> None:
     )
     above.set_ylabel("log-odds, glad : sad (nats)")
     above.legend(frameon=False, fontsize=9.5, loc="upper left")
-    below.set_ylabel("neutral text\n(nats a token)")
+    below.set_ylabel("log p of neutral text\n(nats a token)")
     below.set_xlabel("scale (multiples of the fitted vector)")
     below.set_xticks(range(-4, 5))
     for axes in (above, below):
