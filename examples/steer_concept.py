@@ -289,6 +289,8 @@ def plot(result: Result, path: Path) -> None:
     below.set_ylabel("log p of neutral text\n(nats a token)")
     below.set_xlabel("scale (multiples of the fitted vector)")
     below.set_xticks(range(-4, 5))
+    shown = [cost for other in result.curves if not other.name.startswith("random") for cost in other.neutral]
+    below.set_ylim(min(shown) - 0.1, max(shown) + 0.1)  # random directions fall far out of it
     for axes in (above, below):
         axes.set_facecolor("#fbfbfb")
         axes.grid(color="#dddddd", lw=0.7)
