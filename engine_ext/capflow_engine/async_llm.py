@@ -14,9 +14,8 @@ from capflow_engine import compat
 
 compat.require()
 
-from vllm import RequestOutput, SamplingParams  # noqa: E402 - only once the version is known to be one that works
+from vllm import AsyncLLMEngine, RequestOutput, SamplingParams  # noqa: E402 - only once the version is known to be one that works
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
-from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM  # noqa: E402
 
 from capflow_engine.arming import arm  # noqa: E402
 from capflow_engine.asker import Asker  # noqa: E402
@@ -27,7 +26,7 @@ from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings
 from capflow_engine.store import SteeringStore  # noqa: E402
 
 
-class AsyncLLM(VllmAsyncLLM):  # type: ignore[misc]
+class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
     """vLLM's `AsyncLLM` whose requests may capture and be steered; made by `start`.
 
     steering: the modules that requests may name, and the global state, which steers every request besides.
