@@ -465,7 +465,7 @@ class TestClient:
         with pytest.raises(HubUnreachableError):
             client.status()
         with running_hub(address, Recorder()):
-            assert client.status()["requests"] == {"open": 0, "done": 0, "failed": 0}
+            assert client.status()["requests"] == {"open": 0, "done": 0, "failed": 0, "gapped": 0}
         client.close()
 
     def test_does_not_wait_for_results_longer_than_it_is_told_to(self, address):
