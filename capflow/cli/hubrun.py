@@ -21,6 +21,7 @@ from rich.text import Text
 
 from capflow import limits
 from capflow.cli.logs import Format, logger, logs_to
+from capflow.cli.units import human_bytes
 from capflow.counts import Snapshot
 from capflow.endpoint import Endpoint
 from capflow.hub import Hub
@@ -194,15 +195,6 @@ def _lost(now: Snapshot) -> str | None:
     if not now.rows_lost:
         return None
     return "rows lost: " + ", ".join(f"{rows} {reason}" for reason, rows in sorted(now.dropped_rows.items()))
-
-
-def human_bytes(count: float) -> str:
-    """Return a number of bytes as people read it."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 @contextlib.contextmanager

@@ -25,8 +25,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from capflow import limits
-from capflow.cli.hubrun import HubRun, human_bytes
+from capflow.cli.hubrun import HubRun
 from capflow.cli.needs import check_vllm
+from capflow.cli.units import human_bytes
 from capflow.client import Client
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ModelInfo
