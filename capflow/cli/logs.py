@@ -66,7 +66,10 @@ class _TextHandler(logging.Handler):
         self.setFormatter(logging.Formatter("capflow: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.console.print(Text(self.format(record)), soft_wrap=True)
+        said = "".join(
+            c if c.isprintable() or c == "\n" else "?" for c in self.format(record)
+        )  # some of it peers chose
+        self.console.print(Text(said), soft_wrap=True)
 
 
 @contextlib.contextmanager

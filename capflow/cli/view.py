@@ -31,20 +31,19 @@ def view(told: Told, rates: Rates | None, *, rows_max: int | None = None, note: 
     rows_max: of the tables of workers and of spools. note: what is said in place of the hub's state, when it does not answer.
     """
     workers = [session for session in told["sessions"] if session["role"] == "worker"]
-    stale = note is not None
-    parts: list[RenderableType] = [_head(told, note), _sum(told, rates), *_troubles(told)]
+    head = _head(told, note)
+    parts: list[RenderableType] = [_sum(told, rates), *_troubles(told)]
     if workers:
         parts += [Text(), _workers(workers, rates, rows_max)]
     if told["consumers"]:
         parts += [Text(), _consumers(told["consumers"], rates)]
     if spools := list(_spools(told)):
         parts += [Text(), _spool_table(spools[:rows_max], len(spools))]
-    whole = Group(*parts)
-    if not stale:
-        return whole
-    grid = Table.grid(expand=True)
-    grid.add_row(whole, style="dim")
-    return grid
+    if note is None:
+        return Group(head, *parts)
+    old = Table.grid()
+    old.add_row(Group(*parts), style="dim")
+    return Group(head, old)
 
 
 def clean(text: object, length: int = 200) -> str:
@@ -183,7 +182,7 @@ def _meter(part: float, whole: float) -> Text:
     cells = round(share * _METER_CELLS)
     style = "red" if share > _FULL_SHARE else "green"
     percent = f"{share * 100:3.0f}%"
-    return Text.assemble(("█" * cells, style), ("░" * (_METER_CELLS - cells), "dim"), f" {percent}")
+    return Text.assemble(("━" * cells, style), ("─" * (_METER_CELLS - cells), "dim"), f" {percent}")
 
 
 def _ago(seconds: float | None) -> str:
