@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -208,11 +209,11 @@ class TestHttp:
             endpoint = serve(hub)
             with socket.create_connection((endpoint.host, endpoint.port), 20) as peer:
                 began = time.monotonic()
-                with pytest.raises(OSError):
-                    for _ in range(1000):  # a byte at a time never lets a read time out
+                with contextlib.suppress(OSError):
+                    while time.monotonic() < began + 20:  # a byte at a time never lets a read time out
                         peer.sendall(b"G")
                         time.sleep(0.02)
-                assert time.monotonic() - began < 5
+                assert time.monotonic() < began + 5
 
     def test_too_many_clients_wait_for_nothing(self, endpoint):
         idle = [socket.create_connection((endpoint.host, endpoint.port), 20) for _ in range(limits.HTTP_CLIENTS_MAX)]
@@ -257,5 +258,5 @@ def test_where_to_listen(address, host, port):
     "address", ["", "x", "-1", "65536", ":9400", "::1:9400", "[1.2.3.4]:1", "host:80", "1.2.3.4:", "1.2.3.4:5:6", "٣"]
 )
 def test_where_not_to_listen(address):
-    with pytest.raises(UsageError, match="--metrics-address: got .*expected PORT, HOST:PORT or"):
+    with pytest.raises(UsageError, match=r"--metrics-address: got .*expected PORT, HOST:PORT or"):
         parse_listen(address, "--metrics-address")
