@@ -468,6 +468,13 @@ class TestClient:
             assert client.status()["requests"] == {"open": 0, "done": 0, "failed": 0, "gapped": 0}
         client.close()
 
+    def test_that_paused_is_there_once(self, address, monkeypatch):
+        monkeypatch.setattr(limits, "HEARTBEAT_S", 0.0)  # every pause is too long
+        with running_hub(address, Recorder()) as hub, Client(address) as client:
+            for _ in range(5):
+                client.status()
+            eventually(lambda: len(hub.roster.peers) == 1)
+
     def test_does_not_wait_for_results_longer_than_it_is_told_to(self, address):
         consumer = Recorder(held=True)
         with running_hub(address, consumer), worker_link(address) as link, Client(address) as client:
