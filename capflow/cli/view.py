@@ -59,8 +59,11 @@ def _head(told: Told, note: Text | None) -> Table:
     grid = Table.grid(expand=True, padding=(0, 1))
     grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     grid.add_column(no_wrap=True, justify="right")
-    up = Text(f"up {human_seconds(told['uptime_s'])}  ", "dim") if note is None else Text()
-    grid.add_row(Text.assemble(("capflow ", "bold"), clean(told["version"]), "  ", clean(told["address"])), up + state)
+    up = (f"up {human_seconds(told['uptime_s'])}  ", "dim") if note is None else ""
+    grid.add_row(
+        Text.assemble(("capflow ", "bold"), clean(told["version"]), "  ", clean(told["address"])),
+        Text.assemble(up, state),
+    )
     return grid
 
 
@@ -97,7 +100,7 @@ def _troubles(told: Told) -> Iterator[Text]:
 
 def _workers(workers: Sequence[Told], rates: Rates | None, rows_max: int | None) -> Table:
     table = _table("worker", "pp/dp/tp", *(() if rates is None else ("rows/s", "bytes/s")))
-    for column in ("under way", "its queue", "dropped", "last"):
+    for column in ("credit used", "its queue", "dropped", "last"):
         table.add_column(column, justify="right", no_wrap=True)
     for session in workers[:rows_max]:
         told = session["worker"]
