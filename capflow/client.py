@@ -108,7 +108,7 @@ class Client:
     def _say(self, said: Message) -> None:
         now = time.monotonic()
         if now - self._used > limits.HEARTBEAT_S:  # unlooked at, it may have been lost unseen
-            self._disconnect()
+            self.close()
         self._connect(now + self.timeout)
         assert self._dealer is not None
         self._dealer.send(self._session.send(said, now))

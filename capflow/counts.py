@@ -20,6 +20,12 @@ class Counts:
     protocol_errors: int = 0
     sessions_lost: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # peers, by reason
+    frame_at: float | None = None  # when the last frame was taken, on the monotonic clock
+
+
+def age_s(at: float | None, now: float) -> float | None:
+    """Return how many seconds ago something was, for showing; None when it never was."""
+    return None if at is None else round(max(0.0, now - at), 3)
 
 
 class Snapshot(msgspec.Struct, frozen=True):

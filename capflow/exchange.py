@@ -25,12 +25,14 @@ from capflow.message import (
     Act,
     ActionOutcome,
     Await,
+    Beat,
     Bye,
     Hello,
     Message,
     Results,
     Status,
     Welcome,
+    WorkerCounts,
     encode,
 )
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
@@ -57,6 +59,14 @@ class _Hold:
     source: Source
     seq: int
     left: int
+
+
+def about(hello: Hello | None) -> dict[str, Any]:
+    """Return the fields that say in a log who a peer is."""
+    if hello is None:
+        return {}
+    told: dict[str, Any] = {"role": hello.role, "engine": hello.engine, "rank": list(hello.rank)}
+    return told if hello.model is None else told | {"model": hello.model.name}
 
 
 class Exchange:
@@ -144,7 +154,7 @@ class Exchange:
         except RemoteProtocolError as e:
             self._cut_off(peer, session, str(e), now)
         except Exception:
-            logger.exception("the hub failed at a message and gives its sender up")
+            logger.exception("the hub failed at a message and gives its sender up", extra={"event": "hub_failed"})
             self._cut_off(peer, session, "the hub failed at a message of this peer; see its log", now)
 
     def tick(self, now: float) -> None:
@@ -154,7 +164,8 @@ class Exchange:
             if known.session.silent(now):
                 if known.hello.role != "client":
                     self.counts.sessions_lost += 1
-                    logger.warning("engine %s: its %s fell silent", known.hello.engine, known.hello.role)
+                    event = {"event": "session_lost", **about(known.hello)}
+                    logger.warning("engine %s: its %s fell silent", known.hello.engine, known.hello.role, extra=event)
                 self._forget(peer, for_good=False)
                 if known.source is not None:  # it may come back, but its requests are not waited for
                     self._lose(known.source.engine, known.hello.rank.dp)
@@ -174,7 +185,8 @@ class Exchange:
             kind = "applied" if isinstance(outcome, Applied) else "rejected"
             lane.counts[f"actions_{kind}"] += 1
             if isinstance(outcome, Rejected):
-                logger.warning("consumer %s: %s", consumer, outcome.reason)
+                event = {"event": "action_rejected", "consumer": consumer, "reason": outcome.reason}
+                logger.warning("consumer %s: %s", consumer, outcome.reason, extra=event)
 
         lane = next(lane for lane in self.lanes if lane.name == consumer)
         self._post(lambda: self._act("", action, answer))
@@ -193,6 +205,8 @@ class Exchange:
                 self._await(peer, said)
             case Status():
                 self._say(peer, Status(self._status()))
+            case Beat(counts=WorkerCounts() as counts) if known.source is not None:
+                known.source.told = counts
             case Bye():
                 self._forget(peer, for_good=True)
 
@@ -213,6 +227,9 @@ class Exchange:
             welcome = Welcome(self._id, 0, captures=self._captures, controllers=controllers)
         elif hello.role == "client":
             welcome = Welcome(self._id, 0, captures=self._captures)
+        if hello.role != "client":
+            event = {"event": "session_opened", **about(hello)}
+            logger.info("engine %s: its %s %s connected", hello.engine, hello.role, tuple(hello.rank), extra=event)
         for parts in session.welcome(welcome, now, known.source.intake if known.source is not None else None):
             self._send(peer, parts)
 
@@ -226,7 +243,9 @@ class Exchange:
         if (engine, reason) not in self._told:
             if len(self._told) < limits.SESSIONS_MAX:
                 self._told.add((engine, reason))
-            logger.error("refused %s: %s", session.hello.role if session.hello is not None else "a peer", reason)
+            event = {"event": "session_refused", "reason": reason, **about(session.hello)}
+            role = session.hello.role if session.hello is not None else "a peer"
+            logger.error("refused %s: %s", role, reason, extra=event)
             if session.hello is not None and self._on_refused is not None:
                 self._on_refused(reason)
         self._send(peer, session.refuse(reason, now))
@@ -239,6 +258,9 @@ class Exchange:
 
     def _forget(self, peer: bytes, *, for_good: bool) -> None:
         known = self.roster.leave(peer, for_good=for_good)
+        if known is not None and for_good and known.hello.role != "client":
+            event = {"event": "session_closed", **about(known.hello)}
+            logger.info("engine %s: its %s left", known.hello.engine, known.hello.role, extra=event)
         if known is not None and known.hello.role == "scheduler":
             self.relay.gone(peer)
         elif known is not None and known.hello.role == "client":
@@ -255,7 +277,7 @@ class Exchange:
             self.counts.duplicates += 1
             self._send(peer, known.session.send(source.intake.refund(nbytes), now))
             return
-        self._count(source, header)
+        self._count(source, header, now)
         hold = _Hold(source, header.seq, 1)
 
         def taken() -> None:
@@ -268,9 +290,10 @@ class Exchange:
                 hold.left += self._over(request, taken)
         self._release(hold)
 
-    def _count(self, source: Source, header: FrameHeader) -> None:
+    def _count(self, source: Source, header: FrameHeader, now: float) -> None:
         rows = sum(len(block.sites) * block.rows for block in header.blocks)
-        source.count(header, rows)
+        source.count(header, rows, now)
+        self.counts.frame_at = now
         self.counts.frames += 1
         self.counts.rows += rows
         self.counts.bytes += header.payload_bytes
@@ -301,6 +324,7 @@ class Exchange:
 
     def _settle(self, request: Request, consumer: int, result: CaptureResult) -> None:
         request.results[consumer] = result
+        self.lanes[consumer].results[result.status] += 1
         self._answer_waiters(request)
 
     def _await(self, peer: bytes, said: Await) -> None:

@@ -20,6 +20,7 @@ from capflow.errors import CapflowError, explain
 from capflow.frame import DTYPES
 from capflow.ledger import Delivery, Request
 from capflow.message import ModelInfo
+from capflow.pace import Pace
 from capflow.plugins import ConfiguredConsumer
 from capflow.queue import ByteQueue, Overload
 from capflow.result import CaptureResult
@@ -32,6 +33,7 @@ _GIVE_UP_S = 5.0  # how long a consumer that does not stop is waited for, after 
 class _Rows(NamedTuple):
     delivery: Delivery
     taken: Callable[[], None] | None  # called, from the lane's thread, when the frame is no longer needed
+    at: float  # when it was delivered, on the monotonic clock
 
 
 class _Done(NamedTuple):
@@ -67,6 +69,8 @@ class Lane:
         self.rows = 0
         self.bytes = 0
         self.errors = 0  # exceptions of the consumer; written by the thread
+        self.results: Counter[str] = Counter()  # requests that it is done with, by status; by the hub's thread
+        self.pace = Pace()  # written by the thread
         self.counts: Counter[str] = Counter()  # the consumer's own; written by whichever thread it counts on
         self.dropped: Counter[str] = Counter()  # rows by reason; by the hub's thread, at shutdown by the lane's
         self._on_result = on_result
@@ -98,7 +102,8 @@ class Lane:
 
         The memory of a `block` lane is bounded by the workers' credit, that of a `drop` lane by its queue.
         """
-        item, nbytes = _Rows(delivery, taken if self.policy is Overload.BLOCK else None), delivery.frame.nbytes
+        waited_for = taken if self.policy is Overload.BLOCK else None
+        item, nbytes = _Rows(delivery, waited_for, time.monotonic()), delivery.frame.nbytes
         accepted = not self.queue.closed
         if self.policy is Overload.BLOCK:
             self.queue.force(item, nbytes)
@@ -134,8 +139,19 @@ class Lane:
         self._thread.join(_GIVE_UP_S if timeout_s is None else max(0.0, timeout_s))
         return not self._thread.is_alive()
 
+    def trouble(self, now: float) -> str | None:
+        """Return why the consumer is taken to have failed; None when it has not. It names nothing that is captured."""
+        if self._thread.ident is None:
+            return "not open yet"
+        if not self._thread.is_alive():
+            return "closed" if self.queue.closed else "its thread ended"
+        if not self._opened.is_set():
+            return "not open yet"
+        return self.pace.trouble(now)
+
     def status(self) -> dict[str, Any]:
         """Return the lane's counters."""
+        now = time.monotonic()
         return {
             "policy": self.policy.value,
             "frames": self.frames,
@@ -144,6 +160,11 @@ class Lane:
             "queued": len(self.queue),
             "queued_bytes": self.queue.nbytes,
             "queue_bytes_max": self.queue.bytes_max,
+            "queue_bytes_peak": self.queue.bytes_peak,
+            "lag_s": round(self.pace.lag_s(now), 3),
+            "busy_s": round(self.pace.busy_so_far_s(now), 3),
+            "trouble": self.trouble(now),
+            "results": dict(self.results),
             "dropped_rows": dict(self.dropped),
             "errors": self.errors,
             "counts": dict(self.counts),
@@ -184,11 +205,13 @@ class Lane:
 
     def _handle(self, item: _Rows | _Done | _Session) -> None:
         match item:
-            case _Rows(delivery, taken):
+            case _Rows(delivery, taken, at):
                 if self._discarding:
                     self._lose(delivery, "shutdown")
                 else:
+                    self.pace.waited_since = at
                     self._give(delivery)
+                    self.pace.waited_since = None
                     if taken is not None:
                         taken()
             case _Done(request, taken):
@@ -201,6 +224,7 @@ class Lane:
     def _give(self, delivery: Delivery) -> None:
         header = delivery.frame.header
         error = self._guard("on_frame", self.consumer.on_frame, delivery.frame)
+        self.pace.failed_in_a_row = 0 if error is None else self.pace.failed_in_a_row + 1
         self.frames += 1
         self.rows += delivery.rows
         self.bytes += delivery.rows * header.hidden_size * DTYPES[header.dtype].itemsize
@@ -218,6 +242,7 @@ class Lane:
 
     def _guard(self, method: str, call: Callable[..., Any], *args: Any) -> str | None:
         """Call a method of the consumer; return what went wrong, None if nothing did."""
+        since = self.pace.begin()
         try:
             call(*args)
         except Exception as e:
@@ -225,8 +250,12 @@ class Lane:
             kind = (method, type(e))
             if kind not in self._logged:
                 self._logged.add(kind)
-                logger.exception("consumer %s: %s failed; more of this kind are counted only", self.name, method)
+                event = {"event": "consumer_failed", "consumer": self.name, "method": method}
+                what = "consumer %s: %s failed; more of this kind are counted only"
+                logger.exception(what, self.name, method, extra=event)
             return f"{self.name}.{method}: {type(e).__name__}: {e}"
+        finally:
+            self.pace.end(since)
         return None
 
     def _lose(self, delivery: Delivery, reason: str) -> None:

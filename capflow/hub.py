@@ -19,8 +19,9 @@ from typing import Any, Self
 import capflow
 from capflow import limits
 from capflow.address import check_address, held, is_local
-from capflow.counts import Snapshot
+from capflow.counts import Snapshot, age_s
 from capflow.exchange import Exchange
+from capflow.health import HubState, problems
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
 from capflow.session import Parts
 from capflow.transport import Router
@@ -62,6 +63,8 @@ class Hub:
         )
         self.lanes = self._exchange.lanes
         self.counts = self._exchange.counts
+        self.ledger, self.relay, self.roster = self._exchange.ledger, self._exchange.relay, self._exchange.roster
+        self.state = HubState.STARTING
         self._tick_at = 0.0
         self._ended = False  # set by `stop`: the thread says Bye and ends
         self._posted: deque[Callable[[], None]] = deque()  # for the thread to call; any thread appends
@@ -69,6 +72,7 @@ class Hub:
         self._open = contextlib.ExitStack()  # the address's lock and the router, from `start` to `stop`
         self._router: Router | None = None  # from `start`
         self._started = 0.0  # when
+        self._turned_at = 0.0  # when the thread last looked around; written by it
 
     # From start to stop; called by the owner's thread.
 
@@ -88,8 +92,9 @@ class Hub:
             self._open = undo.pop_all()
         self._router = router
         self.address = router.address
-        self._started = time.monotonic()
+        self._started = self._turned_at = time.monotonic()
         self._thread.start()
+        self.state = HubState.RUNNING
 
     def stop(self, drain_s: float = limits.DRAIN_S_MAX) -> bool:
         """Let the consumers handle what they have, for at most `drain_s` seconds, close them and end.
@@ -97,6 +102,7 @@ class Hub:
         Open requests are ended with status `error`. Frames that come meanwhile stay with their workers.
         Return whether everything was handled and every consumer closed.
         """
+        self.state = HubState.DRAINING
         deadline = time.monotonic() + drain_s
         drained = threading.Event()
 
@@ -112,7 +118,8 @@ class Hub:
         closed = [lane.join() for lane in self.lanes]
         for lane, is_closed in zip(self.lanes, closed, strict=True):
             if not is_closed:
-                logger.error("consumer %s does not stop; it is left behind", lane.name)
+                event = {"event": "consumer_left_behind", "consumer": lane.name}
+                logger.error("consumer %s does not stop; it is left behind", lane.name, extra=event)
 
         def end() -> None:
             self._ended = True
@@ -120,6 +127,7 @@ class Hub:
         self.post(end)
         self._thread.join(limits.SILENCE_S_MAX)
         self._open.close()
+        self.state = HubState.STOPPED
         return all(in_time) and all(closed)
 
     def __enter__(self) -> Self:
@@ -137,9 +145,19 @@ class Hub:
         if self._router is not None:
             self._router.waker.wake()
 
+    def uptime_s(self, now: float) -> float:
+        """Return how many seconds ago the hub began; 0 when it has not."""
+        return max(0.0, now - self._started) if self._started else 0.0
+
+    def stuck(self, now: float) -> bool:
+        """Return whether the hub's thread has ended before its time, or stands still."""
+        if self.state not in (HubState.RUNNING, HubState.DRAINING):
+            return False
+        return not self._thread.is_alive() or now - self._turned_at > limits.SILENCE_S_MAX
+
     def snapshot(self) -> Snapshot:
         """Return how things stand."""
-        ledger = self._exchange.ledger
+        ledger = self.ledger
         dropped = Counter(ledger.dropped)
         for lane in self.lanes:
             dropped.update(dict(lane.dropped))
@@ -153,36 +171,41 @@ class Hub:
             bytes=self.counts.bytes,
             queued_bytes=sum(lane.queue.nbytes for lane in self.lanes),
             dropped_rows=dict(dropped),
-            sessions=len(self._exchange.roster.peers),
-            engines=self._exchange.roster.engines_connected(),
+            sessions=len(self.roster.peers),
+            engines=self.roster.engines_connected(),
             refused=sum(self.counts.refused.values()),
             errors=sum(lane.errors for lane in self.lanes),
         )
 
     def status(self) -> dict[str, Any]:
         """Return every counter of the hub, its sessions and its consumers, as plain JSON values."""
-        counts, ledger, relay = self.counts, self._exchange.ledger, self._exchange.relay
+        counts, ledger, relay, roster = self.counts, self.ledger, self.relay, self.roster
+        now = time.monotonic()
         return {
             "version": capflow.__version__,
             "address": self.address,
-            "uptime_s": round(time.monotonic() - self._started, 3),
+            "uptime_s": round(self.uptime_s(now), 3),
+            "problems": problems(self, now),
             "frames": counts.frames,
             "rows": counts.rows,
             "bytes": counts.bytes,
             "tokens": counts.tokens,
+            "last_frame_age_s": age_s(counts.frame_at, now),
             "duplicate_frames": counts.duplicates,
             "protocol_errors": counts.protocol_errors,
             "sessions_lost": counts.sessions_lost,
+            "sessions_resumed": roster.resumed,
             "refused": dict(counts.refused),
             "requests": {
                 "open": ledger.requests_open,
                 "done": ledger.requests_done,
                 "failed": ledger.requests_failed,
+                "gapped": ledger.requests_gapped,
             },
             "dropped_rows": dict(ledger.dropped),
             "spilled": 0,
             "actions": {"applied": relay.applied, "rejected": relay.rejected, "waiting": len(relay)},
-            "sessions": [peer.status() for peer in list(self._exchange.roster.peers.values())],
+            "sessions": [peer.status(now) for peer in list(roster.peers.values())],
             "consumers": {lane.name: lane.status() for lane in self.lanes},
             "controllers": [controller.name for controller in self._exchange.controllers],
         }
@@ -202,7 +225,7 @@ class Hub:
                 if received is None:
                     break
                 self._exchange.receive(*received)
-            now = time.monotonic()
+            now = self._turned_at = time.monotonic()
             if now >= self._tick_at:
                 self._tick_at = now + _TICK_S
                 self._safely(functools.partial(self._exchange.tick, now))
@@ -212,7 +235,7 @@ class Hub:
         try:
             call()
         except Exception:
-            logger.exception("the hub failed at something and goes on")
+            logger.exception("the hub failed at something and goes on", extra={"event": "hub_failed"})
 
     def _send(self, peer: bytes, parts: Parts) -> None:
         assert self._router is not None

@@ -165,6 +165,7 @@ class Ledger:
         self.requests_done = 0
         self.requests_failed = 0  # of these, those whose engine went away
         self.requests_open = 0
+        self.requests_gapped = 0  # that are over, and of which rows did not reach this hub
         self.dropped: Counter[str] = Counter()  # rows that did not reach this hub, by reason
         self._requests: dict[str, Request] = {}  # the newest of each id, open or over
         self._over: dict[str, Request] = {}  # of `_requests` those that are over, oldest first
@@ -257,6 +258,7 @@ class Ledger:
         self.requests_open -= 1
         self.requests_done += 1
         self.dropped.update(request.dropped)
+        self.requests_gapped += bool(request.dropped)
         if self._requests.get(request.id) is request:
             self._over[request.id] = request
         while len(self._over) > limits.RESULTS_KEPT_MAX:

@@ -31,6 +31,14 @@ OUTBOUND_BYTES_DEFAULT = 256 * MIB
 QUEUE_BYTES_DEFAULT = 256 * MIB
 QUEUE_BYTES_MAX = 64 * 1024 * MIB
 
+# What is counted by name.
+REASONS_MAX = 64  # for which one peer may say that it lost rows
+REASON_LENGTH_MAX = 64
+
+# When a consumer is taken to have failed, until it does better.
+FRAMES_FAILED_MAX = 3  # in a row
+CALL_S_MAX = 30.0  # one call of it
+
 # Times, seconds.
 HEARTBEAT_S = 1.0
 SILENCE_S_MAX = 10.0
@@ -68,5 +76,9 @@ ACTION_S_MAX = 30.0
 LINGER_S = 0.5
 RECONNECT_S_MIN = 0.1
 RECONNECT_S_MAX = 2.0
+
+# What the endpoint for metrics and health bears.
+HTTP_CLIENTS_MAX = 16
+HTTP_S_MAX = 10.0  # one request, whole
 
 assert RECONNECT_S_MIN < RECONNECT_S_MAX < SILENCE_S_MAX

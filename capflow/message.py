@@ -10,7 +10,7 @@ part. A peer opens with `Hello` and the hub answers `Welcome` or `Refused`; ever
 | refused | hub | the hub does not talk to this peer; the reason |
 | frame | worker | captured rows |
 | ack | hub | every frame up to `seq` is taken; `credit_bytes` more may be sent |
-| beat | both | I am alive |
+| beat | both | I am alive; a worker's says what it has counted |
 | act | client, hub | please do this; the hub passes it to the scheduler of the engine |
 | outcome | scheduler, hub | what came of it; the hub passes it back |
 | await | client | tell me what became of these requests |
@@ -21,10 +21,11 @@ part. A peer opens with `Hello` and the hub answers `Welcome` or `Refused`; ever
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from capflow import limits
 from capflow.action import Action, Outcome
 from capflow.frame import PROTOCOL_VERSION, Rank
 from capflow.result import CaptureResult
@@ -96,8 +97,36 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
     credit_bytes: int
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """A sign of life, sent when nothing else was for `limits.HEARTBEAT_S`."""
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Reason = Annotated[str, msgspec.Meta(max_length=limits.REASON_LENGTH_MAX)]
+_Reasons = Annotated[dict[_Reason, _Count], msgspec.Meta(max_length=limits.REASONS_MAX)]
+
+
+class WorkerCounts(msgspec.Struct, frozen=True):
+    """What a worker counts on its side of the session, since its boot; what is `queued`, `unacked` or `staged` is so now.
+
+    sent: frames taken for the hub. queued: those that wait in the outbound queue. unacked: those given to the session, which
+    the hub has not acknowledged. staged_bytes: host memory lent for rows, from the step until the acknowledgement.
+    dropped_rows: by the reasons of `docs/backpressure.md`. reconnects: connections lost.
+    """
+
+    sent_frames: _Count = 0
+    sent_bytes: _Count = 0
+    queued_frames: _Count = 0
+    queued_bytes: _Count = 0
+    queue_bytes_max: _Count = 0
+    unacked_frames: _Count = 0
+    unacked_bytes: _Count = 0
+    staged_bytes: _Count = 0
+    staged_bytes_max: _Count = 0
+    dropped_rows: _Reasons = msgspec.field(default_factory=dict)
+    reconnects: _Count = 0
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
+    """A sign of life, sent when nothing else was for `limits.HEARTBEAT_S`; a worker's, at least that often, has its counts."""
+
+    counts: WorkerCounts | None = None
 
 
 class Act(msgspec.Struct, frozen=True, tag="act"):

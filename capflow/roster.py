@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
+
 from capflow import limits
+from capflow.counts import age_s
 from capflow.errors import RemoteProtocolError, UsageError, explain
 from capflow.frame import FrameHeader, Rank
 from capflow.ledger import Engine
-from capflow.message import Hello, ModelInfo
+from capflow.message import Hello, ModelInfo, WorkerCounts
 from capflow.plugins import ConfiguredController
 from capflow.session import HubSession, Intake
 
@@ -32,9 +35,12 @@ class Source:
     rows: int = 0
     bytes: int = 0
     step_tokens: int = 0
+    frame_at: float | None = None  # when the last frame was taken, on the monotonic clock
+    told: WorkerCounts | None = None  # what the worker said last of its own side
 
-    def count(self, header: FrameHeader, rows: int) -> None:
+    def count(self, header: FrameHeader, rows: int, now: float) -> None:
         """Count a frame."""
+        self.frame_at = now
         self.frames += 1
         self.rows += rows
         self.bytes += header.payload_bytes
@@ -48,7 +54,7 @@ class Peer(NamedTuple):
     hello: Hello
     source: Source | None  # a worker's
 
-    def status(self) -> dict[str, Any]:
+    def status(self, now: float) -> dict[str, Any]:
         """Return what is shown of a session."""
         told: dict[str, Any] = {"role": self.hello.role, "engine": self.hello.engine, "rank": list(self.hello.rank)}
         if self.hello.model is not None:
@@ -61,6 +67,8 @@ class Peer(NamedTuple):
                 "step_tokens": self.source.step_tokens,
                 "credit_bytes": self.source.intake.credit_bytes,
                 "held_bytes": self.source.intake.held_bytes,
+                "last_frame_age_s": age_s(self.source.frame_at, now),
+                "worker": None if self.source.told is None else msgspec.to_builtins(self.source.told),
             }
         return told
 
@@ -85,6 +93,7 @@ class Roster:
         self.controllers = tuple(controllers)
         self.peers: dict[bytes, Peer] = {}  # by connection, until they leave
         self.engines: dict[str, Engine] = {}  # by name, while a worker or a scheduler of it is known
+        self.resumed = 0  # workers that came back with the boot that they had
         self._sources: dict[tuple[str, Rank], Source] = {}
         self._fits = fits
         self._on_engine = on_engine
@@ -168,6 +177,8 @@ class Roster:
                 self._on_lost(source.engine, hello.rank.dp)
             self._prune()
             source = self._sources[key] = Source(hello.boot, hello.rank, engine, Intake(self.window_bytes))
+        else:
+            self.resumed += 1
         source.engine = engine
         source.peer = peer
         return source

@@ -285,7 +285,7 @@ class Intake:
     @property
     def held_bytes(self) -> int:
         """The bytes of frames taken and not released."""
-        return sum(self._held.values())
+        return sum(tuple(self._held.values()))  # any thread may ask
 
     def grant(self) -> int:
         """Return the credit of a new connection: the window, less what is held."""

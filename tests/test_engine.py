@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from engines import GREEDY, LAYERS, WIDTH, Reference, answers, engine, prompts, relative_error, save_tiny, vector
 from rows import ALL, FLOAT32_BOUND, check_rows
+from waiting import eventually
 
 import capflow
 from capflow.action import Abort, Applied, Rejected, Steer
@@ -276,6 +277,24 @@ def test_a_request_that_ends_before_it_is_scheduled_has_results(shared):
         (result,) = client.results(["early"], wait=True, timeout=20)["early"].values()
     assert result.status == "ok"
     assert capflow.open(root)["early"].sidecar.status == "abort"
+
+
+def test_what_a_worker_counts_reaches_the_hub(shared):
+    llm, _ = shared
+    params = capflow.sampling_params(id="counted", capture=ALL, max_tokens=4, **GREEDY)
+    llm.generate(prompts((9,)), params, use_tqdm=False)
+
+    def told():
+        with Client(llm.capflow_settings.hub) as client:
+            (worker,) = [session for session in client.status()["sessions"] if session["role"] == "worker"]
+        return worker["worker"] or {}, worker["frames"]
+
+    eventually(lambda: told()[0].get("sent_frames") == told()[1])
+    eventually(lambda: told()[0]["unacked_frames"] == 0)
+    counts, _ = told()
+    assert counts["staged_bytes_max"] == counts["queue_bytes_max"] == llm.capflow_settings.outbound_bytes_max
+    assert 0 <= counts["staged_bytes"] <= counts["staged_bytes_max"]
+    assert counts["dropped_rows"] == {}
 
 
 def test_an_action_for_a_request_that_does_not_run_is_rejected(shared):

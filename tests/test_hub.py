@@ -527,7 +527,7 @@ def test_status_counts_what_went_through(address):
         send_request(link, prompt=4, generated=3)
         client.results(["r1"], timeout=20)
         told = client.status()
-        assert told["requests"] == {"open": 0, "done": 1, "failed": 0}
+        assert told["requests"] == {"open": 0, "done": 1, "failed": 0, "gapped": 0}
         assert (told["frames"], told["rows"], told["tokens"]) == (4, 6, 6)
         worker = next(s for s in told["sessions"] if s["role"] == "worker")
         assert (worker["engine"], worker["rank"], worker["rows"], worker["step_tokens"]) == (

@@ -26,7 +26,7 @@ LAYERS = (
     {"queue", "session", "address", "plugins"},
     {"transport", "transport.sockets", "transport.link"},
     {"client", "launch"},
-    {"ledger", "relay", "waiters", "roster", "fanout", "exchange", "hub"},
+    {"ledger", "relay", "waiters", "roster", "pace", "fanout", "health", "exchange", "hub", "metrics", "endpoint"},
     {"cli", "__main__"},
 )
 """The core, lowest first; a module imports from its own layer and those below. `cli` stands for all of its modules."""

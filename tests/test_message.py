@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from frames import make_hello
 
-from capflow import message
+from capflow import limits, message
 from capflow.action import Abort, Applied, Rejected, Steer, Unsteer
 from capflow.frame import Rank
 from capflow.message import (
@@ -22,6 +22,7 @@ from capflow.message import (
     Results,
     Status,
     Welcome,
+    WorkerCounts,
 )
 from capflow.result import CaptureResult
 from capflow.site import Site
@@ -35,6 +36,7 @@ MESSAGES = [
     Refused("no"),
     Ack(7, 1000),
     Beat(),
+    Beat(WorkerCounts(sent_frames=3, queued_bytes=1, dropped_rows={"queue_full": 2})),
     Act("1", Steer("r1", (SteeringVector.make(Site(1, "mlp_in"), [1.0, 2.0]),))),
     Act("2", Unsteer("r1")),
     Act("3", Abort("r1")),
@@ -85,6 +87,9 @@ def test_fields_of_a_later_version_are_passed_over():
         {"type": "ack", "seq": "1", "credit_bytes": 2},
         {"type": "act", "id": "1", "action": {"type": "abort", "request": "r1", "force": True}},
         {"type": "act", "id": "1", "action": {"type": "reboot"}},
+        {"type": "beat", "counts": {"sent_frames": -1}},
+        {"type": "beat", "counts": {"dropped_rows": {str(n): 1 for n in range(limits.REASONS_MAX + 1)}}},
+        {"type": "beat", "counts": {"dropped_rows": {"x" * (limits.REASON_LENGTH_MAX + 1): 1}}},
         [],
         None,
     ],

@@ -132,3 +132,4 @@ def test_lost_rows_are_counted_with_their_reason(bench, where):
     (frame,) = bench.frames()
     (finished,) = frame.header.finished
     assert (finished.rows, finished.dropped) == (0, (Dropped(8, "queue_full"),))
+    assert bench.sender.dropped == {"queue_full": 8}

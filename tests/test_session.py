@@ -12,7 +12,20 @@ from capflow import limits, message
 from capflow.action import Abort, Applied
 from capflow.errors import LocalProtocolError, RemoteProtocolError
 from capflow.frame import Frame, Rank
-from capflow.message import Ack, Act, ActionOutcome, Await, Beat, Bye, Hello, Refused, Results, Status, Welcome
+from capflow.message import (
+    Ack,
+    Act,
+    ActionOutcome,
+    Await,
+    Beat,
+    Bye,
+    Hello,
+    Refused,
+    Results,
+    Status,
+    Welcome,
+    WorkerCounts,
+)
 from capflow.session import HubSession, Intake, PeerSession, State, cost
 
 HELLOS = {
@@ -27,6 +40,7 @@ OUTCOME = ActionOutcome(Applied("1", 3))
 CASES = [
     ("worker", "peer", make_frame(), True),
     ("worker", "peer", Beat(), True),
+    ("worker", "peer", Beat(WorkerCounts(sent_frames=1)), True),
     ("worker", "peer", Bye(), True),
     ("worker", "peer", OUTCOME, False),
     ("worker", "peer", Await(("r1",)), False),

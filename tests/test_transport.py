@@ -465,8 +465,15 @@ class TestClient:
         with pytest.raises(HubUnreachableError):
             client.status()
         with running_hub(address, Recorder()):
-            assert client.status()["requests"] == {"open": 0, "done": 0, "failed": 0}
+            assert client.status()["requests"] == {"open": 0, "done": 0, "failed": 0, "gapped": 0}
         client.close()
+
+    def test_that_paused_is_there_once(self, address, monkeypatch):
+        monkeypatch.setattr(limits, "HEARTBEAT_S", 0.0)  # every pause is too long
+        with running_hub(address, Recorder()) as hub, Client(address) as client:
+            for _ in range(5):
+                client.status()
+            eventually(lambda: len(hub.roster.peers) == 1)
 
     def test_does_not_wait_for_results_longer_than_it_is_told_to(self, address):
         consumer = Recorder(held=True)

@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "sites": ("capflow.cli.sites", "sites", "Show which sites a model has, and which would carry a tap."),
     "status": ("capflow.cli.status", "status", "Show a running hub's counters."),
     "steer": ("capflow.cli.act", "steer", "Add a vector to a running request."),
+    "top": ("capflow.cli.top", "top", "Watch a running hub: sessions, queues, credit, drops and rates."),
     "unsteer": ("capflow.cli.act", "unsteer", "Take back what `steer` added."),
     "vectors": ("capflow.cli.vectors", "vectors", "Make steering vectors from pairs of prompts."),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import io
 import queue
 import signal
 import threading
@@ -11,15 +11,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from capflow import limits
+from capflow.cli.logs import Format, logger, logs_to
+from capflow.cli.units import human_bytes
 from capflow.counts import Snapshot
+from capflow.endpoint import Endpoint
 from capflow.hub import Hub
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
 
@@ -32,7 +36,8 @@ class HubRun:
     """A running hub, from `with` to its end: then it drains, and prints what came of it.
 
     hub: the hub. refusals: why engines were refused, in the order in which they were. A first Ctrl-C or
-    SIGTERM sets `stopped`, which `wait` returns on; a second one cuts the drain short.
+    SIGTERM sets `stopped`, which `wait` returns on; a second one cuts the drain short. metrics: host and port to serve
+    metrics and health at. log_format: `json` logs everything and prints nothing.
     """
 
     def __init__(
@@ -43,14 +48,20 @@ class HubRun:
         *,
         insecure: bool = False,
         drain_s: float = limits.DRAIN_S_MAX,
+        metrics: tuple[str, int] | None = None,
+        log_format: Format = "text",
         console: Console | None = None,
     ) -> None:
-        self.console = console or Console(stderr=True)
+        self.log_format: Format = log_format
+        self.console = console or (
+            Console(stderr=True) if log_format == "text" else Console(file=io.StringIO(), quiet=True)
+        )
         self.drain_s = drain_s
         self.refusals: list[str] = []
         self.stopped = threading.Event()  # set by the first signal
         self.controllers = tuple(controllers)
         self.hub = Hub(address, consumers, controllers, insecure=insecure, on_refused=self.refusals.append)
+        self.endpoint = None if metrics is None else Endpoint(self.hub, *metrics)
         self._hurry = threading.Event()  # set by the second signal
         self._drained = True  # whether the consumers handled everything
         self._recent: deque[tuple[float, Snapshot]] = deque()  # what was shown in the last `_RATE_S`, and just before
@@ -59,12 +70,26 @@ class HubRun:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as undo:
             undo.enter_context(_on_signals(self._stop))
-            undo.enter_context(_logs_to(self.console))
+            undo.enter_context(logs_to(self.console, self.log_format))
+            if self.endpoint is not None:
+                self.endpoint.start()  # before the consumers open, which may take long: it says that they do
+                undo.callback(self.endpoint.stop)
             self.hub.start()
             self._signals = undo.pop_all()
         self._recent.append((time.monotonic(), self.hub.snapshot()))
-        self.console.print(f"capflow: listening at {self.hub.address}", highlight=False, soft_wrap=True)
+        self.tell("listening", f"listening at {self.hub.address}", address=self.hub.address)
+        if self.endpoint is not None:
+            self.tell("metrics", f"metrics at {self.endpoint.url}/metrics", url=self.endpoint.url)
+            if not self.endpoint.is_local:
+                logger.warning("other machines can read the metrics", extra={"event": "metrics_open"})
         return self
+
+    def tell(self, event: str, text: str, *, style: str = "", **fields: Any) -> None:
+        """Say something to whoever runs the command: a line, or an event in the log."""
+        if self.log_format == "json":
+            logger.info("%s", text, extra={"event": event, **fields})
+        else:
+            self.console.print(Text(f"capflow: {text}", style=style), highlight=False, soft_wrap=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -72,9 +97,12 @@ class HubRun:
         with self._signals:
             before = self.hub.snapshot()
             if before.queued_bytes:
-                self.console.print(f"capflow: draining {human_bytes(before.queued_bytes)}", highlight=False)
+                size = human_bytes(before.queued_bytes)
+                self.tell("draining", f"draining {size}", queued_bytes=before.queued_bytes)
             self._drained = self._stop_hub()
             self.console.print(self._summary())
+            if self.log_format == "json":
+                self._tell_end()
 
     @property
     def exit_code(self) -> int:
@@ -138,6 +166,15 @@ class HubRun:
         ]
         return Text("  ".join(parts), style="red" if now.rows_lost else "")
 
+    def _tell_end(self) -> None:
+        now = self.hub.snapshot()
+        consumers = {
+            lane.name: {"rows": lane.rows, "dropped_rows": dict(lane.dropped), "errors": lane.errors}
+            for lane in self.hub.lanes
+        }
+        counts = msgspec.to_builtins(now)
+        self.tell("stopped", "stopped", **counts, drained=self._drained, exit_code=self.exit_code, consumers=consumers)
+
     def _summary(self) -> Table:
         now = self.hub.snapshot()
         title = f"{now.requests_done} requests, {now.tokens} tokens, {now.rows} rows, {human_bytes(now.bytes)}"
@@ -158,15 +195,6 @@ def _lost(now: Snapshot) -> str | None:
     if not now.rows_lost:
         return None
     return "rows lost: " + ", ".join(f"{rows} {reason}" for reason, rows in sorted(now.dropped_rows.items()))
-
-
-def human_bytes(count: float) -> str:
-    """Return a number of bytes as people read it."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 @contextlib.contextmanager
@@ -195,24 +223,3 @@ def _on_signals(call: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
         came.put(False)
         follower.join()
-
-
-@contextlib.contextmanager
-def _logs_to(console: Console) -> Iterator[None]:
-    """Show warnings and errors of capflow, above a live line if there is one."""
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            console.print(Text(self.format(record)), soft_wrap=True)
-
-    handler = Handler(logging.INFO)
-    handler.setFormatter(logging.Formatter("capflow: %(message)s"))
-    logger = logging.getLogger("capflow")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)

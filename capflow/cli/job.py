@@ -25,8 +25,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from capflow import limits
-from capflow.cli.hubrun import HubRun, human_bytes
+from capflow.cli.hubrun import HubRun
 from capflow.cli.needs import check_vllm
+from capflow.cli.units import human_bytes
 from capflow.client import Client
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ModelInfo
@@ -245,7 +246,7 @@ def run_job(running: HubRun, job: ModelJob) -> int:
         for consumer in running.hub.consumers:
             address = getattr(consumer.consumer, "address", None)
             if address:
-                running.console.print(f"capflow: {consumer.name} at {address}", highlight=False, soft_wrap=True)
+                running.tell("consumer_listening", f"{consumer.name} at {address}", consumer=consumer.name, url=address)
         job.hub = running.hub.address
         job.start()
         try:
@@ -259,7 +260,7 @@ def run_job(running: HubRun, job: ModelJob) -> int:
     missing = _missing(running, job, results)
     running.console.print(_outcome(running, job, results))
     for line in missing[:20]:
-        running.console.print(f"capflow: {line}", style="red", soft_wrap=True)
+        running.tell("missing", line, style="red")
     return 1 if missing else running.exit_code
 
 
@@ -290,8 +291,8 @@ def _watch(running: HubRun, job: ModelJob) -> None:
             bar.update(task, description=job.stage, completed=len(job.done), rates=rates)
             now = time.monotonic()
             if bar.disable and (job.stage != said or now - said_at > _PLAIN_S):
-                line = f"capflow: {job.stage}, {len(job.done)} of {len(job.prompts)} requests  {rates}"
-                running.console.print(line.rstrip(), highlight=False, soft_wrap=True)
+                line = f"{job.stage}, {len(job.done)} of {len(job.prompts)} requests  {rates}"
+                running.tell("progress", line.rstrip(), stage=job.stage, done=len(job.done), of=len(job.prompts))
                 said, said_at = job.stage, now
 
 

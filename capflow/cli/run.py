@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from capflow.cli.hubrun import HubRun
+    from capflow.cli.logs import Format
+
+
+def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
+    """Have a command say what it fails with in the format of its log."""
+
+    @functools.wraps(command)
+    def run_it(*, log_format: Format, **options: Any) -> None:
+        if log_format == "text":
+            command(log_format=log_format, **options)
+            return
+        from capflow.cli.logs import failures_as_json
+
+        with failures_as_json():
+            command(log_format=log_format, **options)
+
+    return run_it
 
 
 @click.command()
@@ -31,7 +50,16 @@ if TYPE_CHECKING:
 @click.option("--sites", multiple=True, metavar="HOOK:LAYER", help="Sites that carry a tap, with *; post_block:*.")
 @click.option("--engine-arg", multiple=True, metavar="NAME=VALUE", help="An engine argument of vLLM; repeatable.")
 @click.option("--sampling", multiple=True, metavar="NAME=VALUE", help="A sampling parameter of vLLM; repeatable.")
+@click.option(
+    "--metrics-address",
+    metavar="[HOST:]PORT",
+    help="Serve /metrics, /healthz and /readyz over HTTP; HOST is 127.0.0.1 unless given, PORT 0 is any free one.",
+)
+@click.option(
+    "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Of standard error."
+)
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does: with the parent process.")
+@_failures_in_its_log
 def run(
     consumers: tuple[str, ...],
     config: Path | None,
@@ -44,6 +72,8 @@ def run(
     sites: tuple[str, ...],
     engine_arg: tuple[str, ...],
     sampling: tuple[str, ...],
+    metrics_address: str | None,
+    log_format: Format,
     until_eof: bool,
 ) -> None:
     """Run a hub with consumers.
@@ -54,6 +84,7 @@ def run(
     from capflow import limits
     from capflow.address import check_address, default_address
     from capflow.cli.hubrun import HubRun
+    from capflow.endpoint import parse_listen
     from capflow.errors import UsageError, explain
     from capflow.plugins import configure_all, load_plugins
 
@@ -61,6 +92,7 @@ def run(
         given, missing = ("--prompts", "--model") if model is None else ("--model", "--prompts")
         raise UsageError(explain(given, got=f"no {missing}", expected="both or neither"))
     address = check_address(address or default_address(), insecure=insecure, where="--address")
+    metrics = None if metrics_address is None else parse_listen(metrics_address, "--metrics-address")
     made, controllers = configure_all(consumers, config, load_plugins())
     if not made and not controllers:
         raise UsageError(explain("--consumer", got="none", expected="at least one", do="see `capflow plugins`"))
@@ -78,7 +110,9 @@ def run(
             sampling=parse_pairs(sampling, "--sampling"),
         )
         job.check()
-    running = HubRun(address, made, controllers, insecure=insecure, drain_s=drain_s)
+    running = HubRun(
+        address, made, controllers, insecure=insecure, drain_s=drain_s, metrics=metrics, log_format=log_format
+    )
     if job is not None:
         from capflow.cli.job import run_job
 

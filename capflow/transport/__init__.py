@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from capflow.transport.link import SchedulerLink, WorkerLink
+from capflow.transport.link import SchedulerLink, Staged, WorkerLink
 from capflow.transport.sockets import Dealer, Event, Router, Waker
 
-__all__ = ["Dealer", "Event", "Router", "SchedulerLink", "Waker", "WorkerLink"]
+__all__ = ["Dealer", "Event", "Router", "SchedulerLink", "Staged", "Waker", "WorkerLink"]

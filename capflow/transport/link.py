@@ -11,8 +11,9 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from capflow import limits
 from capflow.action import Outcome
@@ -20,15 +21,23 @@ from capflow.address import check_address
 from capflow.consumer import Policy
 from capflow.errors import RemoteProtocolError
 from capflow.frame import FrameHeader
-from capflow.message import Act, ActionOutcome, Bye, Hello, Message, Refused, Welcome
+from capflow.message import Act, ActionOutcome, Beat, Bye, Hello, Message, Refused, Welcome, WorkerCounts
 from capflow.queue import ByteQueue, Overload
-from capflow.session import PeerSession, State
+from capflow.session import Parts, PeerSession, State
 from capflow.transport.sockets import Dealer, Event, Waker
 
 logger = logging.getLogger("capflow.link")
 
 _RECEIVE_BATCH = 256  # messages handled before frames are sent again
 _FRAME_OVERHEAD_BYTES = 512  # what a queued frame weighs besides its payload
+
+
+class Staged(NamedTuple):
+    """What a worker holds before its link: bytes of rows, their bound, and the rows it dropped, by reason."""
+
+    nbytes: int = 0
+    bytes_max: int = 0
+    dropped_rows: Mapping[str, int] = MappingProxyType({})
 
 
 class _Link:
@@ -83,6 +92,10 @@ class _Link:
     def _fill(self, dealer: Dealer, now: float) -> None:
         """Send what there is to send."""
 
+    def _beat(self, now: float) -> Parts | None:
+        """Return a sign of life if one is due."""
+        return self._session.tick(now)
+
     def _drained(self) -> bool:
         """Return whether nothing is left that `close` should wait for."""
         return True
@@ -128,7 +141,7 @@ class _Link:
                 self._lost(f"the hub was silent for {limits.SILENCE_S_MAX:g} s")
                 return
             self._fill(dealer, now)
-            if (beat := session.tick(now)) is not None:
+            if (beat := self._beat(now)) is not None:
                 dealer.send(beat)
             if self._done(now):
                 if session.state is State.OPEN:
@@ -186,7 +199,8 @@ class WorkerLink(_Link):
 
     outbound_bytes_max bounds the frames that wait here; those sent and not acknowledged are bounded by the hub's
     credit besides. policy: what `send` does when there is no room, waiting at most block_s_max seconds
-    for it. on_welcome: called on the link's thread with every Welcome.
+    for it. on_welcome: called on the link's thread with every Welcome. staged: gives, on the link's thread, what the hub
+    is told of what comes before this link.
 
     `send` answers `None`, or why the frame was dropped: `no_hub`, no hub was ever there; `hub_gone`, there was one
     and the queue is full; `queue_full`, the hub is there and takes less than is sent; `refused`, the hub
@@ -202,11 +216,14 @@ class WorkerLink(_Link):
         policy: Policy = "block",
         block_s_max: float = limits.BLOCK_S_MAX,
         on_welcome: Callable[[Welcome], None] | None = None,
+        staged: Callable[[], Staged] = Staged,
     ) -> None:
         super().__init__(address, hello)
         self.policy = Overload(policy)
         self.block_s_max = block_s_max
         self.on_welcome = on_welcome
+        self._staged = staged
+        self._told_at = 0.0  # when the hub was last told the counts; the thread's
         self._queue: ByteQueue[tuple[FrameHeader, memoryview]] = ByteQueue(outbound_bytes_max)
         self._gave_up = False  # a whole `block_s_max` was waited for a hub that is gone; cleared by its return
         self._frames = 0  # accepted by `send`
@@ -278,12 +295,35 @@ class WorkerLink(_Link):
                 return
             session.push(*item)
 
+    def _beat(self, now: float) -> Parts | None:
+        if self._session.state is not State.OPEN or now < self._told_at + limits.HEARTBEAT_S:
+            return None
+        self._told_at = now
+        return self._session.send(Beat(self._counts()), now)
+
+    def _counts(self) -> WorkerCounts:
+        staged = self._staged()
+        return WorkerCounts(
+            sent_frames=self._frames,
+            sent_bytes=self._bytes,
+            queued_frames=len(self._queue),
+            queued_bytes=self._queue.nbytes,
+            queue_bytes_max=self._queue.bytes_max,
+            unacked_frames=self._session.unacked,
+            unacked_bytes=self._session.unacked_bytes,
+            staged_bytes=staged.nbytes,
+            staged_bytes_max=staged.bytes_max,
+            dropped_rows=dict(staged.dropped_rows),
+            reconnects=self.reconnects,
+        )
+
     def _drained(self) -> bool:
         return not self.ever_connected or (not len(self._queue) and not self._session.unacked)
 
     def _received(self, said: Message) -> None:
         if isinstance(said, Welcome):
             self._gave_up = False
+            self._told_at = 0.0
             if self.on_welcome is not None:
                 self.on_welcome(said)
 

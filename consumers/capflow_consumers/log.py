@@ -57,7 +57,9 @@ class LogConsumer(Consumer):
         mean = total / rows if rows else 0.0
         self.finished += 1
         if self.finished % self.config.every == 0:
-            logger.info("%s: %d rows at %d sites, mean norm %.4g", done.request, rows, len(sites), mean)
+            fields = {"event": "request", "request": done.request, "rows": rows, "sites": len(sites), "mean_norm": mean}
+            line = "%s: %d rows at %d sites, mean norm %.4g"
+            logger.info(line, done.request, rows, len(sites), mean, extra=fields)
         status: Status = "partial_error" if done.dropped else "ok"
         return CaptureResult(status, payload={"rows": rows, "sites": len(sites), "mean_norm": mean})
 

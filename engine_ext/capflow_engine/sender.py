@@ -10,6 +10,7 @@ import functools
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -87,6 +88,7 @@ class Sender:
         self.link = link
         self.engine, self.boot, self.rank, self.info, self.sites = engine, boot, rank, info, sites
         self.text_of = functools.lru_cache(maxsize=65536)(text_of) if text_of is not None else None
+        self.dropped: Counter[str] = Counter()  # rows not sent, by reason, since the start; written by the thread
         self._sent: dict[str, int] = {}  # rows sent, by vLLM's id, of requests that run
         self._dropped: dict[str, dict[str, int]] = {}  # rows not sent, by vLLM's id and reason
         self._steps: queue.SimpleQueue[Computed | None] = queue.SimpleQueue()
@@ -128,6 +130,7 @@ class Sender:
                 for key, rows in counts.items():
                     self._sent[key] = self._sent.get(key, 0) + rows
         if reason is not None:
+            self.dropped[reason] += sum(counts.values())
             for key, rows in counts.items():
                 reasons = self._dropped.setdefault(key, {})
                 reasons[reason] = reasons.get(reason, 0) + rows

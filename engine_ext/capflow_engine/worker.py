@@ -29,7 +29,7 @@ from capflow.message import Hello
 from capflow.program import SteeringProgram, with_vectors
 from capflow.spec import CaptureSpec, Wanted, join
 from capflow.steering import Steering, Tier
-from capflow.transport import WorkerLink
+from capflow.transport import Staged, WorkerLink
 from capflow.vector import SteeringVector
 from capflow_engine import compat, compat_model, compat_step
 from capflow_engine.bank import Bank, Steered
@@ -121,6 +121,7 @@ class WorkerCapture:
             outbound_bytes_max=self.settings.outbound_bytes_max,
             policy=self.settings.policy,
             block_s_max=limits.BLOCK_S_MAX,
+            staged=self._staged,
         )
         self.link.start()
         tokenizer = compat.load_tokenizer(vllm_config)
@@ -134,6 +135,10 @@ class WorkerCapture:
             text_of=None if tokenizer is None else lambda token: str(tokenizer.decode([token])),
         )
         self.sender.start()
+
+    def _staged(self) -> Staged:
+        dropped = self.sender.dropped if self.sender is not None else {}
+        return Staged(self.ring.bytes_lent, self.ring.bytes_max, dict(dropped))
 
     def _make_tables(self, tokens: int) -> Tables:
         rows = min(tokens * 2 * len(self.sites), self.settings.staging_bytes_max // self.row_bytes)

@@ -1,0 +1,47 @@
+"""Health: whether a hub lives, and whether it does what it is there for.
+
+What is said here names consumers and states, and nothing that was captured: anyone may be told.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class HubState(enum.Enum):
+    """Where a hub stands, between its making and its end."""
+
+    STARTING = "starting"
+    """Its consumers are being opened; nothing is taken yet."""
+    RUNNING = "running"
+    DRAINING = "draining"
+    """Nothing is taken any more; the consumers handle what they have."""
+    STOPPED = "stopped"
+
+
+class _Consumer(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def trouble(self, now: float) -> str | None: ...
+
+
+class _Hub(Protocol):
+    @property
+    def state(self) -> HubState: ...
+
+    @property
+    def lanes(self) -> Sequence[_Consumer]: ...
+
+    def stuck(self, now: float) -> bool: ...
+
+
+def problems(hub: _Hub, now: float) -> list[str]:
+    """Return why the hub is not ready; empty when it listens and every consumer gets on."""
+    found = ["the hub's thread stands still"] if hub.stuck(now) else []
+    if hub.state is not HubState.RUNNING:
+        return [*found, f"the hub is {hub.state.value}"]
+    troubles = ((lane.name, lane.trouble(now)) for lane in hub.lanes)
+    return found + [f"consumer {name}: {trouble}" for name, trouble in troubles if trouble is not None]
