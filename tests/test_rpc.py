@@ -2,7 +2,12 @@
 
 import base64
 import json
+import re
+import subprocess
+import sys
 import urllib.request
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from hubs import free_port
 from servers import environment, healthy, process, wait_until
+from sources import ROOT
 from waiting import eventually
 
 import capflow
@@ -40,9 +46,18 @@ DATA = np.array([VECTOR, OTHER], np.float16).tobytes()
 ROW = np.array(OTHER, np.float32).tobytes()
 
 
+class Served(NamedTuple):
+    """A server: a channel to its gRPC, the port of its HTTP, where the rows lie, and the address of its gRPC."""
+
+    channel: grpc.Channel
+    port: int
+    root: Path
+    address: str
+
+
 @pytest.fixture(scope="module")
 def served(tiny_with_words, tmp_path_factory):
-    """A hub and a server: a channel to its gRPC, the port of its HTTP, and where the rows lie."""
+    """A server, and a hub that it serves."""
     home = tmp_path_factory.mktemp("home")
     (home / "one.json").write_text(json.dumps({"vectors": {"post_block": {"1": VECTOR}}}))
     port, rpc = free_port(), free_port()
@@ -54,19 +69,21 @@ def served(tiny_with_words, tmp_path_factory):
     ]  # fmt: skip
     variables = environment(home)
     hub = process("run", "--consumer", f"filesystem:root={home}/rows,capture=requests", environment=variables)
-    with hub as (_hub, _), process(*command, environment=variables) as (server, _):
+    with hub as (_hub, _), process(*command, environment=variables) as (server, said):
         try:
             wait_until(lambda: healthy(port), 200, server)
-            with grpc.insecure_channel(f"127.0.0.1:{rpc}") as channel:
-                yield channel, port, home / "rows"
+            address = f"127.0.0.1:{rpc}"
+            with grpc.insecure_channel(address) as channel:
+                yield Served(channel, port, home / "rows", address)
         finally:
             server.terminate()
             _hub.terminate()
+    assert not any("Traceback" in line for line in said)
 
 
 @pytest.fixture
 def generate(served):
-    return GenerateStub(served[0])
+    return GenerateStub(served.channel)
 
 
 def asked(**changes):
@@ -99,7 +116,7 @@ def refusal(call):
 
 
 def test_it_says_that_it_serves_and_what(served):
-    channel, _, _ = served
+    channel = served.channel
     check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="capflow.v1.Steering"))
     assert check.status == health_pb2.HealthCheckResponse.SERVING
     reflected = ProtoReflectionDescriptorDatabase(channel)
@@ -121,7 +138,7 @@ def test_it_says_that_it_serves_and_what(served):
     "prompt", [{"prompt": PROMPT}, {"prompt_token_ids": {"token_ids": TOKENS}}], ids=["text", "tokens"]
 )
 def test_an_answer_is_that_of_http_whole_or_streamed(served, generate, prompt):
-    expected = http(served[1])
+    expected = http(served.port)
     choice = expected["choices"][0]
     answer = generate.Generate(asked(**prompt), metadata=AUTHORIZED)
     (output,) = answer.outputs
@@ -139,7 +156,7 @@ def test_an_answer_is_that_of_http_whole_or_streamed(served, generate, prompt):
 
 def test_sampling_is_that_of_http(served, generate):
     sampling = {"temperature": 1.0, "seed": 7, "n": 2, "top_k": 20, "top_p": 0.9, "logprobs": 2, "max_tokens": 8}
-    expected = http(served[1], **sampling, return_tokens_as_token_ids=True)["choices"]
+    expected = http(served.port, **sampling, return_tokens_as_token_ids=True)["choices"]
     answer = generate.Generate(asked(**sampling), metadata=AUTHORIZED)
     assert [list(output.token_ids) for output in answer.outputs] == [choice["token_ids"] for choice in expected]
     for output, choice in zip(answer.outputs, expected, strict=True):
@@ -149,7 +166,7 @@ def test_sampling_is_that_of_http(served, generate):
         )
         for each, top in zip(output.logprobs, choice["logprobs"]["top_logprobs"], strict=True):
             assert {f"token_id:{token}": pytest.approx(one, abs=1e-5) for token, one in each.top.items()} == top
-    greedy = http(served[1])["choices"][0]["token_ids"]
+    greedy = http(served.port)["choices"][0]["token_ids"]
     stopped = generate.Generate(asked(stop_token_ids=[greedy[0]]), metadata=AUTHORIZED).outputs[0]
     assert (stopped.finish_reason, stopped.stop_reason, len(stopped.token_ids)) == ("stop", str(greedy[0]), 1)
     pushed = generate.Generate(asked(logit_bias={17: 100}), metadata=AUTHORIZED).outputs[0]
@@ -182,8 +199,8 @@ STEERINGS = {
 @pytest.mark.parametrize("form", STEERINGS)
 def test_what_steers_is_applied_as_over_http(served, generate, form):
     message, body = STEERINGS[form]
-    plain = http(served[1])["choices"][0]["token_ids"]
-    expected = http(served[1], **body, steering_report=True)
+    plain = http(served.port)["choices"][0]["token_ids"]
+    expected = http(served.port, **body, steering_report=True)
     said = expected["steering_applied"]
     answer, call = generate.Generate.with_call(asked(**message, steering_report=True), metadata=AUTHORIZED)
     applied = answer.steering_applied
@@ -199,7 +216,7 @@ def test_what_steers_is_applied_as_over_http(served, generate, form):
 
 
 def test_the_global_state_steers_calls_that_ask_for_nothing(served, generate):
-    channel, port, _ = served
+    channel, port = served.channel, served.port
     steering = SteeringStub(channel)
     vectors = {"post_block": {"layers": {1: {"vector": VECTOR}}}}
     expected = generate.Generate(asked(steering_vectors=vectors), metadata=AUTHORIZED).outputs[0]
@@ -213,7 +230,7 @@ def test_the_global_state_steers_calls_that_ask_for_nothing(served, generate):
 
 
 def test_a_capture_has_its_rows_when_it_was_waited_for(served, generate, reference):
-    root = served[2]
+    root = served.root
     answer = generate.Generate(asked(capture=CAPTURE, capture_wait=True, capture_id="whole"), metadata=AUTHORIZED)
     *parts, last = generate.GenerateStream(
         asked(capture=CAPTURE, capture_wait=True, request_id="streamed"), metadata=AUTHORIZED
@@ -237,7 +254,7 @@ def test_every_choice_has_its_own_result(served, generate):
     answer = generate.Generate(request, metadata=AUTHORIZED)
     each = [one.results["filesystem"].status for one in answer.capture_results_by_choice]
     assert (each, answer.capture_results["filesystem"].status) == (["ok", "ok"], "ok")
-    assert {"many#0", "many#1"} <= set(capflow.open(served[2]))
+    assert {"many#0", "many#1"} <= set(capflow.open(served.root))
 
 
 INVALID, MISSING = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
@@ -283,7 +300,7 @@ def test_what_is_wrong_is_refused_by_its_field(generate, method, changes, code, 
 
 
 def test_the_keys_guard_calls(served, generate):
-    steering = SteeringStub(served[0])
+    steering = SteeringStub(served.channel)
     for metadata in ((), (("authorization", "Bearer wrong"),), (("x-api-key", STEERING_KEY),)):
         assert refusal(lambda: generate.Generate(asked(), metadata=metadata))[0] == grpc.StatusCode.UNAUTHENTICATED  # noqa: B023
     assert refusal(lambda: steering.Clear(pb.ClearRequest(), metadata=AUTHORIZED))[0] == grpc.StatusCode.UNAUTHENTICATED
@@ -306,7 +323,7 @@ def test_an_id_that_runs_is_refused_to_another_call(generate):
 
 @pytest.mark.parametrize("end", ["stream", "call", "deadline"])
 def test_a_call_that_ends_early_ends_its_request(served, generate, end):
-    _, port, root = served
+    port, root = served.port, served.root
 
     def running():
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
@@ -330,3 +347,15 @@ def test_a_call_that_ends_early_ends_its_request(served, generate, end):
     capture = capflow.open(root)[f"left-{end}"]
     assert capture.sidecar.status == "abort"
     assert capture.computed_length < LENGTH_MAX - 20
+
+
+def test_the_client_of_the_documentation_works(served, tmp_path):
+    page = (ROOT / "docs" / "grpc.md").read_text(encoding="utf-8")
+    (client,) = re.findall(r"^```python [^\n]*\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    script = tmp_path / "client.py"
+    script.write_text(client.replace("127.0.0.1:50051", served.address).replace("my-key", KEY))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=True)
+    first, captured, *streamed = done.stdout.splitlines()
+    assert re.fullmatch(r".+ [0-9a-f]{32}", first)
+    assert captured == "filesystem ok"
+    assert "".join(streamed) == f"{first.rpartition(' ')[0]}NOT_FOUND steering_name"

@@ -161,3 +161,10 @@ def test_what_makes_no_body_is_refused(request_, path):
 
 def test_the_schema_is_beside_its_code():
     assert Path(pb.__file__).with_name("capflow.proto").is_file()
+
+
+def test_a_client_needs_neither_torch_nor_vllm():
+    source = "import sys; import capflow_engine.rpc.capflow_pb2_grpc; print({'torch', 'vllm'} & set(sys.modules))"
+    assert (
+        subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout == "set()\n"
+    )

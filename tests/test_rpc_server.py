@@ -261,3 +261,22 @@ def test_a_port_that_somebody_listens_on_is_refused():
 @pytest.mark.parametrize(("host", "address"), [("::1", "[::1]:5"), ("localhost", "localhost:5")])
 def test_an_address_of_six_has_brackets(host, address):
     assert port.address(host, 5) == address
+
+
+@pytest.mark.parametrize(
+    ("arguments", "opened"),
+    [
+        (("--host", "127.0.0.1", "--grpc-port", "5"), True),
+        (("--host", "127.0.0.1", "--grpc-port", "5", "--grpc-host", "0.0.0.0"), False),
+        (("--host", "0.0.0.0", "--grpc-port", "5"), False),
+        (("--host", "127.0.0.1", "--grpc-host", "0.0.0.0"), True),
+        (("--grpc-port", "5", "--grpc-host", "0.0.0.0", "--insecure"), True),
+    ],
+)
+def test_changes_need_no_key_only_where_both_doors_are_of_this_machine(tiny_with_words, arguments, opened):
+    from capflow_engine.serve import parse
+
+    _, args, _ = parse([tiny_with_words, *arguments])
+    assert args.capflow.keys.open is opened
+    listens = args.capflow.rpc_address
+    assert listens in (("127.0.0.1:5", "0.0.0.0:5") if "--grpc-port" in arguments else (None,))

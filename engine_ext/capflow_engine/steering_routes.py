@@ -97,7 +97,7 @@ def check_key(keys: Keys, headers: Mapping[str, str]) -> None:
                 HTTPStatus.UNAUTHORIZED, explain("steering key", got="none that fits", expected=expected)
             )
     elif not keys.open:
-        do = f"start the server with {FLAG} (or {ENVIRONMENT_VARIABLE}), with --host 127.0.0.1, or with --insecure"
+        do = f"start the server with {FLAG} (or {ENVIRONMENT_VARIABLE}), with --host 127.0.0.1 and no other --grpc-host, or with --insecure"
         raise HTTPException(
             HTTPStatus.FORBIDDEN,
             explain("steering: this server is reached from other machines, and has no steering key", do=do),
