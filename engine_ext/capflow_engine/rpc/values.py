@@ -79,7 +79,9 @@ def _value(value: Any, where: str) -> Any:
         return {key: _value(each, f"{where}.{key}") for key, each in value.items()}
     if isinstance(value, str | bytes | int | float):
         return value
-    return [_value(each, f"{where}.{n}") if isinstance(each, Message) else each for n, each in enumerate(value)]
+    if not isinstance(value[0], Message):
+        return list(value)
+    return [_value(each, f"{where}.{n}") for n, each in enumerate(value)]
 
 
 def _json(value: struct_pb2.Value) -> Any:
