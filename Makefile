@@ -7,7 +7,7 @@ RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
 	--consumer dashboard:probes=examples/code.safetensors
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test proof soak conformance lint format bench env system compiler lock clean
+.PHONY: help demo test proof soak conformance lint format bench proto env system compiler lock clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,10 @@ format: env  ## let ruff rewrite what it can
 
 bench: env compiler  ## measure what capflow costs, against vLLM without it
 	$(PYTHON) benchmarks/overhead.py
+
+proto: env  ## make the code of the gRPC schema, engine_ext/capflow_engine/rpc/capflow.proto
+	cd engine_ext && ../$(PYTHON) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
+		capflow_engine/rpc/capflow.proto
 
 env:  ## make .venv from requirements/cpu.lock; does nothing when it is up to date
 	@bash requirements/env.sh

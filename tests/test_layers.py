@@ -132,6 +132,12 @@ def test_only_transport_imports_zmq(name):
     assert inside(name, {"capflow.transport"}) or "zmq" not in {top(i) for i in IMPORTS[name]}
 
 
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_only_rpc_imports_grpc(name):
+    found = {top(i) for i in IMPORTS[name]} & {"grpc", "grpc_health", "grpc_reflection", "google"}
+    assert inside(name, {"capflow_engine.rpc"}) or not found
+
+
 @pytest.mark.parametrize(
     "name", sorted(name for name in FILES if top(name) in ("capflow_consumers", "capflow_dashboard"))
 )

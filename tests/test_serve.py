@@ -62,6 +62,7 @@ def test_a_server_finds_the_hub_and_either_may_leave_first(tiny_with_words, refe
         (("--steering-modules", "glad"), "--steering-modules: got glad, expected NAME=PATH"),
         (("--steering-modules", "glad=/nowhere.json"), "/nowhere.json: got no such file"),
         (("--steering-bank-bytes", "0"), "--steering-bank-bytes: got 0, expected 1.."),
+        (("--grpc-port", "0"), "--grpc-port: got 0, expected 1..65535"),
         (("--capture-wait-s", "soon"), "--capture-wait-s: got soon, expected more than 0"),
     ],
 )

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-from argparse import Namespace
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,50 +9,13 @@ pytest.importorskip("vllm")
 
 import httpx
 import numpy as np
-from fastapi import FastAPI
-from starlette.testclient import TestClient
-from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from apps import LIMIT, WIDTH, server
 
-from capflow.site import Site
 from capflow_engine.fields import FIELDS
-from capflow_engine.http import Plugin
 from capflow_engine.keys import Keys, is_loopback, keys_of
-from capflow_engine.serving import Serving
-from capflow_engine.settings import Settings
 
-WIDTH = 8
-SITES = tuple(Site(layer, "post_block") for layer in range(3))
 VECTOR = [1.0] * WIDTH
 ONE = {"vectors": {"post_block": {"1": VECTOR}}}
-LIMIT = 100_000
-
-
-def server(directory, keys=Keys(open=True)):  # noqa: B008 - it is frozen
-    """An app with capflow's routes, as vLLM makes it."""
-    app = FastAPI()
-    app.state.args = Namespace(log_error_stack=False)
-    plugin = Plugin()
-    plugin.attach_router(app)
-    init_exception_handler(app)
-    model = SimpleNamespace(
-        served_model_name="tiny",
-        dtype="torch.float32",
-        get_total_num_hidden_layers=lambda: 4,
-        get_hidden_size=lambda: WIDTH,
-    )
-    settings = Settings("engine", "ipc:///nowhere", SITES, steering_bank_bytes=3 * 4 * WIDTH)
-    config = SimpleNamespace(
-        additional_config=settings,
-        model_config=model,
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
-    )
-    engine = SimpleNamespace(vllm_config=config, generate=lambda prompt, params: params)
-    args = Namespace(capflow=Serving(directory, keys, LIMIT))
-    asyncio.run(plugin.init_state(engine, app.state, args))
-    client = TestClient(app)
-    client.engine = engine
-    return client
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
-from fastapi import Request
 
 from capflow.errors import UsageError, explain
 from capflow.result import joined
@@ -42,11 +41,14 @@ class Front:
         self.server = Server(self.info, self.store, size)
         self.keys = serving.keys
         self.body_bytes_max = serving.body_bytes_max
+        self.rpc_address = serving.rpc_address
         self.asker = Asker(self.settings.hub)
         self.running: WeakValueDictionary[str, Asked] = WeakValueDictionary()  # by what their choices are called
 
-    def take(self, request: Any, raw_request: Request, kind: str, prompts: int) -> Asked | None:
+    def take(self, request: Any, own: str, prompts: int) -> Asked | None:
         """Return what a request asks for, having told it to its parameters; None when neither it nor anybody else asks.
+
+        own: what its response is called. prompts: how many it has.
 
         Raises UsageError that begins with the path of the field that is wrong.
         """
@@ -56,11 +58,6 @@ class Front:
         beams = getattr(request, "use_beam_search", False)
         if not said and xargs is None:
             return self._steered_by_others(request, beams=beams, prompts=prompts)
-        own = (
-            request.request_id
-            if kind == ""
-            else f"{kind}-{raw_request.headers.get('X-Request-Id') or request.request_id}"
-        )
         samples = getattr(request, "n", None) or 1
         asked = Asked.parse(said, xargs, self.server, id=own, prompts=prompts, samples=samples)
         if beams:
@@ -102,6 +99,10 @@ class Front:
 
     async def results(self, asked: Asked) -> bytes:
         """Return what the response says: members of its JSON object, behind a comma."""
+        return b"," + msgspec.json.encode(await self.said(asked))[1:-1]
+
+    async def said(self, asked: Asked) -> dict[str, Any]:
+        """Return what the response says, by the names of its members."""
         said: dict[str, Any] = {}
         if asked.awaits:
             wait_s = self.settings.capture_wait_s if asked.wait else 0.0
@@ -111,7 +112,7 @@ class Front:
                 said["capture_results_by_choice"] = [found[name] for name in asked.names]
         if asked.applied is not None:
             said["steering_applied"] = asked.applied
-        return b"," + msgspec.json.encode(said)[1:-1]
+        return said
 
     def steered(self, params: Any) -> Any:
         """Return sampling parameters with all that steers a request, where no route of capflow's has seen to that.

@@ -9,19 +9,16 @@ them is checked here, before anything runs; a capture that fails never fails the
 
 import contextlib
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, Field, PrivateAttr
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.api_router import create_completion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.api_router import create_responses
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
@@ -29,60 +26,16 @@ from capflow.errors import UsageError, explain
 from capflow_engine import steering_routes
 from capflow_engine.answers import Members, completions_stream, extended, responses_stream
 from capflow_engine.beams import searching
+from capflow_engine.bodies import CapflowChatCompletionRequest, CapflowCompletionRequest, CapflowResponsesRequest
 from capflow_engine.body_limit import BodyLimit
 from capflow_engine.fields import FIELDS, Asked
 from capflow_engine.front import Front
-from capflow_engine.options import KEY
 from capflow_engine.refusals import refused
 from capflow_engine.serving import Serving
 from capflow_engine.settings import Settings
 
 STEERING_HEADER = "X-Capflow-Steering"
 """Of each answer that was steered: the key of what steered it."""
-
-_VECTORS = "Vectors to add to the residual stream, by hook and layer: lists of numbers, or packed."
-_CLAMPS = "Bounds on the stream's projection onto directions, by hook and layer."
-
-
-class Fields(BaseModel):
-    """What a body may have for capflow; the values are checked against the model before anything runs."""
-
-    capture: Any = Field(default=None, description="Which sites and positions to capture.")
-    capture_id: Any = Field(default=None, description="What the request is called; by default the response's id.")
-    capture_wait: Any = Field(default=None, description="Whether the response waits for the consumers.")
-    steering_vectors: Any = Field(default=None, description=_VECTORS)
-    prefill_steering_vectors: Any = Field(default=None, description=f"{_VECTORS} At the prompt's positions only.")
-    decode_steering_vectors: Any = Field(default=None, description=f"{_VECTORS} At generated positions only.")
-    steering_clamps: Any = Field(default=None, description=_CLAMPS)
-    prefill_steering_clamps: Any = Field(default=None, description=f"{_CLAMPS} At the prompt's positions only.")
-    decode_steering_clamps: Any = Field(default=None, description=f"{_CLAMPS} At generated positions only.")
-    steering_patches: Any = Field(default=None, description="Rows that take the stream's place at given positions.")
-    steering_name: Any = Field(default=None, description="A registered module, several, or a scale for each.")
-    steering_scale: Any = Field(default=None, description="What the modules' vectors and strengths are multiplied by.")
-    steering_report: Any = Field(default=None, description="Whether the response says what steered it.")
-    _options: Iterator[dict[str, Any]] | None = PrivateAttr(default=None)  # for each prompt, in order
-
-    def to_sampling_params(self, *args: Any, **kwargs: Any) -> Any:
-        """Return vLLM's parameters for the next prompt, with what is asked for it."""
-        params = super().to_sampling_params(*args, **kwargs)  # type: ignore[misc]
-        if self._options is not None:
-            params.extra_args = {**(params.extra_args or {}), KEY: next(self._options)}
-        return params
-
-
-assert set(Fields.model_fields) == set(FIELDS)
-
-
-class CapflowCompletionRequest(Fields, CompletionRequest):  # type: ignore[misc]
-    """The body of `/v1/completions`."""
-
-
-class CapflowChatCompletionRequest(Fields, ChatCompletionRequest):  # type: ignore[misc]
-    """The body of `/v1/chat/completions`."""
-
-
-class CapflowResponsesRequest(Fields, ResponsesRequest):  # type: ignore[misc]
-    """The body of `/v1/responses`."""
 
 
 class Plugin:
@@ -108,6 +61,7 @@ class Plugin:
         ):
             app.post(path, dependencies=json_only, responses=answers, response_model=None)(route)
         app.include_router(steering_routes.router)
+        app.include_router(APIRouter(lifespan=_beside))
         app.add_middleware(BodyLimit)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
@@ -121,14 +75,27 @@ class Plugin:
                 serving.beam_search = searching(serving.beam_search)
 
 
+@contextlib.asynccontextmanager
+async def _beside(app: FastAPI) -> AsyncIterator[None]:
+    """Serve gRPC while HTTP is served, where that is asked for."""
+    front: Front | None = getattr(app.state, "capflow", None)
+    if front is None or front.rpc_address is None:
+        yield
+        return
+    from capflow_engine.rpc.server import served
+
+    async with served(app.state, front, front.rpc_address):
+        yield
+
+
 async def completions(request: CapflowCompletionRequest, raw_request: Request) -> Any:
     """Answer a completion request."""
-    return await _answer(request, raw_request, create_completion, "cmpl", _prompts(request))
+    return await _answer(request, raw_request, create_completion, "cmpl-", _prompts(request))
 
 
 async def chat_completions(request: CapflowChatCompletionRequest, raw_request: Request) -> Any:
     """Answer a chat completion request."""
-    return await _answer(request, raw_request, create_chat_completion, "chatcmpl", 1)
+    return await _answer(request, raw_request, create_chat_completion, "chatcmpl-", 1)
 
 
 async def responses(request: CapflowResponsesRequest, raw_request: Request) -> Any:
@@ -152,7 +119,8 @@ async def _answer(
             return refused(UsageError(explain(asks[0], expected="nothing", do="start the server with `capflow serve`")))
         return await handler(request, raw_request)
     try:
-        asked = front.take(request, raw_request, kind, prompts)
+        own = raw_request.headers.get("X-Request-Id") if kind else None  # which vLLM calls them by, but for responses
+        asked = front.take(request, f"{kind}{own or request.request_id}", prompts)
     except UsageError as e:
         return refused(e)
     if asked is None:

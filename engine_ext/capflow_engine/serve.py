@@ -1,7 +1,7 @@
 """`capflow serve MODEL …`: vLLM's own OpenAI-compatible server, its engine tapped.
 
 Takes every flag that `vllm serve` takes, and `--hub`, `--sites`, `--policy`, `--capture-wait-s`, `--insecure`,
-`--steering-modules`, `--steering-api-key`, `--steering-bank-bytes` and `--steering-body-bytes-max`. Requests that want their
+`--steering-modules`, `--steering-api-key`, `--steering-bank-bytes`, `--steering-body-bytes-max`, `--grpc-port` and `--grpc-host`. Requests that want their
 own capture or steering say so in fields of their body, which `capflow_engine.http` adds to the server.
 """
 
@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import uuid
@@ -25,6 +26,7 @@ from capflow.message import ModelInfo
 from capflow.steering import Steering
 from capflow_engine import compat, compat_model, keys
 from capflow_engine.module import load_module
+from capflow_engine.rpc import port
 from capflow_engine.serving import Serving
 from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings, engine_arguments
 from capflow_engine.store import SteeringStore
@@ -52,6 +54,8 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     own.add_argument(
         "--steering-body-bytes-max", type=_bytes(1, limits.BODY_BYTES_MAX), default=limits.BODY_BYTES_DEFAULT
     )
+    own.add_argument("--grpc-port", type=port.number, default=None)
+    own.add_argument("--grpc-host", default=port.HOST_DEFAULT)
     mine, rest = own.parse_known_args(list(arguments))
 
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -92,8 +96,12 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
         setattr(args, name, value)
     secrets = keys.keys_of(mine.steering_api_key, os.environ.pop(keys.ENVIRONMENT_VARIABLE, None))
     within = args.uds is not None or keys.is_loopback(args.host)
+    if mine.grpc_port is not None:
+        within = within and keys.is_loopback(mine.grpc_host)
     args.capflow = Serving(
-        keys=keys.Keys(secrets, open=within or mine.insecure), body_bytes_max=mine.steering_body_bytes_max
+        keys=keys.Keys(secrets, open=within or mine.insecure),
+        body_bytes_max=mine.steering_body_bytes_max,
+        rpc_address=None if mine.grpc_port is None else port.address(mine.grpc_host, mine.grpc_port),
     )
     modules = {}
     if mine.steering_modules:
@@ -147,12 +155,15 @@ def _seconds(text: str) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server until it is stopped; return the exit code."""
     directory: Path | None = None
+    held: socket.socket | None = None
     try:
         compat.require()
         compat.enable_endpoint_plugin("capflow")
         serve, args, modules = parse(sys.argv[1:] if arguments is None else arguments)
         compat.prepare_environment({"kv_cache_memory_bytes": args.kv_cache_memory_bytes})
         serve.validate(args)
+        if args.capflow.rpc_address is not None:
+            held = port.hold(args.capflow.rpc_address)
         directory = Path(tempfile.mkdtemp(prefix="steering-", dir=runtime_directory()))
         store = SteeringStore(directory)
         for name, module in modules.items():
@@ -166,6 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"capflow: {e}", file=sys.stderr)
         return 1
     finally:
+        if held is not None:
+            held.close()
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
     return 0

@@ -13,9 +13,10 @@ from capflow_engine.keys import Keys
 class Serving:
     """directory: of the store that the API servers share; None for one alone. keys: who may change what steers others.
 
-    body_bytes_max: how large the body of a request may be.
+    body_bytes_max: how large the body of a request may be. rpc_address: where gRPC is served, HOST:PORT; None for nowhere.
     """
 
     directory: Path | None = None
     keys: Keys = field(default_factory=Keys)
     body_bytes_max: int = limits.BODY_BYTES_DEFAULT
+    rpc_address: str | None = None

@@ -6,6 +6,7 @@ the answer, at each of the server's processes; requests that run keep what they 
 
 # No postponed annotations: FastAPI reads those of the routes.
 
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from capflow.errors import UsageError, explain
 from capflow_engine.applied import NOTHING_KEY, key_of
 from capflow_engine.fields import check_room, resolved
-from capflow_engine.keys import ENVIRONMENT_VARIABLE, FLAG
+from capflow_engine.keys import ENVIRONMENT_VARIABLE, FLAG, Keys
 from capflow_engine.refusals import refused
 from capflow_engine.steering_bodies import (
     ClearBody,
@@ -84,14 +85,19 @@ def key_holder(
     ],
 ) -> None:
     """Raise HTTPException unless a request may change what steers others."""
-    if front.keys.secrets:
-        if not front.keys.admit(request.headers):
+    check_key(front.keys, request.headers)
+
+
+def check_key(keys: Keys, headers: Mapping[str, str]) -> None:
+    """Raise HTTPException unless a request with these headers may change what steers others."""
+    if keys.secrets:
+        if not keys.admit(headers):
             expected = "a steering key as `Authorization: Bearer KEY` or `X-API-Key: KEY`"
             raise HTTPException(
                 HTTPStatus.UNAUTHORIZED, explain("steering key", got="none that fits", expected=expected)
             )
-    elif not front.keys.open:
-        do = f"start the server with {FLAG} (or {ENVIRONMENT_VARIABLE}), with --host 127.0.0.1, or with --insecure"
+    elif not keys.open:
+        do = f"start the server with {FLAG} (or {ENVIRONMENT_VARIABLE}), with --host 127.0.0.1 and no other --grpc-host, or with --insecure"
         raise HTTPException(
             HTTPStatus.FORBIDDEN,
             explain("steering: this server is reached from other machines, and has no steering key", do=do),
