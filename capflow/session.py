@@ -325,9 +325,10 @@ class Intake:
 
 
 class HubSession:
-    """The hub's side of one connection, from its Hello to its end."""
+    """The hub's side of one connection, from its Hello to its end. user: the peer's public key, "" where there are none."""
 
-    def __init__(self, *, now: float = 0.0) -> None:
+    def __init__(self, *, now: float = 0.0, user: str = "") -> None:
+        self.user = user
         self.state = State.LOST  # until the Hello
         self.hello: Hello | None = None  # set by the Hello
         self.intake: Intake | None = None  # a worker's, set by `welcome`

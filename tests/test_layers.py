@@ -10,10 +10,10 @@ LAYERS = (
     {"site"},
     {"positions", "spec", "frame", "plain", "packed", "vector", "clamp", "patch", "action", "result", "message"},
     {"steering", "program", "probe", "consumer", "hookspecs"},
-    {"queue", "session", "address", "plugins"},
-    {"transport", "transport.sockets", "transport.link"},
+    {"queue", "session", "address", "keys", "plugins"},
+    {"transport", "transport.sockets", "transport.link", "transport.zap"},
     {"client", "launch"},
-    {"ledger", "relay", "waiters", "roster", "fanout", "exchange", "hub"},
+    {"ledger", "relay", "waiters", "roster", "fanout", "guard", "exchange", "hub"},
     {"cli", "__main__"},
 )
 """The core, lowest first; a module imports from its own layer and those below. `cli` stands for all of its modules."""

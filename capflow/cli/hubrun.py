@@ -41,6 +41,7 @@ class HubRun:
         consumers: Sequence[ConfiguredConsumer],
         controllers: Sequence[ConfiguredController] = (),
         *,
+        key: str | None = None,
         insecure: bool = False,
         drain_s: float = limits.DRAIN_S_MAX,
         console: Console | None = None,
@@ -50,7 +51,7 @@ class HubRun:
         self.refusals: list[str] = []
         self.stopped = threading.Event()  # set by the first signal
         self.controllers = tuple(controllers)
-        self.hub = Hub(address, consumers, controllers, insecure=insecure, on_refused=self.refusals.append)
+        self.hub = Hub(address, consumers, controllers, key=key, insecure=insecure, on_refused=self.refusals.append)
         self._hurry = threading.Event()  # set by the second signal
         self._drained = True  # whether the consumers handled everything
         self._recent: deque[tuple[float, Snapshot]] = deque()  # what was shown in the last `_RATE_S`, and just before

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from capflow.client import Client
@@ -27,7 +27,6 @@ Results = dict[str, dict[str, CaptureResult]]
 HUB = "hub"
 """Stands for the consumers while no hub answers, so that nobody knows which there are."""
 
-_CONNECT_S = 1.0
 _EVERY_S = 0.02
 _UNKNOWN = "no hub answers; what became of the capture is not known"
 
@@ -44,10 +43,10 @@ class _Ask:
 
 
 class Asker:
-    """Asks the hub at an address; connects when first used, and again when the hub was away."""
+    """Asks a hub, which `client` makes a connection to; connects when first used, and again when the hub was away."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, client: Callable[[], Client]) -> None:
+        self._connection = client
         self._asks: queue.SimpleQueue[_Ask] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # from the first question to the end of the process
 
@@ -65,7 +64,7 @@ class Asker:
         return await answer
 
     def _run(self) -> None:
-        client = Client(self._address, _CONNECT_S)
+        client = self._connection()
         waiting: list[_Ask] = []
         while True:
             if not waiting:
@@ -84,7 +83,7 @@ class Asker:
                 waiting = []
                 with contextlib.suppress(Exception):
                     client.close()
-                client = Client(self._address, _CONNECT_S)
+                client = self._connection()
             if waiting:
                 time.sleep(_EVERY_S)
 

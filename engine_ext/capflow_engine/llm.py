@@ -12,10 +12,11 @@ from typing import Any, Self
 
 import msgspec
 
-from capflow.address import default_address
+from capflow.address import check_address, default_address
 from capflow.client import Client
 from capflow.consumer import Policy
 from capflow.errors import HubUnreachableError, UsageError, explain
+from capflow.keys import peer_key_path
 from capflow.launch import HubProcess
 from capflow.result import CaptureResult, joined
 from capflow_engine import compat
@@ -91,7 +92,8 @@ class LLM(VLLM):  # type: ignore[misc]
 
     consumers: consumers to run for this engine, as on the command line (`"filesystem:root=rows"`); a hub is started
     for them and stopped with `close`. hub: the address of a running hub instead. Without either, the default
-    address is used. sites: patterns of the sites that carry a tap. policy: what a worker does when its
+    address is used. key: this engine's key, by name or path, for a hub that has one; without it that of `CAPFLOW_KEY`. insecure:
+    allows a hub on another machine without keys. sites: patterns of the sites that carry a tap. policy: what a worker does when its
     outbound queue is full. steering_bank_bytes: the memory for the vectors that steer the requests which run; a request waits
     for room in it.
 
@@ -111,6 +113,8 @@ class LLM(VLLM):  # type: ignore[misc]
         *,
         consumers: Sequence[str] = (),
         hub: str | None = None,
+        key: str | None = None,
+        insecure: bool = False,
         sites: Sequence[str] = SITES_DEFAULT,
         policy: Policy = "block",
         steering_bank_bytes: int = STEERING_BANK_BYTES,
@@ -135,11 +139,16 @@ class LLM(VLLM):  # type: ignore[misc]
             self._stop_hub = weakref.finalize(self, process.stop)
             hub = process.address
         elif hub is not None:
-            with Client(hub):  # raises when nobody answers
+            with Client(hub, key=key, insecure=insecure):  # raises when nobody answers
                 pass
+        address = hub or default_address()
+        check_address(address, insecure=insecure, where="hub")
+        path = peer_key_path(address, key)
         settings = Settings(
             engine=uuid.uuid4().hex,
-            hub=hub or default_address(),
+            hub=address,
+            key=None if path is None else str(path),
+            insecure=insecure,
             sites=tapped.sites,
             fixed=tapped.fixed,
             policy=policy,
@@ -228,7 +237,7 @@ class LLM(VLLM):  # type: ignore[misc]
             return {}
         try:
             if self._client is None:
-                self._client = Client(self.capflow_settings.hub)
+                self._client = self.capflow_settings.client()
                 self._client.__enter__()
             everything = bool(self._client.captures)
             names = [name for o in options if everything or o.capture is not None for name in o.names]

@@ -121,6 +121,7 @@ class WorkerCapture:
             outbound_bytes_max=self.settings.outbound_bytes_max,
             policy=self.settings.policy,
             block_s_max=limits.BLOCK_S_MAX,
+            key=self.settings.key,
         )
         self.link.start()
         tokenizer = compat.load_tokenizer(vllm_config)
