@@ -95,10 +95,11 @@ def read_key(path: Path, *, where: str = "--key") -> KeyPair:
     return KeyPair(public, secret)
 
 
-def write_key(path: Path, pair: KeyPair) -> None:
-    """Write a pair to a new file that only its owner can read; raise UsageError when there is one."""
-    if not _NAME.fullmatch(path.stem):
-        raise UsageError(explain("name of a key", got=path.stem, expected=_NAME_EXPECTED))
+def write_key(where: Path, name: str, pair: KeyPair) -> Path:
+    """Write a pair to a new file in a directory that only its owner can read, and return it; raise UsageError when there is one."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(explain("name of a key", got=name, expected=_NAME_EXPECTED))
+    path = where / f"{name}.key"
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileExistsError as e:
@@ -109,6 +110,7 @@ def write_key(path: Path, pair: KeyPair) -> None:
     with os.fdopen(handle, "w", encoding="ascii") as file:
         os.fchmod(handle, 0o600)  # whatever the umask
         file.write(f"public {pair.public}\nsecret {pair.secret}\n")
+    return path
 
 
 def peer_key(address: str, key: str | None) -> KeyPair | None:

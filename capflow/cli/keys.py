@@ -31,9 +31,8 @@ def new(name: str, where: Path | None) -> None:
     from capflow.keys import directory, make_directory, write_key
     from capflow.transport import new_key
 
-    path = make_directory(where or directory()) / f"{name}.key"
     pair = new_key()
-    write_key(path, pair)
+    path = write_key(make_directory(where or directory()), name, pair)
     click.echo(f"capflow: wrote {path}; for --key. The public key:", err=True)
     click.echo(pair.public)
 
