@@ -12,6 +12,10 @@ MIB = 1024 * KIB
 # Identifiers and shapes.
 REQUEST_ID_LENGTH_MAX = 512
 LAYERS_MAX = 1024
+SITES_MAX = 5 * LAYERS_MAX  # one at each hook of each layer
+RANK_MAX = 65_535
+TEXT_LENGTH_MAX = 65_536  # characters of a message for people
+DROPPED_REASONS_MAX = 64  # for which one worker dropped rows of one request
 HIDDEN_SIZE_MAX = 65_536
 POSITIONS_LISTED_MAX = 1_024  # in one spec; it travels with every frame of its request
 POSITION_MAX = 2**31 - 1

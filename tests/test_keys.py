@@ -92,7 +92,7 @@ class TestWhoGetsIn:
             assert hub.counts.protocol_errors == 0
 
     def test_nobody_who_takes_another_for_the_hub(self, keys):
-        with keyed_hub() as hub, pytest.raises(CapflowError, match="keys of the hub at .*: got no agreement"):
+        with keyed_hub() as hub, pytest.raises(CapflowError, match=r"keys of the hub at .*: got no agreement"):
             Client(with_key(hub.address, public("eve")), key="ann").status()
 
     def test_nobody_when_the_hub_has_no_key_and_the_peer_expects_one(self, keys):
@@ -165,9 +165,12 @@ class TestRights:
 
     def test_who_may_capture_alone_may_not_ask(self, keys):
         allow(keys, "gpu", "capture")
-        with keyed_hub() as hub, worker_link(hub.address, key="gpu"):
-            with pytest.raises(CapflowError, match="expected the right to read or steer"):
-                Client(hub.address, key="gpu").status()
+        with (
+            keyed_hub() as hub,
+            worker_link(hub.address, key="gpu"),
+            pytest.raises(CapflowError, match="expected the right to read or steer"),
+        ):
+            Client(hub.address, key="gpu").status()
 
     def test_an_engine_belongs_to_the_key_that_brought_it(self, keys):
         allow(keys, "eve", "capture")
@@ -242,9 +245,8 @@ class TestChangesWhileTheHubRuns:
         with keyed_hub() as hub, Client(hub.address, key="ann") as client:
             assert client.status()
         write_key(keys, "hub2", new_key())
-        with running_hub(LOOPBACK, Recorder(), key="hub2") as hub:
-            with Client(hub.address, key="ann") as client:
-                assert client.status()
+        with running_hub(LOOPBACK, Recorder(), key="hub2") as hub, Client(hub.address, key="ann") as client:
+            assert client.status()
 
 
 class TestAllowList:
@@ -350,7 +352,7 @@ class TestWhatIsNamed:
         assert peer_key(address, None).public == public("ann")
         assert peer_key(address, str(keys / "gpu.key")).public == public("gpu")
         assert peer_key("tcp://127.0.0.1:9000", None) is None  # the variable is for hubs that have keys
-        with pytest.raises(UsageError, match="--key: got .*no-such.key: No such file"):
+        with pytest.raises(UsageError, match=r"--key: got .*no-such.key: No such file"):
             peer_key(address, "no-such")
 
     def test_a_key_for_a_hub_that_has_none_is_refused(self, keys):
@@ -412,11 +414,10 @@ def test_nothing_answers_where_nobody_listens(keys):
 
 
 def test_a_dealer_that_is_not_allowed_is_told(keys):
-    with keyed_hub() as hub:
-        with contextlib.closing(Dealer(hub.address, key=read_key(find_key("eve")))) as dealer:
-            seen = []
-            eventually(lambda: (dealer.poll(0.1), seen.extend(dealer.events()), Event.DISCONNECTED in seen)[-1])
-            assert Event.NOT_ALLOWED in seen
+    with keyed_hub() as hub, contextlib.closing(Dealer(hub.address, key=read_key(find_key("eve")))) as dealer:
+        seen = []
+        eventually(lambda: (dealer.poll(0.1), seen.extend(dealer.events()), Event.DISCONNECTED in seen)[-1])
+        assert Event.NOT_ALLOWED in seen
 
 
 def test_the_command(keys, tmp_path):

@@ -7,7 +7,7 @@ from sources import imports_of, modules
 
 LAYERS = (
     {"errors", "limits", "counts", "places"},
-    {"site"},
+    {"bounded", "site"},
     {"positions", "spec", "frame", "plain", "packed", "vector", "clamp", "patch", "action", "result", "message"},
     {"steering", "program", "probe", "consumer", "hookspecs"},
     {"queue", "session", "address", "keys", "plugins"},
