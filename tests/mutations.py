@@ -163,8 +163,39 @@ def _edit_value(rng, part):
         return _flip(rng, part)
     odd = rng.choice(_ODD)
     try:
-        return msgspec.msgpack.encode(_replaced(rng, value, odd))
+        return msgspec.msgpack.encode(_replaced(rng, value, lambda _: odd))
     except (OverflowError, TypeError, ValueError, RecursionError):
+        return part
+
+
+def _nudge(rng, part):
+    """Replace one value by one of its kind, or add a field."""
+
+    def near(value):
+        match value:
+            case bool():
+                return not value
+            case int():
+                return value + rng.choice((-1, 1, 2, 7))
+            case str():
+                return rng.choice((value + "x", value[:-1], "r1", "float32", "post_block"))
+            case float():
+                return value * 2
+            case bytes():
+                return value[1:] + b"x"
+            case dict():
+                return {**value, "new": rng.choice((1, [{}], "x"))}
+            case list():
+                return value[1:] or [*value, 1]
+        return value
+
+    try:
+        value = msgspec.msgpack.decode(part)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return part
+    try:
+        return msgspec.msgpack.encode(_replaced(rng, value, near))
+    except (OverflowError, TypeError, ValueError):
         return part
 
 
@@ -179,7 +210,7 @@ def _replaced(rng, value, odd):
         if rng.random() < 0.2:
             return [value[at]]
         return [*value[:at], _replaced(rng, value[at], odd), *value[at + 1 :]]
-    return odd
+    return odd(value)
 
 
 def _nested(depth, leaf=1):
@@ -219,4 +250,16 @@ def _bomb(rng, part):
     return part[:at] + bomb
 
 
-_MUTATIONS = [_flip, _set, _cut, _extend, _splice, _repeat, _edit_length, _edit_value, _edit_value, _bomb]
+_MUTATIONS = [
+    _flip,
+    _set,
+    _cut,
+    _extend,
+    _splice,
+    _repeat,
+    _edit_length,
+    _edit_value,
+    _edit_value,
+    _bomb,
+    *[_nudge] * 6,
+]
