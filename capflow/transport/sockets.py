@@ -257,7 +257,7 @@ def _watch(over: zmq.Socket[bytes]) -> None:
     """Have a socket's connections closed that are not made in time, or whose other machine is gone."""
     over.set(zmq.HANDSHAKE_IVL, int(limits.HANDSHAKE_S_MAX * 1000))
     over.set(zmq.TCP_KEEPALIVE, 1)
-    over.set(zmq.TCP_KEEPALIVE_IDLE, int(limits.SILENCE_S_MAX))
+    over.set(zmq.TCP_KEEPALIVE_IDLE, max(1, int(limits.SILENCE_S_MAX)))
     over.set(zmq.TCP_KEEPALIVE_INTVL, max(1, int(limits.SILENCE_S_MAX / 3)))
     over.set(zmq.TCP_KEEPALIVE_CNT, 3)
 
