@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from capflow.client import Client
-from capflow.errors import CapflowError
+from capflow.errors import CapflowError, HubUnreachableError
 from capflow.result import CaptureResult
 
 logger = logging.getLogger("vllm.capflow")
@@ -74,8 +74,11 @@ class Asker:
             waiting = [ask for ask in waiting if not ask.answer.done()]  # done already: its client went away
             try:
                 waiting = self._turn(client, waiting)
-            except CapflowError:
-                waiting = [ask for ask in waiting if not self._give_up(ask)]
+            except CapflowError as e:
+                why = (
+                    _UNKNOWN if isinstance(e, HubUnreachableError) else f"what became of the capture is not known: {e}"
+                )
+                waiting = [ask for ask in waiting if not self._give_up(ask, why)]
             except Exception:
                 logger.exception("asking the hub failed")
                 for ask in waiting:
@@ -106,10 +109,10 @@ class Asker:
             _tell(ask, mine)
         return left
 
-    def _give_up(self, ask: _Ask) -> bool:
+    def _give_up(self, ask: _Ask, why: str) -> bool:
         over = time.monotonic() >= ask.deadline
         if over:
-            _tell(ask, _nobody(ask))
+            _tell(ask, _nobody(ask, why))
         return over
 
 
@@ -117,8 +120,8 @@ def _final(results: dict[str, CaptureResult]) -> bool:
     return bool(results) and all(result.status != "pending" for result in results.values())
 
 
-def _nobody(ask: _Ask) -> Results:
-    return {name: {HUB: CaptureResult("error", _UNKNOWN)} for name in ask.names}
+def _nobody(ask: _Ask, why: str = _UNKNOWN) -> Results:
+    return {name: {HUB: CaptureResult("error", why)} for name in ask.names}
 
 
 def _tell(ask: _Ask, results: Results) -> None:
