@@ -14,8 +14,8 @@ Name = Annotated[str, Meta(max_length=limits.REQUEST_ID_LENGTH_MAX)]
 Text = Annotated[str, Meta(max_length=limits.TEXT_LENGTH_MAX)]
 """A message for people."""
 
-Count = Annotated[int, Meta(ge=0, le=2**53)]
-"""How many there are of something; exact in JSON and in float64 too."""
+Count = Annotated[int, Meta(ge=0, le=2**40)]
+"""How many there are of something; a hub that adds up millions of these still has a number of 64 bits."""
 
 Position = Annotated[int, Meta(ge=0, le=limits.POSITION_MAX)]
 """A position of a request, or a length."""

@@ -208,7 +208,7 @@ class Exchange:
             case Frame():
                 self._frame(peer, known, said, cost(parts), now)
             case Act():
-                self._client_act(peer, said)
+                self._client_act(peer, known, said)
             case ActionOutcome():
                 self.relay.outcome(peer, said.outcome)
             case Await():
@@ -362,9 +362,10 @@ class Exchange:
 
     # Actions.
 
-    def _client_act(self, peer: bytes, act: Act) -> None:
+    def _client_act(self, peer: bytes, known: Peer, act: Act) -> None:
         def answer(outcome: Outcome) -> None:
-            self._say(peer, ActionOutcome(outcome))
+            if self.roster.peers.get(peer) is known:  # it may have said Hello again since, as someone else
+                self._say(peer, ActionOutcome(outcome))
 
         self._act(act.id, act.action, answer)
 

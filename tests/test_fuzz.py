@@ -19,17 +19,18 @@ from pathlib import Path
 import msgspec
 import pytest
 from frames import make_frame, make_hello
-from hubs import Recorder, address, answer, free_port, raw_peer, running_hub, worker_link
+from hubs import Recorder, address, answer, free_port, raw_peer, running_hub, scheduler_link, worker_link
 from mutations import CORPUS, SIDES, mutated, role_of
 from test_session import open_hub, open_peer
 from waiting import eventually
 
 from capflow import limits, message
+from capflow.action import Abort, Rejected
 from capflow.client import Client
 from capflow.errors import RemoteProtocolError
 from capflow.frame import Frame
 from capflow.keys import AllowList, write_key
-from capflow.message import Hello, Refused, Status
+from capflow.message import Act, Hello, Refused, Status
 from capflow.session import HubSession, PeerSession
 from capflow.transport import new_key
 
@@ -304,7 +305,7 @@ def test_a_hub_that_is_sent_them_serves_the_others(address, tmp_path, count):
             mine = next(s for s in told["sessions"] if s["role"] == "worker" and s["engine"] == "good")
             grown = hub.memory("VmHWM") - before
         code = hub.close()
-    said = (tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text(errors="replace")
     print(
         f"{count} messages: {told['protocol_errors']} refused, {grown / limits.MIB:.1f} MiB grown at the most, "
         f"{step} frames beside them, the slowest acknowledged after {slowest:.3f} s, {len(said.splitlines())} log lines"
@@ -364,6 +365,23 @@ class TestAPeerThatGoesOnAndOn:
             refused = hub.status()["refused"]
             assert len(refused) == limits.REASONS_MAX + 1
             assert refused["other reasons"] == limits.REASONS_MAX
+
+
+def test_a_client_that_became_a_worker_is_not_told_what_it_asked_for_and_nobody_else_suffers(address, caplog):
+    with running_hub(address, Recorder()) as hub, raw_peer(address) as peer, Client(address) as client:
+        with scheduler_link(address) as scheduler:
+            peer.send(message.encode(Hello("client", "", "c")))
+            peer.send(message.encode(Act("1", Abort("r1"))))
+            eventually(scheduler.actions)
+            peer.send(message.encode(make_hello("other")))
+            eventually(lambda: any(s["engine"] == "other" for s in client.status()["sessions"]))
+            scheduler.outcome(Rejected("1", "no such request"))
+            eventually(lambda: not hub.status()["actions"]["waiting"])
+            assert client.status()
+            assert scheduler.connected
+            assert scheduler.reconnects == 0
+        assert hub.counts.protocol_errors == 0
+        assert "the hub failed" not in caplog.text
 
 
 def test_a_hub_with_a_key_bears_bytes_that_are_no_handshake(tmp_path, monkeypatch):
