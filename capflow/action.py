@@ -6,8 +6,12 @@ Each is answered once, `Applied` or `Rejected`.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
+from capflow import limits
+from capflow.bounded import Count, Name, Text
 from capflow.vector import SteeringVector
 
 
@@ -18,20 +22,20 @@ class Steer(msgspec.Struct, frozen=True, tag="steer", forbid_unknown_fields=True
     are steered: the prompt keeps what it was computed with.
     """
 
-    request: str
-    vectors: tuple[SteeringVector, ...]
+    request: Name
+    vectors: Annotated[tuple[SteeringVector, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
 
 
 class Unsteer(msgspec.Struct, frozen=True, tag="unsteer", forbid_unknown_fields=True):
     """From the next step on, take back what `Steer` added to a running request."""
 
-    request: str
+    request: Name
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
     """Stop a running request; what it generated so far is its result, with status `abort`."""
 
-    request: str
+    request: Name
 
 
 Action = Steer | Unsteer | Abort
@@ -40,15 +44,15 @@ Action = Steer | Unsteer | Abort
 class Applied(msgspec.Struct, frozen=True, tag="applied"):
     """The action took effect in the step numbered `step` of the engine's scheduler."""
 
-    id: str
-    step: int
+    id: Name
+    step: Count
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     """The action changed nothing; `reason` is a message in the form of `capflow.errors`."""
 
-    id: str
-    reason: str
+    id: Name
+    reason: Text
 
 
 Outcome = Applied | Rejected

@@ -1,7 +1,7 @@
 """Where a hub listens: the default, what may be asked for, and the lock that keeps two hubs off one address.
 
-By default a hub listens on a Unix socket in a directory that only its user can enter. TCP is for
-loopback, unless the user says `insecure`: capflow's own protocol has neither encryption nor keys.
+By default a hub listens on a Unix socket in a directory that only its user can enter. TCP off loopback needs keys, unless the
+user says `insecure`. The address of a hub that has a key names its public half: `tcp://KEY@HOST:PORT`.
 
 A socket file can be bound over while another process listens on it, so a hub holds a lock on a file
 beside it for as long as it lives; the lock goes with the process, however that ends.
@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import ipaddress
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +21,11 @@ from pathlib import Path
 from capflow.errors import CapflowError, UsageError, explain
 
 ENVIRONMENT_VARIABLE = "CAPFLOW_HUB"
-FORMS = "ipc:///ABSOLUTE/PATH or tcp://HOST:PORT"
+FORMS = "ipc:///ABSOLUTE/PATH, tcp://HOST:PORT or tcp://KEY@HOST:PORT"
 
 _SOCKET_PATH_BYTES_MAX = 107  # sun_path, less its final zero
 _PORT_MAX = 65_535
+_KEYED = re.compile(r"tcp://([0-9a-f]{64})@")
 
 
 def runtime_directory() -> Path:
@@ -58,7 +60,7 @@ def default_address() -> str:
 def check_address(address: str, *, insecure: bool = False, where: str = "address") -> str:
     """Return the address if it is one, and one that is safe to use.
 
-    Raises UsageError for anything else, and for TCP off loopback unless `insecure`.
+    Raises UsageError for anything else, and for TCP off loopback without a hub's key unless `insecure`.
     """
     scheme, separator, rest = address.partition("://")
     if not separator or scheme not in ("ipc", "tcp") or not rest:
@@ -66,22 +68,39 @@ def check_address(address: str, *, insecure: bool = False, where: str = "address
     if scheme == "ipc":
         _check_path(rest, where, address)
     else:
-        _check_tcp(rest, where, address)
-        if not insecure and not is_local(address):
+        _check_tcp(without_key(address).removeprefix("tcp://"), where, address)
+        if not insecure and hub_key(address) is None and not is_local(address):
             raise UsageError(
                 explain(
                     where,
                     got=address,
-                    expected="a loopback or ipc address",
-                    do="anyone who reaches this one can read what is captured; --insecure allows it all the same",
+                    expected="a loopback or ipc address, or keys",
+                    do="see `capflow keys`; without them anyone who reaches this one can read what is captured, and "
+                    "--insecure allows it all the same",
                 )
             )
     return address
 
 
+def hub_key(address: str) -> str | None:
+    """Return the public key that an address names, None when it names none."""
+    found = _KEYED.match(address)
+    return found[1] if found else None
+
+
+def without_key(address: str) -> str:
+    """Return the address as a socket takes it."""
+    return _KEYED.sub("tcp://", address)
+
+
+def with_key(address: str, public: str) -> str:
+    """Return the address with the hub's public key, as its peers need it."""
+    return f"tcp://{public}@{without_key(address).removeprefix('tcp://')}"
+
+
 def is_local(address: str) -> bool:
     """Return whether only this machine can reach the address."""
-    scheme, _, rest = address.partition("://")
+    scheme, _, rest = without_key(address).partition("://")
     if scheme != "tcp":
         return True
     host = rest.rpartition(":")[0].strip("[]")
@@ -97,12 +116,18 @@ def is_local(address: str) -> bool:
 def held(address: str) -> Iterator[None]:
     """Hold the address against other hubs on this machine.
 
-    Raises CapflowError when a hub listens there already. TCP needs no lock: the port is one.
+    Raises CapflowError when a hub listens there already, and UsageError for a socket in a directory that others can enter. TCP
+    needs no lock: the port is one.
     """
     if not address.startswith("ipc://"):
         yield
         return
     path = Path(address.removeprefix("ipc://") + ".lock")
+    mode = path.parent.stat().st_mode
+    if mode & 0o077:
+        do = f"name a socket in a directory of your own, or run: chmod 700 {path.parent}"
+        what = f"cannot listen at {address}: its directory"
+        raise UsageError(explain(what, got=stat.filemode(mode), expected="drwx------", do=do))
     lock = _lock(path, address)
     try:
         yield

@@ -12,22 +12,35 @@ from capflow import limits
 from capflow.action import Action, Outcome
 from capflow.address import check_address, default_address
 from capflow.errors import CapflowError, HubUnreachableError, RemoteProtocolError, explain
+from capflow.keys import peer_key
 from capflow.message import Act, ActionOutcome, Await, Bye, Hello, Message, Refused, Results, Status
 from capflow.result import CaptureResult
 from capflow.session import PeerSession, State
 from capflow.spec import CaptureSpec
 from capflow.transport import Dealer, Event
+from capflow.transport.sockets import why_not
 
 
 class Client:
     """A synchronous connection to a hub, for one thread. It connects when first used, or entered.
 
-    timeout: how many seconds the hub has to answer. Raises HubUnreachableError when it does not.
+    timeout: how many seconds the hub has to answer. key: this peer's, by name or path, for an address with the hub's; without one
+    that of `CAPFLOW_KEY`. insecure: allows TCP off loopback to a hub without a key.
+
+    Raises HubUnreachableError when the hub does not answer, CapflowError when it refuses, UsageError for a wrong address or key.
     """
 
-    def __init__(self, address: str | None = None, timeout: float = limits.HUB_WAIT_S_DEFAULT) -> None:
-        self.address = check_address(address or default_address(), insecure=True)
+    def __init__(
+        self,
+        address: str | None = None,
+        timeout: float = limits.HUB_WAIT_S_DEFAULT,
+        *,
+        key: str | None = None,
+        insecure: bool = False,
+    ) -> None:
+        self.address = check_address(address or default_address(), insecure=insecure)
         self.timeout = timeout
+        self._key = peer_key(self.address, key)
         self._session = PeerSession(Hello("client", "", uuid.uuid4().hex))
         self._dealer: Dealer | None = None  # from the first use to `close`, or until the hub is lost
         self._used = 0.0  # when the connection was last looked at
@@ -117,7 +130,7 @@ class Client:
         if self._is_open():
             return
         self._disconnect()
-        self._dealer = Dealer(self.address)
+        self._dealer = Dealer(self.address, key=self._key)
         while not self._is_open():
             if not self._turn(deadline):
                 self._disconnect()
@@ -170,6 +183,9 @@ class Client:
         self._dealer.poll(min(deadline, due if due is not None else deadline) - now)
         now = self._used = time.monotonic()
         for event in self._dealer.events():
+            if (why := why_not(event, self.address, self._key)) is not None:
+                self._disconnect()
+                raise CapflowError(why)
             if event is Event.DISCONNECTED:
                 self._disconnect()
                 raise self._unreachable()

@@ -18,6 +18,7 @@ class Counts:
     tokens: int = 0
     duplicates: int = 0
     protocol_errors: int = 0
+    ignored: int = 0  # messages of peers that broke the protocol too often
     sessions_lost: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # peers, by reason
     frame_at: float | None = None  # when the last frame was taken, on the monotonic clock

@@ -17,12 +17,19 @@ def explain(what: str, *, got: Any = None, expected: str = "", do: str = "") -> 
     """Return the message `what: got G, expected E; do`, leaving out the parts not given."""
     parts = []
     if got is not None:
-        text = got if isinstance(got, str) else repr(got)
+        text = got if isinstance(got, str) else _shown(got)
         parts.append(f"got {text if len(text) <= _GOT_LENGTH_MAX else text[:_GOT_LENGTH_MAX] + '…'}")
     if expected:
         parts.append(f"expected {expected}")
     message = what + (": " + ", ".join(parts) if parts else "")
     return " ".join(f"{message}; {do}".splitlines()) if do else " ".join(message.splitlines())
+
+
+def _shown(got: Any) -> str:
+    try:
+        return repr(got)
+    except RecursionError:
+        return f"a {type(got).__name__}, nested too deeply"
 
 
 class CapflowError(Exception):

@@ -16,9 +16,10 @@ from typing import Any
 from capflow import limits
 from capflow.action import Action, Applied, Outcome, Rejected
 from capflow.counts import Counts
-from capflow.errors import RemoteProtocolError, UsageError, explain
+from capflow.errors import RemoteProtocolError, UsageError
 from capflow.fanout import Lane
 from capflow.frame import Frame, FrameHeader
+from capflow.guard import Guard
 from capflow.ledger import Engine, Ledger, Request, Wish
 from capflow.message import (
     Ack,
@@ -45,11 +46,12 @@ from capflow.waiters import Waiters
 
 logger = logging.getLogger("capflow.hub")
 
-ACTIONS_OFF = explain(
-    "actions are off",
-    got="a hub off loopback",
-    expected="one that only this machine can reach, for anyone could send them",
-)
+_RIGHT: dict[type[Any], str] = {Act: "steer", Await: "read", Status: "read"}
+"""What a client must be allowed for what it says."""
+
+
+OTHER_REASONS = "other reasons"
+"""Under which refusals are counted when there are more than `limits.REASONS_MAX` different reasons."""
 
 
 @dataclass
@@ -72,8 +74,7 @@ def about(hello: Hello | None) -> dict[str, Any]:
 class Exchange:
     """All that a hub knows, and what it does with what comes in.
 
-    status: gives the hub's counters. actions_on: whether clients may send actions. on_refused: told why an engine was
-    refused.
+    status: gives the hub's counters. guard: says who may do what. on_refused: told why an engine was refused.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Exchange:
         send: Callable[[bytes, Parts], None],
         post: Callable[[Callable[[], None]], None],
         status: Callable[[], dict[str, Any]],
-        actions_on: bool,
+        guard: Guard,
         on_refused: Callable[[str], None] | None,
     ) -> None:
         self.controllers = tuple(controllers)
@@ -114,7 +115,7 @@ class Exchange:
         self._send = send
         self._post = post
         self._status = status
-        self._actions_on = actions_on
+        self._guard = guard
         self._on_refused = on_refused
 
     # Called by the hub, on its thread.
@@ -132,14 +133,20 @@ class Exchange:
         for peer in list(self.roster.peers):
             self._send(peer, [encode(Bye())])
 
-    def receive(self, peer: bytes, parts: Parts) -> None:
-        """Take one message; whatever is wrong with it is the peer's loss."""
+    def receive(self, peer: bytes, parts: Parts, user: str = "") -> None:
+        """Take one message of a connection and user; whatever is wrong with it is the peer's loss."""
         now = time.monotonic()
+        if self._guard.offences.ignored(user or peer, now):
+            self.counts.ignored += 1
+            return
         known = self.roster.peers.get(peer)
+        if known is not None and known.session.user != user:  # another key took the connection's name
+            self._forget(peer, for_good=False)
+            known = None
         if known is None and len(parts) == limits.MESSAGE_PARTS_MAX:
             self._send(peer, [encode(Bye())])  # a frame of a connection that was given up: say Hello again
             return
-        session = known.session if known is not None else HubSession(now=now)
+        session = known.session if known is not None else HubSession(now=now, user=user)
         try:
             said = session.receive(parts, now)
             if isinstance(said, Hello):
@@ -159,6 +166,7 @@ class Exchange:
 
     def tick(self, now: float) -> None:
         """Send beats, and give up on who is silent."""
+        self._guard.refresh()
         self.relay.expire(now)
         for peer, known in list(self.roster.peers.items()):
             if known.session.silent(now):
@@ -166,11 +174,17 @@ class Exchange:
                     self.counts.sessions_lost += 1
                     event = {"event": "session_lost", **about(known.hello)}
                     logger.warning("engine %s: its %s fell silent", known.hello.engine, known.hello.role, extra=event)
-                self._forget(peer, for_good=False)
-                if known.source is not None:  # it may come back, but its requests are not waited for
-                    self._lose(known.source.engine, known.hello.rank.dp)
+                self._leave(peer, known)
             elif (beat := known.session.tick(now)) is not None:
                 self._send(peer, beat)
+
+    def give_up(self, peer: bytes) -> None:
+        """Forget a peer that takes nothing of what is sent to it; it may say Hello again."""
+        known = self.roster.peers.get(peer)
+        if known is not None:
+            self.counts.sessions_lost += known.hello.role != "client"
+            logger.warning("engine %s: its %s does not read what it is sent", known.hello.engine, known.hello.role)
+            self._leave(peer, known)
 
     # Called by lanes, on any thread.
 
@@ -194,11 +208,19 @@ class Exchange:
     # Messages.
 
     def _handle(self, peer: bytes, known: Peer, said: Frame | Message, parts: Parts, now: float) -> None:
+        right = _RIGHT.get(type(said)) or ("capture" if known.hello.role != "client" else None)
+        if right is not None and (why := self._guard.refusal(known.session.user, right)) is not None:
+            if isinstance(said, Act):
+                self._say(peer, ActionOutcome(Rejected(said.id, why)))
+            else:
+                self._refuse(peer, known.session, why, now)
+                self._leave(peer, known)
+            return
         match said:
             case Frame():
                 self._frame(peer, known, said, cost(parts), now)
             case Act():
-                self._client_act(peer, said)
+                self._client_act(peer, known, said)
             case ActionOutcome():
                 self.relay.outcome(peer, said.outcome)
             case Await():
@@ -216,6 +238,10 @@ class Exchange:
         if self._draining:
             return
         self._forget(peer, for_good=False)
+        rights = ("read", "steer") if hello.role == "client" else ("capture",)
+        if (why := self._guard.refusal(session.user, *rights)) is not None:
+            self._refuse(peer, session, why, now)
+            return
         try:
             known = self.roster.join(peer, session, hello)
         except UsageError as e:
@@ -237,24 +263,39 @@ class Exchange:
         for lane in self.lanes:
             lane.greet(engine.name, engine.model)
 
-    def _refuse(self, peer: bytes, session: HubSession, reason: str, now: float) -> None:
-        self.counts.refused[reason] += 1
+    def _refuse(self, peer: bytes, session: HubSession, reason: str, now: float, *, logged: bool = False) -> None:
+        refused = self.counts.refused
+        refused[reason if reason in refused or len(refused) < limits.REASONS_MAX else OTHER_REASONS] += 1
         engine = session.hello.engine if session.hello is not None else ""
         if (engine, reason) not in self._told:
             if len(self._told) < limits.SESSIONS_MAX:
                 self._told.add((engine, reason))
-            event = {"event": "session_refused", "reason": reason, **about(session.hello)}
-            role = session.hello.role if session.hello is not None else "a peer"
-            logger.error("refused %s: %s", role, reason, extra=event)
-            if session.hello is not None and self._on_refused is not None:
+            if not logged:
+                event = {"event": "session_refused", "reason": reason, **about(session.hello)}
+                logger.error("refused %s: %s", _who(peer, session), reason, extra=event)
+            if session.hello is not None and session.hello.role != "client" and self._on_refused is not None:
                 self._on_refused(reason)
         self._send(peer, session.refuse(reason, now))
 
     def _cut_off(self, peer: bytes, session: HubSession, reason: str, now: float) -> None:
-        """Refuse a peer that broke the protocol, and forget it."""
+        """Refuse a peer that broke the protocol, and forget it; one that does so again and again is ignored for a while."""
         self.counts.protocol_errors += 1
-        self._refuse(peer, session, reason, now)
+        offences = self._guard.offences.note(session.user or peer, now)
+        event = {"reason": reason, **about(session.hello)}
+        who = _who(peer, session)
+        if offences == 1:
+            logger.error("cut off %s: %s", who, reason, extra={"event": "session_refused", **event})
+        elif offences >= limits.OFFENCES_MAX:
+            text = "ignoring %s for %g s: %d messages that are none"
+            logger.error(text, who, limits.IGNORED_S, offences, extra={"event": "peer_ignored", **event})
+        self._refuse(peer, session, reason, now, logged=True)
         self._forget(peer, for_good=True)
+
+    def _leave(self, peer: bytes, known: Peer) -> None:
+        """Forget a peer that may come back, and wait for nothing of it."""
+        self._forget(peer, for_good=False)
+        if known.source is not None:
+            self._lose(known.source.engine, known.hello.rank.dp)
 
     def _forget(self, peer: bytes, *, for_good: bool) -> None:
         known = self.roster.leave(peer, for_good=for_good)
@@ -345,14 +386,12 @@ class Exchange:
 
     # Actions.
 
-    def _client_act(self, peer: bytes, act: Act) -> None:
+    def _client_act(self, peer: bytes, known: Peer, act: Act) -> None:
         def answer(outcome: Outcome) -> None:
-            self._say(peer, ActionOutcome(outcome))
+            if self.roster.peers.get(peer) is known:  # it may have said Hello again since, as someone else
+                self._say(peer, ActionOutcome(outcome))
 
-        if not self._actions_on:
-            answer(Rejected(act.id, ACTIONS_OFF))
-        else:
-            self._act(act.id, act.action, answer)
+        self._act(act.id, act.action, answer)
 
     def _act(self, own_id: str, action: Action, answer: Callable[[Outcome], None]) -> None:
         """Pass an action to the engine that runs its request, or, not knowing that, to every one."""
@@ -376,3 +415,9 @@ class Exchange:
         known = self.roster.peers.get(peer)
         if known is not None and known.session.state is State.OPEN:
             self._send(peer, known.session.send(said, time.monotonic()))
+
+
+def _who(peer: bytes, session: HubSession) -> str:
+    """Return how a log names a peer."""
+    role = session.hello.role if session.hello is not None else "peer"
+    return f"{role} with key {session.user}" if session.user else f"{role} {peer.hex()}"

@@ -20,7 +20,7 @@ block and inside the positions of its request. `Frame.decode` refuses anything e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import ml_dtypes
 import msgspec
@@ -29,6 +29,7 @@ import numpy.typing as npt
 import xxhash
 
 from capflow import limits
+from capflow.bounded import Count, Name, Nanoseconds, Place, Position, Token
 from capflow.errors import RemoteProtocolError, explain
 from capflow.positions import Positions
 from capflow.site import HOOKS, Site
@@ -50,9 +51,9 @@ Rows = npt.NDArray[Any]
 class Rank(NamedTuple):
     """A worker's place: pipeline stage, data-parallel replica, tensor-parallel rank."""
 
-    pp: int
-    dp: int
-    tp: int
+    pp: Place
+    dp: Place
+    tp: Place
 
 
 class Span(NamedTuple):
@@ -67,7 +68,7 @@ class Span(NamedTuple):
 class Block(NamedTuple):
     """Sites that hold the same `rows` rows, and whose they are."""
 
-    sites: tuple[Site, ...]
+    sites: Annotated[tuple[Site, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
     rows: int
     spans: tuple[Span, ...]
 
@@ -80,10 +81,10 @@ class RequestRows(msgspec.Struct, frozen=True):
     brought, if it did.
     """
 
-    id: str
-    prompt_length: int
-    start: int
-    token_ids: tuple[int, ...]
+    id: Name
+    prompt_length: Position
+    start: Position
+    token_ids: tuple[Token, ...]
     texts: tuple[str, ...] = ()
     capture: CaptureSpec | None = None
 
@@ -91,8 +92,8 @@ class RequestRows(msgspec.Struct, frozen=True):
 class Dropped(NamedTuple):
     """Rows of a request that this worker captured or promised and did not send, and why."""
 
-    rows: int
-    reason: str
+    rows: Count
+    reason: Name
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -103,12 +104,12 @@ class Finished(msgspec.Struct, frozen=True):
     by this worker over all its frames; dropped: those that were not sent.
     """
 
-    id: str
-    status: str
-    prompt_length: int
-    computed_length: int
-    rows: int
-    dropped: tuple[Dropped, ...] = ()
+    id: Name
+    status: Name
+    prompt_length: Position
+    computed_length: Position
+    rows: Count
+    dropped: Annotated[tuple[Dropped, ...], msgspec.Meta(max_length=limits.DROPPED_REASONS_MAX)] = ()
     capture: CaptureSpec | None = None
 
 
@@ -124,16 +125,16 @@ class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
     engine: str
     boot: str
     rank: Rank
-    seq: int
-    step: int
-    time_ns: int
+    seq: Count
+    step: Count
+    time_ns: Nanoseconds
     dtype: str
     hidden_size: int
-    requests: tuple[RequestRows, ...]
-    blocks: tuple[Block, ...]
+    requests: Annotated[tuple[RequestRows, ...], msgspec.Meta(max_length=limits.REQUESTS_PER_FRAME_MAX)]
+    blocks: Annotated[tuple[Block, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
     finished: tuple[Finished, ...] = ()
-    step_tokens: int = 0
-    step_requests: int = 0
+    step_tokens: Count = 0
+    step_requests: Count = 0
     payload_bytes: int = 0
     xxh3: int = 0
 
@@ -254,11 +255,7 @@ class Frame:
             raise _broken("dtype", header.dtype, f"one of {', '.join(DTYPES)}")
         if not 0 < header.hidden_size <= limits.HIDDEN_SIZE_MAX:
             raise _broken("hidden_size", header.hidden_size, f"1..{limits.HIDDEN_SIZE_MAX}")
-        if len(header.requests) > limits.REQUESTS_PER_FRAME_MAX:
-            raise _broken("requests", len(header.requests), f"at most {limits.REQUESTS_PER_FRAME_MAX}")
         for request in header.requests:
-            if len(request.id) > limits.REQUEST_ID_LENGTH_MAX or request.start < 0:
-                raise _broken("request", request.id, f"an id of at most {limits.REQUEST_ID_LENGTH_MAX} characters")
             if request.texts and len(request.texts) != len(request.token_ids):
                 raise _broken("texts", len(request.texts), f"none or {len(request.token_ids)}")
         total = sum(_checked_rows(block, header) for block in header.blocks)

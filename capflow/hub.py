@@ -18,10 +18,13 @@ from typing import Any, Self
 
 import capflow
 from capflow import limits
-from capflow.address import check_address, held, is_local
+from capflow.address import check_address, held, hub_key, is_local, with_key
 from capflow.counts import Snapshot, age_s
+from capflow.errors import UsageError, explain
 from capflow.exchange import Exchange
+from capflow.guard import Guard
 from capflow.health import HubState, problems
+from capflow.keys import AllowList, find_key, read_key
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
 from capflow.session import Parts
 from capflow.transport import Router
@@ -35,7 +38,8 @@ _RECEIVE_BATCH = 64  # messages taken before posted work is looked at again
 class Hub:
     """A hub with its consumers, from `start` to `stop`. `address` is where it listens, once started.
 
-    consumers and controllers come from `capflow.plugins.configure`. insecure allows TCP off loopback.
+    consumers and controllers come from `capflow.plugins.configure`. key: the hub's key, by name or path, for TCP: then only keys in
+    the list beside it may connect, and everything is encrypted. insecure allows TCP off loopback without one.
     on_refused is called, on the hub's thread, with why an engine was refused.
     """
 
@@ -45,11 +49,19 @@ class Hub:
         consumers: Sequence[ConfiguredConsumer],
         controllers: Sequence[ConfiguredController] = (),
         *,
+        key: str | None = None,
         insecure: bool = False,
         message_bytes_max: int = limits.PAYLOAD_BYTES_MAX,
         on_refused: Callable[[str], None] | None = None,
     ) -> None:
-        self.address = check_address(address, insecure=insecure)
+        self.address = check_address(address, insecure=insecure or key is not None)
+        if hub_key(address) is not None or (key is not None and not address.startswith("tcp://")):
+            expected = "tcp://HOST:PORT with a key, or ipc:///PATH without"
+            raise UsageError(explain("address to listen at", got=address, expected=expected))
+        self._key = None if key is None else read_key(find_key(key))
+        self._guard = Guard(local=is_local(address))
+        if key is not None and self._key is not None:
+            self._guard = Guard(self._key.public, AllowList(find_key(key).parent))
         self.consumers = tuple(consumers)
         self.message_bytes_max = message_bytes_max
         self._exchange = Exchange(  # the thread's alone; `status` and `snapshot` read copies of what is in it
@@ -58,7 +70,7 @@ class Hub:
             send=self._send,
             post=self.post,
             status=self.status,
-            actions_on=is_local(address),
+            guard=self._guard,
             on_refused=on_refused,
         )
         self.lanes = self._exchange.lanes
@@ -83,7 +95,9 @@ class Hub:
         """
         with contextlib.ExitStack() as undo:
             undo.enter_context(held(self.address))
-            router = Router(self.address, message_bytes_max=self.message_bytes_max)
+            router = Router(
+                self.address, message_bytes_max=self.message_bytes_max, key=self._key, admit=self._guard.admits
+            )
             undo.callback(router.close)
             for lane in self.lanes:
                 lane.open()
@@ -91,7 +105,7 @@ class Hub:
                 undo.callback(lane.close)
             self._open = undo.pop_all()
         self._router = router
-        self.address = router.address
+        self.address = router.address if self._key is None else with_key(router.address, self._key.public)
         self._started = self._turned_at = time.monotonic()
         self._thread.start()
         self.state = HubState.RUNNING
@@ -193,6 +207,7 @@ class Hub:
             "last_frame_age_s": age_s(counts.frame_at, now),
             "duplicate_frames": counts.duplicates,
             "protocol_errors": counts.protocol_errors,
+            "ignored_messages": counts.ignored,
             "sessions_lost": counts.sessions_lost,
             "sessions_resumed": roster.resumed,
             "refused": dict(counts.refused),
@@ -239,4 +254,5 @@ class Hub:
 
     def _send(self, peer: bytes, parts: Parts) -> None:
         assert self._router is not None
-        self._router.send(peer, parts)  # one that is not connected any more falls silent, and is forgotten then
+        if not self._router.send(peer, parts):
+            self.post(functools.partial(self._exchange.give_up, peer))

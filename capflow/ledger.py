@@ -74,11 +74,12 @@ class Tally:
 
 
 class Engine:
-    """An engine that is known: its model, and its open requests by id."""
+    """An engine that is known: its model, its open requests by id, and the public key of its workers ("" where there are none)."""
 
-    def __init__(self, name: str, model: ModelInfo) -> None:
+    def __init__(self, name: str, model: ModelInfo, user: str = "") -> None:
         self.name = name
         self.model = model
+        self.user = user
         self.open: dict[str, Request] = {}  # until they are over
         self.shares: dict[bytes, tuple[Share | None, ...]] = {}  # by consumer, by the encoded spec of a request
         self.step_last: dict[int, int] = {}  # the last step counted, by data-parallel replica

@@ -12,6 +12,10 @@ MIB = 1024 * KIB
 # Identifiers and shapes.
 REQUEST_ID_LENGTH_MAX = 512
 LAYERS_MAX = 1024
+SITES_MAX = 5 * LAYERS_MAX  # one at each hook of each layer
+RANK_MAX = 65_535
+TEXT_LENGTH_MAX = 65_536  # characters of a message for people
+DROPPED_REASONS_MAX = 64  # for which one worker dropped rows of one request
 HIDDEN_SIZE_MAX = 65_536
 POSITIONS_LISTED_MAX = 1_024  # in one spec; it travels with every frame of its request
 POSITION_MAX = 2**31 - 1
@@ -69,6 +73,19 @@ SESSIONS_MAX = 4_096
 REQUESTS_OPEN_MAX = 200_000
 AWAITED_MAX = 100_000
 MESSAGES_UNREAD_MAX = 64  # of one connection, in the hub's socket; then it stops reading from it
+MESSAGES_UNSENT_MAX = 131_072  # to one connection; then the hub gives it up
+HELLO_BYTES_MAX = 1 * MIB  # of the first message of a peer
+REASONS_MAX = 256  # different ones for which peers were refused; the rest are counted together
+OFFENCES_MAX = 16  # against the protocol within the window; then a peer is ignored
+OFFENCE_WINDOW_S = 60.0
+IGNORED_S = 30.0
+
+assert AWAITED_MAX < MESSAGES_UNSENT_MAX
+assert HELLO_BYTES_MAX <= HEADER_BYTES_MAX
+
+# Keys.
+KEY_NAME_LENGTH_MAX = 64
+KEY_FILE_BYTES_MAX = 4 * MIB
 
 # Times of the transport, seconds.
 IDLE_S = 0.25
@@ -76,9 +93,11 @@ ACTION_S_MAX = 30.0
 LINGER_S = 0.5
 RECONNECT_S_MIN = 0.1
 RECONNECT_S_MAX = 2.0
+HANDSHAKE_S_MAX = 10.0  # from the opening of a connection until ZMQ has made one of it
+DEAD_S_MAX = 30.0  # without a whole message or a sign of life from a connection; then the hub closes it
 
 # What the endpoint for metrics and health bears.
 HTTP_CLIENTS_MAX = 16
 HTTP_S_MAX = 10.0  # one request, whole
 
-assert RECONNECT_S_MIN < RECONNECT_S_MAX < SILENCE_S_MAX
+assert RECONNECT_S_MIN < RECONNECT_S_MAX < SILENCE_S_MAX <= DEAD_S_MAX

@@ -27,11 +27,13 @@ import msgspec
 
 from capflow import limits
 from capflow.action import Action, Outcome
+from capflow.bounded import Count, Name, Text
 from capflow.frame import PROTOCOL_VERSION, Rank
 from capflow.result import CaptureResult
 from capflow.site import Site
 from capflow.spec import CaptureSpec
 
+Sites = Annotated[tuple[Site, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
 Role = Literal["worker", "scheduler", "client"]
 
 
@@ -42,13 +44,13 @@ class ModelInfo(msgspec.Struct, frozen=True):
     can be captured and not steered, because something else is given the same tensor.
     """
 
-    name: str
+    name: Text
     num_layers: int
     hidden_size: int
-    dtype: str
-    sites: tuple[Site, ...]
+    dtype: Name
+    sites: Sites
     stages: int = 1
-    fixed: tuple[Site, ...] = ()
+    fixed: Sites = ()
 
 
 class ControllerSpec(msgspec.Struct, frozen=True):
@@ -62,8 +64,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Who is speaking. boot is new at every start of the peer's process; model is None for a client."""
 
     role: Role
-    engine: str
-    boot: str
+    engine: Name
+    boot: Name
     rank: Rank = Rank(0, 0, 0)
     model: ModelInfo | None = None
     version: int = PROTOCOL_VERSION
@@ -76,8 +78,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     every worker. Both go to schedulers, which give them to their workers; clients are told captures.
     """
 
-    hub: str
-    credit_bytes: int
+    hub: Name
+    credit_bytes: Count
     last_seq: int = 0
     captures: tuple[CaptureSpec, ...] = ()
     controllers: tuple[ControllerSpec, ...] = ()
@@ -87,7 +89,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """The hub will not talk to this peer."""
 
-    reason: str
+    reason: Text
 
 
 class Ack(msgspec.Struct, frozen=True, tag="ack"):
@@ -132,7 +134,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
 class Act(msgspec.Struct, frozen=True, tag="act"):
     """Do this. id is the sender's, and comes back with the outcome."""
 
-    id: str
+    id: Name
     action: Action
 
 
@@ -145,14 +147,14 @@ class ActionOutcome(msgspec.Struct, frozen=True, tag="outcome"):
 class Await(msgspec.Struct, frozen=True, tag="await"):
     """Tell me what became of these requests: at once, or when every consumer is done with them."""
 
-    requests: tuple[str, ...]
+    requests: Annotated[tuple[Name, ...], msgspec.Meta(max_length=limits.AWAITED_MAX)]
     wait: bool = True
 
 
 class Results(msgspec.Struct, frozen=True, tag="results"):
     """What became of a request, by consumer; empty when the hub knows nothing of it."""
 
-    request: str
+    request: Name
     results: dict[str, CaptureResult]
 
 
@@ -168,8 +170,15 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
 
 Message = Hello | Welcome | Refused | Ack | Beat | Act | ActionOutcome | Await | Results | Status | Bye
 
+
+class _Question(msgspec.Struct, frozen=True, tag="status"):
+    """A Status as a hub reads it: what else it says is passed over, not taken in."""
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_from_peer = msgspec.msgpack.Decoder(Hello | Beat | Act | ActionOutcome | Await | _Question | Bye)
+_from_hub = msgspec.msgpack.Decoder(Welcome | Refused | Ack | Beat | Act | ActionOutcome | Results | Status | Bye)
 
 
 def encode(message: Message) -> bytes:
@@ -183,3 +192,15 @@ def decode(part: bytes | memoryview) -> Message:
     Raises msgspec.MsgspecError when it is none; the session turns that into RemoteProtocolError.
     """
     return _decoder.decode(part)
+
+
+def decode_from_peer(part: bytes | memoryview) -> Message:
+    """Return the message in a part that a hub got; as `decode`, but for what peers never say."""
+    said: Message | _Question = _from_peer.decode(part)
+    return Status() if isinstance(said, _Question) else said
+
+
+def decode_from_hub(part: bytes | memoryview) -> Message:
+    """Return the message in a part that a peer got; as `decode`, but for what hubs never say."""
+    said: Message = _from_hub.decode(part)
+    return said

@@ -24,13 +24,17 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from msgspec import Meta
 
 from capflow import limits
 from capflow.errors import UsageError, explain
 from capflow.places import FOREVER, Places
 
-Form = str | list[Any] | dict[str, Any]
+Bounds = Annotated[list[int | None], Meta(max_length=2)]
+Counted = Annotated[dict[str, int | Bounds], Meta(max_length=1)]
+Form = str | Annotated[list[int | str | Counted], Meta(max_length=limits.POSITIONS_LISTED_MAX)] | Counted
 """What a user writes; `normalise` says whether it is one of the forms above."""
 
 
@@ -220,7 +224,7 @@ def _bounded(value: Any, where: str, low: int) -> int:
     return value
 
 
-def _windows(form: Form) -> Iterator[Window]:
+def _windows(form: Any) -> Iterator[Window]:
     """Yield what a normalised form means."""
     for item in form if isinstance(form, list) else [form]:
         match item:

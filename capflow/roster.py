@@ -119,7 +119,7 @@ class Roster:
         source = None
         if hello.role != "client":
             assert hello.model is not None
-            engine = self._engine(hello.engine, hello.model)
+            engine = self._engine(hello.engine, hello.model, session.user)
             source = self._source(engine, hello, peer) if hello.role == "worker" else None
         known = self.peers[peer] = Peer(session, hello, source)
         return known
@@ -145,8 +145,10 @@ class Roster:
     def _connected(self, engine: str) -> bool:
         return any(known.hello.engine == engine and known.hello.role != "client" for known in self.peers.values())
 
-    def _engine(self, name: str, model: ModelInfo) -> Engine:
+    def _engine(self, name: str, model: ModelInfo, user: str) -> Engine:
         engine = self.engines.get(name)
+        if engine is not None and engine.user != user:
+            raise UsageError(explain(f"engine {name}", got="another key than its other workers", expected="the same"))
         connected = self._connected(name)
         if engine is not None and engine.model == model:
             if not connected:
@@ -162,7 +164,7 @@ class Roster:
             running.open(model)
         if engine is not None:
             self._on_lost(engine, None)
-        engine = self.engines[name] = Engine(name, model)
+        engine = self.engines[name] = Engine(name, model, user)
         self._on_engine(engine)
         return engine
 

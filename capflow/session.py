@@ -25,14 +25,14 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from capflow import limits, message
 from capflow.errors import LocalProtocolError, RemoteProtocolError, explain
-from capflow.frame import PROTOCOL_VERSION, Frame, FrameHeader
+from capflow.frame import DTYPES, PROTOCOL_VERSION, Frame, FrameHeader
 from capflow.message import (
     Ack,
     Act,
@@ -47,6 +47,7 @@ from capflow.message import (
     Status,
     Welcome,
 )
+from capflow.site import HOOKS
 
 Parts = Sequence[Any]
 """One message as it lies in ZMQ parts: objects with the buffer protocol."""
@@ -84,8 +85,12 @@ def cost(parts: Parts) -> int:
     return sum(len(part) for part in parts)
 
 
-def decode(parts: Parts) -> Frame | Message:
-    """Return what the parts of one message say.
+def decode(
+    parts: Parts,
+    read: Callable[[Any], Message] = message.decode,
+    bytes_max: int = limits.HEADER_BYTES_MAX,
+) -> Frame | Message:
+    """Return what the parts of one message say; `read` takes one that is no frame, of at most `bytes_max` bytes.
 
     Raises RemoteProtocolError when they say nothing that this version knows.
     """
@@ -93,11 +98,11 @@ def decode(parts: Parts) -> Frame | Message:
         raise RemoteProtocolError(explain("message", got=f"{len(parts)} parts", expected="1 or 2"))
     if len(parts) == limits.MESSAGE_PARTS_MAX:
         return Frame.decode(parts[0], parts[1])
-    if len(parts[0]) > limits.HEADER_BYTES_MAX:
-        expected = f"at most {limits.HEADER_BYTES_MAX}"
+    if len(parts[0]) > bytes_max:
+        expected = f"at most {bytes_max}"
         raise RemoteProtocolError(explain("message", got=f"{len(parts[0])} bytes", expected=expected))
     try:
-        return message.decode(parts[0])
+        return read(parts[0])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         expected = f"a message of protocol version {PROTOCOL_VERSION}"
         raise RemoteProtocolError(explain("message", got=str(e), expected=expected)) from e
@@ -207,7 +212,7 @@ class PeerSession:
 
         Raises RemoteProtocolError when the hub may not say it; the connection is of no use then.
         """
-        said = decode(parts)
+        said = decode(parts, message.decode_from_hub)
         self._pulse.heard = now
         if isinstance(said, Frame):
             raise _unexpected(said, self.state)
@@ -325,9 +330,10 @@ class Intake:
 
 
 class HubSession:
-    """The hub's side of one connection, from its Hello to its end."""
+    """The hub's side of one connection, from its Hello to its end. user: the peer's public key, "" where there are none."""
 
-    def __init__(self, *, now: float = 0.0) -> None:
+    def __init__(self, *, now: float = 0.0, user: str = "") -> None:
+        self.user = user
         self.state = State.LOST  # until the Hello
         self.hello: Hello | None = None  # set by the Hello
         self.intake: Intake | None = None  # a worker's, set by `welcome`
@@ -338,7 +344,8 @@ class HubSession:
 
         Raises RemoteProtocolError when the peer may not say it; answer with `refuse`.
         """
-        said = decode(parts)
+        opened = self.state is State.OPEN
+        said = decode(parts, message.decode_from_peer, limits.HEADER_BYTES_MAX if opened else limits.HELLO_BYTES_MAX)
         self._pulse.heard = now
         if isinstance(said, Hello):
             self._check_hello(said)
@@ -401,19 +408,18 @@ class HubSession:
             raise RemoteProtocolError(explain("peer's version", got=hello.version, expected=str(PROTOCOL_VERSION)))
         if hello.role != "client" and hello.model is None:
             raise RemoteProtocolError(explain("hello.model", got="none", expected=f"the model of the {hello.role}"))
-        longest = max(len(hello.engine), len(hello.boot))
-        if longest > limits.REQUEST_ID_LENGTH_MAX:
-            expected = f"at most {limits.REQUEST_ID_LENGTH_MAX} characters"
-            raise RemoteProtocolError(explain("hello.engine", got=f"{longest} characters", expected=expected))
         model = hello.model
         if model is not None and not (
             1 <= model.stages <= limits.LAYERS_MAX
             and 1 <= model.num_layers <= limits.LAYERS_MAX
             and 1 <= model.hidden_size <= limits.HIDDEN_SIZE_MAX
+            and model.dtype in DTYPES
         ):
-            raise RemoteProtocolError(
-                explain("hello.model", got=f"{model.num_layers} layers", expected="sizes in bounds")
-            )
+            got = f"{model.num_layers} layers of {model.hidden_size} {model.dtype}"
+            raise RemoteProtocolError(explain("hello.model", got=got, expected="sizes in bounds and a known dtype"))
+        for site in (*model.sites, *model.fixed) if model is not None else ():
+            if site.hook not in HOOKS or not 0 <= site.layer < limits.LAYERS_MAX:
+                raise RemoteProtocolError(explain("hello.model.sites", got=tuple(site), expected="layers and hooks"))
 
     def _said(self, said: Message, now: float) -> Parts:
         self._pulse.sent = now

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -25,7 +25,7 @@ StoredDtype = Literal["model", "float32", "float16"]
 
 STORED_DTYPES: tuple[str, ...] = get_args(StoredDtype)
 
-Layers = str | list[int | str]
+Layers = str | Annotated[list[int | str], msgspec.Meta(max_length=limits.LAYERS_MAX)]
 """`"all"`, a range, or a list of layer numbers and ranges."""
 
 _RANGE = re.compile(r"(\d{1,4})-(\d{0,4})(?::(\d{1,4}))?")
@@ -54,7 +54,7 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     site only the first so many of these positions of a request, None for all. dtype: how consumers store the rows.
     """
 
-    hooks: dict[str, Layers]
+    hooks: Annotated[dict[str, Layers], msgspec.Meta(max_length=len(HOOKS))]
     positions: Form = "all"
     max_rows: int | None = None
     dtype: StoredDtype = "model"

@@ -7,13 +7,14 @@ little-endian bytes, in the dtype that it came in; lists of numbers and arrays a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from capflow import plain
+from capflow import limits, plain
+from capflow.bounded import Name
 from capflow.errors import UsageError, explain
 from capflow.packed import Block, is_packed
 from capflow.plain import DTYPES
@@ -26,9 +27,9 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One vector for one site. data: `[hidden_size]` in `dtype`; scale multiplies it."""
 
     layer: int
-    hook: str
-    data: bytes
-    dtype: str = "float32"
+    hook: Name
+    data: Annotated[bytes, msgspec.Meta(max_length=8 * limits.HIDDEN_SIZE_MAX)]
+    dtype: Name = "float32"
     scale: float = 1.0
 
     @property

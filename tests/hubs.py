@@ -121,9 +121,9 @@ def worker_link(address, hello=None, *, wait=True, **kwargs):
 
 
 @contextlib.contextmanager
-def scheduler_link(address, hello=None, *, wait=True):
+def scheduler_link(address, hello=None, *, wait=True, **kwargs):
     """Run a scheduler's link; connected unless told otherwise."""
-    link = SchedulerLink(str(address), hello or make_hello(role="scheduler", boot="scheduler"))
+    link = SchedulerLink(str(address), hello or make_hello(role="scheduler", boot="scheduler"), **kwargs)
     try:
         if wait:
             assert link.wait_welcome(20), link.refusal

@@ -71,6 +71,7 @@ class Bench:
             "PIP_QUIET": "1",
             "COLUMNS": "160",
             "XDG_RUNTIME_DIR": str(directory),
+            "XDG_CONFIG_HOME": str(directory / "config"),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
         }
@@ -113,6 +114,9 @@ def test_snippets_run(page, tmp_path):
     if page.stem == "tutorial":
         assert "loudest" in said
         assert "1 passed" in said
+    if page.stem == "security":
+        assert "key ann: got the right to read, expected the right to steer" in said
+        assert "does not allow this key; on its machine: capflow keys allow" in said
 
 
 @pytest.mark.engine

@@ -7,7 +7,7 @@ from sources import imports_of, modules
 
 LAYERS = (
     {"errors", "limits", "counts", "places"},
-    {"site"},
+    {"bounded", "site"},
     {
         "positions",
         "spec",
@@ -23,10 +23,23 @@ LAYERS = (
         "steercheck",
     },
     {"steering", "program", "probe", "consumer", "hookspecs"},
-    {"queue", "session", "address", "plugins"},
-    {"transport", "transport.sockets", "transport.link"},
+    {"queue", "session", "address", "keys", "plugins"},
+    {"transport", "transport.sockets", "transport.link", "transport.zap"},
     {"client", "launch"},
-    {"ledger", "relay", "waiters", "roster", "pace", "fanout", "health", "exchange", "hub", "metrics", "endpoint"},
+    {
+        "ledger",
+        "relay",
+        "waiters",
+        "roster",
+        "pace",
+        "fanout",
+        "guard",
+        "health",
+        "exchange",
+        "hub",
+        "metrics",
+        "endpoint",
+    },
     {"cli", "__main__"},
 )
 """The core, lowest first; a module imports from its own layer and those below. `cli` stands for all of its modules."""

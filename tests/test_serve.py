@@ -57,6 +57,8 @@ def test_a_server_finds_the_hub_and_either_may_leave_first(tiny_with_words, refe
     ("arguments", "words"),
     [
         (("--hub", "tcp://203.0.113.1:9000"), "--insecure"),
+        (("--hub", f"tcp://{'ab' * 32}@203.0.113.1:9000"), "--key: got none, expected a key"),
+        (("--key", "gpu"), "--key: got the address ipc://"),
         (("--sites", "post_block:99"), "post_block:99"),
         (("--worker-cls", "mine.Worker"), "--worker-cls"),
         (("--steering-modules", "glad"), "--steering-modules: got glad, expected NAME=PATH"),

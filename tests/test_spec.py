@@ -113,7 +113,7 @@ class TestResolve:
         [
             CaptureSpec({"post_block": "all"}, "some"),
             CaptureSpec({"post_block": "all"}, {"last": 0}),
-            CaptureSpec({"post_block": "all"}, [None]),
+            CaptureSpec({"post_block": "all"}, ["some"]),
             CaptureSpec({"post_block": "9-1"}),
             CaptureSpec({"post_block": ["x"]}),
             CaptureSpec({"post_block": "all"}, max_rows=-1),

@@ -18,6 +18,7 @@ from capflow.errors import CapflowError, UsageError
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "abort": ("capflow.cli.act", "abort", "Stop a running request."),
     "doctor": ("capflow.cli.doctor", "doctor", "Show versions, what is missing, and whether a capture works here."),
+    "keys": ("capflow.cli.keys", "keys", "Make keys for TCP, and say whose may connect to a hub."),
     "plugins": ("capflow.cli.plugins", "plugins", "List the consumers and controllers that are installed."),
     "rollouts": ("capflow.cli.rollouts", "rollouts", "Answer prompts under vectors and scales, into a file."),
     "run": ("capflow.cli.run", "run", "Run a hub with consumers, alone or with a model."),

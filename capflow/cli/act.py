@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from capflow.cli.hubat import hub_options
+
 if TYPE_CHECKING:
     from capflow.action import Action
-
-_address = click.option("--address", metavar="ADDRESS", help="The hub's address.")
 
 
 @click.command()
@@ -18,8 +18,8 @@ _address = click.option("--address", metavar="ADDRESS", help="The hub's address.
 @click.option("--vector", required=True, metavar="FILE.safetensors[:KEY]", help="The vector, [hidden_size].")
 @click.option("--site", required=True, metavar="HOOK:LAYER", help="Where to add it, e.g. post_block:12.")
 @click.option("--scale", type=float, default=1.0, show_default=True, help="What to multiply it by.")
-@_address
-def steer(request: str, vector: str, site: str, scale: float, address: str | None) -> None:
+@hub_options
+def steer(request: str, vector: str, site: str, scale: float, **hub: Any) -> None:
     """Add a vector to the running REQUEST, from its next generated token on."""
     from capflow.action import Steer
     from capflow.site import Site
@@ -27,27 +27,27 @@ def steer(request: str, vector: str, site: str, scale: float, address: str | Non
 
     where = Site.parse(site)
     made = SteeringVector.make(where, read_vector(vector), scale, where=f"--vector {vector}")
-    _act(Steer(request, (made,)), address)
+    _act(Steer(request, (made,)), hub)
 
 
 @click.command()
 @click.argument("request")
-@_address
-def unsteer(request: str, address: str | None) -> None:
+@hub_options
+def unsteer(request: str, **hub: Any) -> None:
     """Take back what `steer` added to the running REQUEST."""
     from capflow.action import Unsteer
 
-    _act(Unsteer(request), address)
+    _act(Unsteer(request), hub)
 
 
 @click.command()
 @click.argument("request")
-@_address
-def abort(request: str, address: str | None) -> None:
+@hub_options
+def abort(request: str, **hub: Any) -> None:
     """Stop the running REQUEST; what it generated so far is its result."""
     from capflow.action import Abort
 
-    _act(Abort(request), address)
+    _act(Abort(request), hub)
 
 
 def read_vector(text: str) -> Any:
@@ -92,12 +92,12 @@ def _read_safetensors(file: Path, where: str) -> dict[str, Any]:
     }
 
 
-def _act(action: Action, address: str | None) -> None:
+def _act(action: Action, hub: dict[str, Any]) -> None:
     from capflow.action import Rejected
     from capflow.client import Client
     from capflow.errors import CapflowError
 
-    with Client(address) as client:
+    with Client(**hub) as client:
         outcome = client.act(action)
     if isinstance(outcome, Rejected):
         raise CapflowError(outcome.reason)

@@ -46,6 +46,7 @@ class HubRun:
         consumers: Sequence[ConfiguredConsumer],
         controllers: Sequence[ConfiguredController] = (),
         *,
+        key: str | None = None,
         insecure: bool = False,
         drain_s: float = limits.DRAIN_S_MAX,
         metrics: tuple[str, int] | None = None,
@@ -60,7 +61,7 @@ class HubRun:
         self.refusals: list[str] = []
         self.stopped = threading.Event()  # set by the first signal
         self.controllers = tuple(controllers)
-        self.hub = Hub(address, consumers, controllers, insecure=insecure, on_refused=self.refusals.append)
+        self.hub = Hub(address, consumers, controllers, key=key, insecure=insecure, on_refused=self.refusals.append)
         self.endpoint = None if metrics is None else Endpoint(self.hub, *metrics)
         self._hurry = threading.Event()  # set by the second signal
         self._drained = True  # whether the consumers handled everything

@@ -109,6 +109,7 @@ class ModelJob:
     max_tokens: int
     engine: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
+    key: str | None = None  # the hub's own, if it has one: the engine and this side speak with it too
     hub: str = ""  # the address, known once the hub listens
     stage: str = "starting"
     shape: tuple[int, tuple[Site, ...]] | None = None  # layers and tapped sites, known before the model is loaded
@@ -149,6 +150,7 @@ class ModelJob:
                     "model": self.model,
                     "prompts": self.prompts,
                     "hub": self.hub,
+                    "key": self.key,
                     "sites": self.sites,
                     "max_tokens": self.max_tokens,
                     "engine": self.engine,
@@ -319,7 +321,7 @@ def _rates(running: HubRun, job: ModelJob) -> str:
 
 def _results(job: ModelJob) -> dict[str, dict[str, CaptureResult]]:
     """Return what the consumers say of every request, waiting until they are done with all of them."""
-    with Client(job.hub) as client:
+    with Client(job.hub, key=job.key, insecure=True) as client:
         return client.results([p.id for p in job.prompts], wait=True, timeout=_RESULTS_WAIT_S)
 
 

@@ -42,7 +42,10 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--config", type=click.Path(path_type=Path), help="A TOML file with a [[consumer]] table for each.")
 @click.option("--address", metavar="ADDRESS", help="Where to listen: ipc:///PATH or tcp://HOST:PORT.")
-@click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach.")
+@click.option(
+    "--key", metavar="NAME|PATH", help="The hub's key, for TCP: then only peers with a key get in. See `keys`."
+)
+@click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach, without a key.")
 @click.option("--drain-s", type=click.FloatRange(min=0), help="How long consumers may take at the end.")
 @click.option("--model", metavar="MODEL", help="Run this model over --prompts, and end when it is through.")
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="The prompts for --model, JSON Lines.")
@@ -64,6 +67,7 @@ def run(
     consumers: tuple[str, ...],
     config: Path | None,
     address: str | None,
+    key: str | None,
     insecure: bool,
     drain_s: float | None,
     model: str | None,
@@ -91,7 +95,7 @@ def run(
     if (model is None) != (prompts is None):
         given, missing = ("--prompts", "--model") if model is None else ("--model", "--prompts")
         raise UsageError(explain(given, got=f"no {missing}", expected="both or neither"))
-    address = check_address(address or default_address(), insecure=insecure, where="--address")
+    address = check_address(address or default_address(), insecure=insecure or key is not None, where="--address")
     metrics = None if metrics_address is None else parse_listen(metrics_address, "--metrics-address")
     made, controllers = configure_all(consumers, config, load_plugins())
     if not made and not controllers:
@@ -108,10 +112,11 @@ def run(
             max_tokens=max_tokens,
             engine=parse_pairs(engine_arg, "--engine-arg"),
             sampling=parse_pairs(sampling, "--sampling"),
+            key=key,
         )
         job.check()
     running = HubRun(
-        address, made, controllers, insecure=insecure, drain_s=drain_s, metrics=metrics, log_format=log_format
+        address, made, controllers, key=key, insecure=insecure, drain_s=drain_s, metrics=metrics, log_format=log_format
     )
     if job is not None:
         from capflow.cli.job import run_job

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import click
 
+from capflow.cli.hubat import hub_options
+
 
 @click.command()
-@click.option("--address", metavar="ADDRESS", help="The hub's address.")
+@hub_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def status(address: str | None, as_json: bool) -> None:
+def status(address: str | None, key: str | None, insecure: bool, as_json: bool) -> None:
     """Show a running hub's counters."""
     from capflow.client import Client
 
-    with Client(address) as client:
+    with Client(address, key=key, insecure=insecure) as client:
         told = client.status()
     if as_json:
         import json

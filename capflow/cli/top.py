@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import click
 
+from capflow.cli.hubat import hub_options
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from capflow.cli.rates import History
+    from capflow.client import Client
 
 _EVERY_S = 1.0
 _WINDOW_S = 5.0  # over which rates are taken
@@ -29,30 +33,31 @@ _LEAVE = ("q", "Q", "\x03", "\x04", "\x1b")
 
 
 @click.command()
-@click.option("--hub", "--address", "address", metavar="ADDRESS", help="The hub's address.")
+@hub_options
 @click.option("--once", is_flag=True, help="Print one table, with the rates of a second, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with the rates of a second, and end.")
-def top(address: str | None, once: bool, as_json: bool) -> None:
+def top(address: str | None, key: str | None, insecure: bool, once: bool, as_json: bool) -> None:
     """Watch a running hub: sessions, queues, credit, drops and rates.
 
     q or Ctrl-C leaves. A hub that is gone is waited for. Where standard output is no terminal, the same as --once.
     """
-    from capflow.address import check_address, default_address
+    from capflow.client import Client
 
-    address = check_address(address or default_address(), insecure=True)
+    client = functools.partial(Client, address, _ANSWER_S, key=key, insecure=insecure)
+    client()  # says at once what is wrong with the address or the key
     if as_json or once or not sys.stdout.isatty():
-        _print_once(address, as_json=as_json)
+        _print_once(client, as_json=as_json)
     else:
-        _live(address)
+        _live(client)
 
 
-def _print_once(address: str, *, as_json: bool) -> None:
+def _print_once(client: Callable[[], Client], *, as_json: bool) -> None:
     from capflow.cli.rates import History
 
     history = History(_WINDOW_S)
-    history.add(_ask(address))
+    history.add(_ask(client))
     time.sleep(_EVERY_S)
-    history.add(_ask(address))
+    history.add(_ask(client))
     told, rates = history.now, history.rates
     assert told is not None
     if as_json:
@@ -67,18 +72,17 @@ def _print_once(address: str, *, as_json: bool) -> None:
     Console().print(view(told, rates))
 
 
-def _ask(address: str) -> dict[str, Any]:
-    from capflow.client import Client
-
-    with Client(address, timeout=_ANSWER_S) as client:
-        return client.status()
+def _ask(client: Callable[[], Client]) -> dict[str, Any]:
+    with client() as asking:
+        return asking.status()
 
 
 class _Feed:
     """Asks a hub again and again, on a thread of its own, so that keys are never waited for."""
 
-    def __init__(self, address: str, history: History) -> None:
-        self.address = address
+    def __init__(self, client: Callable[[], Client], history: History) -> None:
+        self.address = client().address
+        self._client = client
         self.history = history  # written by the thread, under `lock`
         self.lock = threading.Lock()  # guards all that the thread writes
         self.gone_since: float | None = None  # when the hub first did not answer, on the monotonic clock
@@ -98,7 +102,7 @@ class _Feed:
 
         while not self._stop.is_set():
             try:
-                told = _ask(self.address)
+                told = _ask(self._client)
             except CapflowError as e:
                 with self.lock:
                     self.why = str(e)
@@ -110,7 +114,7 @@ class _Feed:
             self._stop.wait(_EVERY_S)
 
 
-def _live(address: str) -> None:
+def _live(client: Callable[[], Client]) -> None:
     from rich.console import Console
     from rich.live import Live
 
@@ -120,7 +124,7 @@ def _live(address: str) -> None:
     with (
         contextlib.suppress(KeyboardInterrupt),
         _ends_on_sigterm(),
-        _Feed(address, History(_WINDOW_S)) as feed,
+        _Feed(client, History(_WINDOW_S)) as feed,
         _keys() as keys,
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from capflow.transport.link import SchedulerLink, Staged, WorkerLink
-from capflow.transport.sockets import Dealer, Event, Router, Waker
+from capflow.transport.sockets import Dealer, Event, Received, Router, Waker
+from capflow.transport.zap import new_key
 
-__all__ = ["Dealer", "Event", "Router", "SchedulerLink", "Staged", "Waker", "WorkerLink"]
+__all__ = ["Dealer", "Event", "Received", "Router", "SchedulerLink", "Staged", "Waker", "WorkerLink", "new_key"]

@@ -21,10 +21,11 @@ from capflow.address import check_address
 from capflow.consumer import Policy
 from capflow.errors import RemoteProtocolError
 from capflow.frame import FrameHeader
+from capflow.keys import peer_key
 from capflow.message import Act, ActionOutcome, Beat, Bye, Hello, Message, Refused, Welcome, WorkerCounts
 from capflow.queue import ByteQueue, Overload
 from capflow.session import Parts, PeerSession, State
-from capflow.transport.sockets import Dealer, Event, Waker
+from capflow.transport.sockets import Dealer, Event, Waker, why_not
 
 logger = logging.getLogger("capflow.link")
 
@@ -41,10 +42,15 @@ class Staged(NamedTuple):
 
 
 class _Link:
-    """One thread, which owns one `PeerSession` and its connections; from `start` to `close`."""
+    """One thread, which owns one `PeerSession` and its connections; from `start` to `close`.
 
-    def __init__(self, address: str, hello: Hello) -> None:
+    key: this peer's, by name or path, for an address with the hub's. Raises UsageError when one is needed and missing.
+    """
+
+    def __init__(self, address: str, hello: Hello, *, key: str | None = None) -> None:
         self.address = check_address(address, insecure=True)
+        self._key = peer_key(address, key)
+        self._unmade: str | None = None  # why no connection is made, keys being the reason; cleared when one is
         self.ever_connected = False  # set by the first Welcome
         self.reconnects = 0  # connections lost
         self._session = PeerSession(hello)  # the thread's alone; others read plain fields of it
@@ -61,8 +67,8 @@ class _Link:
 
     @property
     def refusal(self) -> str | None:
-        """Why the hub refused this peer, None if it did not."""
-        return self._session.refusal
+        """Why the hub refused this peer or its key, None if it did not."""
+        return self._session.refusal or self._unmade
 
     @property
     def welcome(self) -> Welcome | None:
@@ -110,7 +116,7 @@ class _Link:
             pause_s = limits.RECONNECT_S_MIN
             while not self._done(time.monotonic()):
                 since = time.monotonic()
-                with contextlib.closing(Dealer(self.address, waker=self._waker)) as dealer:
+                with contextlib.closing(Dealer(self.address, key=self._key, waker=self._waker)) as dealer:
                     self._serve(dealer)
                 lasted_s = time.monotonic() - since
                 pause_s = limits.RECONNECT_S_MIN if lasted_s > limits.RECONNECT_S_MAX else pause_s * 2
@@ -131,7 +137,12 @@ class _Link:
             now = time.monotonic()
             for event in dealer.events():
                 if event is Event.CONNECTED:
+                    self._unmade = None
                     dealer.send(session.connected(now))
+                elif (why := why_not(event, self.address, self._key)) is not None:
+                    if why != self._unmade:
+                        logger.error("%s; trying on", why)
+                    self._unmade = why
                 else:
                     self._lost("the hub went away")
                     return
@@ -217,8 +228,9 @@ class WorkerLink(_Link):
         block_s_max: float = limits.BLOCK_S_MAX,
         on_welcome: Callable[[Welcome], None] | None = None,
         staged: Callable[[], Staged] = Staged,
+        key: str | None = None,
     ) -> None:
-        super().__init__(address, hello)
+        super().__init__(address, hello, key=key)
         self.policy = Overload(policy)
         self.block_s_max = block_s_max
         self.on_welcome = on_welcome
@@ -331,8 +343,8 @@ class WorkerLink(_Link):
 class SchedulerLink(_Link):
     """A scheduler's link: what the hub wants captured, and actions to take. It starts when it is made."""
 
-    def __init__(self, address: str, hello: Hello) -> None:
-        super().__init__(address, hello)
+    def __init__(self, address: str, hello: Hello, *, key: str | None = None) -> None:
+        super().__init__(address, hello, key=key)
         self._acts: deque[Act] = deque(maxlen=limits.ACTIONS_WAITING_MAX)  # filled by the thread, emptied by `actions`
         self._outcomes: deque[Outcome] = deque()  # filled by `outcome`, emptied by the thread
         self.start()

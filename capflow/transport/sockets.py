@@ -1,6 +1,7 @@
 """The two ends of a connection: a hub's `Router`, and a peer's `Dealer`, each with a way to wake its thread.
 
-A socket belongs to the thread that opened it. Received parts are views of ZMQ's own memory, which they keep alive;
+With a hub's key in the address a connection is encrypted and both sides are known by their keys (CURVE, ZMQ RFC 26). A
+connection that is not made in time, or on which nobody answers any more, is closed. A socket belongs to the thread that opened it. Received parts are views of ZMQ's own memory, which they keep alive;
 sent parts are not copied and must not be changed.
 """
 
@@ -10,16 +11,19 @@ import contextlib
 import enum
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from capflow import limits
-from capflow.address import in_use
+from capflow.address import hub_key, in_use, without_key
 from capflow.errors import CapflowError, explain
+from capflow.keys import KeyPair
 from capflow.session import Parts
+from capflow.transport.zap import DOMAIN, Zap
 
 _COPY_BYTES_MAX = 16 * 1024  # a part up to this size is copied: cheaper than keeping track of it
 
@@ -61,30 +65,71 @@ class Event(enum.Enum):
 
     CONNECTED = "connected"
     DISCONNECTED = "disconnected"
+    NOT_ALLOWED = "not allowed"
+    """The hub does not know this peer's key; DISCONNECTED follows."""
+    NO_HANDSHAKE = "no handshake"
+    """One side has a key and the other has none or another; DISCONNECTED follows."""
+
+
+_EVENTS = {
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: Event.CONNECTED,
+    zmq.EVENT_DISCONNECTED: Event.DISCONNECTED,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: Event.NOT_ALLOWED,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: Event.NO_HANDSHAKE,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: Event.NO_HANDSHAKE,
+}
+
+
+def why_not(event: Event, address: str, key: KeyPair | None) -> str | None:
+    """Return what to tell the user of an event that keys are the reason for, None for any other."""
+    if event is Event.NOT_ALLOWED and key is not None:
+        do = f"on its machine: capflow keys allow {key.public} --name NAME --rights capture,read"
+        return explain(f"the hub at {address} does not allow this key", do=do)
+    if event is Event.NO_HANDSHAKE:
+        do = "use the address that the hub prints when it starts"
+        return explain(f"keys of the hub at {address}", got="no agreement with it", expected="the key it has", do=do)
+    return None
+
+
+class Received(NamedTuple):
+    """A message that a hub got: from which connection, what, and of which public key; "" where there are none."""
+
+    peer: bytes
+    parts: Parts
+    user: str
 
 
 class Dealer:
-    """One connection to a hub, and the attempts at it before; after DISCONNECTED make a new one."""
+    """One connection to a hub, and the attempts at it before; after DISCONNECTED make a new one.
 
-    def __init__(self, address: str, *, waker: Waker | None = None) -> None:
+    key: this peer's, when the address names the hub's.
+    """
+
+    def __init__(self, address: str, *, key: KeyPair | None = None, waker: Waker | None = None) -> None:
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 8)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, int(limits.LINGER_S * 1000))
         self._socket.set(zmq.SNDHWM, 0)  # credit bounds what is sent
-        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.set(zmq.RCVHWM, limits.MESSAGES_UNREAD_MAX)
         self._socket.set(zmq.IMMEDIATE, 1)
         self._socket.set(zmq.RECONNECT_IVL, int(limits.RECONNECT_S_MIN * 1000))
         self._socket.set(zmq.RECONNECT_IVL_MAX, int(limits.RECONNECT_S_MAX * 1000))
         self._socket.set(zmq.MAXMSGSIZE, limits.HEADER_BYTES_MAX)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        _watch(self._socket)
+        hub = hub_key(address)
+        if hub is not None and key is not None:
+            self._socket.set(zmq.CURVE_SERVERKEY, bytes.fromhex(hub))
+            self._socket.set(zmq.CURVE_PUBLICKEY, bytes.fromhex(key.public))
+            self._socket.set(zmq.CURVE_SECRETKEY, bytes.fromhex(key.secret))
+        self._monitor = self._socket.get_monitor_socket(sum(_EVENTS))
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         if waker is not None:
             self._poller.register(waker.fileno(), zmq.POLLIN)
         try:
-            self._socket.connect(address)
+            self._socket.connect(without_key(address))
         except zmq.ZMQError as e:
             self.close()
             raise CapflowError(explain("cannot connect", got=f"{address}: {e.strerror}")) from e
@@ -97,8 +142,7 @@ class Dealer:
         """Return what happened to the connection since the last call."""
         events = []
         while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
-            events.append(Event.CONNECTED if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else Event.DISCONNECTED)
+            events.append(_EVENTS[zmq.Event(recv_monitor_message(self._monitor)["event"])])
         return events
 
     def send(self, parts: Parts) -> None:
@@ -126,19 +170,36 @@ class Dealer:
 class Router:
     """A hub's socket: bound to one address, connected to any number of peers.
 
-    message_bytes_max: a peer that sends a larger part is disconnected before memory is taken for it.
+    message_bytes_max: a peer that sends a larger part is disconnected before memory is taken for it. key: the hub's; then only
+    those connect whose public key `admit` says yes to, on the thread that polls.
     """
 
-    def __init__(self, address: str, *, message_bytes_max: int = limits.PAYLOAD_BYTES_MAX) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        message_bytes_max: int = limits.PAYLOAD_BYTES_MAX,
+        key: KeyPair | None = None,
+        admit: Callable[[str], bool] = lambda _: False,
+    ) -> None:
         self.waker = Waker()
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, limits.SESSIONS_MAX)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, int(limits.LINGER_S * 1000))
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
-        self._socket.set(zmq.SNDHWM, 0)  # what a hub sends is small, and answers what the peer sent
+        self._socket.set(zmq.SNDHWM, limits.MESSAGES_UNSENT_MAX)  # what a hub sends is small
         self._socket.set(zmq.RCVHWM, limits.MESSAGES_UNREAD_MAX)
         self._socket.set(zmq.MAXMSGSIZE, message_bytes_max)
+        _watch(self._socket)
+        self._socket.set(zmq.HEARTBEAT_IVL, int(limits.DEAD_S_MAX * 1000 / 3))
+        self._socket.set(zmq.HEARTBEAT_TIMEOUT, int(limits.DEAD_S_MAX * 2000 / 3))
+        self._zap: Zap | None = None  # from here to `close`
+        if key is not None:
+            self._zap = Zap(self._context, admit)
+            self._socket.set(zmq.CURVE_SERVER, 1)
+            self._socket.set(zmq.CURVE_SECRETKEY, bytes.fromhex(key.secret))
+            self._socket.set(zmq.ZAP_DOMAIN, DOMAIN)  # without an answer of `Zap` nobody gets in
         try:
             self._socket.bind(address)
             if address.startswith("ipc://"):
@@ -152,32 +213,53 @@ class Router:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self.waker.fileno(), zmq.POLLIN)
+        if self._zap is not None:
+            self._poller.register(self._zap.socket, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> None:
-        """Wait until there is something to read, or a wake-up."""
+        """Wait until there is something to read, someone wants to connect, or a wake-up."""
         self._poller.poll(max(0, int(timeout_s * 1000) + 1))
+        if self._zap is not None:
+            self._zap.answer()
 
     def send(self, peer: bytes, parts: Parts) -> bool:
-        """Send a message to a peer; return False when it is not connected any more."""
+        """Send a message to a peer; return False when it takes no more: it is to be given up.
+
+        What is sent to a peer that is not connected any more is lost; it falls silent.
+        """
         try:
             _send(self._socket, [peer, *parts])
-        except zmq.ZMQError:
+        except zmq.Again:
             return False
+        except zmq.ZMQError:
+            return True
         return True
 
-    def receive(self) -> tuple[bytes, Parts] | None:
+    def receive(self) -> Received | None:
         """Return the next message and who sent it, None when there is none."""
         try:
             peer, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        return peer.bytes, [part.buffer for part in parts]
+        user = str(parts[0].get("User-Id")) if self._zap is not None else ""
+        return Received(peer.bytes, [part.buffer for part in parts], user)
 
     def close(self) -> None:
         """Stop listening, having given what was sent a moment to get out."""
         self._socket.close()
+        if self._zap is not None:
+            self._zap.close()
         self._context.term()
         self.waker.close()
+
+
+def _watch(over: zmq.Socket[bytes]) -> None:
+    """Have a socket's connections closed that are not made in time, or whose other machine is gone."""
+    over.set(zmq.HANDSHAKE_IVL, int(limits.HANDSHAKE_S_MAX * 1000))
+    over.set(zmq.TCP_KEEPALIVE, 1)
+    over.set(zmq.TCP_KEEPALIVE_IDLE, max(1, int(limits.SILENCE_S_MAX)))
+    over.set(zmq.TCP_KEEPALIVE_INTVL, max(1, int(limits.SILENCE_S_MAX / 3)))
+    over.set(zmq.TCP_KEEPALIVE_CNT, 3)
 
 
 def _send(to: zmq.Socket[bytes], parts: Parts) -> None:

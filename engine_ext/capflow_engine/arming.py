@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from capflow.address import default_address
+from capflow.address import check_address, default_address
 from capflow.client import Client
 from capflow.consumer import Policy
 from capflow.errors import UsageError, explain
+from capflow.keys import peer_key_path
 from capflow.launch import HubProcess
 from capflow_engine import compat_model
 from capflow_engine.settings import Settings
@@ -34,6 +35,8 @@ def arm(
     *,
     consumers: Sequence[str],
     hub: str | None,
+    key: str | None,
+    insecure: bool,
     sites: Sequence[str],
     policy: Policy,
     bank_bytes: int,
@@ -56,11 +59,16 @@ def arm(
         process = HubProcess(consumers)
         process.start(_LAUNCH_WAIT_S)
     elif hub is not None:
-        with Client(hub):  # raises when nobody answers
+        with Client(hub, key=key, insecure=insecure):  # raises when nobody answers
             pass
+    address = process.address if process is not None else hub or default_address()
+    check_address(address, insecure=insecure, where="hub")
+    path = peer_key_path(address, key)
     settings = Settings(
         engine=uuid.uuid4().hex,
-        hub=process.address if process is not None else hub or default_address(),
+        hub=address,
+        key=None if path is None else str(path),
+        insecure=insecure,
         sites=tapped.sites,
         fixed=tapped.fixed,
         policy=policy,

@@ -12,11 +12,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from capflow.client import Client
-from capflow.errors import CapflowError
+from capflow.errors import CapflowError, HubUnreachableError
 from capflow.result import CaptureResult
 
 logger = logging.getLogger("vllm.capflow")
@@ -27,7 +27,6 @@ Results = dict[str, dict[str, CaptureResult]]
 HUB = "hub"
 """Stands for the consumers while no hub answers, so that nobody knows which there are."""
 
-_CONNECT_S = 1.0
 _EVERY_S = 0.02
 _UNKNOWN = "no hub answers; what became of the capture is not known"
 
@@ -44,10 +43,10 @@ class _Ask:
 
 
 class Asker:
-    """Asks the hub at an address; connects when first used, and again when the hub was away."""
+    """Asks a hub, which `client` makes a connection to; connects when first used, and again when the hub was away."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, client: Callable[[], Client]) -> None:
+        self._connection = client
         self._asks: queue.SimpleQueue[_Ask] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # from the first question to the end of the process
 
@@ -65,7 +64,7 @@ class Asker:
         return await answer
 
     def _run(self) -> None:
-        client = Client(self._address, _CONNECT_S)
+        client = self._connection()
         waiting: list[_Ask] = []
         while True:
             if not waiting:
@@ -75,8 +74,11 @@ class Asker:
             waiting = [ask for ask in waiting if not ask.answer.done()]  # done already: its client went away
             try:
                 waiting = self._turn(client, waiting)
-            except CapflowError:
-                waiting = [ask for ask in waiting if not self._give_up(ask)]
+            except CapflowError as e:
+                why = (
+                    _UNKNOWN if isinstance(e, HubUnreachableError) else f"what became of the capture is not known: {e}"
+                )
+                waiting = [ask for ask in waiting if not self._give_up(ask, why)]
             except Exception:
                 logger.exception("asking the hub failed")
                 for ask in waiting:
@@ -84,7 +86,7 @@ class Asker:
                 waiting = []
                 with contextlib.suppress(Exception):
                     client.close()
-                client = Client(self._address, _CONNECT_S)
+                client = self._connection()
             if waiting:
                 time.sleep(_EVERY_S)
 
@@ -107,10 +109,10 @@ class Asker:
             _tell(ask, mine)
         return left
 
-    def _give_up(self, ask: _Ask) -> bool:
+    def _give_up(self, ask: _Ask, why: str) -> bool:
         over = time.monotonic() >= ask.deadline
         if over:
-            _tell(ask, _nobody(ask))
+            _tell(ask, _nobody(ask, why))
         return over
 
 
@@ -118,8 +120,8 @@ def _final(results: dict[str, CaptureResult]) -> bool:
     return bool(results) and all(result.status != "pending" for result in results.values())
 
 
-def _nobody(ask: _Ask) -> Results:
-    return {name: {HUB: CaptureResult("error", _UNKNOWN)} for name in ask.names}
+def _nobody(ask: _Ask, why: str = _UNKNOWN) -> Results:
+    return {name: {HUB: CaptureResult("error", why)} for name in ask.names}
 
 
 def _tell(ask: _Ask, results: Results) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -25,6 +26,8 @@ from capflow_engine.params import Prepared  # noqa: E402
 from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings, engine_arguments  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
 
+_CONNECT_S = 1.0  # how long the hub has to answer
+
 
 class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
     """vLLM's `AsyncLLM` whose requests may capture and be steered; made by `start`.
@@ -42,6 +45,8 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         *,
         consumers: Sequence[str] = (),
         hub: str | None = None,
+        key: str | None = None,
+        insecure: bool = False,
         sites: Sequence[str] = SITES_DEFAULT,
         policy: Policy = "block",
         steering_bank_bytes: int = STEERING_BANK_BYTES,
@@ -62,6 +67,8 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
             kwargs,
             consumers=consumers,
             hub=hub,
+            key=key,
+            insecure=insecure,
             sites=sites,
             policy=policy,
             bank_bytes=steering_bank_bytes,
@@ -79,7 +86,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         self.steering = SteeringStore()
         self._capture_wait_s = capture_wait_s
         self._knows_hub = bool(consumers) or hub is not None
-        self._asker = Asker(armed.settings.hub)
+        self._asker = Asker(functools.partial(armed.settings.client, _CONNECT_S))
         self._numbers = itertools.count()
         requests_max = self.vllm_config.scheduler_config.max_num_seqs
         self._bank_size = Size.of(steering_bank_bytes, self.capflow_model.hidden_size, requests_max)

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.keys import peer_key_path
 from capflow_engine import compat, compat_model
 from capflow_engine.settings import Settings, engine_arguments
 
@@ -43,6 +44,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: int
     engine: dict[str, Any] = {}
     sampling: dict[str, Any] = {}
+    key: str | None = None
 
 
 def run(job: Job, tell: Any) -> None:
@@ -68,7 +70,9 @@ def run(job: Job, tell: Any) -> None:
         raise UsageError(explain("--engine-arg or --sampling", got=str(e), expected="names that vLLM knows")) from e
     num_layers, sites, _ = compat_model.check_model(arguments, job.sites)
     tell("model", num_layers=num_layers, sites=sites)
-    settings = Settings(engine=uuid.uuid4().hex, hub=job.hub, sites=sites, hub_wait_s=30.0)
+    path = peer_key_path(job.hub, job.key)
+    key = None if path is None else str(path)
+    settings = Settings(engine=uuid.uuid4().hex, hub=job.hub, key=key, sites=sites, hub_wait_s=30.0)
     for name, value in engine_arguments(settings).items():
         if name in job.engine:
             raise UsageError(explain(f"--engine-arg {name}", expected="to be left out; capflow brings its own"))

@@ -28,6 +28,8 @@ from capflow_engine.serving import Serving
 from capflow_engine.settings import Settings
 from capflow_engine.store import SteeringStore
 
+_CONNECT_S = 1.0  # how long the hub has to answer
+
 
 class Front:
     """What the routes of one server share."""
@@ -42,7 +44,7 @@ class Front:
         self.keys = serving.keys
         self.body_bytes_max = serving.body_bytes_max
         self.rpc_address = serving.rpc_address
-        self.asker = Asker(self.settings.hub)
+        self.asker = Asker(functools.partial(self.settings.client, _CONNECT_S))
         self.running: WeakValueDictionary[str, Asked] = WeakValueDictionary()  # by what their choices are called
 
     def take(self, request: Any, own: str, prompts: int) -> Asked | None:

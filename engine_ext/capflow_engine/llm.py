@@ -42,7 +42,8 @@ class LLM(VLLM):  # type: ignore[misc]
 
     consumers: consumers to run for this engine, as on the command line (`"filesystem:root=rows"`); a hub is started
     for them and stopped with `close`. hub: the address of a running hub instead. Without either, the default
-    address is used. sites: patterns of the sites that carry a tap. policy: what a worker does when its
+    address is used. key: this engine's key, by name or path, for a hub that has one; without it that of `CAPFLOW_KEY`. insecure:
+    allows a hub on another machine without keys. sites: patterns of the sites that carry a tap. policy: what a worker does when its
     outbound queue is full. steering_bank_bytes: the memory for the vectors that steer the requests which run; a request waits
     for room in it.
 
@@ -62,6 +63,8 @@ class LLM(VLLM):  # type: ignore[misc]
         *,
         consumers: Sequence[str] = (),
         hub: str | None = None,
+        key: str | None = None,
+        insecure: bool = False,
         sites: Sequence[str] = SITES_DEFAULT,
         policy: Policy = "block",
         steering_bank_bytes: int = STEERING_BANK_BYTES,
@@ -81,6 +84,8 @@ class LLM(VLLM):  # type: ignore[misc]
             kwargs,
             consumers=consumers,
             hub=hub,
+            key=key,
+            insecure=insecure,
             sites=sites,
             policy=policy,
             bank_bytes=steering_bank_bytes,
@@ -191,7 +196,7 @@ class LLM(VLLM):  # type: ignore[misc]
             return {}
         try:
             if self._client is None:
-                self._client = Client(self.capflow_settings.hub)
+                self._client = self.capflow_settings.client()
                 self._client.__enter__()
             everything = bool(self._client.captures)
             names = [name for o in options if everything or o.capture is not None for name in o.names]

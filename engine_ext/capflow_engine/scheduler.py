@@ -147,7 +147,7 @@ class Ledger:
         self._new_wishes = {0: self._wishes}  # not yet told to the workers
         replica = compat.replica_of(vllm_config)
         hello = Hello("scheduler", self.settings.engine, self._boot, Rank(0, replica, 0), self.info)
-        self.link = SchedulerLink(self.settings.hub, hello)
+        self.link = SchedulerLink(self.settings.hub, hello, key=self.settings.key)
         if self.settings.hub_wait_s is not None:
             self.link.wait_welcome(self.settings.hub_wait_s)
         self._take_welcome()

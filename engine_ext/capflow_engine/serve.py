@@ -1,6 +1,6 @@
 """`capflow serve MODEL …`: vLLM's own OpenAI-compatible server, its engine tapped.
 
-Takes every flag that `vllm serve` takes, and `--hub`, `--sites`, `--policy`, `--capture-wait-s`, `--insecure`,
+Takes every flag that `vllm serve` takes, and `--hub`, `--key`, `--sites`, `--policy`, `--capture-wait-s`, `--insecure`,
 `--steering-modules`, `--steering-api-key`, `--steering-bank-bytes`, `--steering-body-bytes-max`, `--grpc-port` and `--grpc-host`. Requests that want their
 own capture or steering say so in fields of their body, which `capflow_engine.http` adds to the server.
 """
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from capflow import limits
 from capflow.address import check_address, default_address, runtime_directory
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.keys import peer_key_path, read_key
 from capflow.message import ModelInfo
 from capflow.steering import Steering
 from capflow_engine import compat, compat_model, keys
@@ -44,6 +45,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     """Return vLLM's `serve` command, its parsed arguments with capflow's put in, and the modules to begin with."""
     own = _Parser(prog="capflow serve", add_help=False, allow_abbrev=False)
     own.add_argument("--hub", default=None)
+    own.add_argument("--key", default=None)
     own.add_argument("--sites", action="append", default=None)
     own.add_argument("--policy", choices=("block", "drop"), default="block")
     own.add_argument("--insecure", action="store_true")
@@ -72,7 +74,10 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
                 explain(flag, got=str(getattr(args, name)), expected="to be left out; capflow brings its own")
             )
     hub = mine.hub or default_address()
-    check_address(hub, insecure=mine.insecure)
+    check_address(hub, insecure=mine.insecure, where="--hub")
+    key = peer_key_path(hub, mine.key)
+    if key is not None:
+        read_key(key)  # now rather than in a worker
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     if args.model_tag is not None:
@@ -83,6 +88,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     settings = Settings(
         engine=uuid.uuid4().hex,
         hub=hub,
+        key=None if key is None else str(key),
         sites=tapped.sites,
         fixed=tapped.fixed,
         policy=mine.policy,

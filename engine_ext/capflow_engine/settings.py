@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from capflow import limits
+from capflow.client import Client
 from capflow.consumer import Policy
 from capflow.errors import UsageError, explain
 from capflow.site import HOOKS, Site
@@ -34,7 +35,8 @@ _GRAPH_VERSION = 3  # goes up with every change to what a tap puts into the grap
 class Settings:
     """What the extension's parts in all of an engine's processes agree on.
 
-    engine: the engine's name, new at each start. hub: the address its workers connect to. sites: those that carry
+    engine: the engine's name, new at each start. hub: the address its workers connect to. key: the file of the key that they speak to
+    it with, never the key itself; insecure: whether TCP off loopback without one is allowed. sites: those that carry
     a tap, in order. fixed: those of them that can only be captured. policy, outbound_bytes_max: of each worker's
     outbound queue. staging_bytes_max: the device memory for the rows of one step.
     steering_bank_bytes: the device memory for what steers.
@@ -46,6 +48,7 @@ class Settings:
     engine: str
     hub: str
     sites: tuple[Site, ...]
+    key: str | None = None
     fixed: tuple[Site, ...] = ()
     policy: Policy = "block"
     outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT
@@ -62,6 +65,10 @@ class Settings:
             [_GRAPH_VERSION, [str(site) for site in self.sites], dict(self.user)], sort_keys=True, default=str
         )
         return hashlib.sha256(factors.encode()).hexdigest()
+
+    def client(self, timeout_s: float = limits.HUB_WAIT_S_DEFAULT) -> Client:
+        """Return a client of the hub."""
+        return Client(self.hub, timeout_s, key=self.key, insecure=self.insecure)
 
     # vLLM and its platforms read and write `additional_config` as the dict that it is elsewhere.
     def get(self, key: str, default: Any = None) -> Any:

@@ -122,6 +122,7 @@ class WorkerCapture:
             policy=self.settings.policy,
             block_s_max=limits.BLOCK_S_MAX,
             staged=self._staged,
+            key=self.settings.key,
         )
         self.link.start()
         tokenizer = compat.load_tokenizer(vllm_config)

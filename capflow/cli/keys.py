@@ -1,0 +1,95 @@
+"""`capflow keys`: make keys for TCP, and say whose may connect to a hub and what they may do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+_directory = click.option(
+    "--dir",
+    "where",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where keys lie. Default: ~/.config/capflow/keys.",
+)
+
+
+@click.group()
+def keys() -> None:
+    """Make keys for TCP, and say whose may connect to a hub."""
+
+
+@keys.command()
+@click.argument("name")
+@_directory
+def new(name: str, where: Path | None) -> None:
+    """Make the key NAME, and print its public half.
+
+    The file that it says it wrote is secret; what it prints is not.
+    """
+    from capflow.keys import directory, make_directory, write_key
+    from capflow.transport import new_key
+
+    pair = new_key()
+    path = write_key(make_directory(where or directory()), name, pair)
+    click.echo(f"capflow: wrote {path}; for --key. The public key:", err=True)
+    click.echo(pair.public)
+
+
+@keys.command()
+@click.argument("public", metavar="PUBLIC-KEY")
+@click.option("--name", metavar="NAME", help="Whose it is. Default: the first digits of the key.")
+@click.option(
+    "--rights",
+    default="read",
+    show_default=True,
+    metavar="RIGHT,…",
+    help="capture: be an engine; read: results and status; steer: act on running requests.",
+)
+@_directory
+def allow(public: str, name: str | None, rights: str, where: Path | None) -> None:
+    """Let who has the secret of PUBLIC-KEY connect to the hubs whose key lies here.
+
+    A hub that runs takes note by itself, within a second. Said again with other rights, those hold.
+    """
+    from capflow.keys import AllowList, directory, make_directory, parse_rights
+
+    granted = parse_rights(rights)
+    listed = AllowList(make_directory(where or directory()))
+    listed.allow(public, granted, name or public[:12])
+    click.echo(f"{name or public[:12]} may {', '.join(sorted(granted))}")
+
+
+@keys.command()
+@click.argument("key", metavar="NAME|PUBLIC-KEY")
+@_directory
+def revoke(key: str, where: Path | None) -> None:
+    """Let a key connect no more; who is connected with it is cut off within a second."""
+    from capflow.keys import AllowList, directory, make_directory
+
+    gone = AllowList(make_directory(where or directory())).revoke(key)
+    click.echo(f"{gone.name} may nothing any more")
+
+
+@keys.command("list")
+@_directory
+def list_keys(where: Path | None) -> None:
+    """Show the keys that lie here, and whose may connect to hubs that have one of them."""
+    from capflow.keys import RIGHTS, AllowList, directory, make_directory, read_key
+
+    path = make_directory(where or directory())
+    click.echo(f"keys in {path}:")
+    _print([(file.stem, read_key(file).public) for file in sorted(path.glob("*.key"))])
+    listed = AllowList(path)
+    click.echo("allowed to connect:")
+    entries = listed.entries() if listed.path.exists() else []
+    _print([(e.name, e.public, ",".join(right for right in RIGHTS if right in e.rights)) for e in entries])
+
+
+def _print(rows: list[tuple[str, ...]]) -> None:
+    width = max((len(row[0]) for row in rows), default=0)
+    for name, *rest in rows:
+        click.echo("  ".join(["", name.ljust(width), *rest]))
+    if not rows:
+        click.echo("  none")
