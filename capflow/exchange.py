@@ -51,7 +51,7 @@ _RIGHT: dict[type[Any], str] = {Act: "steer", Await: "read", Status: "read"}
 
 
 OTHER_REASONS = "other reasons"
-"""Under which refusals are counted when there are more than `limits.REASONS_MAX` different reasons."""
+"""Under which refusals are counted when there are more than `limits.REFUSALS_MAX` different reasons."""
 
 
 @dataclass
@@ -265,7 +265,7 @@ class Exchange:
 
     def _refuse(self, peer: bytes, session: HubSession, reason: str, now: float, *, logged: bool = False) -> None:
         refused = self.counts.refused
-        refused[reason if reason in refused or len(refused) < limits.REASONS_MAX else OTHER_REASONS] += 1
+        refused[reason if reason in refused or len(refused) < limits.REFUSALS_MAX else OTHER_REASONS] += 1
         engine = session.hello.engine if session.hello is not None else ""
         if (engine, reason) not in self._told:
             if len(self._told) < limits.SESSIONS_MAX:

@@ -36,8 +36,7 @@ QUEUE_BYTES_DEFAULT = 256 * MIB
 QUEUE_BYTES_MAX = 64 * 1024 * MIB
 
 # What is counted by name.
-REASONS_MAX = 64  # for which one peer may say that it lost rows
-REASON_LENGTH_MAX = 64
+REASONS_MAX = 64  # for which one worker may say that it lost rows, altogether
 
 # When a consumer is taken to have failed, until it does better.
 FRAMES_FAILED_MAX = 3  # in a row
@@ -75,7 +74,7 @@ AWAITED_MAX = 100_000
 MESSAGES_UNREAD_MAX = 64  # of one connection, in the hub's socket; then it stops reading from it
 MESSAGES_UNSENT_MAX = 131_072  # to one connection; then the hub gives it up
 HELLO_BYTES_MAX = 1 * MIB  # of the first message of a peer
-REASONS_MAX = 256  # different ones for which peers were refused; the rest are counted together
+REFUSALS_MAX = 256  # different ones for which peers were refused; the rest are counted together
 OFFENCES_MAX = 16  # against the protocol within the window; then a peer is ignored
 OFFENCE_WINDOW_S = 60.0
 IGNORED_S = 30.0

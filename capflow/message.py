@@ -99,9 +99,7 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
     credit_bytes: int
 
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
-_Reason = Annotated[str, msgspec.Meta(max_length=limits.REASON_LENGTH_MAX)]
-_Reasons = Annotated[dict[_Reason, _Count], msgspec.Meta(max_length=limits.REASONS_MAX)]
+_Reasons = Annotated[dict[Name, Count], msgspec.Meta(max_length=limits.REASONS_MAX)]
 
 
 class WorkerCounts(msgspec.Struct, frozen=True):
@@ -112,17 +110,17 @@ class WorkerCounts(msgspec.Struct, frozen=True):
     dropped_rows: by the reasons of `docs/backpressure.md`. reconnects: connections lost.
     """
 
-    sent_frames: _Count = 0
-    sent_bytes: _Count = 0
-    queued_frames: _Count = 0
-    queued_bytes: _Count = 0
-    queue_bytes_max: _Count = 0
-    unacked_frames: _Count = 0
-    unacked_bytes: _Count = 0
-    staged_bytes: _Count = 0
-    staged_bytes_max: _Count = 0
+    sent_frames: Count = 0
+    sent_bytes: Count = 0
+    queued_frames: Count = 0
+    queued_bytes: Count = 0
+    queue_bytes_max: Count = 0
+    unacked_frames: Count = 0
+    unacked_bytes: Count = 0
+    staged_bytes: Count = 0
+    staged_bytes_max: Count = 0
     dropped_rows: _Reasons = msgspec.field(default_factory=dict)
-    reconnects: _Count = 0
+    reconnects: Count = 0
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):

@@ -25,7 +25,6 @@ from capflow.health import problems
 from capflow.hub import Hub
 from capflow.roster import Peer, Source
 
-_LABEL_LENGTH_MAX = limits.REQUEST_ID_LENGTH_MAX
 _OTHER = "other"  # the label of reasons and names beyond those that are shown
 _CONSUMER = ("consumer",)
 _WORKER = ("engine", "rank")
@@ -67,7 +66,7 @@ def _filled(
 ) -> CounterMetricFamily | GaugeMetricFamily:
     values: dict[tuple[str, ...], float] = {}  # each series once, or nobody can read any of them
     for labels, sample in [((), value)] if isinstance(value, int | float) else value:
-        key = tuple(label[:_LABEL_LENGTH_MAX] for label in labels)
+        key = tuple(labels)
         values[key] = values.get(key, 0) + sample
     for key, sample in values.items():
         family.add_metric(key, sample)

@@ -314,7 +314,7 @@ def test_a_hub_that_is_sent_them_serves_the_others(address, tmp_path, count):
     assert mine["frames"] == step
     assert link.reconnects == 0
     assert told["protocol_errors"] > count / 4
-    assert len(told["refused"]) <= limits.REASONS_MAX + 1
+    assert len(told["refused"]) <= limits.REFUSALS_MAX + 1
     assert grown <= HUB_GROWTH_BYTES_MAX
     assert "Traceback" not in said
     assert "the hub failed" not in said
@@ -358,13 +358,13 @@ class TestAPeerThatGoesOnAndOn:
     def test_makes_the_hub_remember_only_so_much_of_it(self, address, monkeypatch):
         monkeypatch.setattr(limits, "OFFENCES_MAX", 10**9)
         with running_hub(address, Recorder()) as hub, raw_peer(address) as peer:
-            for number in range(limits.REASONS_MAX * 2):
+            for number in range(limits.REFUSALS_MAX * 2):
                 hello = msgspec.structs.replace(make_hello(), version=number + 2)
                 peer.send(message.encode(hello))
-            eventually(lambda: hub.counts.protocol_errors == limits.REASONS_MAX * 2)
+            eventually(lambda: hub.counts.protocol_errors == limits.REFUSALS_MAX * 2)
             refused = hub.status()["refused"]
-            assert len(refused) == limits.REASONS_MAX + 1
-            assert refused["other reasons"] == limits.REASONS_MAX
+            assert len(refused) == limits.REFUSALS_MAX + 1
+            assert refused["other reasons"] == limits.REFUSALS_MAX
 
 
 def test_a_client_that_became_a_worker_is_not_told_what_it_asked_for_and_nobody_else_suffers(address, caplog):

@@ -89,7 +89,7 @@ def test_fields_of_a_later_version_are_passed_over():
         {"type": "act", "id": "1", "action": {"type": "reboot"}},
         {"type": "beat", "counts": {"sent_frames": -1}},
         {"type": "beat", "counts": {"dropped_rows": {str(n): 1 for n in range(limits.REASONS_MAX + 1)}}},
-        {"type": "beat", "counts": {"dropped_rows": {"x" * (limits.REASON_LENGTH_MAX + 1): 1}}},
+        {"type": "beat", "counts": {"dropped_rows": {"x" * (limits.REQUEST_ID_LENGTH_MAX + 1): 1}}},
         [],
         None,
     ],

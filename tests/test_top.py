@@ -185,18 +185,18 @@ class TestForScripts:
         with running_hub(address, Recorder()) as hub, worker_link(address) as link:
             send(link, finished=[make_finished()])
             eventually(lambda: hub.counts.frames == 1)
-            once = capflow(tmp_path, "top", "--hub", address)  # no terminal: the same as --once
+            once = capflow(tmp_path, "top", "--address", address)  # no terminal: the same as --once
             assert (once.returncode, once.stderr) == (0, "")
             assert "rows/s" in once.stdout
             assert "\x1b" not in once.stdout
-            said = json.loads(capflow(tmp_path, "top", "--json", "--hub", address).stdout)
+            said = json.loads(capflow(tmp_path, "top", "--json", "--address", address).stdout)
             assert said["rows"] == 4
             assert said["rates"]["hub"]["rows"] == 0
             assert list(said["rates"]["consumers"]) == ["recorder"]
             assert "recorder" in capflow(tmp_path, "status", "--address", address).stdout
 
     def test_without_a_hub(self, address, tmp_path):
-        done = capflow(tmp_path, "top", "--once", "--hub", address)
+        done = capflow(tmp_path, "top", "--once", "--address", address)
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.startswith(f"capflow: no hub answers at {address}; start one")
         assert len(done.stderr.splitlines()) == 1
@@ -212,7 +212,7 @@ class Terminal:
         self.text = ""
         variables = {k: v for k, v in environment(home, TERM="xterm-256color").items() if k not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "capflow", "top", "--hub", address],
+            [sys.executable, "-m", "capflow", "top", "--address", address],
             env=variables,
             stdin=end_of_it,
             stdout=end_of_it,

@@ -1,7 +1,7 @@
 """The engine's part of `capflow doctor --steering`: whether steering does what it says on this machine, and what it costs.
 
-`python -m capflow_engine.steercheck JOB` writes one JSON object a line: `{"event": "stage", "what": …}` as it goes, and at the end
-`{"event": "report", "report": …}`, a `capflow.steercheck.Report`, or `{"event": "error", "usage": bool, "message": …}`.
+`python -m capflow_engine.steercheck JOB` writes one JSON object a line: `{"kind": "stage", "what": …}` as it goes, and at the end
+`{"kind": "report", "report": …}`, a `capflow.steercheck.Report`, or `{"kind": "error", "usage": bool, "message": …}`.
 """
 
 from __future__ import annotations
@@ -250,8 +250,8 @@ def main() -> int:
     """Do the job that the one argument describes; return the exit code."""
     out = prepare_process()
 
-    def tell(event: str, **told: Any) -> None:
-        out.write(msgspec.json.encode({"event": event, **told}).decode() + "\n")
+    def tell(kind: str, **told: Any) -> None:
+        out.write(msgspec.json.encode({"kind": kind, **told}).decode() + "\n")
 
     try:
         job = msgspec.json.decode(sys.argv[1], type=Job)
