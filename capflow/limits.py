@@ -31,6 +31,13 @@ OUTBOUND_BYTES_DEFAULT = 256 * MIB
 QUEUE_BYTES_DEFAULT = 256 * MIB
 QUEUE_BYTES_MAX = 64 * 1024 * MIB
 
+# On disk, in one spool.
+SPOOL_BYTES_DEFAULT = 2048 * MIB
+SPOOL_BYTES_MAX = 16 * 1024 * 1024 * MIB
+SEGMENT_BYTES_MAX = 64 * MIB  # a larger record has a segment of its own
+SPOOL_UNSYNCED_BYTES_MAX = 64 * MIB  # in memory until it is on the disk
+SEGMENTS_BAD_MAX = 2  # damaged ones that are kept to be looked at
+
 # Times, seconds.
 HEARTBEAT_S = 1.0
 SILENCE_S_MAX = 10.0

@@ -10,13 +10,13 @@ LAYERS = (
     {"site"},
     {"positions", "spec", "frame", "plain", "packed", "vector", "clamp", "patch", "action", "result", "message"},
     {"steering", "program", "probe", "consumer", "hookspecs"},
-    {"queue", "session", "address", "plugins"},
+    {"queue", "session", "address", "plugins", "spool"},
     {"transport", "transport.sockets", "transport.link"},
     {"client", "launch"},
     {"ledger", "relay", "waiters", "roster", "fanout", "exchange", "hub"},
     {"cli", "__main__"},
 )
-"""The core, lowest first; a module imports from its own layer and those below. `cli` stands for all of its modules."""
+"""The core, lowest first; a module imports from its own layer and those below. `cli` and `spool` stand for all of their modules."""
 
 ENGINE_ONLY = {"torch", "triton", "vllm", "transformers", "accelerate", "gguf"}
 HUB_ONLY = {
@@ -55,7 +55,7 @@ def inside(name, packages):
 
 def layer(name):
     core = name.removeprefix("capflow.")
-    core = "cli" if inside(core, {"cli"}) else core
+    core = next((package for package in ("cli", "spool") if inside(core, {package})), core)
     found = [index for index, names in enumerate(LAYERS) if core in names]
     assert found, f"{name} has no layer: give it one in LAYERS"
     return found[0]
