@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import random
 
 import pytest
 from disks import DIRECTORY, Crash, Disk
@@ -13,7 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from capflow.spool import FullError, Record, Spool, items
 
-BYTES_MAX = 4000
+BYTES_MAX, UNSYNCED_BYTES_MAX = 4000, 1500
+LENGTHS = st.sampled_from([0, 1, 50, 200, 300, 900])
+SEEDS = st.integers(0, 2**32)
+
+
+def rarely(limit):
+    """Usually None, else a number up to the limit."""
+    return st.one_of(st.none(), st.none(), st.none(), st.integers(0, limit))
 
 
 class SteppedSpool(Spool):
@@ -41,7 +49,7 @@ class SpoolMachine(RuleBasedStateMachine):
             DIRECTORY,
             bytes_max=BYTES_MAX,
             segment_bytes=700,
-            unsynced_bytes_max=1500,
+            unsynced_bytes_max=UNSYNCED_BYTES_MAX,
             files=self.disk,
             on_synced=self.told.append,
         )
@@ -74,40 +82,38 @@ class SpoolMachine(RuleBasedStateMachine):
         self.disk = left
         self.start()
 
-    def guarded(self, data, call):
-        """Run something, and crash the machine if the disk says so."""
+    def guarded(self, left, seed, call):
+        """Run something, on a disk that stops after `left` operations; crash the machine when it did."""
+        self.disk.left = left
         try:
             call()
         except Crash:
             self.promise()
-            self.crash(lambda n: data.draw(st.integers(0, n - 1)))
+            self.crash(random.Random(seed).randrange)
         else:
             self.disk.left = None
             self.promise()
 
-    @rule(length=st.sampled_from([0, 1, 50, 200, 900]), data=st.data(), crash=st.one_of(st.none(), st.integers(0, 2)))
-    def append(self, length, data, crash):
-        spool = self.spool
-        if spool._unsynced and spool.unsynced_bytes + length + 80 > 1500:
-            return  # it would wait for its thread
-        self.count += 1
-        head, body = b"%d" % self.count, (b"%d." % self.count * length)[:length]
-        number = spool.last + 1
-        self.content[number] = (head, body)
-        self.disk.left = crash
-
+    @rule(lengths=st.lists(LENGTHS, min_size=1, max_size=6), left=rarely(8), seed=SEEDS)
+    def append(self, lengths, left, seed):
         def call():
-            try:
-                assert spool.append(head, body) == number
-            except FullError as e:
-                assert e.reason in ("spool_full", "disk_full", "disk_failed")
+            for length in lengths:
+                if self.spool._unsynced and self.spool.unsynced_bytes + length + 80 > UNSYNCED_BYTES_MAX:
+                    return  # it would wait for its thread
+                self.count += 1
+                head, body = b"%d" % self.count, (b"%d." % self.count * length)[:length]
+                number = self.spool.last + 1
+                self.content[number] = (head, body)
+                try:
+                    assert self.spool.append(head, body) == number
+                except FullError as e:
+                    assert e.reason in ("spool_full", "disk_full", "disk_failed")
 
-        self.guarded(data, call)
+        self.guarded(left, seed, call)
 
-    @rule(data=st.data(), crash=st.one_of(st.none(), st.integers(0, 12)))
-    def work(self, data, crash):
-        self.disk.left = crash
-        self.guarded(data, self.spool._work)
+    @rule(left=rarely(12), seed=SEEDS)
+    def work(self, left, seed):
+        self.guarded(left, seed, self.spool._work)
 
     @rule(count=st.integers(1, 5))
     def read_some(self, count):
@@ -127,17 +133,14 @@ class SpoolMachine(RuleBasedStateMachine):
         self.spool.acknowledge(self.acked)
         self.promise()
 
-    @rule(code=st.sampled_from([errno.EIO, errno.ENOSPC]))
-    def let_the_next_sync_fail(self, code):
-        self.disk.fail_sync = code
+    @rule(sync=rarely(0), write=rarely(0), code=st.sampled_from([errno.EIO, errno.ENOSPC]))
+    def fail_next(self, sync, write, code):
+        self.disk.fail_sync = None if sync is None else code
+        self.disk.fail_write = None if write is None else code
 
-    @rule(code=st.sampled_from([errno.EIO, errno.ENOSPC]))
-    def let_the_next_write_fail(self, code):
-        self.disk.fail_write = code
-
-    @rule(data=st.data())
-    def lose_power(self, data):
-        self.crash(lambda n: data.draw(st.integers(0, n - 1)))
+    @rule(seed=SEEDS)
+    def lose_power(self, seed):
+        self.crash(random.Random(seed).randrange)
 
     @rule()
     def kill(self):
@@ -158,8 +161,10 @@ class SpoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def stays_in_its_bounds(self):
-        assert self.spool.nbytes <= BYTES_MAX + 1500 + 20 * items.HEADER_BYTES  # marks, and what is written anew, come on top
-        assert self.spool.unsynced_bytes <= 1500 or len(self.spool._unsynced) == 1
+        assert (
+            self.spool.nbytes <= BYTES_MAX + UNSYNCED_BYTES_MAX + 20 * items.HEADER_BYTES
+        )  # marks, and what is written anew, come on top
+        assert self.spool.unsynced_bytes <= UNSYNCED_BYTES_MAX or len(self.spool._unsynced) == 1
 
 
 SETTINGS = {"deadline": None, "stateful_step_count": 60, "suppress_health_check": list(HealthCheck)}

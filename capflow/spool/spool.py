@@ -281,7 +281,7 @@ class Spool:
     def _recover(self) -> None:
         remains = survey(self._files, self.directory)
         cursor, last = remains.cursor, remains.last
-        if remains.cut is not None:
+        if remains.cut is not None and remains.cut[2]:
             self.bytes_cut = remains.cut[2]
             message = "spool %s: cut behind record %d; the %d bytes behind it are void"
             logger.warning(message, self.directory, last, self.bytes_cut)

@@ -126,5 +126,6 @@ def _whole(files: Files, segment: Segment, stop: int, last: int) -> tuple[int, i
                 if item.header.id != last + 1 or item.header.id >= stop or None in items.read(files, fd, item):
                     break
                 last += 1
-            end = item.end
+            if item.end <= segment.size:
+                end = item.end
     return last, end
