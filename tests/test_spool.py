@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
 import subprocess
 import sys
@@ -63,7 +62,7 @@ def test_records_come_back_in_order_and_outlive_a_restart(tmp_path):
         spool.acknowledge(23)
     with Spool(tmp_path / "a" / "b") as spool:
         assert (spool.read(), len(spool), spool.last) == (None, 0, 23)
-    assert os.stat(tmp_path / "a").st_mode & 0o777 == 0o700
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o700
 
 
 def test_what_is_read_need_not_be_durable_and_is_gone_once_acknowledged(tmp_path):
@@ -174,14 +173,14 @@ def reopened(disk):
     return spool
 
 
-def spread(found):
-    """Return which records came and which were lost, everything in order."""
+def lost_of(found):
+    """Return which records were lost; every one came or was, in order."""
     came, lost = [], []
     for what in found:
         (came if isinstance(what, Record) else lost).extend(range(getattr(what, "first", what.id), what.id + 1))
     assert sorted(came + lost) == list(range(1, 4))
     assert [what.id for what in found] == sorted(what.id for what in found)
-    return came, lost
+    return lost
 
 
 LENGTH = len(segment_of(written(clean=True)))
@@ -226,8 +225,7 @@ def test_flipped_bits_lose_the_record_they_hit_and_no_other():
         hit = [item.header.id for item in extents if in_segment and item.offset <= bit // 8 < item.end]
         spool = reopened(disk)
         found = drain(spool)
-        came, lost = spread(found)
-        assert lost == hit
+        assert lost_of(found) == hit
         assert spool.records_lost == len(hit)
         assert all(what.head in (None, b"%d" % what.first) for what in found if isinstance(what, Lost))
         hits += len(hit)
