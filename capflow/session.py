@@ -128,13 +128,13 @@ class _Kept(NamedTuple):
 class PeerSession:
     """The worker's, scheduler's or client's side; one for the life of the peer, over all its connections."""
 
-    def __init__(self, hello: Hello, *, now: float = 0.0) -> None:
+    def __init__(self, hello: Hello, *, seq: int = 0, now: float = 0.0) -> None:
         self.hello = hello
         self.state = State.LOST
         self.welcome: Welcome | None = None  # the hub's latest; kept while the connection is lost
         self.refusal: str | None = None  # why the hub refused; cleared by the next connection
         self.credit_bytes = 0
-        self.seq = 0  # the last number given to a frame
+        self.seq = seq  # the last number given to a frame, or one that is not below it
         self.acked = 0  # every frame up to here is the hub's
         self._waiting: deque[_Kept] = deque()  # to be sent, in order; emptied by `next_frame`
         self._sent: deque[_Kept] = deque()  # sent on this connection, not acknowledged; emptied by Acks
@@ -176,6 +176,11 @@ class PeerSession:
         self.seq += 1
         parts = Frame.seal(msgspec.structs.replace(header, seq=self.seq), payload).encode()
         self._waiting.append(_Kept(self.seq, cost(parts), parts))
+
+    def push_sealed(self, seq: int, parts: Parts) -> None:
+        """Take a frame that was numbered and sealed before, by this process or one that is gone."""
+        self.seq = seq
+        self._waiting.append(_Kept(seq, cost(parts), parts))
 
     def next_frame(self, now: float) -> Parts | None:
         """Return the parts of the next frame to send; None when none waits or none may be sent."""

@@ -11,7 +11,7 @@ LAYERS = (
     {"positions", "spec", "frame", "plain", "packed", "vector", "clamp", "patch", "action", "result", "message"},
     {"steering", "program", "probe", "consumer", "hookspecs"},
     {"queue", "session", "address", "plugins", "spool"},
-    {"transport", "transport.sockets", "transport.link"},
+    {"transport", "transport.sockets", "transport.outbox", "transport.link"},
     {"client", "launch"},
     {"ledger", "relay", "waiters", "roster", "fanout", "exchange", "hub"},
     {"cli", "__main__"},

@@ -223,6 +223,11 @@ class Spool:
         return self._next_append - 1
 
     @property
+    def unread(self) -> int:
+        """How many records were not read."""
+        return self._next_append - self._next_read
+
+    @property
     def nbytes(self) -> int:
         """The length of the segments together."""
         return self._segments.nbytes

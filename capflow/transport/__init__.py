@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from capflow.transport.link import SchedulerLink, WorkerLink
+from capflow.transport.link import FormerLink, SchedulerLink, WorkerLink
+from capflow.transport.outbox import Outbox, left_behind
 from capflow.transport.sockets import Dealer, Event, Router, Waker
 
-__all__ = ["Dealer", "Event", "Router", "SchedulerLink", "Waker", "WorkerLink"]
+__all__ = ["Dealer", "Event", "FormerLink", "Outbox", "Router", "SchedulerLink", "Waker", "WorkerLink", "left_behind"]

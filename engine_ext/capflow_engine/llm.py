@@ -12,9 +12,10 @@ from typing import Any, Self
 
 import msgspec
 
+from capflow import limits
 from capflow.address import default_address
 from capflow.client import Client
-from capflow.consumer import Policy
+from capflow.consumer import OutboundPolicy, Policy
 from capflow.errors import HubUnreachableError, UsageError, explain
 from capflow.launch import HubProcess
 from capflow.result import CaptureResult, joined
@@ -29,7 +30,7 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from capflow_engine import compat_model  # noqa: E402
 from capflow_engine.holdings import Size  # noqa: E402
 from capflow_engine.options import KEY, RequestOptions  # noqa: E402
-from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings, engine_arguments  # noqa: E402
+from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings, engine_arguments, spool_directory  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
 
 logger = logging.getLogger("vllm.capflow")
@@ -92,7 +93,8 @@ class LLM(VLLM):  # type: ignore[misc]
     consumers: consumers to run for this engine, as on the command line (`"filesystem:root=rows"`); a hub is started
     for them and stopped with `close`. hub: the address of a running hub instead. Without either, the default
     address is used. sites: patterns of the sites that carry a tap. policy: what a worker does when its
-    outbound queue is full. steering_bank_bytes: the memory for the vectors that steer the requests which run; a request waits
+    outbound queue is full; with `spill`, spool_dir, spool_bytes and spill_fallback say where to, how much for each worker, and what
+    holds then. steering_bank_bytes: the memory for the vectors that steer the requests which run; a request waits
     for room in it.
 
     steering: the modules that requests may name, and the global state, which steers every request of `generate` and `chat`
@@ -112,7 +114,10 @@ class LLM(VLLM):  # type: ignore[misc]
         consumers: Sequence[str] = (),
         hub: str | None = None,
         sites: Sequence[str] = SITES_DEFAULT,
-        policy: Policy = "block",
+        policy: OutboundPolicy = "block",
+        spool_dir: str | None = None,
+        spool_bytes: int = limits.SPOOL_BYTES_DEFAULT,
+        spill_fallback: Policy = "block",
         steering_bank_bytes: int = STEERING_BANK_BYTES,
         **kwargs: Any,
     ) -> None:
@@ -143,6 +148,9 @@ class LLM(VLLM):  # type: ignore[misc]
             sites=tapped.sites,
             fixed=tapped.fixed,
             policy=policy,
+            spool_dir=spool_directory(policy, spool_dir),
+            spool_bytes=spool_bytes,
+            spill_fallback=spill_fallback,
             steering_bank_bytes=steering_bank_bytes,
             hub_wait_s=_LAUNCH_WAIT_S if hub is not None else 0.5,
             user=user,
