@@ -30,6 +30,7 @@ logger = logging.getLogger("capflow.link")
 
 _RECEIVE_BATCH = 256  # messages handled before frames are sent again
 _SEQ_MAX = 1 << 62  # not below any number of a frame
+_SPILL_AT = 4  # with an outbox, memory holds this part of its bound: the rest is for steps under way, and for what is being synced
 _FRAME_OVERHEAD_BYTES = 512  # what a queued frame weighs besides its payload
 
 
@@ -122,7 +123,8 @@ class _Link:
                 if event is Event.CONNECTED:
                     dealer.send(session.connected(now))
                 else:
-                    self._lost("the hub went away")
+                    if self._read(dealer, now):  # what it said last
+                        self._lost("the hub went away")
                     return
             if not self._read(dealer, now):
                 return
@@ -286,7 +288,9 @@ class WorkerLink(_Link):
         """Take a frame into memory if it is the hub's next and there is room, else onto disk: so they stay in order."""
         seq = self._frames + 1
         item, nbytes = (seq, header, view), len(view) + _FRAME_OVERHEAD_BYTES
-        if self.connected and not outbox.waiting and self._queue.offer(item, nbytes):
+        in_memory = self._queue.nbytes + self._session.unacked_bytes + nbytes
+        at_once = self.connected and not outbox.waiting and in_memory <= self._queue.bytes_max // _SPILL_AT
+        if at_once and self._queue.offer(item, nbytes):
             return None
         reason = outbox.put(seq, header, view, 0.0)
         if reason is not None and self.fallback is Overload.BLOCK and not self._gave_up:
