@@ -123,8 +123,7 @@ class _Link:
                 if event is Event.CONNECTED:
                     dealer.send(session.connected(now))
                 else:
-                    if self._read(dealer, now):  # what it said last
-                        self._lost("the hub went away")
+                    self._lost("the hub went away")
                     return
             if not self._read(dealer, now):
                 return
