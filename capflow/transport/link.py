@@ -319,7 +319,7 @@ class WorkerLink(_Link):
             if (item := self._queue.get(timeout_s=0)) is not None:  # older than what is spilled
                 seq, header, view = item
                 self._skip(seq - 1)
-                session.push(header, view)
+                session.push(self.outbox.amended(header) if self.outbox is not None else header, view)
             elif self.outbox is not None and (spilled := self.outbox.take()) is not None:
                 self._skip(spilled.seq - 1)
                 session.push_sealed(*spilled)

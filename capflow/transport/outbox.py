@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import struct
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -20,7 +20,7 @@ import msgspec
 
 from capflow import limits, message
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.frame import Frame, FrameHeader
+from capflow.frame import Dropped, Frame, FrameHeader
 from capflow.message import Hello
 from capflow.session import Parts
 from capflow.spool import FullError, Lost, Spool
@@ -29,6 +29,7 @@ logger = logging.getLogger("capflow.link")
 
 _SEQ = struct.Struct("<Q")
 _HELLO = "hello"
+_decoder = msgspec.msgpack.Decoder(FrameHeader)
 
 
 class Spilled(NamedTuple):
@@ -49,6 +50,7 @@ class Outbox:
         self.hello = hello
         self.frames = 0  # put in, in this process
         self.frames_lost = 0  # that could not be read again
+        self.rows_lost: Counter[str] = Counter()  # in these, by request, as far as it is known; emptied by `amended`
         self._spool = Spool(directory, bytes_max=bytes_max)
         self._taken: deque[tuple[int, int]] = deque()  # seq and number of what was taken and is not acknowledged
         self._seq = 0  # of what was taken last
@@ -106,11 +108,28 @@ class Outbox:
             if isinstance(found, Lost):
                 self.frames_lost += found.last - found.first + 1
                 self._taken.append((self._seq, found.last))
+                if found.head is not None:
+                    self.rows_lost.update(_rows_of(_decoder.decode(found.head[_SEQ.size :])))
                 continue
             (self._seq,) = _SEQ.unpack_from(found.head)
             self._taken.append((self._seq, found.id))
-            return Spilled(self._seq, [found.head[_SEQ.size :], found.body])
+            encoded = found.head[_SEQ.size :]
+            if self.rows_lost:
+                encoded = msgspec.msgpack.encode(self.amended(_decoder.decode(encoded)))
+            return Spilled(self._seq, [encoded, found.body])
         return None
+
+    def amended(self, header: FrameHeader) -> FrameHeader:
+        """Return a header whose ends of requests say which of their rows the disk did not give back."""
+        if not any(finished.id in self.rows_lost for finished in header.finished):
+            return header
+        told = []
+        for finished in header.finished:
+            if rows := self.rows_lost.pop(finished.id, 0):
+                dropped = (*finished.dropped, Dropped(rows, "spool_damaged"))
+                finished = msgspec.structs.replace(finished, rows=finished.rows - rows, dropped=dropped)  # noqa: PLW2901
+            told.append(finished)
+        return msgspec.structs.replace(header, finished=tuple(told))
 
     def acknowledge(self, seq: int) -> None:
         """Note that the hub has every frame up to here."""
@@ -127,6 +146,15 @@ class Outbox:
             logger.error("spool %s: not everything is on the disk", self.directory)
         elif not len(self._spool) and not self._spool.status()["segments_bad"]:
             shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _rows_of(header: FrameHeader) -> Counter[str]:
+    """Return how many rows of each request a frame held."""
+    rows: Counter[str] = Counter()
+    for block in header.blocks:
+        for request, _, length, _ in block.spans:
+            rows[header.requests[request].id] += len(block.sites) * length
+    return rows
 
 
 def left_behind(root: Path) -> list[Outbox]:
