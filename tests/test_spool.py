@@ -301,15 +301,33 @@ def test_a_disk_that_fails_for_long_leaves_a_bounded_queue_in_memory():
     with pytest.raises(FullError, match="Input/output error") as full:
         spool.append(b"4", body_of(4))
     assert full.value.reason == "disk_failed"
-    assert spool.read().id == 1
-    spool.acknowledge(1)  # it need not be durable any more, so there is room
-    spool.append(b"4", body_of(4))
-    spool._work()
-    assert (told, len([n for n in disk.now if n.endswith(".spool")])) == ([1], 0)
+    assert [spool.read().id for _ in range(3)] == [1, 2, 3]
+    for _ in range(5):
+        spool._work()
+    assert (told, len([n for n in disk.now if n.endswith(".spool")])) == ([], 1)
     disk.broken = False
     spool._work()
-    assert told == [1, 4]
-    assert numbers(drain(reopened(disk.crash(lambda n: 0)))) == [2, 3, 4]
+    assert told == [3]
+    spool.append(b"4", body_of(4))
+    spool._work()
+    assert numbers(drain(reopened(disk.crash(lambda n: 0)))) == [1, 2, 3, 4]
+
+
+def test_what_a_crash_cut_stays_cut_when_the_disk_fails_next():
+    disk = Disk()
+    spool = reopened(disk)
+    spool.append(b"old", b"")
+    spool.append(b"old", b"")
+    disk = disk.crash(lambda n: 1)
+    segment_of(disk)[10] ^= 1  # of the first record, which never was durable: so the second is void
+    spool = reopened(disk)
+    assert (spool.read(), spool.last) == (None, 0)
+    for number in (1, 2):
+        spool.append(b"%d" % number, body_of(number))
+    disk.fail_sync = errno.EIO
+    spool._work()
+    left = drain(reopened(disk.crash(lambda n: 1)))
+    assert not [what for what in left if what.head == b"old"]
 
 
 def test_a_full_disk_says_so_and_takes_records_again_when_it_has_room(tmp_path):

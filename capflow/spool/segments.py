@@ -107,9 +107,13 @@ class Segments:
                 segment.fd, segment.dirty = None, False
 
     def give_up(self, first: int) -> None:
-        """Remove the segments that hold nothing below `first`, and write no more to the others: a sync failed."""
+        """Write to none of the segments any more: a sync failed. Of those that hold nothing below `first` one is kept.
+
+        That one goes when a newer one is durable: until then it makes void what older segments hold from its first record on.
+        """
         self.seal(every=True)
-        for segment in [segment for segment in self._all if segment.first >= first]:
+        useless = sorted((s for s in self._all if s.first >= first), key=lambda s: (s.first, s.serial))
+        for segment in useless[1:]:
             with contextlib.suppress(OSError):  # it is void all the same once the next segment begins
                 self._files.unlink(segment.path)
             self._forget(segment)

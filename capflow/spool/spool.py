@@ -49,7 +49,7 @@ class Spool:
 
     One thread appends, one reads and acknowledges, and a third, the spool's own, syncs, frees and tries again what failed.
     bytes_max bounds the segments together. unsynced_bytes_max bounds what is kept in memory until it is durable. on_synced(number) is
-    called on the spool's thread when every record up to there is durable or done with.
+    called on the spool's thread when every record up to there is durable.
     """
 
     def __init__(
@@ -77,13 +77,12 @@ class Spool:
         self._next_append = 1
         self._next_read = 1
         self._acked = 0  # by `acknowledge`
-        self._skipped = 0  # the last record that was done with before any disk took it
         self._failing = False  # whether the last attempt at anything failed; the thread's alone
         self._told = 0  # what `on_synced` was told last; the thread's alone
         self._closing = False
         self._thread: threading.Thread | None = None  # from `open` to `close`
         # For others to read.
-        self.synced_through = 0  # every record up to here is durable, or done with
+        self.synced_through = 0  # every record up to here is durable
         self.acknowledged_through = 0  # every record up to here is done with, durably
         self.unsynced_bytes = 0
         self.records_lost = 0
@@ -112,7 +111,7 @@ class Spool:
         self._thread.start()
 
     def close(self) -> bool:
-        """Sync what is there and give the directory back; return whether every record is durable or done with."""
+        """Sync what is there and give the directory back; return whether every record is durable."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -208,9 +207,6 @@ class Spool:
         with self._changed:
             if number > self._acked:
                 self._acked = number
-                if self._failure is not None and number > self.synced_through:  # it need not get to the disk any more
-                    self._drop_unsynced(number)
-                    self.synced_through = self._skipped = number
                 self._changed.notify_all()
 
     def __len__(self) -> int:
@@ -275,11 +271,6 @@ class Spool:
     def _full(self, e: OSError) -> FullError:
         reason = "disk_full" if e.errno in _NO_ROOM else "disk_failed"
         return FullError(reason, explain(f"spool {self.directory}", got=e.strerror or str(e)))
-
-    def _drop_unsynced(self, number: int) -> None:
-        """Keep in memory no longer what is durable, or done with."""
-        while self._unsynced and (first := next(iter(self._unsynced))) <= number:
-            self.unsynced_bytes -= self._unsynced.pop(first).nbytes
 
     # Opening and closing.
 
@@ -370,9 +361,9 @@ class Spool:
             if target > self.synced_through:
                 self.syncs += 1
                 self.synced_through = target
-                self._drop_unsynced(target)
-                if self.acknowledged_through >= self._skipped:  # or the mark would name what no disk ever had
-                    self._segments.mark(target)
+                while self._unsynced and (first := next(iter(self._unsynced))) <= target:
+                    self.unsynced_bytes -= self._unsynced.pop(first).nbytes
+                self._segments.mark(target)
             self._changed.notify_all()
 
     def _rewrite(self) -> None:

@@ -72,7 +72,7 @@ def survey(files: Files, directory: Path) -> Remains:
     Reads the headers of the segments from the newest that holds a mark on, and the records that may not have been durable.
     """
     segments, bad, bad_bytes = _list(files, directory)
-    before = segments[0].first - 1 if segments else 0
+    before = min((segment.first for segment in segments), default=1) - 1
     cursor = read_cursor(files, directory / CURSOR) or Cursor(acked=before)
     cursor = cursor._replace(synced=max(cursor.synced, _marked(files, segments)))
     last = max(cursor.acked, cursor.synced, before)
