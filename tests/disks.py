@@ -54,6 +54,11 @@ class Disk(Files):
                 change(names)
         return Disk({name: Inode(self._left_of(inode, choose)) for name, inode in names.items()})
 
+    def kill(self):
+        """End the process that used the disk; what was not synced is still there, and still not synced."""
+        self.open_files.clear()
+        self.locked, self.left, self.fail_sync, self.fail_write = False, None, None, None
+
     @staticmethod
     def _left_of(inode, choose):
         data = bytearray(inode.durable)

@@ -18,7 +18,7 @@ from waiting import eventually
 
 from capflow.errors import CapflowError
 from capflow.spool import Files, FullError, Lost, Record, Spool, items
-from capflow.spool.survey import survey
+from capflow.spool.survey import ENDLESS, Segment, stops, survey
 
 LIMIT_S = 20
 
@@ -89,6 +89,7 @@ def test_a_full_spool_says_so_until_there_is_room(tmp_path):
         spool.acknowledge(9)
         putting.join(LIMIT_S)
         assert numbers(drain(spool)) == [10]
+        eventually(lambda: not spool._due())
         assert max(spool.nbytes, sum(path.stat().st_size for path in tmp_path.glob("*.spool"))) <= 10_000
 
 
@@ -311,6 +312,11 @@ def test_a_disk_that_fails_for_long_leaves_a_bounded_queue_in_memory():
     spool.append(b"4", body_of(4))
     spool._work()
     assert numbers(drain(reopened(disk.crash(lambda n: 0)))) == [1, 2, 3, 4]
+
+
+def test_a_segment_ends_where_any_newer_one_begins():
+    segments = [Segment(DIRECTORY / str(n), n, first, 0) for n, first in enumerate((1, 8, 4, 6))]
+    assert stops(segments) == [4, 4, 6, ENDLESS]
 
 
 def test_what_a_crash_cut_stays_cut_when_the_disk_fails_next():

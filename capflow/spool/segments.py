@@ -71,6 +71,8 @@ class Segments:
 
     def mark(self, number: int) -> None:
         """Note that every record up to here is durable; the note itself need not be."""
+        if self.nbytes + items.HEADER_BYTES > self.bytes_max:
+            return
         with contextlib.suppress(OSError):
             self._put(self._all[-1], items.MARK, number, b"", b"")
 
