@@ -68,7 +68,7 @@ class Files:
 
     def write(self, fd: int, parts: Sequence[Any], offset: int) -> None:
         """Write buffers one after another, all of them."""
-        total = sum(len(part) for part in parts)
+        total = sum(map(len, parts))
         written = os.pwritev(fd, parts, offset)
         if written < total:
             rest = memoryview(b"".join(parts))[written:]

@@ -80,6 +80,7 @@ class Spool:
         self._failing = False  # whether the last attempt at anything failed; the thread's alone
         self._told = 0  # what `on_synced` was told last; the thread's alone
         self._closing = False
+        self._ended = threading.Event()  # set with `_closing`, for the thread while it rests
         self._thread: threading.Thread | None = None  # from `open` to `close`
         # For others to read.
         self.synced_through = 0  # every record up to here is durable
@@ -115,6 +116,7 @@ class Spool:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        self._ended.set()
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(_CLOSE_S)
@@ -142,9 +144,8 @@ class Spool:
         nbytes = items.HEADER_BYTES + len(head) + len(body)
         with self._changed:
             assert not self._closing, "the spool is closed"
-            self._changed.wait_for(
-                lambda: self._failure is not None or self._fits_memory(nbytes), timeout=limits.BLOCK_S_MAX
-            )
+            if not self._fits_memory(nbytes):
+                self._changed.wait_for(lambda: self._failure or self._fits_memory(nbytes), limits.BLOCK_S_MAX)
             if not self._fits_memory(nbytes):
                 raise self._full(self._failure or OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
             if self._failure is None:
@@ -310,10 +311,9 @@ class Spool:
     def _run(self) -> None:
         closing = False
         while not closing:
+            self._ended.wait(_RETRY_S if self._failing else limits.SYNC_PAUSE_S)
             with self._changed:
-                if self._failing:
-                    self._changed.wait_for(lambda: self._closing, _RETRY_S)
-                else:
+                if not self._failing:
                     self._changed.wait_for(self._due)
                 closing = self._closing
             self._work()
