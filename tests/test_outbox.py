@@ -14,6 +14,7 @@ from waiting import eventually
 
 from capflow import limits
 from capflow.errors import CapflowError, UsageError
+from capflow.session import State
 from capflow.transport import FormerLink, Outbox, WorkerLink, left_behind
 from capflow.transport.outbox import check_root, default_root
 
@@ -164,8 +165,8 @@ def test_what_went_by_memory_and_died_there_leaves_a_gap_that_a_living_hub_takes
             assert worker.link.wait_welcome(20)
             worker.send(3)
             eventually(lambda: consumer.rows["r1"] == 12 and worker.link.counters["unacked_frames"] == 0)
-            worker.link._closing.set()  # as a process that is killed: no goodbye
-            worker.link._session.state = worker.link._session.state.LOST
+            worker.link._session.state = State.LOST  # as a process that is killed: no goodbye
+            worker.link._closing.set()
             worker.link._waker.wake()
             worker.link._thread.join(20)
         outbox = Outbox.of(tmp_path, hello, limits.SPOOL_BYTES_DEFAULT)
