@@ -28,6 +28,9 @@ from capflow.spec import CaptureSpec
 Policy = Literal["block", "drop"]
 """What a full queue does. `block`: the sender waits, nothing is lost. `drop`: the newest rows are lost, counted."""
 
+OutboundPolicy = Literal["block", "drop", "spill"]
+"""The same for a worker's queue, and `spill`: the newest rows go to disk, and from there to the hub."""
+
 
 class NoConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A plugin without options."""

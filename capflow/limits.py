@@ -35,6 +35,14 @@ OUTBOUND_BYTES_DEFAULT = 256 * MIB
 QUEUE_BYTES_DEFAULT = 256 * MIB
 QUEUE_BYTES_MAX = 64 * 1024 * MIB
 
+# On disk, in one spool.
+SPOOL_BYTES_DEFAULT = 2048 * MIB
+SPOOL_BYTES_MAX = 16 * 1024 * 1024 * MIB
+SEGMENT_BYTES_MAX = 64 * MIB  # a larger record has a segment of its own
+SPOOL_UNSYNCED_BYTES_MAX = 64 * MIB  # in memory until it is on the disk
+SYNC_PAUSE_S = 0.005  # between two syncs, so that one is for many records
+SEGMENTS_BAD_MAX = 2  # damaged ones that are kept to be looked at
+
 # What is counted by name.
 REASONS_MAX = 64  # for which one worker may say that it lost rows, altogether
 
@@ -63,6 +71,7 @@ ACTIONS_WAITING_MAX = 4_096
 
 assert HEADER_BYTES_MAX < PAYLOAD_BYTES_MAX
 assert QUEUE_BYTES_DEFAULT <= QUEUE_BYTES_MAX
+assert SEGMENT_BYTES_MAX * 8 <= SPOOL_BYTES_DEFAULT <= SPOOL_BYTES_MAX
 assert HEARTBEAT_S * 3 <= SILENCE_S_MAX
 assert CAPTURE_WAIT_S_DEFAULT <= CAPTURE_WAIT_S_MAX
 assert BODY_BYTES_DEFAULT <= BODY_BYTES_MAX

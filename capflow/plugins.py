@@ -12,14 +12,14 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pluggy
 from msgspec import inspect
 
 from capflow import hookspecs, limits
-from capflow.consumer import Consumer, Controller
+from capflow.consumer import Consumer, Controller, Policy
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ControllerSpec
 from capflow.queue import Overload
@@ -308,9 +308,9 @@ def _type_name(kind: inspect.Type) -> str:
 
 
 def _policy(value: Any, where: str) -> str | None:
-    if value is None or value in tuple(Overload):
+    if value is None or value in get_args(Policy):
         return None if value is None else str(value)
-    raise UsageError(explain(f"{where}.policy", got=value, expected=f"one of {', '.join(Overload)}"))
+    raise UsageError(explain(f"{where}.policy", got=value, expected=f"one of {', '.join(get_args(Policy))}"))
 
 
 def _queue_bytes(options: Mapping[str, Any], where: str) -> int | None:

@@ -24,6 +24,9 @@ class Overload(enum.StrEnum):
     DROP = "drop"
     """The sender never waits. The newest rows are lost, counted, and named in the request's result."""
 
+    SPILL = "spill"
+    """What has no room goes to a spool on disk, and comes from there in order. A full spool blocks or drops."""
+
 
 class ByteQueue(Generic[T]):
     """A first-in first-out queue of items with sizes, for any number of threads.

@@ -133,22 +133,18 @@ class _Kept(NamedTuple):
 class PeerSession:
     """The worker's, scheduler's or client's side; one for the life of the peer, over all its connections."""
 
-    def __init__(self, hello: Hello, *, now: float = 0.0) -> None:
+    def __init__(self, hello: Hello, *, seq: int = 0, now: float = 0.0) -> None:
         self.hello = hello
         self.state = State.LOST
         self.welcome: Welcome | None = None  # the hub's latest; kept while the connection is lost
         self.refusal: str | None = None  # why the hub refused; cleared by the next connection
         self.credit_bytes = 0
-        self.seq = 0  # the last number given to a frame
+        self.seq = seq  # the last number given to a frame, or one that is not below it
         self.acked = 0  # every frame up to here is the hub's
+        self.unacked_bytes = 0  # of the frames kept because they are not acknowledged; other threads may read it
         self._waiting: deque[_Kept] = deque()  # to be sent, in order; emptied by `next_frame`
         self._sent: deque[_Kept] = deque()  # sent on this connection, not acknowledged; emptied by Acks
         self._pulse = _Pulse(now)
-
-    @property
-    def unacked_bytes(self) -> int:
-        """The bytes of frames kept because they are not acknowledged."""
-        return sum(kept.cost for kept in self._sent) + sum(kept.cost for kept in self._waiting)
 
     @property
     def unacked(self) -> int:
@@ -179,8 +175,17 @@ class PeerSession:
         if self.hello.role != "worker":
             raise LocalProtocolError(explain("frame", got=f"from a {self.hello.role}", expected="from a worker"))
         self.seq += 1
-        parts = Frame.seal(msgspec.structs.replace(header, seq=self.seq), payload).encode()
-        self._waiting.append(_Kept(self.seq, cost(parts), parts))
+        self._keep(Frame.seal(msgspec.structs.replace(header, seq=self.seq), payload).encode())
+
+    def push_sealed(self, seq: int, parts: Parts) -> None:
+        """Take a frame that was numbered and sealed before, by this process or one that is gone."""
+        self.seq = seq
+        self._keep(parts)
+
+    def _keep(self, parts: Parts) -> None:
+        kept = _Kept(self.seq, cost(parts), parts)
+        self._waiting.append(kept)
+        self.unacked_bytes += kept.cost
 
     def next_frame(self, now: float) -> Parts | None:
         """Return the parts of the next frame to send; None when none waits or none may be sent."""
@@ -267,7 +272,7 @@ class PeerSession:
         self.credit_bytes += ack.credit_bytes
         self.acked = max(self.acked, ack.seq)
         while self._sent and self._sent[0].seq <= self.acked:
-            self._sent.popleft()
+            self.unacked_bytes -= self._sent.popleft().cost
 
     def _said(self, said: Message, now: float) -> Parts:
         self._pulse.sent = now

@@ -225,6 +225,8 @@ def test_backpressure_names_every_reason_for_which_rows_are_lost():
         (ROOT / name).read_text(encoding="utf-8")
         for name in (
             "capflow/transport/link.py",
+            "capflow/transport/outbox.py",
+            "capflow/spool/spool.py",
             "capflow/fanout.py",
             "capflow/ledger.py",
             "engine_ext/capflow_engine/worker.py",

@@ -23,8 +23,8 @@ LAYERS = (
         "steercheck",
     },
     {"steering", "program", "probe", "consumer", "hookspecs"},
-    {"queue", "session", "address", "keys", "plugins"},
-    {"transport", "transport.sockets", "transport.link", "transport.zap"},
+    {"queue", "session", "address", "keys", "plugins", "spool"},
+    {"transport", "transport.sockets", "transport.outbox", "transport.link", "transport.zap"},
     {"client", "launch"},
     {
         "ledger",
@@ -42,7 +42,7 @@ LAYERS = (
     },
     {"cli", "__main__"},
 )
-"""The core, lowest first; a module imports from its own layer and those below. `cli` stands for all of its modules."""
+"""The core, lowest first; a module imports from its own layer and those below. `cli` and `spool` stand for all of their modules."""
 
 ENGINE_ONLY = {"torch", "triton", "vllm", "transformers", "accelerate", "gguf"}
 HUB_ONLY = {
@@ -81,7 +81,7 @@ def inside(name, packages):
 
 def layer(name):
     core = name.removeprefix("capflow.")
-    core = "cli" if inside(core, {"cli"}) else core
+    core = next((package for package in ("cli", "spool") if inside(core, {package})), core)
     found = [index for index, names in enumerate(LAYERS) if core in names]
     assert found, f"{name} has no layer: give it one in LAYERS"
     return found[0]

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("capflow.cli.run", "run", "Run a hub with consumers, alone or with a model."),
     "serve": ("capflow.cli.serve", "serve", "Serve a model with vLLM's OpenAI-compatible server, tapped."),
     "sites": ("capflow.cli.sites", "sites", "Show which sites a model has, and which would carry a tap."),
+    "spool": ("capflow.cli.spool", "spool", "Look into a spool, verify it, or empty it."),
     "status": ("capflow.cli.status", "status", "Show a running hub's counters."),
     "steer": ("capflow.cli.act", "steer", "Add a vector to a running request."),
     "top": ("capflow.cli.top", "top", "Watch a running hub: sessions, queues, credit, drops and rates."),

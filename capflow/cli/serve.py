@@ -18,7 +18,8 @@ from capflow.cli.needs import check_vllm
 def serve(arguments: tuple[str, ...]) -> None:
     """Serve MODEL with vLLM's OpenAI-compatible server, tapped: `capflow serve MODEL [vLLM's own flags]`.
 
-    Besides vLLM's flags: --hub ADDRESS, --key NAME|PATH, --sites HOOK:LAYER (repeatable, with *), --policy block|drop, --insecure.
+    Besides vLLM's flags: --hub ADDRESS, --key NAME|PATH, --sites HOOK:LAYER (repeatable, with *), --policy block|drop|spill, --spool-dir DIR,
+    --spool-bytes N, --spill-fallback block|drop, --insecure.
     """
     check_vllm("to serve models")
     # vLLM takes the process over, its signals too.

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from capflow.transport.link import SchedulerLink, Staged, WorkerLink
+from capflow.transport.link import FormerLink, SchedulerLink, Staged, WorkerLink
+from capflow.transport.outbox import Outbox, left_behind
 from capflow.transport.sockets import Dealer, Event, Received, Router, Waker
 from capflow.transport.zap import new_key
 
-__all__ = ["Dealer", "Event", "Received", "Router", "SchedulerLink", "Staged", "Waker", "WorkerLink", "new_key"]
+__all__ = [
+    "Dealer",
+    "Event",
+    "FormerLink",
+    "Outbox",
+    "Received",
+    "Router",
+    "SchedulerLink",
+    "Staged",
+    "Waker",
+    "WorkerLink",
+    "left_behind",
+    "new_key",
+]

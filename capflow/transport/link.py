@@ -18,18 +18,21 @@ from typing import Any, NamedTuple
 from capflow import limits
 from capflow.action import Outcome
 from capflow.address import check_address
-from capflow.consumer import Policy
+from capflow.consumer import OutboundPolicy, Policy
 from capflow.errors import RemoteProtocolError
 from capflow.frame import FrameHeader
 from capflow.keys import peer_key
 from capflow.message import Act, ActionOutcome, Beat, Bye, Hello, Message, Refused, Welcome, WorkerCounts
 from capflow.queue import ByteQueue, Overload
 from capflow.session import Parts, PeerSession, State
+from capflow.transport.outbox import Outbox
 from capflow.transport.sockets import Dealer, Event, Waker, why_not
 
 logger = logging.getLogger("capflow.link")
 
 _RECEIVE_BATCH = 256  # messages handled before frames are sent again
+_SEQ_MAX = 1 << 62  # not below any number of a frame
+_SPILL_AT = 4  # with an outbox, memory holds this part of its bound: the rest is for steps under way, and for what is being synced
 _FRAME_OVERHEAD_BYTES = 512  # what a queued frame weighs besides its payload
 
 
@@ -47,13 +50,13 @@ class _Link:
     key: this peer's, by name or path, for an address with the hub's. Raises UsageError when one is needed and missing.
     """
 
-    def __init__(self, address: str, hello: Hello, *, key: str | None = None) -> None:
+    def __init__(self, address: str, hello: Hello, *, key: str | None = None, seq: int = 0) -> None:
         self.address = check_address(address, insecure=True)
         self._key = peer_key(address, key)
         self._unmade: str | None = None  # why no connection is made, keys being the reason; cleared when one is
         self.ever_connected = False  # set by the first Welcome
         self.reconnects = 0  # connections lost
-        self._session = PeerSession(hello)  # the thread's alone; others read plain fields of it
+        self._session = PeerSession(hello, seq=seq)  # the thread's alone; others read plain fields of it
         self._waker = Waker()  # closed by the thread when it ends
         self._closing = threading.Event()  # set by `close`
         self._close_by = 0.0  # set by `close` before `_closing`: when to leave although frames are left
@@ -215,7 +218,9 @@ class WorkerLink(_Link):
 
     `send` answers `None`, or why the frame was dropped: `no_hub`, no hub was ever there; `hub_gone`, there was one
     and the queue is full; `queue_full`, the hub is there and takes less than is sent; `refused`, the hub
-    refused this worker; `too_large`, the payload is above `limits.PAYLOAD_BYTES_MAX`; `closed`.
+    refused this worker; `too_large`, the payload is above `limits.PAYLOAD_BYTES_MAX`; `closed`. With an outbox, which is
+    for policy `spill`, what has no room goes there, as does everything while the hub is gone; when it takes nothing, `fallback` holds
+    and the reason is the spool's: `spool_full`, `disk_full`, `disk_failed`. The outbox is opened and closed by the link.
     """
 
     def __init__(
@@ -224,19 +229,24 @@ class WorkerLink(_Link):
         hello: Hello,
         *,
         outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT,
-        policy: Policy = "block",
+        policy: OutboundPolicy = "block",
         block_s_max: float = limits.BLOCK_S_MAX,
         on_welcome: Callable[[Welcome], None] | None = None,
         staged: Callable[[], Staged] = Staged,
         key: str | None = None,
+        outbox: Outbox | None = None,
+        fallback: Policy = "block",
     ) -> None:
         super().__init__(address, hello, key=key)
+        assert (policy == "spill") == (outbox is not None)
         self.policy = Overload(policy)
+        self.fallback = Overload(fallback)
+        self.outbox = outbox
         self.block_s_max = block_s_max
         self.on_welcome = on_welcome
         self._staged = staged
         self._told_at = 0.0  # when the hub was last told the counts; the thread's
-        self._queue: ByteQueue[tuple[FrameHeader, memoryview]] = ByteQueue(outbound_bytes_max)
+        self._queue: ByteQueue[tuple[int, FrameHeader, memoryview]] = ByteQueue(outbound_bytes_max)
         self._gave_up = False  # a whole `block_s_max` was waited for a hub that is gone; cleared by its return
         self._frames = 0  # accepted by `send`
         self._bytes = 0
@@ -253,7 +263,14 @@ class WorkerLink(_Link):
             "credit_bytes": self._session.credit_bytes,
             "reconnects": self.reconnects,
             "dropped_frames": dict(self._dropped),
+            "spool": self.outbox.status() if self.outbox is not None else None,
         }
+
+    def start(self) -> None:
+        """Start connecting. Raises CapflowError when the outbox cannot be opened."""
+        if self.outbox is not None:
+            self.outbox.open()
+        super().start()
 
     def send(self, header: FrameHeader, payload: Any) -> str | None:
         """Take a frame; return None, or why it was dropped.
@@ -280,7 +297,9 @@ class WorkerLink(_Link):
             return "refused"
         if not self.ever_connected:
             return "no_hub"
-        item, nbytes = (header, view), len(view) + _FRAME_OVERHEAD_BYTES
+        if self.outbox is not None:
+            return self._offer_or_spill(self.outbox, header, view)
+        item, nbytes = (self._frames + 1, header, view), len(view) + _FRAME_OVERHEAD_BYTES
         if len(view) == 0 and self._queue.nbytes <= self._queue.bytes_max + limits.HEADER_BYTES_MAX:
             self._queue.force(item, nbytes)  # the ends of requests are worth a little room of their own
             return None
@@ -293,19 +312,53 @@ class WorkerLink(_Link):
             return None
         return "queue_full" if self.connected else "hub_gone"
 
+    def _offer_or_spill(self, outbox: Outbox, header: FrameHeader, view: memoryview) -> str | None:
+        """Take a frame into memory if it is the hub's next and there is room, else onto disk: so they stay in order."""
+        seq = self._frames + 1
+        item, nbytes = (seq, header, view), len(view) + _FRAME_OVERHEAD_BYTES
+        in_memory = self._queue.nbytes + self._session.unacked_bytes + nbytes
+        at_once = self.connected and not outbox.waiting and in_memory <= self._queue.bytes_max // _SPILL_AT
+        if at_once and self._queue.offer(item, nbytes):
+            return None
+        reason = outbox.put(seq, header, view, 0.0)
+        if reason is not None and self.fallback is Overload.BLOCK and not self._gave_up:
+            reason = outbox.put(seq, header, view, self.block_s_max)
+            self._gave_up = reason is not None and not self.connected
+        return reason
+
     def close(self, drain_s: float = limits.LINGER_S) -> None:
-        """Get out what was taken, until the hub has acknowledged it or `drain_s` is over, say Bye and stop."""
+        """Get out what was taken, until the hub has acknowledged it or `drain_s` is over, say Bye and stop.
+
+        What is in an outbox by then stays there, for a later process.
+        """
         super().close(drain_s)
         self._queue.close()
+        if self.outbox is not None and not self._thread.is_alive():
+            self.outbox.close()
 
     def _fill(self, dealer: Dealer, now: float) -> None:
         session = self._session
+        if self.outbox is not None:
+            self.outbox.acknowledge(session.acked)
         while session.state is State.OPEN:
             while (parts := session.next_frame(now)) is not None:
                 dealer.send(parts)
-            if session.waiting or (item := self._queue.get(timeout_s=0)) is None:
+            if session.waiting:
                 return
-            session.push(*item)
+            if (item := self._queue.get(timeout_s=0)) is not None:  # older than what is spilled
+                seq, header, view = item
+                self._skip(seq - 1)
+                session.push(self.outbox.amended(header) if self.outbox is not None else header, view)
+            elif self.outbox is not None and (spilled := self.outbox.take()) is not None:
+                self._skip(spilled.seq - 1)
+                session.push_sealed(*spilled)
+            else:
+                return
+
+    def _skip(self, seq: int) -> None:
+        """Say an empty frame for each that the disk did not give back: the hub counts their rows as missing."""
+        while self._session.seq < seq:
+            self._session.push(empty_header(self._session.hello), b"")
 
     def _beat(self, now: float) -> Parts | None:
         if self._session.state is not State.OPEN or now < self._told_at + limits.HEARTBEAT_S:
@@ -330,7 +383,8 @@ class WorkerLink(_Link):
         )
 
     def _drained(self) -> bool:
-        return not self.ever_connected or (not len(self._queue) and not self._session.unacked)
+        waiting = len(self._queue) or self._session.unacked or (self.outbox is not None and self.outbox.waiting)
+        return not self.ever_connected or not waiting
 
     def _received(self, said: Message) -> None:
         if isinstance(said, Welcome):
@@ -338,6 +392,65 @@ class WorkerLink(_Link):
             self._told_at = 0.0
             if self.on_welcome is not None:
                 self.on_welcome(said)
+
+
+class FormerLink(_Link):
+    """Sends what a worker that is gone left on disk, in its name, and ends when the hub has all of it.
+
+    What the worker had in memory went with it; the hub counts it as missing. outbox: opened; its thread closes it at the end.
+    """
+
+    def __init__(self, address: str, outbox: Outbox, *, key: str | None = None) -> None:
+        super().__init__(address, outbox.hello, key=key, seq=_SEQ_MAX)
+        self.outbox = outbox
+        self._begun = False  # set with the first frame, from which on numbers are without a gap
+
+    def _fill(self, dealer: Dealer, now: float) -> None:
+        session, outbox = self._session, self.outbox
+        outbox.acknowledge(session.acked)
+        while session.state is State.OPEN:
+            while (parts := session.next_frame(now)) is not None:
+                dealer.send(parts)
+            if session.waiting or (spilled := outbox.take()) is None:
+                break
+            assert session.welcome is not None
+            if not self._begun:
+                session.seq = session.welcome.last_seq or spilled.seq - 1
+                self._begun = True
+            if spilled.seq <= session.seq:  # the hub had it from the worker itself
+                outbox.acknowledge(spilled.seq)
+                continue
+            while session.seq < spilled.seq - 1:
+                session.push(empty_header(session.hello), b"")
+            session.push_sealed(*spilled)
+        if not outbox.waiting and not session.unacked:
+            outbox.acknowledge(_SEQ_MAX)
+            logger.info("what engine %s left on disk was delivered", session.hello.engine)
+            self._closing.set()
+
+    def _run(self) -> None:
+        super()._run()
+        self.outbox.close()
+
+    def _drained(self) -> bool:
+        return not self.outbox.waiting and not self._session.unacked
+
+
+def empty_header(hello: Hello) -> FrameHeader:
+    """Return the header of a frame of a worker that says nothing."""
+    assert hello.model is not None
+    return FrameHeader(
+        engine=hello.engine,
+        boot=hello.boot,
+        rank=hello.rank,
+        seq=0,
+        step=0,
+        time_ns=0,
+        dtype=hello.model.dtype,
+        hidden_size=hello.model.hidden_size,
+        requests=(),
+        blocks=(),
+    )
 
 
 class SchedulerLink(_Link):

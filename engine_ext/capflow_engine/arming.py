@@ -9,7 +9,7 @@ from typing import Any
 
 from capflow.address import check_address, default_address
 from capflow.client import Client
-from capflow.consumer import Policy
+from capflow.consumer import OutboundPolicy, Policy
 from capflow.errors import UsageError, explain
 from capflow.keys import peer_key_path
 from capflow.launch import HubProcess
@@ -38,7 +38,10 @@ def arm(
     key: str | None,
     insecure: bool,
     sites: Sequence[str],
-    policy: Policy,
+    policy: OutboundPolicy,
+    spool_dir: str,
+    spool_bytes: int,
+    spill_fallback: Policy,
     bank_bytes: int,
 ) -> Armed:
     """Return the settings for an engine, with a hub started for its consumers.
@@ -72,6 +75,9 @@ def arm(
         sites=tapped.sites,
         fixed=tapped.fixed,
         policy=policy,
+        spool_dir=spool_dir,
+        spool_bytes=spool_bytes,
+        spill_fallback=spill_fallback,
         steering_bank_bytes=bank_bytes,
         hub_wait_s=_LAUNCH_WAIT_S if consumers or hub is not None else _NO_HUB_WAIT_S,
         user=dict(user),

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Self
 
 from capflow import limits
-from capflow.consumer import Policy
+from capflow.consumer import OutboundPolicy, Policy
 from capflow.result import joined
 from capflow_engine import compat
 
@@ -23,7 +23,7 @@ from capflow_engine.asker import Asker  # noqa: E402
 from capflow_engine.holdings import Size  # noqa: E402
 from capflow_engine.options import RequestOptions  # noqa: E402
 from capflow_engine.params import Prepared  # noqa: E402
-from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings, engine_arguments  # noqa: E402
+from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings, engine_arguments, spool_directory  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
 
 _CONNECT_S = 1.0  # how long the hub has to answer
@@ -48,7 +48,10 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         key: str | None = None,
         insecure: bool = False,
         sites: Sequence[str] = SITES_DEFAULT,
-        policy: Policy = "block",
+        policy: OutboundPolicy = "block",
+        spool_dir: str | None = None,
+        spool_bytes: int = limits.SPOOL_BYTES_DEFAULT,
+        spill_fallback: Policy = "block",
         steering_bank_bytes: int = STEERING_BANK_BYTES,
         capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT,
         **kwargs: Any,
@@ -71,6 +74,9 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
             insecure=insecure,
             sites=sites,
             policy=policy,
+            spool_dir=spool_directory(policy, spool_dir),
+            spool_bytes=spool_bytes,
+            spill_fallback=spill_fallback,
             bank_bytes=steering_bank_bytes,
         )
         try:

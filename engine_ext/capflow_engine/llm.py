@@ -9,8 +9,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
+from capflow import limits
 from capflow.client import Client
-from capflow.consumer import Policy
+from capflow.consumer import OutboundPolicy, Policy
 from capflow.errors import HubUnreachableError, UsageError, explain
 from capflow.program import SteeringProgram
 from capflow.result import CaptureResult, joined
@@ -28,7 +29,7 @@ from capflow_engine.beams import with_program  # noqa: E402
 from capflow_engine.holdings import Size  # noqa: E402
 from capflow_engine.options import RequestOptions  # noqa: E402
 from capflow_engine.params import Prepared  # noqa: E402
-from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, engine_arguments  # noqa: E402
+from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, engine_arguments, spool_directory  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
 
 logger = logging.getLogger("vllm.capflow")
@@ -44,7 +45,8 @@ class LLM(VLLM):  # type: ignore[misc]
     for them and stopped with `close`. hub: the address of a running hub instead. Without either, the default
     address is used. key: this engine's key, by name or path, for a hub that has one; without it that of `CAPFLOW_KEY`. insecure:
     allows a hub on another machine without keys. sites: patterns of the sites that carry a tap. policy: what a worker does when its
-    outbound queue is full. steering_bank_bytes: the memory for the vectors that steer the requests which run; a request waits
+    outbound queue is full; with `spill`, spool_dir, spool_bytes and spill_fallback say where to, how much for each worker, and what
+    holds then. steering_bank_bytes: the memory for the vectors that steer the requests which run; a request waits
     for room in it.
 
     steering: the modules that requests may name, and the global state, which steers every request of `generate` and `chat`
@@ -66,7 +68,10 @@ class LLM(VLLM):  # type: ignore[misc]
         key: str | None = None,
         insecure: bool = False,
         sites: Sequence[str] = SITES_DEFAULT,
-        policy: Policy = "block",
+        policy: OutboundPolicy = "block",
+        spool_dir: str | None = None,
+        spool_bytes: int = limits.SPOOL_BYTES_DEFAULT,
+        spill_fallback: Policy = "block",
         steering_bank_bytes: int = STEERING_BANK_BYTES,
         **kwargs: Any,
     ) -> None:
@@ -88,6 +93,9 @@ class LLM(VLLM):  # type: ignore[misc]
             insecure=insecure,
             sites=sites,
             policy=policy,
+            spool_dir=spool_directory(policy, spool_dir),
+            spool_bytes=spool_bytes,
+            spill_fallback=spill_fallback,
             bank_bytes=steering_bank_bytes,
         )
         if armed.hub is not None:

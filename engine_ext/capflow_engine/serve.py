@@ -1,7 +1,8 @@
 """`capflow serve MODEL …`: vLLM's own OpenAI-compatible server, its engine tapped.
 
-Takes every flag that `vllm serve` takes, and `--hub`, `--key`, `--sites`, `--policy`, `--capture-wait-s`, `--insecure`,
-`--steering-modules`, `--steering-api-key`, `--steering-bank-bytes`, `--steering-body-bytes-max`, `--grpc-port` and `--grpc-host`. Requests that want their
+Takes every flag that `vllm serve` takes, and `--hub`, `--key`, `--sites`, `--policy`, `--spool-dir`, `--spool-bytes`, `--spill-fallback`,
+`--capture-wait-s`, `--insecure`, `--steering-modules`, `--steering-api-key`, `--steering-bank-bytes`,
+`--steering-body-bytes-max`, `--grpc-port` and `--grpc-host`. Requests that want their
 own capture or steering say so in fields of their body, which `capflow_engine.http` adds to the server.
 """
 
@@ -17,10 +18,11 @@ import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from capflow import limits
 from capflow.address import check_address, default_address, runtime_directory
+from capflow.consumer import OutboundPolicy, Policy
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.keys import peer_key_path, read_key
 from capflow.message import ModelInfo
@@ -29,7 +31,7 @@ from capflow_engine import compat, compat_model, keys
 from capflow_engine.module import load_module
 from capflow_engine.rpc import port
 from capflow_engine.serving import Serving
-from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings, engine_arguments
+from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings, engine_arguments, spool_directory
 from capflow_engine.store import SteeringStore
 
 
@@ -47,7 +49,10 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     own.add_argument("--hub", default=None)
     own.add_argument("--key", default=None)
     own.add_argument("--sites", action="append", default=None)
-    own.add_argument("--policy", choices=("block", "drop"), default="block")
+    own.add_argument("--policy", choices=get_args(OutboundPolicy), default="block")
+    own.add_argument("--spool-dir", default=None)
+    own.add_argument("--spool-bytes", type=_bytes(1, limits.SPOOL_BYTES_MAX), default=limits.SPOOL_BYTES_DEFAULT)
+    own.add_argument("--spill-fallback", choices=get_args(Policy), default="block")
     own.add_argument("--insecure", action="store_true")
     own.add_argument("--capture-wait-s", type=_seconds, default=limits.CAPTURE_WAIT_S_DEFAULT)
     own.add_argument("--steering-modules", action="extend", nargs="+", default=[], metavar="NAME=PATH")
@@ -92,6 +97,9 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
         sites=tapped.sites,
         fixed=tapped.fixed,
         policy=mine.policy,
+        spool_dir=spool_directory(mine.policy, mine.spool_dir),
+        spool_bytes=mine.spool_bytes,
+        spill_fallback=mine.spill_fallback,
         hub_wait_s=1.0,
         insecure=mine.insecure,
         capture_wait_s=mine.capture_wait_s,

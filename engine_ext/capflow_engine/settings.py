@@ -11,13 +11,15 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from capflow import limits
 from capflow.client import Client
-from capflow.consumer import Policy
+from capflow.consumer import OutboundPolicy, Policy
 from capflow.errors import UsageError, explain
 from capflow.site import HOOKS, Site
+from capflow.transport.outbox import check_root, default_root
 
 if TYPE_CHECKING:  # it needs torch
     from capflow_engine.structure import Structure
@@ -38,7 +40,8 @@ class Settings:
     engine: the engine's name, new at each start. hub: the address its workers connect to. key: the file of the key that they speak to
     it with, never the key itself; insecure: whether TCP off loopback without one is allowed. sites: those that carry
     a tap, in order. fixed: those of them that can only be captured. policy, outbound_bytes_max: of each worker's
-    outbound queue. staging_bytes_max: the device memory for the rows of one step.
+    outbound queue. spool_dir, spool_bytes, spill_fallback: with policy `spill`, where each worker spills, how much at most,
+    and what holds when that is full. staging_bytes_max: the device memory for the rows of one step.
     steering_bank_bytes: the device memory for what steers.
     hub_wait_s: how long the engine's start waits for the hub; None starts without.
     capture_wait_s: how long a response over HTTP waits for the consumers at most, when its request wants it to.
@@ -50,14 +53,22 @@ class Settings:
     sites: tuple[Site, ...]
     key: str | None = None
     fixed: tuple[Site, ...] = ()
-    policy: Policy = "block"
+    policy: OutboundPolicy = "block"
     outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT
+    spool_dir: str = ""
+    spool_bytes: int = limits.SPOOL_BYTES_DEFAULT
+    spill_fallback: Policy = "block"
     staging_bytes_max: int = 1024 * limits.MIB
     steering_bank_bytes: int = STEERING_BANK_BYTES
     hub_wait_s: float | None = None
     insecure: bool = False
     capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT
     user: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a step waits for room rather than lose rows."""
+        return "block" in (self.policy, self.spill_fallback if self.policy == "spill" else "")
 
     def compute_hash(self) -> str:
         """Return the part of vLLM's compile-cache key that says what the taps put into the graph."""
@@ -117,6 +128,20 @@ def tapped_sites(patterns: Iterable[str], layers: Sequence[Structure]) -> tuple[
             )
         chosen.update(found)
     return tuple(sorted(chosen))
+
+
+def spool_directory(policy: str, given: str | None) -> str:
+    """Return where workers spill, absolute; nothing with another policy.
+
+    Raises UsageError for a directory that cannot be written, or that is given with another policy.
+    """
+    if policy != "spill":
+        if given is not None:
+            raise UsageError(explain("spool_dir", got=f"policy {policy}", expected="policy spill with it"))
+        return ""
+    root = (Path(given) if given is not None else default_root()).absolute()
+    check_root(root)
+    return str(root)
 
 
 def engine_arguments(settings: Settings) -> dict[str, Any]:

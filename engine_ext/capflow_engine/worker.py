@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ from capflow.message import Hello
 from capflow.program import SteeringProgram, with_vectors
 from capflow.spec import CaptureSpec, Wanted, join
 from capflow.steering import Steering, Tier
-from capflow.transport import Staged, WorkerLink
+from capflow.transport import FormerLink, Outbox, Staged, WorkerLink, left_behind
 from capflow.vector import SteeringVector
 from capflow_engine import compat, compat_model, compat_step
 from capflow_engine.bank import Bank, Steered
@@ -107,6 +108,7 @@ class WorkerCapture:
         self._copy_stream: Any = torch.cuda.Stream() if self.tables.resident else None
         self._copied: Any = None  # event: the copy of the step before has left the staging buffer
         self.link: WorkerLink | None = None
+        self.former: list[FormerLink] = []  # for what workers that are gone left on disk
         self.sender: Sender | None = None
         if self.sends:
             self._connect(worker.vllm_config)
@@ -115,14 +117,23 @@ class WorkerCapture:
     def _connect(self, vllm_config: Any) -> None:
         boot = uuid.uuid4().hex
         hello = Hello("worker", self.settings.engine, boot, self.rank, self.info)
+        settings, outbox = self.settings, None
+        if settings.policy == "spill":
+            root = Path(settings.spool_dir)
+            self.former = [FormerLink(settings.hub, left, key=settings.key) for left in left_behind(root)]
+            for link in self.former:
+                link.start()
+            outbox = Outbox.of(root, hello, settings.spool_bytes)
         self.link = WorkerLink(
-            self.settings.hub,
+            settings.hub,
             hello,
-            outbound_bytes_max=self.settings.outbound_bytes_max,
-            policy=self.settings.policy,
+            outbound_bytes_max=settings.outbound_bytes_max,
+            policy=settings.policy,
             block_s_max=limits.BLOCK_S_MAX,
             staged=self._staged,
-            key=self.settings.key,
+            key=settings.key,
+            outbox=outbox,
+            fallback=settings.spill_fallback,
         )
         self.link.start()
         tokenizer = compat.load_tokenizer(vllm_config)
@@ -319,7 +330,7 @@ class WorkerCapture:
             return None, "no_hub"
         if self.tables.resident and plan.rows > self.tables.staging.shape[0]:
             return None, "staging_full"
-        wait_s = limits.BLOCK_S_MAX if self.settings.policy == "block" else 0.0
+        wait_s = limits.BLOCK_S_MAX if self.settings.blocks else 0.0
         buffer = self.ring.acquire(plan.rows * self.row_bytes, wait_s, self._pending.bytes_held)
         return buffer, (None if buffer is not None else "queue_full")
 
@@ -387,6 +398,8 @@ class WorkerCapture:
 
     def close(self) -> None:
         """Send what was settled and leave the hub; of the steps that were not, nobody knows which rows are anybody's."""
+        for link in self.former:
+            link.close(0.0)
         if self.sender is not None:
             there = self.link is not None and self.link.connected
             self.sender.close(limits.DRAIN_S_MAX if there else limits.LINGER_S)  # nobody takes what waits for a hub

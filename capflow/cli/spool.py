@@ -1,0 +1,82 @@
+"""`capflow spool`: what lies in a spool, whether it can be read, and emptying it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+_directory = click.argument("directory", type=click.Path(path_type=Path))
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group()
+def spool() -> None:
+    """Look into spools: the directories where frames wait on disk."""
+
+
+@spool.command()
+@_directory
+@_json
+def inspect(directory: Path, as_json: bool) -> None:
+    """Show what the spool in DIRECTORY holds; one that is written meanwhile is only read."""
+    from capflow.spool.report import inspect
+
+    _show(inspect(directory), as_json)
+
+
+@spool.command()
+@_directory
+@_json
+def verify(directory: Path, as_json: bool) -> None:
+    """Read every record in DIRECTORY; the exit code is 1 when one that should be there cannot be read."""
+    from capflow.spool.report import inspect
+
+    told = inspect(directory, verify=True)
+    _show(told, as_json)
+    sys.exit(1 if told["lost"] else 0)
+
+
+@spool.command()
+@_directory
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def purge(directory: Path, yes: bool) -> None:
+    """Remove everything that the spool in DIRECTORY holds; refused while a process writes it."""
+    from capflow.errors import UsageError, explain
+    from capflow.spool.report import inspect, purge
+
+    told = inspect(directory)
+    if told["records"] and not yes and not told["in_use"]:
+        if not sys.stdin.isatty():
+            got = f"{told['records']} records that were not delivered"
+            raise UsageError(explain(f"spool {directory}", got=got, do="--yes removes them"))
+        click.confirm(f"Remove {told['records']} records that were not delivered?", abort=True)
+    click.echo(f"removed {purge(directory)} bytes")
+
+
+def _show(told: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        import json
+
+        click.echo(json.dumps(told, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    lost = ", ".join(f"{first}-{last}" for first, last in told["lost"]) or "none"
+    console.print(
+        f"{told['directory']}  {'in use  ' if told['in_use'] else ''}records {told['records']} left, "
+        f"{told['acknowledged']} of {told['last']} done  bytes {told['bytes']}  void {told['void_bytes']}  lost {lost}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    for name in told["set_aside"]:
+        console.print(f"set aside: {name}", highlight=False, markup=False, soft_wrap=True)
+    table = Table("segment", "records left", "bytes", "damaged bytes")
+    for row in told["segments"]:
+        table.add_row(row["name"], *(str(row[key]) for key in ("records", "bytes", "damaged_bytes")))
+    console.print(table)

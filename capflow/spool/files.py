@@ -1,0 +1,97 @@
+"""What a spool asks of a file system, and nothing else: tests bring another one that loses what was not synced.
+
+Every method raises OSError.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Files:
+    """The file system of the machine."""
+
+    def mkdir(self, path: Path) -> None:
+        """Have a directory on the disk, made private to its owner if missing, and those above it."""
+        if not path.is_dir():
+            self.mkdir(path.parent)
+            path.mkdir(mode=0o700, exist_ok=True)
+            self.fsync_dir(path.parent)
+
+    def names(self, path: Path) -> list[str]:
+        """Return the names in a directory."""
+        return [entry.name for entry in os.scandir(path)]
+
+    def lock(self, path: Path) -> int | None:
+        """Return the descriptor of a file, made if missing, that nobody else has locked; None if someone has."""
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return fd
+
+    def create(self, path: Path) -> int:
+        """Return the descriptor of a new, empty file to write."""
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+
+    def change(self, path: Path) -> int:
+        """Return the descriptor of a file to read and write, made if missing."""
+        return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+
+    def open(self, path: Path) -> int:
+        """Return the descriptor of a file to read."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+    def size(self, fd: int) -> int:
+        """Return a file's length."""
+        return os.fstat(fd).st_size
+
+    def read(self, fd: int, length: int, offset: int) -> bytes:
+        """Return up to `length` bytes; fewer only at the end of the file."""
+        data = os.pread(fd, length, offset)
+        while 0 < len(data) < length:
+            more = os.pread(fd, length - len(data), offset + len(data))
+            if not more:
+                break
+            data += more
+        return data
+
+    def write(self, fd: int, parts: Sequence[Any], offset: int) -> None:
+        """Write buffers one after another, all of them."""
+        total = sum(map(len, parts))
+        written = os.pwritev(fd, parts, offset)
+        if written < total:
+            rest = memoryview(b"".join(parts))[written:]
+            while rest:
+                done = os.pwrite(fd, rest, offset + total - len(rest))
+                rest = rest[done:]
+
+    def fdatasync(self, fd: int) -> None:
+        """Have the file's bytes on the disk. After an error, what they were is not known."""
+        os.fdatasync(fd)
+
+    def rename(self, path: Path, to: Path) -> None:
+        """Give a file another name, in the place of what had it."""
+        path.replace(to)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file."""
+        path.unlink()
+
+    def fsync_dir(self, path: Path) -> None:
+        """Have a directory's names on the disk."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

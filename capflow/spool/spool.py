@@ -1,0 +1,401 @@
+"""The spool: what appends, reads and acknowledges, and the thread that syncs; `capflow.spool` says what lies on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from capflow import limits
+from capflow.errors import CapflowError, explain
+from capflow.spool import items
+from capflow.spool.cursor import Cursor, CursorFile
+from capflow.spool.files import Files
+from capflow.spool.reader import Lost, Reader, Record
+from capflow.spool.segments import Segments
+from capflow.spool.survey import CURSOR, LOCK, opened, survey
+
+logger = logging.getLogger("capflow.spool")
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_RETRY_S = 1.0  # after a disk failed, until it is tried again
+_CLOSE_S = 30.0  # how long `close` waits for a disk that does not answer
+
+
+class FullError(CapflowError):
+    """The record was not taken. reason: `spool_full`, `disk_full` or `disk_failed`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class _Entry(NamedTuple):
+    """A record that is not durable."""
+
+    head: bytes
+    body: memoryview
+    nbytes: int
+
+
+class Spool:
+    """A bounded queue of records on disk, from `open` to `close`.
+
+    One thread appends, one reads and acknowledges, and a third, the spool's own, syncs, frees and tries again what failed.
+    bytes_max bounds the segments together. unsynced_bytes_max bounds what is kept in memory until it is durable. on_synced(number) is
+    called on the spool's thread when every record up to there is durable.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        bytes_max: int = limits.SPOOL_BYTES_DEFAULT,
+        segment_bytes: int | None = None,
+        unsynced_bytes_max: int = limits.SPOOL_UNSYNCED_BYTES_MAX,
+        on_synced: Callable[[int], None] | None = None,
+        files: Files | None = None,
+    ) -> None:
+        self.directory = Path(directory)
+        self.unsynced_bytes_max = unsynced_bytes_max
+        self._on_synced = on_synced
+        self._files = files or Files()
+        self._reader = Reader(self._files)  # the reading thread's
+        self._cursor = CursorFile(self._files, self.directory / CURSOR)  # the spool's thread's, from `open` to `close`
+        self._lock_fd: int | None = None  # from `open` to the end of `close`
+        self._changed = threading.Condition()  # guards what follows; notified when any of it changed
+        segment_bytes = segment_bytes or min(limits.SEGMENT_BYTES_MAX, max(1, bytes_max // 8))
+        self._segments = Segments(self._files, self.directory, bytes_max, segment_bytes)
+        self._unsynced: dict[int, _Entry] = {}  # by number, rising; emptied by syncs
+        self._failure: OSError | None = None  # the disk's, from a failed sync until one that works
+        self._next_append = 1
+        self._next_read = 1
+        self._acked = 0  # by `acknowledge`
+        self._failing = False  # whether the last attempt at anything failed; the thread's alone
+        self._told = 0  # what `on_synced` was told last; the thread's alone
+        self._closing = False
+        self._ended = threading.Event()  # set with `_closing`, for the thread while it rests
+        self._thread: threading.Thread | None = None  # from `open` to `close`
+        # For others to read.
+        self.synced_through = 0  # every record up to here is durable
+        self.acknowledged_through = 0  # every record up to here is done with, durably
+        self.unsynced_bytes = 0
+        self.records_lost = 0
+        self.syncs = 0
+        self.failures = 0
+        self.bytes_cut = 0  # of no whole record, when the spool was opened
+
+    # From open to close; by the owner's thread.
+
+    def open(self) -> None:
+        """Take the directory and find what is in it.
+
+        Raises CapflowError when another process has it or it cannot be used.
+        """
+        try:
+            self._files.mkdir(self.directory)
+            self._lock_fd = self._files.lock(self.directory / LOCK)
+            if self._lock_fd is None:
+                do = "stop the process that writes it, or name another directory"
+                raise CapflowError(explain(f"spool {self.directory} is in use", do=do))
+            self._recover()
+        except OSError as e:
+            self._release()
+            raise CapflowError(explain(f"spool {self.directory} cannot be used", got=e.strerror or str(e))) from e
+        self._thread = threading.Thread(target=self._run, name="capflow-spool", daemon=True)
+        self._thread.start()
+
+    def close(self) -> bool:
+        """Sync what is there and give the directory back; return whether every record is durable."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._ended.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(_CLOSE_S)
+            if thread.is_alive():
+                logger.error("spool %s: the disk does not answer; what is not synced is left to it", self.directory)
+                return False
+            self._release()
+        return not self._unsynced
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # For the thread that appends.
+
+    def append(self, head: bytes, body: Any = b"") -> int:
+        """Take a record; return its number. Until it is durable, as `synced_through` says, its buffers must not change.
+
+        Waits only for the disk, when `unsynced_bytes_max` of records before it are not durable. Raises FullError.
+        """
+        body = memoryview(body).cast("B")
+        nbytes = items.HEADER_BYTES + len(head) + len(body)
+        with self._changed:
+            assert not self._closing, "the spool is closed"
+            if not self._fits_memory(nbytes):
+                self._changed.wait_for(lambda: self._failure or self._fits_memory(nbytes), limits.BLOCK_S_MAX)
+            if not self._fits_memory(nbytes):
+                raise self._full(self._failure or OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
+            if self._failure is None:
+                self._check_room(nbytes)
+                try:
+                    self._segments.write(self._next_append, head, body)
+                except OSError as e:
+                    raise self._full(e) from e
+            self._unsynced[self._next_append] = _Entry(head, body, nbytes)
+            self.unsynced_bytes += nbytes
+            self._next_append += 1
+            self._changed.notify_all()
+            return self._next_append - 1
+
+    def put(self, head: bytes, body: Any = b"", timeout_s: float | None = None) -> int:
+        """Take a record as `append` does, waiting for room for at most `timeout_s`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                return self.append(head, body)
+            except FullError:
+                left = _RETRY_S if deadline is None else min(_RETRY_S, deadline - time.monotonic())
+                if left <= 0:
+                    raise
+                with self._changed:
+                    self._changed.wait(left)
+
+    # For the thread that reads.
+
+    def read(self, timeout_s: float | None = 0) -> Record | Lost | None:
+        """Return what comes next, waiting for it for at most `timeout_s`; None when nothing came, or never will.
+
+        A record that is not durable yet is read from memory.
+        """
+        with self._changed:
+            if timeout_s != 0:
+                self._changed.wait_for(lambda: self._next_read < self._next_append or self._closing, timeout_s)
+            number = self._next_read
+            if number >= self._next_append:
+                return None
+            entry = self._unsynced.get(number)
+            place = self._segments.at(number) if entry is None else None
+            end = self.synced_through + 1
+        found: Record | Lost
+        if entry is not None:
+            found = Record(number, entry.head, entry.body)
+        elif place is not None:
+            found = self._reader.get(number, *place[:2], min(place[2], end))
+        else:  # the segment that held it was taken away
+            found = Lost(number, min(self._segments.first(), end) - 1, "missing")
+        if isinstance(found, Lost):
+            self.records_lost += found.last - found.first + 1
+            logger.error("spool %s: records %d to %d are lost: %s", self.directory, *found[:3])
+        self._next_read = found.id + 1
+        return found
+
+    def acknowledge(self, number: int) -> None:
+        """Say that every record up to here, all of them read, is done with: none of them is read again."""
+        assert number < self._next_read, "only what was read is done with"
+        with self._changed:
+            if number > self._acked:
+                self._acked = number
+                self._changed.notify_all()
+
+    def __len__(self) -> int:
+        """Return how many records are not acknowledged."""
+        return self._next_append - 1 - self._acked
+
+    @property
+    def last(self) -> int:
+        """The number of the record that was taken last."""
+        return self._next_append - 1
+
+    @property
+    def unread(self) -> int:
+        """How many records were not read."""
+        return self._next_append - self._next_read
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the segments together."""
+        return self._segments.nbytes
+
+    def wait_synced(self, number: int, timeout_s: float | None = None) -> bool:
+        """Wait until every record up to here is durable; return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.synced_through >= number, timeout_s)
+
+    def wait_acknowledged(self, number: int, timeout_s: float | None = None) -> bool:
+        """Wait until the acknowledgement of every record up to here is durable; return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.acknowledged_through >= number, timeout_s)
+
+    def status(self) -> dict[str, Any]:
+        """Return the spool's counters."""
+        return {
+            "records": len(self),
+            "bytes": self.nbytes,
+            "bytes_max": self._segments.bytes_max,
+            "unsynced_bytes": self.unsynced_bytes,
+            "records_lost": self.records_lost,
+            "segments": len(self._segments),
+            "segments_bad": self._segments.bad,
+            "syncs": self.syncs,
+            "failures": self.failures,
+        }
+
+    # Under `_changed`.
+
+    def _fits_memory(self, nbytes: int) -> bool:
+        return not self._unsynced or self.unsynced_bytes + nbytes <= self.unsynced_bytes_max
+
+    def _check_room(self, nbytes: int) -> None:
+        segments = self._segments
+        if segments.nbytes + nbytes <= segments.bytes_max:
+            return
+        if segments.active_bytes and self._next_append - 1 == self._acked:  # a segment goes once there is a newer one
+            with contextlib.suppress(OSError):
+                segments.begin(self._next_append)
+                self._changed.notify_all()
+        what, expected = f"spool {self.directory} is full", f"at most {segments.bytes_max}"
+        raise FullError("spool_full", explain(what, got=f"{segments.nbytes} and {nbytes} bytes", expected=expected))
+
+    def _full(self, e: OSError) -> FullError:
+        reason = "disk_full" if e.errno in _NO_ROOM else "disk_failed"
+        return FullError(reason, explain(f"spool {self.directory}", got=e.strerror or str(e)))
+
+    # Opening and closing.
+
+    def _recover(self) -> None:
+        remains = survey(self._files, self.directory)
+        cursor, last = remains.cursor, remains.last
+        if remains.cut is not None and remains.cut[2]:
+            self.bytes_cut = remains.cut[2]
+            message = "spool %s: cut behind record %d; the %d bytes behind it are void"
+            logger.warning(message, self.directory, last, self.bytes_cut)
+        if last > cursor.synced:  # of a writer that was killed: whole, but perhaps only in memory
+            for segment in remains.segments:
+                with opened(self._files, segment.path) as fd:
+                    self._files.fdatasync(fd)
+        self._segments.take(remains)
+        self._segments.begin(last + 1)
+        self._segments.sync(self._segments.unsynced())
+        self._cursor.open(cursor._replace(synced=last))
+        self._next_append = last + 1
+        self.synced_through = self._told = last
+        self._acked = self.acknowledged_through = cursor.acked
+        self._next_read = cursor.acked + 1
+        self._free()
+        if len(self):
+            logger.info("spool %s: %d records are left of earlier", self.directory, len(self))
+
+    def _release(self) -> None:
+        self._reader.close()
+        self._segments.seal(every=True)
+        self._cursor.close()
+        if self._lock_fd is not None:
+            self._files.close(self._lock_fd)
+            self._lock_fd = None
+
+    # The thread.
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            self._ended.wait(_RETRY_S if self._failing else limits.SYNC_PAUSE_S)
+            with self._changed:
+                if not self._failing:
+                    self._changed.wait_for(self._due)
+                closing = self._closing
+            self._work()
+
+    def _due(self) -> bool:
+        return bool(
+            self._unsynced
+            or self._closing
+            or self._acked > self.acknowledged_through
+            or self._segments.directory_dirty
+            or self._segments.done(self.acknowledged_through)
+        )
+
+    def _work(self) -> None:
+        """Do what is to be done; what fails is done again after a while."""
+        error = None
+        for step in (self._sync, self._persist, self._free):
+            try:
+                step()
+            except OSError as e:
+                error = e
+                if step == self._sync:
+                    self._give_up(e)
+        if error is not None:
+            self.failures += 1
+        if (error is not None) != self._failing:
+            self._failing = error is not None
+            said = "the disk works again" if error is None else f"{error.strerror or error}; trying again"
+            logger.error("spool %s: %s", self.directory, said)
+        if self._on_synced is not None and self.synced_through > self._told:
+            self._told = self.synced_through
+            self._on_synced(self._told)
+
+    def _sync(self) -> None:
+        """Have everything that was appended on the disk. Raises OSError when that failed."""
+        with self._changed:
+            if self._failure is not None:
+                self._rewrite()
+            target = self._next_append - 1
+            unsynced = self._segments.unsynced()
+        self._segments.sync(unsynced)
+        with self._changed:
+            self._failure = None
+            self._segments.seal()
+            if target > self.synced_through:
+                self.syncs += 1
+                self.synced_through = target
+                while self._unsynced and (first := next(iter(self._unsynced))) <= target:
+                    self.unsynced_bytes -= self._unsynced.pop(first).nbytes
+                self._segments.mark(target)
+            self._changed.notify_all()
+
+    def _rewrite(self) -> None:
+        """Write everything that is not durable to a new segment."""
+        self._segments.begin(self.synced_through + 1)
+        for number, entry in self._unsynced.items():
+            self._segments.write(number, entry.head, entry.body)
+
+    def _give_up(self, e: OSError) -> None:
+        """Write to the segments no more: what they hold is not known, and they would be synced now without an error."""
+        with self._changed:
+            self._failure = e
+            self._segments.give_up(self.synced_through + 1)
+            self._changed.notify_all()
+
+    def _persist(self) -> None:
+        """Have the acknowledgement on the disk."""
+        with self._changed:
+            cursor = Cursor(self._acked, self.synced_through)
+            clean = self._closing and not self._unsynced
+        if cursor.acked > self.acknowledged_through or clean:
+            self._cursor.write(cursor)
+            with self._changed:
+                self.acknowledged_through = cursor.acked
+                self._changed.notify_all()
+
+    def _free(self) -> None:
+        """Remove the segments whose records are done with, durably."""
+        with self._changed:
+            done = self._segments.done(self.acknowledged_through) if self._failure is None else []
+        for segment in done:
+            bytes_free = self._segments.free(segment)
+            with self._changed:
+                self._segments.freed(segment, bytes_free=bytes_free)
+                self._changed.notify_all()

@@ -1,0 +1,191 @@
+"""The outbox: a worker's frames on disk, from when memory was full or no hub was there until a hub has acknowledged them.
+
+A worker has a directory of its own below the one that it is given, named after engine, rank and boot, with a spool in it and a file
+`hello`: the worker's Hello, by which a later process sends what is left in the worker's name. A record's head is `seq`, 8 bytes
+little-endian, and the frame's sealed header; its body is the payload. Numbers rise and may leave some out: those frames went by memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import struct
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import msgspec
+
+from capflow import limits, message
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.frame import Dropped, Frame, FrameHeader
+from capflow.message import Hello
+from capflow.session import Parts
+from capflow.spool import FullError, Lost, Spool
+
+logger = logging.getLogger("capflow.link")
+
+_SEQ = struct.Struct("<Q")
+_HELLO = "hello"
+_decoder = msgspec.msgpack.Decoder(FrameHeader)
+
+
+class Spilled(NamedTuple):
+    """A frame that comes from disk."""
+
+    seq: int
+    parts: Parts
+
+
+class Outbox:
+    """One worker's spool, from `open` to `close`. One thread puts frames in, another takes them out.
+
+    directory: of this worker alone.
+    """
+
+    def __init__(self, directory: Path, hello: Hello, bytes_max: int) -> None:
+        self.directory = directory
+        self.hello = hello
+        self.frames = 0  # put in, in this process
+        self.frames_lost = 0  # that could not be read again
+        self.rows_lost: Counter[str] = Counter()  # in these, by request, as far as it is known; emptied by `amended`
+        self._spool = Spool(directory, bytes_max=bytes_max)
+        self._taken: deque[tuple[int, int]] = deque()  # seq and number of what was taken and is not acknowledged
+        self._seq = 0  # of what was taken last
+
+    @classmethod
+    def of(cls, root: Path, hello: Hello, bytes_max: int) -> Self:
+        """Return the outbox of a worker below a directory that others share."""
+        pp, dp, tp = hello.rank
+        return cls(root / f"{hello.engine}-{pp}.{dp}.{tp}-{hello.boot}", hello, bytes_max)
+
+    def open(self) -> None:
+        """Take the directory. Raises CapflowError."""
+        self._spool.open()
+        path = self.directory / _HELLO
+        if not path.exists():
+            try:
+                new = path.with_suffix(".new")
+                with new.open("wb") as file:
+                    file.write(message.encode(self.hello))
+                    file.flush()
+                    os.fsync(file.fileno())
+                new.replace(path)
+            except OSError as e:
+                self._spool.close()
+                raise CapflowError(explain(f"{path} cannot be written", got=e.strerror or str(e))) from e
+
+    @property
+    def waiting(self) -> int:
+        """How many frames were put in and not taken."""
+        return self._spool.unread
+
+    @property
+    def unacknowledged(self) -> int:
+        """How many frames were put in and are not acknowledged."""
+        return len(self._spool)
+
+    def status(self) -> dict[str, Any]:
+        """Return the spool's counters, and the outbox's own."""
+        return self._spool.status() | {"frames_spilled": self.frames, "frames_lost": self.frames_lost}
+
+    def put(self, seq: int, header: FrameHeader, payload: Any, wait_s: float) -> str | None:
+        """Take a frame, waiting for room for at most `wait_s`; return None, or why it was not taken."""
+        frame = Frame.seal(msgspec.structs.replace(header, seq=seq), payload)
+        encoded, body = frame.encode()
+        try:
+            self._spool.put(_SEQ.pack(seq) + encoded, body, timeout_s=wait_s)
+        except FullError as e:
+            return e.reason
+        self.frames += 1
+        return None
+
+    def take(self) -> Spilled | None:
+        """Return the next frame, None when there is none. One that cannot be read is counted, and left out."""
+        while (found := self._spool.read()) is not None:
+            if isinstance(found, Lost):
+                self.frames_lost += found.last - found.first + 1
+                self._taken.append((self._seq, found.last))
+                if found.head is not None:
+                    self.rows_lost.update(_rows_of(_decoder.decode(found.head[_SEQ.size :])))
+                continue
+            (self._seq,) = _SEQ.unpack_from(found.head)
+            self._taken.append((self._seq, found.id))
+            encoded = found.head[_SEQ.size :]
+            if self.rows_lost:
+                encoded = msgspec.msgpack.encode(self.amended(_decoder.decode(encoded)))
+            return Spilled(self._seq, [encoded, found.body])
+        return None
+
+    def amended(self, header: FrameHeader) -> FrameHeader:
+        """Return a header whose ends of requests say which of their rows the disk did not give back."""
+        if not any(finished.id in self.rows_lost for finished in header.finished):
+            return header
+        told = []
+        for finished in header.finished:
+            if rows := self.rows_lost.pop(finished.id, 0):
+                dropped = (*finished.dropped, Dropped(rows, "spool_damaged"))
+                finished = msgspec.structs.replace(finished, rows=finished.rows - rows, dropped=dropped)  # noqa: PLW2901
+            told.append(finished)
+        return msgspec.structs.replace(header, finished=tuple(told))
+
+    def acknowledge(self, seq: int) -> None:
+        """Note that the hub has every frame up to here."""
+        number = 0
+        while self._taken and self._taken[0][0] <= seq:
+            number = self._taken.popleft()[1]
+        if number:
+            self._spool.acknowledge(number)
+
+    def close(self) -> None:
+        """Leave what is not acknowledged to a later process, and nothing if everything is."""
+        clean = self._spool.close()
+        if not clean:
+            logger.error("spool %s: not everything is on the disk", self.directory)
+        elif not len(self._spool) and not self._spool.status()["segments_bad"]:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _rows_of(header: FrameHeader) -> Counter[str]:
+    """Return how many rows of each request a frame held."""
+    rows: Counter[str] = Counter()
+    for block in header.blocks:
+        for request, _, length, _ in block.spans:
+            rows[header.requests[request].id] += len(block.sites) * length
+    return rows
+
+
+def left_behind(root: Path) -> list[Outbox]:
+    """Return, opened, what workers that are gone left below a directory; what is empty is removed."""
+    found = []
+    for path in sorted(root.glob(f"*/{_HELLO}")):
+        try:
+            hello = message.decode(path.read_bytes())
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as e:
+            logger.error("spool %s is left alone: %s", path.parent, e)
+            continue
+        if not isinstance(hello, Hello):
+            continue
+        outbox = Outbox(path.parent, hello, limits.SPOOL_BYTES_MAX)
+        with contextlib.suppress(CapflowError):  # its worker lives
+            outbox.open()
+            if outbox.unacknowledged:
+                found.append(outbox)
+            else:
+                outbox.close()
+    return found
+
+
+def default_root() -> Path:
+    """Return where workers spill when the user names no place: `$XDG_STATE_HOME/capflow/spool`, `~/.local/state/…` by default."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "capflow" / "spool"
+
+
+def check_root(root: Path) -> None:
+    """Raise UsageError when nothing can be spilled below a directory."""
+    existing = next(path for path in (root, *root.parents) if os.path.lexists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise UsageError(explain("--spool-dir", got=str(existing), expected="a directory that can be written"))

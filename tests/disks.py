@@ -1,0 +1,181 @@
+"""A disk in memory that keeps its promises and no others: what was not synced may be lost in a crash, in any part and order.
+
+`Disk.crash` returns what a crash left of it. A failed sync drops the writes that it should have synced, as Linux does: they are
+still read, the next sync succeeds, and a crash shows that they are gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from capflow.spool import Files
+
+BLOCK = 64  # what a torn write is torn at
+
+
+class Crash(BaseException):
+    """The machine stopped in the middle of an operation."""
+
+
+class Inode:
+    def __init__(self, durable=b""):
+        self.current = bytearray(durable)
+        self.durable = bytearray(durable)
+        self.unsynced = []  # (offset, bytes), in the order of the writes
+
+    def write(self, data, offset):
+        _put(self.current, data, offset)
+        self.unsynced.append((offset, data))
+
+
+class Disk(Files):
+    """One directory's files, as a `Files`. left: operations that change the disk until it crashes; None is never.
+
+    Errors to come: `fail_sync`, `fail_write`, each an errno, for the next operation of the kind.
+    """
+
+    def __init__(self, names=()):
+        self.now = dict(names)  # name → inode
+        self.synced = dict(names)
+        self.changes = []  # of names, since the directory was synced: functions of a dict
+        self.open_files = {}  # descriptor → inode
+        self.locked = False
+        self.left = None
+        self.fail_sync = self.fail_write = None
+        self.bytes_max = None  # of all files; then ENOSPC
+
+    def crash(self, choose):
+        """Return the disk after a crash; choose(n) gives a number below n."""
+        names = dict(self.synced)
+        for change in self.changes:
+            if choose(2):
+                change(names)
+        return Disk({name: Inode(self._left_of(inode, choose)) for name, inode in names.items()})
+
+    def kill(self):
+        """End the process that used the disk; what was not synced is still there, and still not synced."""
+        self.open_files.clear()
+        self.locked, self.left, self.fail_sync, self.fail_write = False, None, None, None
+
+    @staticmethod
+    def _left_of(inode, choose):
+        data = bytearray(inode.durable)
+        for offset, written in inode.unsynced:
+            fate = choose(3)  # none of it, all of it, some of its blocks
+            if fate == 1:
+                _put(data, written, offset)
+            elif fate == 2:
+                kept = choose(1 << 16)
+                for number, begin in enumerate(range(0, len(written), BLOCK)):
+                    if kept >> (number % 16) & 1:
+                        _put(data, written[begin : begin + BLOCK], offset + begin)
+        return bytes(data)
+
+    # Files.
+
+    def mkdir(self, path):
+        pass
+
+    def names(self, path):
+        return list(self.now)
+
+    def lock(self, path):
+        if self.locked:
+            return None
+        self.locked = True
+        return self._descriptor(Inode())
+
+    def create(self, path):
+        self._step()
+        if path.name in self.now:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        if self.fail_write:
+            self._fail("fail_write")
+        inode = Inode()
+        self._change(lambda names: names.__setitem__(path.name, inode))
+        return self._descriptor(inode)
+
+    def change(self, path):
+        return self._descriptor(self.now[path.name]) if path.name in self.now else self.create(path)
+
+    def open(self, path):
+        if path.name not in self.now:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return self._descriptor(self.now[path.name])
+
+    def close(self, fd):
+        del self.open_files[fd]
+
+    def size(self, fd):
+        return len(self.open_files[fd].current)
+
+    def read(self, fd, length, offset):
+        return bytes(self.open_files[fd].current[offset : offset + length])
+
+    def write(self, fd, parts, offset):
+        self._step()
+        data = b"".join(bytes(part) for part in parts)
+        if self.fail_write:
+            self.open_files[fd].write(data[: len(data) // 2], offset)  # as a full disk does
+            self._fail("fail_write")
+        inode = self.open_files[fd]
+        grown = max(0, offset + len(data) - len(inode.current))
+        if self.bytes_max is not None and sum(len(i.current) for i in self.now.values()) + grown > self.bytes_max:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        inode.write(data, offset)
+
+    def fdatasync(self, fd):
+        self._step()
+        inode = self.open_files[fd]
+        pending, inode.unsynced = inode.unsynced, []
+        if self.fail_sync:
+            self._fail("fail_sync")
+        for offset, data in pending:
+            _put(inode.durable, data, offset)
+
+    def rename(self, path, to):
+        self._step()
+        self._change(lambda names: names.__setitem__(to.name, names.pop(path.name)) if path.name in names else None)
+
+    def unlink(self, path):
+        self._step()
+        if path.name not in self.now:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        self._change(lambda names: names.pop(path.name, None))
+
+    def fsync_dir(self, path):
+        self._step()
+        if self.fail_sync:
+            self._fail("fail_sync")
+        self.synced, self.changes = dict(self.now), []
+
+    def _change(self, change):
+        change(self.now)
+        self.changes.append(change)
+
+    def _descriptor(self, inode):
+        fd = max(self.open_files, default=2) + 1
+        self.open_files[fd] = inode
+        return fd
+
+    def _step(self):
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise Crash
+
+    def _fail(self, which):
+        code = getattr(self, which)
+        setattr(self, which, None)
+        raise OSError(code, os.strerror(code))
+
+
+def _put(data, written, offset):
+    if len(data) < offset:
+        data.extend(bytes(offset - len(data)))
+    data[offset : offset + len(written)] = written
+
+
+DIRECTORY = Path("/spool")

@@ -1,0 +1,197 @@
+"""Frames that wait on disk: in order, once, across a hub that is gone and a worker that was killed."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+from frames import make_finished, make_frame, make_hello
+from hubs import Recorder, address, configured, running_hub
+from waiting import eventually
+
+from capflow import limits
+from capflow.errors import CapflowError, UsageError
+from capflow.session import State
+from capflow.transport import FormerLink, Outbox, WorkerLink, left_behind
+from capflow.transport.outbox import check_root, default_root
+
+__all__ = ["address"]
+
+CHILD = pathlib.Path(__file__).parent / "outbox_child.py"
+
+
+class Spilling:
+    """A worker's link with an outbox, closed at the end."""
+
+    def __init__(self, address, root, bytes_max=limits.SPOOL_BYTES_DEFAULT, **kwargs):
+        hello = make_hello()
+        self.outbox = Outbox.of(root, hello, bytes_max)
+        self.link = WorkerLink(str(address), hello, policy="spill", outbox=self.outbox, **kwargs)
+
+    def __enter__(self):
+        self.link.start()
+        return self
+
+    def __exit__(self, *_):
+        self.link.close(0.2)
+
+    def send(self, count, first=0):
+        """Send frames of four rows each; return why they were not taken."""
+        said = []
+        for step in range(first, first + count):
+            frame = make_frame([("r1", 4, step * 4, 4)], step=step)
+            said.append(self.link.send(frame.header, frame.payload))
+        return said
+
+
+def test_what_is_sent_while_the_hub_is_gone_comes_in_order_when_it_is_back(address, tmp_path):
+    first, second = Recorder(), Recorder()
+    with Spilling(address, tmp_path) as worker:
+        with running_hub(address, first):
+            assert worker.link.wait_welcome(20)
+            assert worker.send(5) == [None] * 5
+            eventually(lambda: first.rows["r1"] == 20)
+        eventually(lambda: not worker.link.connected)
+        assert worker.send(30, first=5) == [None] * 30
+        assert worker.link.counters["queued_bytes"] == 0
+        assert worker.outbox.waiting == 30
+        with running_hub(address, second):
+            eventually(lambda: second.rows["r1"] == 120)
+            assert worker.send(5, first=35) == [None] * 5
+            eventually(lambda: second.rows["r1"] == 140)
+            eventually(lambda: worker.link.counters["unacked_frames"] == 0)
+            assert second.seqs == list(range(6, 41))
+            assert worker.link.counters["spool"]["frames_spilled"] < 36
+            eventually(lambda: worker.outbox.unacknowledged == 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_has_no_room_in_memory_goes_to_disk_and_nothing_is_lost(address, tmp_path):
+    consumer = Recorder(held=True)
+    made = configured(consumer, queue_bytes_max=1500)
+    with running_hub(address, made), Spilling(address, tmp_path, outbound_bytes_max=2000) as worker:
+        assert worker.link.wait_welcome(20)
+        before = time.monotonic()
+        assert worker.send(200) == [None] * 200
+        assert time.monotonic() - before < limits.BLOCK_S_MAX / 2
+        assert worker.outbox.waiting > 150
+        header = make_frame((), finished=[make_finished("r1", 800, rows=800)], step=200).header
+        assert worker.link.send(header, b"") is None
+        consumer.go.set()
+        eventually(lambda: "r1" in consumer.done, 60)
+        assert consumer.seqs == list(range(1, 201))
+        assert (consumer.rows["r1"], consumer.done["r1"].dropped) == (800, ())
+
+
+def test_a_full_spool_drops_and_says_so(address, tmp_path):
+    with running_hub(address, Recorder()) as hub, Spilling(address, tmp_path, 20_000, fallback="drop") as worker:
+        assert worker.link.wait_welcome(20)
+        hub.stop(1)
+        eventually(lambda: not worker.link.connected)
+        said = worker.send(200)
+        kept = said.index("spool_full")
+        assert 10 < kept < 60
+        assert set(said) == {None, "spool_full"}
+        assert worker.link.counters["dropped_frames"] == {"spool_full": said.count("spool_full")}
+
+
+def test_a_full_spool_that_blocks_waits_for_a_hub_that_is_gone_once(address, tmp_path):
+    with running_hub(address, Recorder()) as hub, Spilling(address, tmp_path, 5_000, block_s_max=0.5) as worker:
+        assert worker.link.wait_welcome(20)
+        hub.stop(1)
+        eventually(lambda: not worker.link.connected)
+        before = time.monotonic()
+        assert "spool_full" in worker.send(100)
+        assert 0.4 < time.monotonic() - before < 5
+
+
+def test_rows_on_a_damaged_disk_are_counted_and_the_rest_arrives(address, tmp_path, monkeypatch):
+    consumer = Recorder()
+    with Spilling(address, tmp_path) as worker:
+        with running_hub(address, first := Recorder()):
+            assert worker.link.wait_welcome(20)
+            worker.send(1)
+            eventually(lambda: first.rows["r1"] == 4 and worker.link.counters["unacked_frames"] == 0)
+        eventually(lambda: not worker.link.connected)
+        worker.send(9, first=1)
+        header = make_frame((), finished=[make_finished("r1", 40, rows=40)], step=10).header
+        assert worker.link.send(header, b"") is None
+        assert worker.outbox._spool.wait_synced(10, 20)
+        (segment,) = [p for p in worker.outbox.directory.glob("*.spool") if p.stat().st_size]
+        data = bytearray(segment.read_bytes())
+        data[data.index(bytes(make_frame([("r1", 4, 20, 4)]).payload))] ^= 1
+        segment.write_bytes(data)
+        with running_hub(address, consumer):
+            eventually(lambda: "r1" in consumer.done)
+        assert consumer.seqs == [2, 3, 4, 5, 7, 8, 9, 10]
+        assert consumer.rows["r1"] == 32
+        assert consumer.done["r1"].dropped == ((4, "earlier_hub"), (4, "spool_damaged"))
+        assert worker.link.counters["spool"]["frames_lost"] == 1
+
+
+def test_what_a_killed_worker_left_is_sent_in_its_name(address, tmp_path):
+    command = [sys.executable, CHILD, address, tmp_path, "boot-9", "25"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with running_hub(address, first := Recorder()):
+        assert child.stdout.readline() == "go\n"
+    assert child.stdout.readline() == "spilled\n"
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    child.stdin.close()
+    assert first.seqs == [1, 2, 3]
+    (outbox,) = left_behind(tmp_path)
+    assert (outbox.hello.boot, outbox.unacknowledged) == ("boot-9", 22)
+    assert left_behind(tmp_path) == []  # it is taken
+    link = FormerLink(str(address), outbox)
+    link.start()
+    with running_hub(address, second := Recorder()) as hub:
+        eventually(lambda: second.rows["r1"] == 88)
+        eventually(lambda: not link._thread.is_alive())
+        assert second.seqs == list(range(4, 26))
+        eventually(lambda: "r1" in second.done)  # its worker does not come back
+        assert second.done["r1"].status == "error"
+        assert hub.counts.protocol_errors == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_went_by_memory_and_died_there_leaves_a_gap_that_a_living_hub_takes(address, tmp_path):
+    consumer, hello = Recorder(), make_hello()
+    with running_hub(address, consumer) as hub:
+        with Spilling(address, tmp_path) as worker:
+            assert worker.link.wait_welcome(20)
+            worker.send(3)
+            eventually(lambda: consumer.rows["r1"] == 12 and worker.link.counters["unacked_frames"] == 0)
+            worker.link._session.state = State.LOST  # as a process that is killed: no goodbye
+            worker.link._closing.set()
+            worker.link._waker.wake()
+            worker.link._thread.join(20)
+        outbox = Outbox.of(tmp_path, hello, limits.SPOOL_BYTES_DEFAULT)
+        outbox.open()
+        for seq in (2, 3, 7, 8, 12):  # two that the hub has; 4 to 6 and 9 to 11 are gone
+            frame = make_frame([("r1", 4, seq * 4, 4)], step=seq)
+            assert outbox.put(seq, frame.header, frame.payload, 0) is None
+        link = FormerLink(str(address), outbox)
+        link.start()
+        eventually(lambda: not link._thread.is_alive())
+        eventually(lambda: len(consumer.seqs) == 6)
+        assert consumer.seqs == [1, 2, 3, 7, 8, 12]
+        assert hub.counts.protocol_errors == 0
+
+
+def test_a_directory_that_cannot_be_used_stops_the_start(address, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CapflowError, match="cannot be used"):
+        Spilling(address, tmp_path / "file").link.start()
+    with pytest.raises(UsageError, match=r"--spool-dir: got .*file, expected a directory that can be written"):
+        check_root(tmp_path / "file" / "x")
+
+
+def test_spills_go_where_the_users_state_is(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_root() == tmp_path / "capflow" / "spool"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    assert default_root() == pathlib.Path.home() / ".local/state/capflow/spool"
