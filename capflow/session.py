@@ -265,7 +265,8 @@ class PeerSession:
 
     def _acknowledge(self, ack: Ack) -> None:
         sent_last = self._sent[-1].seq if self._sent else self.acked
-        if ack.credit_bytes < 0 or ack.seq > max(sent_last, self.acked):
+        had = self.welcome.last_seq if self.welcome is not None else 0  # perhaps from a process that is gone
+        if ack.credit_bytes < 0 or ack.seq > max(sent_last, self.acked, had):
             raise RemoteProtocolError(
                 explain("ack", got=f"{ack.seq}, {ack.credit_bytes} bytes", expected="of what was sent")
             )
