@@ -125,7 +125,8 @@ class TestWorkerLink:
             assert send_steps(link, 5, first=5) == [None] * 5  # kept for the next hub
             with running_hub(either_address, second):
                 eventually(lambda: link.counters["unacked_frames"] == 0 and link.counters["queued_bytes"] == 0)
-                assert second.seqs == [2, 3, 4, 5, 6, 7, 8, 9, 10]
+                # The word that the first was handled may be lost with the connection: then that one comes again.
+                assert second.seqs in (list(range(2, 11)), list(range(1, 11)))
                 assert link.reconnects == 1
 
     def test_loses_nothing_when_hubs_are_killed(self, address, tmp_path):
