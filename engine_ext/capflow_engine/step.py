@@ -68,9 +68,21 @@ class Step:
             return
         tokens = torch.from_numpy(self._steered[here])
         half = hidden.index_select(0, tokens).float()
-        stream = half if residual is None else half + residual.index_select(0, tokens).float()
-        change = _changed(self.bank, heads[here], stream if scale == 1.0 else stream * scale)
+        change = _added(self.bank, heads[here])
+        if change is None:
+            stream = half if residual is None else half + residual.index_select(0, tokens).float()
+            change = _changed(self.bank, heads[here], stream if scale == 1.0 else stream * scale)
         hidden.index_copy_(0, tokens, (half + (change if scale == 1.0 else change / scale)).to(hidden.dtype))
+
+
+def _added(bank: Bank, heads: npt.NDArray[np.int32]) -> torch.Tensor | None:
+    """Return what operations add, `[tokens, hidden]` float32, where each token has one and it only adds; else None."""
+    kinds, numbers, following = bank.op_ints.numpy()[heads].T
+    if (kinds != ADD).any() or (following >= 0).any():
+        return None
+    rows = bank.rows.index_select(0, torch.from_numpy(numbers))
+    amount = bank.op_floats[torch.from_numpy(heads), :1]
+    return rows.mul_(amount)
 
 
 def _changed(bank: Bank, heads: npt.NDArray[np.int32], stream: torch.Tensor) -> torch.Tensor:
