@@ -48,6 +48,8 @@ async def drive(model, root):
             await last(first, steering_vectors={"post_block": {1: [1.0]}})
         except capflow.UsageError as e:
             said["refused"] = str(e)
+        twice = await asyncio.gather(last(first, id="x"), last(second, id="x"), return_exceptions=True)
+        said["twice"] = [str(one) for one in twice if isinstance(one, capflow.UsageError)]
         task = asyncio.create_task(last(first, id="gone", max_tokens=100))
         await asyncio.sleep(0.2)
         task.cancel()
@@ -97,6 +99,7 @@ def test_what_is_wrong_is_refused_and_what_is_cancelled_leaves_nothing_behind(sa
     said, _ = said
     assert said["refused"].startswith("steering_vectors.post_block.1")
     assert said["after"] == said["tokens"][0]
+    assert said["twice"] == ["id: got x, expected one that no running request has"]
 
 
 if __name__ == "__main__":

@@ -211,17 +211,19 @@ def test_files_are_modules_from_the_start(client, port):
         ({"steering_strength": 2.0}, 400, "steering_strength"),
         ({"capture": {"hooks": {"post_block": "all"}}, "use_beam_search": True}, 400, "use_beam_search"),
         ({"steering_report": 1}, 400, "steering_report"),
+        ({"steering_report": True, "n": 1_000_000_000}, 400, "n"),
         ({"user": "x" * BODY_BYTES_MAX}, 413, "body"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_before_anything_runs(port, route, body, status, param):
-    if route == "responses" and "use_beam_search" in body:
-        pytest.skip("the Responses API has no beams")
+    if route == "responses" and {"use_beam_search", "n"} & set(body):
+        status, param = 200, None  # the Responses API has neither beams nor samples, and its bodies may say anything
     prompts = {"completions": {"prompt": PROMPT}, "responses": {"input": PROMPT}}
     prompt = prompts.get(route, {"messages": [{"role": "user", "content": PROMPT}]})
     code, answer = call(port, "POST", route, {"model": "tiny", **prompt, **body})
     assert code == status, answer
-    assert answer["error"]["param"] == param
+    if param is not None:
+        assert answer["error"]["param"] == param
 
 
 @pytest.mark.parametrize("tier", ["steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"])

@@ -245,6 +245,24 @@ def test_beams_are_steered_in_their_phases(worded, tier):
         assert beams.sequences[0].cum_logprob >= beam.sequences[0].cum_logprob - 1e-5
 
 
+def test_a_patch_behind_the_prompt_is_a_beams_too(worded):
+    """Ten tokens of the prompt, so that the third of the answer is patched; one that is never computed ends its request."""
+    (prompt,) = prompts([10])
+    patches = {"steering_patches": {"post_block": {1: {"positions": [12], "vector": 20 * vector(6)}}}}
+    options = {**GREEDY, "max_tokens": 6}
+    (greedy,) = worded.generate(prompt, capflow.sampling_params(**patches, **options), use_tqdm=False)
+    (plain,) = worded.generate(prompt, capflow.sampling_params(**options), use_tqdm=False)
+    (beam,) = worded.beam_search([prompt], BeamSearchParams(1, 6, ignore_eos=True), steering=patches)
+    answer = list(greedy.outputs[0].token_ids)
+    assert beam.sequences[0].tokens == [*prompt["prompt_token_ids"], *answer]
+    assert answer[:3] == list(plain.outputs[0].token_ids)[:3]
+    assert answer != list(plain.outputs[0].token_ids)
+    (never,) = worded.generate(
+        prompt, capflow.sampling_params(**patches, **{**options, "max_tokens": 3}), use_tqdm=False
+    )
+    assert never.outputs[0].finish_reason == "abort"
+
+
 def test_beams_are_refused_what_does_not_fit(worded):
     for steering, named in (
         ({"steering_vectors": {"post_block": {0: [1.0]}}}, "post_block"),

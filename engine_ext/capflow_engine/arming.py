@@ -9,12 +9,11 @@ from typing import Any
 
 from capflow.address import check_address, default_address
 from capflow.client import Client
-from capflow.consumer import OutboundPolicy, Policy
 from capflow.errors import UsageError, explain
 from capflow.keys import peer_key_path
 from capflow.launch import HubProcess
 from capflow_engine import compat_model
-from capflow_engine.settings import Settings
+from capflow_engine.settings import Outbound, Settings
 
 _LAUNCH_WAIT_S = 60.0
 _NO_HUB_WAIT_S = 0.5
@@ -38,10 +37,7 @@ def arm(
     key: str | None,
     insecure: bool,
     sites: Sequence[str],
-    policy: OutboundPolicy,
-    spool_dir: str,
-    spool_bytes: int,
-    spill_fallback: Policy,
+    outbound: Outbound,
     bank_bytes: int,
 ) -> Armed:
     """Return the settings for an engine, with a hub started for its consumers.
@@ -74,10 +70,7 @@ def arm(
         insecure=insecure,
         sites=tapped.sites,
         fixed=tapped.fixed,
-        policy=policy,
-        spool_dir=spool_dir,
-        spool_bytes=spool_bytes,
-        spill_fallback=spill_fallback,
+        **outbound._asdict(),
         steering_bank_bytes=bank_bytes,
         hub_wait_s=_LAUNCH_WAIT_S if consumers or hub is not None else _NO_HUB_WAIT_S,
         user=dict(user),

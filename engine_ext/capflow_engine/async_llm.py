@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -10,6 +11,7 @@ from typing import Any, Self
 
 from capflow import limits
 from capflow.consumer import OutboundPolicy, Policy
+from capflow.errors import UsageError, explain
 from capflow.result import joined
 from capflow_engine import compat
 
@@ -23,7 +25,7 @@ from capflow_engine.asker import Asker  # noqa: E402
 from capflow_engine.holdings import Size  # noqa: E402
 from capflow_engine.options import RequestOptions  # noqa: E402
 from capflow_engine.params import Prepared  # noqa: E402
-from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings, engine_arguments, spool_directory  # noqa: E402
+from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, Settings, engine_arguments  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
 
 _CONNECT_S = 1.0  # how long the hub has to answer
@@ -37,6 +39,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
 
     steering: SteeringStore
     capflow_settings: Settings
+    _running: set[str]  # what the samples of running requests are called
 
     @classmethod
     def start(
@@ -50,8 +53,8 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         sites: Sequence[str] = SITES_DEFAULT,
         policy: OutboundPolicy = "block",
         spool_dir: str | None = None,
-        spool_bytes: int = limits.SPOOL_BYTES_DEFAULT,
-        spill_fallback: Policy = "block",
+        spool_bytes: int | None = None,
+        spill_fallback: Policy | None = None,
         steering_bank_bytes: int = STEERING_BANK_BYTES,
         capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT,
         **kwargs: Any,
@@ -73,10 +76,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
             key=key,
             insecure=insecure,
             sites=sites,
-            policy=policy,
-            spool_dir=spool_directory(policy, spool_dir),
-            spool_bytes=spool_bytes,
-            spill_fallback=spill_fallback,
+            outbound=Outbound.of(policy, spool_dir, spool_bytes, spill_fallback),
             bank_bytes=steering_bank_bytes,
         )
         try:
@@ -94,6 +94,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         self._knows_hub = bool(consumers) or hub is not None
         self._asker = Asker(functools.partial(armed.settings.client, _CONNECT_S))
         self._numbers = itertools.count()
+        self._running = set()
         requests_max = self.vllm_config.scheduler_config.max_num_seqs
         self._bank_size = Size.of(steering_bank_bytes, self.capflow_model.hidden_size, requests_max)
         if armed.hub is not None:
@@ -110,10 +111,19 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         """
         name = request_id or f"{self.capflow_settings.engine[:8]}-{next(self._numbers)}"
         prepared = Prepared.of(sampling_params, self.capflow_model, self.steering, self._bank_size, name)
-        async for output in super().generate(prompt, prepared.params, request_id or prepared.options.id, **kwargs):
-            if output.finished:
-                await self._add_results(output, prepared.options)
-            yield output
+        names = prepared.options.names
+        if not self._running.isdisjoint(names):
+            raise UsageError(explain("id", got=prepared.options.id, expected="one that no running request has"))
+        self._running.update(names)
+        outputs = super().generate(prompt, prepared.params, request_id or prepared.options.id, **kwargs)
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    if output.finished:
+                        await self._add_results(output, prepared.options)
+                    yield output
+        finally:
+            self._running.difference_update(names)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the engine, then the hub that was started for it, once its consumers took everything."""

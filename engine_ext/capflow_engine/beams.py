@@ -36,17 +36,26 @@ BEAMS: ContextVar[Beams | None] = ContextVar("capflow_beams", default=None)
 """Of the request that is being answered, or the search that is under way; None where none steers beams."""
 
 
-def searching(beam_search: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
-    """Return vLLM's search for the beams of one prompt, which then knows where their answers begin."""
+def searching(
+    beam_search: Callable[..., AsyncIterator[Any]], everyone: Callable[[], SteeringProgram | None]
+) -> Callable[..., AsyncIterator[Any]]:
+    """Return vLLM's search for the beams of one prompt, which then knows where their answers begin.
+
+    everyone: says what steers a request of a route that knows no fields.
+    """
 
     @functools.wraps(beam_search)
     async def searched(prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         beams = BEAMS.get()
-        if beams is not None:  # the searches for several prompts run in contexts of their own
-            BEAMS.set(Beams(beams.program, compat.beam_length(prompt)))
-        async with contextlib.aclosing(beam_search(prompt, *args, **kwargs)) as outputs:  # type: ignore[type-var]
-            async for output in outputs:
-                yield output
+        program = everyone() if beams is None else beams.program
+        if program is not None:  # the searches for several prompts run in contexts of their own, or one after another
+            BEAMS.set(Beams(program, compat.beam_length(prompt)))
+        try:
+            async with contextlib.aclosing(beam_search(prompt, *args, **kwargs)) as outputs:  # type: ignore[type-var]
+                async for output in outputs:
+                    yield output
+        finally:
+            BEAMS.set(beams)
 
     return searched
 

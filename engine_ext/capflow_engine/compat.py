@@ -107,10 +107,16 @@ def scheduler_base(vllm_config: Any) -> type[Any]:
     if vllm_config.scheduler_config.async_scheduling:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-        return AsyncScheduler  # type: ignore[no-any-return]
-    from vllm.v1.core.sched.scheduler import Scheduler
+        base: type[Any] = AsyncScheduler
+    else:
+        from vllm.v1.core.sched.scheduler import Scheduler
 
-    return Scheduler  # type: ignore[no-any-return]
+        base = Scheduler
+    if not hasattr(base, "_handle_blocked_waiting_request"):
+        name, version = vllm_version()
+        do = "install the version that the documentation says is tested"
+        raise CapflowError(explain(name, got=version, expected="a scheduler that can hold a request back", do=do))
+    return base
 
 
 def register_op(
@@ -337,3 +343,8 @@ def generated_by_beams(instances: Sequence[Any]) -> int:
     """Return how many tokens of an answer the beams of searches have that go forward together; it is the same for all."""
     beams = (beam for instance in instances for beam in instance.beams)
     return next((len(beam.tokens) - beam_length(beam.orig_prompt) for beam in beams), 0)
+
+
+def searchers(state: Any) -> list[Any]:
+    """Return what searches beams of an API server's parts. state: that of the application."""
+    return [part for part in vars(state).get("_state", {}).values() if hasattr(part, "beam_search")]

@@ -81,8 +81,9 @@ def ends_input(request: Any) -> bool:
 
 
 def sample_number(key: str) -> int:
-    """Return which of the samples that were asked for a request is, given its id."""
-    return int(key.partition("_")[0])
+    """Return which of the samples that were asked for a request is, given its id; 0 for one that is none of several."""
+    number = key.partition("_")[0]
+    return int(number) if number.isdecimal() else 0
 
 
 def sampled_tokens(model_runner_output: Any, key: str) -> int:

@@ -14,19 +14,24 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
+from vllm import envs
 
 from capflow.errors import UsageError, explain
+from capflow.program import SteeringProgram
 from capflow.result import joined
 from capflow.steering import NOTHING
 from capflow_engine import compat
 from capflow_engine.asker import Asker
 from capflow_engine.beams import BEAMS, Beams
-from capflow_engine.fields import FIELDS, Asked, Server, check_spelling
+from capflow_engine.fields import FIELDS, Asked, Server, check_spelling, resolved
 from capflow_engine.holdings import Size
 from capflow_engine.options import KEY, Packed, RequestOptions
 from capflow_engine.serving import Serving
 from capflow_engine.settings import Settings
 from capflow_engine.store import SteeringStore
+
+SAMPLES_MAX = envs.VLLM_MAX_N_SEQUENCES
+"""How many samples vLLM lets a request ask for."""
 
 _CONNECT_S = 1.0  # how long the hub has to answer
 
@@ -54,13 +59,17 @@ class Front:
 
         Raises UsageError that begins with the path of the field that is wrong.
         """
+        BEAMS.set(None)  # of the request before, where one connection's requests follow each other in one context
         check_spelling(request.model_extra or ())
         xargs = (request.vllm_xargs or {}).get(KEY)
         said = {name: value for name in FIELDS if (value := getattr(request, name)) is not None}
-        beams = getattr(request, "use_beam_search", False)
+        known = type(request).model_fields  # a body may have any other field too, which says nothing
+        beams = "use_beam_search" in known and request.use_beam_search
         if not said and xargs is None:
             return self._steered_by_others(request, beams=beams, prompts=prompts)
-        samples = getattr(request, "n", None) or 1
+        samples = (request.n if "n" in known else None) or 1
+        if not 1 <= samples <= SAMPLES_MAX:
+            raise UsageError(explain("n", got=samples, expected=f"1..{SAMPLES_MAX}"))
         asked = Asked.parse(said, xargs, self.server, id=own, prompts=prompts, samples=samples)
         if beams:
             if asked.awaits:
@@ -90,12 +99,16 @@ class Front:
 
     def _with_beams(self, asked: Asked) -> Asked:
         """Have what steers a request steer the beams that are searched for it."""
-        if asked.program is not None:
-            BEAMS.set(Beams(asked.program))
+        BEAMS.set(None if asked.program is None else Beams(asked.program))
         return msgspec.structs.replace(asked, options=tuple(msgspec.structs.replace(o, id=None) for o in asked.options))
+
+    def everyone(self) -> SteeringProgram | None:
+        """Return what the global state comes to; None when nobody is steered who does not ask for it."""
+        return None if self.store.global_state == NOTHING else resolved(None, self.server)
 
     def leave(self, asked: Asked) -> None:
         """Forget a request that is over."""
+        BEAMS.set(None)
         for name in asked.names:
             self.running.pop(name, None)
 

@@ -23,7 +23,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from capflow.errors import UsageError, explain
-from capflow_engine import steering_routes
+from capflow_engine import compat, steering_routes
 from capflow_engine.answers import Members, completions_stream, extended, responses_stream
 from capflow_engine.beams import searching
 from capflow_engine.bodies import CapflowChatCompletionRequest, CapflowCompletionRequest, CapflowResponsesRequest
@@ -71,8 +71,8 @@ class Plugin:
         if config is not None and isinstance(config.additional_config, Settings):
             state.capflow = front = Front(config, getattr(args, "capflow", Serving()))
             engine_client.generate = front.steering(engine_client.generate)
-            for serving in (state.openai_serving_completion, state.openai_serving_chat):
-                serving.beam_search = searching(serving.beam_search)
+            for serving in compat.searchers(state):
+                serving.beam_search = searching(serving.beam_search, front.everyone)
 
 
 @contextlib.asynccontextmanager

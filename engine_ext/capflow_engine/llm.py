@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from capflow import limits
 from capflow.client import Client
 from capflow.consumer import OutboundPolicy, Policy
 from capflow.errors import HubUnreachableError, UsageError, explain
@@ -29,7 +28,7 @@ from capflow_engine.beams import with_program  # noqa: E402
 from capflow_engine.holdings import Size  # noqa: E402
 from capflow_engine.options import RequestOptions  # noqa: E402
 from capflow_engine.params import Prepared  # noqa: E402
-from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, engine_arguments, spool_directory  # noqa: E402
+from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, engine_arguments  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
 
 logger = logging.getLogger("vllm.capflow")
@@ -70,8 +69,8 @@ class LLM(VLLM):  # type: ignore[misc]
         sites: Sequence[str] = SITES_DEFAULT,
         policy: OutboundPolicy = "block",
         spool_dir: str | None = None,
-        spool_bytes: int = limits.SPOOL_BYTES_DEFAULT,
-        spill_fallback: Policy = "block",
+        spool_bytes: int | None = None,
+        spill_fallback: Policy | None = None,
         steering_bank_bytes: int = STEERING_BANK_BYTES,
         **kwargs: Any,
     ) -> None:
@@ -92,10 +91,7 @@ class LLM(VLLM):  # type: ignore[misc]
             key=key,
             insecure=insecure,
             sites=sites,
-            policy=policy,
-            spool_dir=spool_directory(policy, spool_dir),
-            spool_bytes=spool_bytes,
-            spill_fallback=spill_fallback,
+            outbound=Outbound.of(policy, spool_dir, spool_bytes, spill_fallback),
             bank_bytes=steering_bank_bytes,
         )
         if armed.hub is not None:

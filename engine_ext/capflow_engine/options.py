@@ -33,7 +33,8 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     consumers that read requests' own specs. steering: what steers it, as it was asked for. program: the same worked out,
     with everything else that holds for it; where that is there, `steering` is not. samples: how many samples are asked for, each
     of which is a request of its own, called `id#0`, `id#1` and so on when there are several. generated: how many of the prompt's
-    last tokens are an answer so far, and are steered as such: a beam's, each of whose tokens is a request of its own.
+    last tokens are an answer so far, and are steered as such: of a beam, each of whose tokens is a request of its own; None for
+    any other request.
     """
 
     id: str | None = None
@@ -41,7 +42,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steering: Steering | None = None
     program: SteeringProgram | None = None
     samples: int = 1
-    generated: int = 0
+    generated: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -118,6 +118,7 @@ class Ledger:
         self.settings: Settings = vllm_config.additional_config
         self.info = compat.model_info(vllm_config)
         self.hash_block_size = hash_block_size
+        self._model_length_max: int = vllm_config.model_config.max_model_len
         self.aborted: list[Any] = []  # requests that an action ended, until a step's outputs tell of them
         self.input_over: set[str] = set()  # requests that run, whose streaming input is complete
         self._boot = uuid.uuid4().hex
@@ -165,16 +166,19 @@ class Ledger:
             options = RequestOptions.unpack(params.extra_args if params is not None else None)
             options.check(self.info)
             options = options.resolved(self.info)
-            prompt = request.num_prompt_tokens - options.generated
+            prompt = request.num_prompt_tokens - (options.generated or 0)
             self._held.size.check(options.program, prompt)
-            _check_patches(options.program, prompt, None if options.generated else _length_max(request))
+            _check_patches(
+                options.program, prompt, None if options.generated is not None else self._length_max(request)
+            )
         except UsageError as e:
             # The front ends of capflow refuse these before they come here; vLLM's own do not know them.
             logger.error("request %s: %s; it is aborted", key, e)
             params.extra_args = {k: v for k, v in params.extra_args.items() if k != KEY}
             options, taken = RequestOptions(), False
         names = options.names
-        name = names[0 if len(names) == 1 else compat_step.sample_number(key)] if names else key
+        number = 0 if len(names) == 1 else compat_step.sample_number(key)
+        name = names[number] if number < len(names) else key
         if name in self._keys:
             name = f"{name}~{key}"
         self._keys[name], self._names[key] = key, name
@@ -208,6 +212,15 @@ class Ledger:
         for position, fork in sorted([(prompt, behind), (prompt if first is None else first, patched)]):
             if fork:
                 compat.fork_cache_from(request, position, fork, self.hash_block_size)
+
+    def _length_max(self, request: Any) -> int | None:
+        """Return how many positions of a request are computed at most; None when more input may come."""
+        if request.resumable:
+            return None
+        prompt: int = request.num_prompt_tokens
+        return max(
+            prompt, min(prompt + request.max_tokens, self._model_length_max) - 1
+        )  # nobody computes the last token
 
     def _steered_from(self, request: Any) -> int:
         """Return the first position of a request that is steered as generated ones are."""
@@ -374,14 +387,6 @@ def _check_patches(program: SteeringProgram | None, prompt_length: int, length_m
             expected = f"below {length_max}, which is all that is computed with this prompt and max_tokens"
         if expected is not None:
             raise UsageError(explain("steering_patches: positions", got=position, expected=expected))
-
-
-def _length_max(request: Any) -> int | None:
-    """Return how many positions of a request are computed at most; None when more input may come."""
-    if request.resumable:
-        return None
-    length: int = request.num_prompt_tokens + request.max_tokens - 1  # nobody computes the last token
-    return length
 
 
 _classes: dict[type[Any], type[Any]] = {}

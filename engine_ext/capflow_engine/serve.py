@@ -31,7 +31,7 @@ from capflow_engine import compat, compat_model, keys
 from capflow_engine.module import load_module
 from capflow_engine.rpc import port
 from capflow_engine.serving import Serving
-from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Settings, engine_arguments, spool_directory
+from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, Settings, engine_arguments
 from capflow_engine.store import SteeringStore
 
 
@@ -51,8 +51,8 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     own.add_argument("--sites", action="append", default=None)
     own.add_argument("--policy", choices=get_args(OutboundPolicy), default="block")
     own.add_argument("--spool-dir", default=None)
-    own.add_argument("--spool-bytes", type=_bytes(1, limits.SPOOL_BYTES_MAX), default=limits.SPOOL_BYTES_DEFAULT)
-    own.add_argument("--spill-fallback", choices=get_args(Policy), default="block")
+    own.add_argument("--spool-bytes", type=_bytes(1, limits.SPOOL_BYTES_MAX), default=None)
+    own.add_argument("--spill-fallback", choices=get_args(Policy), default=None)
     own.add_argument("--insecure", action="store_true")
     own.add_argument("--capture-wait-s", type=_seconds, default=limits.CAPTURE_WAIT_S_DEFAULT)
     own.add_argument("--steering-modules", action="extend", nargs="+", default=[], metavar="NAME=PATH")
@@ -96,10 +96,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
         key=None if key is None else str(key),
         sites=tapped.sites,
         fixed=tapped.fixed,
-        policy=mine.policy,
-        spool_dir=spool_directory(mine.policy, mine.spool_dir),
-        spool_bytes=mine.spool_bytes,
-        spill_fallback=mine.spill_fallback,
+        **Outbound.of(mine.policy, mine.spool_dir, mine.spool_bytes, mine.spill_fallback)._asdict(),
         hub_wait_s=1.0,
         insecure=mine.insecure,
         capture_wait_s=mine.capture_wait_s,

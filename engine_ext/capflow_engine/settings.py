@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from capflow import limits
 from capflow.client import Client
@@ -73,7 +73,9 @@ class Settings:
     def compute_hash(self) -> str:
         """Return the part of vLLM's compile-cache key that says what the taps put into the graph."""
         factors = json.dumps(
-            [_GRAPH_VERSION, [str(site) for site in self.sites], dict(self.user)], sort_keys=True, default=str
+            [_GRAPH_VERSION, [str(site) for site in self.sites], self.steering_bank_bytes, dict(self.user)],
+            sort_keys=True,
+            default=str,
         )
         return hashlib.sha256(factors.encode()).hexdigest()
 
@@ -130,18 +132,38 @@ def tapped_sites(patterns: Iterable[str], layers: Sequence[Structure]) -> tuple[
     return tuple(sorted(chosen))
 
 
-def spool_directory(policy: str, given: str | None) -> str:
-    """Return where workers spill, absolute; nothing with another policy.
+class Outbound(NamedTuple):
+    """What a worker does when its outbound queue is full, and with `spill` where to, how much, and what holds then."""
 
-    Raises UsageError for a directory that cannot be written, or that is given with another policy.
-    """
-    if policy != "spill":
-        if given is not None:
-            raise UsageError(explain("spool_dir", got=f"policy {policy}", expected="policy spill with it"))
-        return ""
-    root = (Path(given) if given is not None else default_root()).absolute()
-    check_root(root)
-    return str(root)
+    policy: OutboundPolicy
+    spool_dir: str = ""
+    spool_bytes: int = limits.SPOOL_BYTES_DEFAULT
+    spill_fallback: Policy = "block"
+
+    @classmethod
+    def of(cls, policy: Any, spool_dir: str | None, spool_bytes: int | None, spill_fallback: Any) -> Outbound:
+        """Return what was asked for, None being what is not said; the directory is absolute.
+
+        Raises UsageError for a value that is none, for a directory that cannot be written, and for what says nothing with
+        another policy.
+        """
+        if policy not in get_args(OutboundPolicy):
+            raise UsageError(explain("policy", got=policy, expected=f"one of {', '.join(get_args(OutboundPolicy))}"))
+        said = {"spool_dir": spool_dir, "spool_bytes": spool_bytes, "spill_fallback": spill_fallback}
+        if policy != "spill":
+            for name, value in said.items():
+                if value is not None:
+                    raise UsageError(explain(name, got=f"policy {policy}", expected="policy spill with it"))
+            return cls(policy)
+        fallback: Any = "block" if spill_fallback is None else spill_fallback
+        if fallback not in get_args(Policy):
+            raise UsageError(explain("spill_fallback", got=fallback, expected=f"one of {', '.join(get_args(Policy))}"))
+        size = limits.SPOOL_BYTES_DEFAULT if spool_bytes is None else spool_bytes
+        if not 1 <= size <= limits.SPOOL_BYTES_MAX:
+            raise UsageError(explain("spool_bytes", got=size, expected=f"1..{limits.SPOOL_BYTES_MAX}"))
+        root = (Path(spool_dir) if spool_dir is not None else default_root()).absolute()
+        check_root(root)
+        return cls(policy, str(root), size, fallback)
 
 
 def engine_arguments(settings: Settings) -> dict[str, Any]:

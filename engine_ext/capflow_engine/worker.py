@@ -212,7 +212,7 @@ class WorkerCapture:
             ship=self._program(wanted) if self.sends else self.planner.nothing,
             view=self._program(self._wanted(self.controllers.captures())),
             capture=options.capture,
-            generated=options.generated,
+            generated=options.generated or 0,
         )
         if self.sends and wanted:
             self._watched.add(key)
