@@ -218,9 +218,8 @@ class Ledger:
         if request.resumable:
             return None
         prompt: int = request.num_prompt_tokens
-        return max(
-            prompt, min(prompt + request.max_tokens, self._model_length_max) - 1
-        )  # nobody computes the last token
+        length: int = min(prompt + request.max_tokens, self._model_length_max)
+        return max(prompt, length - 1)  # nobody computes the last token
 
     def _steered_from(self, request: Any) -> int:
         """Return the first position of a request that is steered as generated ones are."""
