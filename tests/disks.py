@@ -24,6 +24,7 @@ class Inode:
         self.current = bytearray(durable)
         self.durable = bytearray(durable)
         self.unsynced = []  # (offset, bytes), in the order of the writes
+        self.forgot = False  # whether a sync failed, after which nobody can tell what is on the disk
 
     def write(self, data, offset):
         _put(self.current, data, offset)
@@ -131,6 +132,7 @@ class Disk(Files):
         inode = self.open_files[fd]
         pending, inode.unsynced = inode.unsynced, []
         if self.fail_sync:
+            inode.forgot = bool(pending)
             self._fail("fail_sync")
         for offset, data in pending:
             _put(inode.durable, data, offset)

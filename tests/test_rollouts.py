@@ -156,7 +156,10 @@ def test_ctrl_c_is_one_line_and_130(here):
     directory, options = here
     out = directory / "out.jsonl"
     running = subprocess.Popen(
-        command(options | {"--max-new-tokens": "200"}), cwd=directory, stderr=subprocess.PIPE, text=True
+        command(options | {"--max-new-tokens": "200", "--samples": "40", "--temperature": "1.0"}),
+        cwd=directory,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         eventually(lambda: out.exists() and out.stat().st_size > 0, LIMIT_S)

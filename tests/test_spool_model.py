@@ -141,9 +141,10 @@ class SpoolMachine(RuleBasedStateMachine):
     def lose_power(self, seed):
         self.crash(random.Random(seed).randrange)
 
+    @precondition(lambda self: not any(inode.forgot for inode in self.disk.now.values()))
     @rule()
     def kill(self):
-        """The page cache outlives the process."""
+        """The page cache outlives the process; but if a sync failed, the next process cannot know that it did."""
         self.disk.kill()
         self.check_left(copy.deepcopy(self.disk))
         self.start()

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import click
@@ -122,13 +121,12 @@ def _live(client: Callable[[], Client]) -> None:
 
     console = Console()
     with (
-        contextlib.suppress(KeyboardInterrupt),
-        _ends_on_sigterm(),
+        _signals() as came,
         _Feed(client, History(_WINDOW_S)) as feed,
         _keys() as keys,
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
-        while True:
+        while not came:
             with feed.lock:
                 live.update(screen(feed.address, feed.history, _gone(feed), height=console.height), refresh=True)
             if any(key in _LEAVE for key in _pressed(keys)):
@@ -188,14 +186,12 @@ def _pressed(source: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _ends_on_sigterm() -> Iterator[None]:
-    """Have SIGTERM leave as Ctrl-C does, with the terminal as it was."""
-
-    def leave(_: int, __: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, leave)
+def _signals() -> Iterator[list[int]]:
+    """Have Ctrl-C and SIGTERM leave, with the terminal as it was: yield those that came."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield came
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

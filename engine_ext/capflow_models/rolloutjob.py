@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from capflow.errors import CapflowError, UsageError, explain
 from capflow_models.backends import Backend, open_model
-from capflow_models.ending import ended
+from capflow_models.ending import check_interrupted, ended
 from capflow_models.lines import LineFile, read_lines
 from capflow_models.model import Sampling
 from capflow_models.rollouts import PLAIN, Plan, Rollout, RolloutPrompt, left, roll_out
@@ -119,6 +119,7 @@ def run(job: RolloutJob) -> None:
             with open_model(job.backend, job.model, arguments) as model, _progress(console) as bar:
                 task = bar.add_task("rollouts", total=len(items), completed=done)
                 for count in roll_out(model, plan, todo, file, job.batch or BATCH[job.backend]):
+                    check_interrupted()
                     done += count
                     bar.update(task, completed=done)
                     if bar.disable:
