@@ -123,7 +123,7 @@ def test_snippets_run(page, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=[pytest.mark.long] * p.stem.startswith("steer")) for p in pages_with("engine")],
+    [pytest.param(p, marks=[pytest.mark.long] * (p.stem != "README")) for p in pages_with("engine")],
     ids=lambda page: page.stem,
 )
 def test_snippets_that_need_a_model_run(page, tmp_path):

@@ -14,7 +14,7 @@ from capflow.keys import AllowList, find_key, read_key, write_key
 from capflow.spec import CaptureSpec
 from capflow.transport import new_key
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(300)]
 
 
 class Counting(Recorder):

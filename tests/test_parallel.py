@@ -45,6 +45,7 @@ def test_two_pipeline_stages_each_tell_of_their_layers(tiny_with_words, referenc
             assert len(keeper.done[f"r{n}"].finished) == 2
 
 
+@pytest.mark.long
 def test_two_replicas_each_deliver_their_own_requests_once(tiny_with_words, reference, keeper, tmp_path):
     port = free_port()
     variables = environment(tmp_path, VLLM_CPU_OMP_THREADS_BIND="nobind")

@@ -56,16 +56,26 @@ def test_a_server_finds_the_hub_and_either_may_leave_first(tiny_with_words, refe
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--hub", "tcp://203.0.113.1:9000"), "--insecure"),
-        (("--hub", f"tcp://{'ab' * 32}@203.0.113.1:9000"), "--key: got none, expected a key"),
-        (("--key", "gpu"), "--key: got the address ipc://"),
+        pytest.param(("--hub", "tcp://203.0.113.1:9000"), "--insecure", marks=pytest.mark.long),
+        pytest.param(
+            ("--hub", f"tcp://{'ab' * 32}@203.0.113.1:9000"), "--key: got none, expected a key", marks=pytest.mark.long
+        ),
+        pytest.param(("--key", "gpu"), "--key: got the address ipc://", marks=pytest.mark.long),
         (("--sites", "post_block:99"), "post_block:99"),
         (("--worker-cls", "mine.Worker"), "--worker-cls"),
-        (("--steering-modules", "glad"), "--steering-modules: got glad, expected NAME=PATH"),
-        (("--steering-modules", "glad=/nowhere.json"), "/nowhere.json: got no such file"),
-        (("--steering-bank-bytes", "0"), "--steering-bank-bytes: got 0, expected 1.."),
-        (("--grpc-port", "0"), "--grpc-port: got 0, expected 1..65535"),
-        (("--capture-wait-s", "soon"), "--capture-wait-s: got soon, expected more than 0"),
+        pytest.param(
+            ("--steering-modules", "glad"), "--steering-modules: got glad, expected NAME=PATH", marks=pytest.mark.long
+        ),
+        pytest.param(
+            ("--steering-modules", "glad=/nowhere.json"), "/nowhere.json: got no such file", marks=pytest.mark.long
+        ),
+        pytest.param(
+            ("--steering-bank-bytes", "0"), "--steering-bank-bytes: got 0, expected 1..", marks=pytest.mark.long
+        ),
+        pytest.param(("--grpc-port", "0"), "--grpc-port: got 0, expected 1..65535", marks=pytest.mark.long),
+        pytest.param(
+            ("--capture-wait-s", "soon"), "--capture-wait-s: got soon, expected more than 0", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_wrong_option_is_one_line_before_anything_starts(tiny_with_words, arguments, words):

@@ -394,6 +394,7 @@ def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_a_model_opened_by_name_brings_its_own_rows_and_leaves_nothing(tiny, loaded, tmp_path):
     from capflow_models import VLLMSteerableModel
 

@@ -135,6 +135,7 @@ def test_a_model_that_is_not_there_is_one_line():
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_the_command_finds_that_steering_works(tiny):
     done = doctor("--steering", tiny, "--dtype", "float32", "--enforce-eager", "--turns", "1", "--json")
     assert done.returncode == 0, done.stderr[-4000:]
@@ -193,6 +194,7 @@ def test_steering_that_does_nothing_fails(tapped, monkeypatch):
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_steering_at_another_site_fails(tapped, monkeypatch):
     """What is meant for one layer is done at the next."""
     from capflow_engine.bank import Bank
@@ -209,6 +211,7 @@ def test_steering_at_another_site_fails(tapped, monkeypatch):
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_a_mate_that_is_touched_fails(tapped, monkeypatch):
     """Each token of a step is steered by what steers any of them."""
     from capflow_engine.plan import Plan
