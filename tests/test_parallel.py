@@ -21,6 +21,7 @@ from capflow.site import Site
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
 
+@pytest.mark.long
 def test_two_pipeline_stages_each_tell_of_their_layers(tiny_with_words, reference, keeper):
     """With compiled graphs; a stage that ships nothing of a request still ends it."""
     first = {"hooks": {"post_block": [0]}, "positions": "all"}  # a site of the first stage only

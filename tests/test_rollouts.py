@@ -312,6 +312,7 @@ def test_both_back_ends_answer_alike(tiny, model, tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_the_command_runs_vllm(here):
     directory, options = here
     options |= {"--backend": "vllm", "--model-arg": "dtype=float32", "--batch": "7"}

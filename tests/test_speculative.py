@@ -29,6 +29,7 @@ def test_rule_3_rejected_drafts_are_never_delivered_and_accepted_ones_once(tiny,
     assert [a.tokens for a in answers] == [a.tokens for a in run(without)[0]]
 
 
+@pytest.mark.long
 def test_drafts_and_preemption_together_neither_lose_nor_repeat_a_row(tiny, reference, tmp_path):
     limits = {"block_size": 32, "num_gpu_blocks_override": 22, "max_model_len": 192, "enable_prefix_caching": False}
     crowded = Run(
