@@ -174,11 +174,13 @@ class Bank:
     @staticmethod
     def _upload(target: torch.Tensor, lines: Sequence[int], values: npt.NDArray[Any]) -> None:
         """Write lines of a table; on a GPU without waiting for it."""
+        if not target.is_cuda:
+            target.numpy()[lines] = values
+            return
         source, where = torch.from_numpy(np.ascontiguousarray(values)), torch.tensor(lines)
-        if target.is_cuda:  # from memory that is not page-locked, a copy waits for the device
-            source = source.pin_memory().to(target.device, non_blocking=True)
-            where = where.pin_memory().to(target.device, non_blocking=True)
-        target.index_copy_(0, where, source)
+        # From memory that is not page-locked, a copy waits for the device.
+        source = source.pin_memory().to(target.device, non_blocking=True)
+        target.index_copy_(0, where.pin_memory().to(target.device, non_blocking=True), source)
 
 
 class _Free:
