@@ -17,6 +17,9 @@ Text = Annotated[str, Meta(max_length=limits.TEXT_LENGTH_MAX)]
 Count = Annotated[int, Meta(ge=0, le=2**40)]
 """How many there are of something; a hub that adds up millions of these still has a number of 64 bits."""
 
+Total = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+"""What adds up for as long as something runs, or a number of bytes."""
+
 Position = Annotated[int, Meta(ge=0, le=limits.POSITION_MAX)]
 """A position of a request, or a length."""
 

@@ -45,7 +45,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     engines: int
     refused: int
     errors: int
-    spilled: int = 0
+    spilled: int
 
     @property
     def rows_lost(self) -> int:

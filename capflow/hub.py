@@ -189,6 +189,7 @@ class Hub:
             engines=self.roster.engines_connected(),
             refused=sum(self.counts.refused.values()),
             errors=sum(lane.errors for lane in self.lanes),
+            spilled=self.roster.frames_spilled(),
         )
 
     def status(self) -> dict[str, Any]:
@@ -218,7 +219,7 @@ class Hub:
                 "gapped": ledger.requests_gapped,
             },
             "dropped_rows": dict(ledger.dropped),
-            "spilled": 0,
+            "spilled": roster.frames_spilled(),
             "actions": {"applied": relay.applied, "rejected": relay.rejected, "waiting": len(relay)},
             "sessions": [peer.status(now) for peer in list(roster.peers.values())],
             "consumers": {lane.name: lane.status() for lane in self.lanes},

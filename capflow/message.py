@@ -27,7 +27,7 @@ import msgspec
 
 from capflow import limits
 from capflow.action import Action, Outcome
-from capflow.bounded import Count, Name, Text
+from capflow.bounded import Count, Name, Text, Total
 from capflow.frame import PROTOCOL_VERSION, Rank
 from capflow.result import CaptureResult
 from capflow.site import Site
@@ -99,7 +99,7 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
     credit_bytes: int
 
 
-_Reasons = Annotated[dict[Name, Count], msgspec.Meta(max_length=limits.REASONS_MAX)]
+_Totals = Annotated[dict[Name, Total], msgspec.Meta(max_length=limits.REASONS_MAX)]
 
 
 class WorkerCounts(msgspec.Struct, frozen=True):
@@ -107,20 +107,22 @@ class WorkerCounts(msgspec.Struct, frozen=True):
 
     sent: frames taken for the hub. queued: those that wait in the outbound queue. unacked: those given to the session, which
     the hub has not acknowledged. staged_bytes: host memory lent for rows, from the step until the acknowledgement.
-    dropped_rows: by the reasons of `docs/backpressure.md`. reconnects: connections lost.
+    dropped_rows: by the reasons of `docs/backpressure.md`. reconnects: connections lost. spool: what its spool counts, by the names
+    of `Outbox.status`; None without one.
     """
 
-    sent_frames: Count = 0
-    sent_bytes: Count = 0
-    queued_frames: Count = 0
-    queued_bytes: Count = 0
-    queue_bytes_max: Count = 0
-    unacked_frames: Count = 0
-    unacked_bytes: Count = 0
-    staged_bytes: Count = 0
-    staged_bytes_max: Count = 0
-    dropped_rows: _Reasons = msgspec.field(default_factory=dict)
-    reconnects: Count = 0
+    sent_frames: Total = 0
+    sent_bytes: Total = 0
+    queued_frames: Total = 0
+    queued_bytes: Total = 0
+    queue_bytes_max: Total = 0
+    unacked_frames: Total = 0
+    unacked_bytes: Total = 0
+    staged_bytes: Total = 0
+    staged_bytes_max: Total = 0
+    dropped_rows: _Totals = msgspec.field(default_factory=dict)
+    reconnects: Total = 0
+    spool: _Totals | None = None
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):

@@ -222,6 +222,26 @@ def _worker_counts(hub: Hub) -> Iterator[Metric]:
     yield counter("reconnects", "Connections to a hub that it lost.", "reconnects")
 
 
+def _spools(hub: Hub) -> Iterator[Metric]:
+    """What each spool counts, as far as it is known: those of the workers that are connected tell of theirs."""
+    told: list[tuple[tuple[str, str], Mapping[str, int]]] = [
+        (_worker(known), known.source.told.spool)
+        for known in list(hub.roster.peers.values())
+        if known.source is not None and known.source.told is not None and known.source.told.spool is not None
+    ]
+
+    def each(key: str) -> Samples:
+        return [(labels, spool[key]) for labels, spool in told if key in spool]
+
+    yield _gauge("worker_spool_frames", "Frames in its spool that no hub has acknowledged.", each("records"), _WORKER)
+    yield _gauge("worker_spool_bytes", "The size of its spool on disk.", each("bytes"), _WORKER)
+    yield _gauge("worker_spool_limit_bytes", "Its `--spool-bytes`.", each("bytes_max"), _WORKER)
+    spilled, lost = each("frames_spilled"), each("frames_lost")
+    yield _counter("worker_spooled_frames", "Frames that went to its spool.", spilled, _WORKER)
+    yield _counter("worker_spool_lost_frames", "Of these, those that could not be read again.", lost, _WORKER)
+    yield _counter("worker_spool_errors", "Times that its disk failed.", each("failures"), _WORKER)
+
+
 def _worker(known: Peer) -> tuple[str, str]:
     return known.hello.engine, rank_name(known.hello.rank)
 
@@ -231,5 +251,5 @@ def rank_name(rank: Sequence[int]) -> str:
     return "-".join(f"{axis}{place}" for axis, place in zip(Rank._fields, rank, strict=True))
 
 
-_PARTS: tuple[Callable[[Hub], Iterator[Metric]], ...] = (_hub, _consumers, _workers, _worker_counts)
-"""Everything that there is, in order; the spools' part goes here."""
+_PARTS: tuple[Callable[[Hub], Iterator[Metric]], ...] = (_hub, _consumers, _workers, _worker_counts, _spools)
+"""Everything that there is, in order."""

@@ -107,6 +107,11 @@ class Roster:
         """Return how many engines have a peer that is connected."""
         return len({known.hello.engine for known in list(self.peers.values()) if known.hello.role != "client"})
 
+    def frames_spilled(self) -> int:
+        """Return how many frames went to the spools of the workers that are connected, as they say."""
+        told = [known.source.told for known in list(self.peers.values()) if known.source is not None]
+        return sum(counts.spool.get("frames_spilled", 0) for counts in told if counts is not None and counts.spool)
+
     def join(self, peer: bytes, session: HubSession, hello: Hello) -> Peer:
         """Let a peer in, in the place of any connection it had before.
 

@@ -37,6 +37,7 @@ MESSAGES = [
     Ack(7, 1000),
     Beat(),
     Beat(WorkerCounts(sent_frames=3, queued_bytes=1, dropped_rows={"queue_full": 2})),
+    Beat(WorkerCounts(sent_bytes=2**50, dropped_rows={"queue_full": 2**50}, spool={"bytes": 2**50})),  # after years
     Act("1", Steer("r1", (SteeringVector.make(Site(1, "mlp_in"), [1.0, 2.0]),))),
     Act("2", Unsteer("r1")),
     Act("3", Abort("r1")),
@@ -88,6 +89,7 @@ def test_fields_of_a_later_version_are_passed_over():
         {"type": "act", "id": "1", "action": {"type": "abort", "request": "r1", "force": True}},
         {"type": "act", "id": "1", "action": {"type": "reboot"}},
         {"type": "beat", "counts": {"sent_frames": -1}},
+        {"type": "beat", "counts": {"spool": {"records": -1}}},
         {"type": "beat", "counts": {"dropped_rows": {str(n): 1 for n in range(limits.REASONS_MAX + 1)}}},
         {"type": "beat", "counts": {"dropped_rows": {"x" * (limits.REQUEST_ID_LENGTH_MAX + 1): 1}}},
         [],

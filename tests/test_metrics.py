@@ -18,7 +18,7 @@ from capflow import limits, message
 from capflow.client import Client
 from capflow.endpoint import Endpoint
 from capflow.frame import Dropped, Rank
-from capflow.transport import Staged
+from capflow.transport import Outbox, Staged
 
 __all__ = ["address"]
 
@@ -66,9 +66,11 @@ def watched(tmp_path_factory):
     with running_hub(f"ipc://{path}", *consumers) as hub:
         endpoint = Endpoint(hub, "127.0.0.1", 0)
         endpoint.start()
+        other = make_hello("engine-2", rank=Rank(0, 1, 0), boot="b2")
+        spills = {"policy": "spill", "outbox": Outbox.of(path.parent / "spool", other, limits.MIB)}
         with (
             worker_link(hub.address, staged=lambda: staged) as first,
-            worker_link(hub.address, make_hello("engine-2", rank=Rank(0, 1, 0), boot="b2")) as second,
+            worker_link(hub.address, other, **spills) as second,
         ):
             for step in range(3):
                 send(first, [(SECRET, 4, step * 4, 4)], step=step)

@@ -10,10 +10,13 @@ import time
 import pytest
 from frames import make_finished, make_frame, make_hello
 from hubs import Recorder, address, configured, running_hub
+from rich.console import Console
 from waiting import eventually
 
 from capflow import limits
+from capflow.cli.view import view
 from capflow.errors import CapflowError, UsageError
+from capflow.metrics import registry_of
 from capflow.session import State
 from capflow.transport import FormerLink, Outbox, WorkerLink, left_behind
 from capflow.transport.outbox import check_root, default_root
@@ -58,8 +61,15 @@ def test_what_is_sent_while_the_hub_is_gone_comes_in_order_when_it_is_back(addre
         assert worker.send(30, first=5) == [None] * 30
         assert worker.link.counters["queued_bytes"] == 0
         assert worker.outbox.waiting == 30
-        with running_hub(address, second):
+        with running_hub(address, second) as hub:
             eventually(lambda: second.rows["r1"] == 120)
+            eventually(lambda: hub.status()["spilled"] == 30)
+            assert hub.snapshot().spilled == 30
+            rank = {"engine": "engine-1", "rank": "pp0-dp0-tp0"}
+            assert registry_of(hub).get_sample_value("capflow_worker_spooled_frames_total", rank) == 30
+            with (console := Console(width=80)).capture() as shown:
+                console.print(view(hub.status(), None))
+            assert "spool of" in shown.get()
             assert worker.send(5, first=35) == [None] * 5
             eventually(lambda: second.rows["r1"] == 140)
             eventually(lambda: worker.link.counters["unacked_frames"] == 0)

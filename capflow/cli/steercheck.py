@@ -24,7 +24,7 @@ from capflow.steercheck import GOALS, RELATIVE_NORM, Apart, Cost, Report
 class _Event(msgspec.Struct):
     """A line of the child's."""
 
-    kind: str
+    event: str
     what: str = ""
     usage: bool = False
     message: str = ""
@@ -78,9 +78,9 @@ def _run(job: dict[str, Any], console: Console) -> Report:
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
     do = f"see {log.name}"
-    if last.kind == "error" and not last.usage:
+    if last.event == "error" and not last.usage:
         raise CapflowError(explain(last.message, do=do))
-    if last.kind != "error" and last.report is None:
+    if last.event != "error" and last.report is None:
         raise CapflowError(explain("the check ended before its work was done", got=f"exit code {code}", do=do))
     Path(log.name).unlink()
     if last.report is None:
@@ -94,7 +94,7 @@ def _follow(process: subprocess.Popen[bytes], say: Callable[[str], Any]) -> _Eve
     event = _Event("nothing")
     for line in process.stdout:
         event = msgspec.json.decode(line, type=_Event)
-        if event.kind == "stage":
+        if event.event == "stage":
             say(event.what)
     process.wait()
     return event

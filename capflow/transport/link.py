@@ -258,6 +258,7 @@ class WorkerLink(_Link):
         return {
             "frames": self._frames,
             "bytes": self._bytes,
+            "queued_frames": len(self._queue),
             "queued_bytes": self._queue.nbytes,
             "unacked_frames": self._session.unacked,
             "credit_bytes": self._session.credit_bytes,
@@ -380,6 +381,7 @@ class WorkerLink(_Link):
             staged_bytes_max=staged.bytes_max,
             dropped_rows=dict(staged.dropped_rows),
             reconnects=self.reconnects,
+            spool=None if self.outbox is None else self.outbox.status(),
         )
 
     def _drained(self) -> bool:

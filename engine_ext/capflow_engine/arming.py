@@ -70,7 +70,7 @@ def arm(
         insecure=insecure,
         sites=tapped.sites,
         fixed=tapped.fixed,
-        **outbound._asdict(),
+        outbound=outbound,
         steering_bank_bytes=bank_bytes,
         hub_wait_s=_LAUNCH_WAIT_S if consumers or hub is not None else _NO_HUB_WAIT_S,
         user=dict(user),

@@ -27,6 +27,7 @@ Results = dict[str, dict[str, CaptureResult]]
 HUB = "hub"
 """Stands for the consumers while no hub answers, so that nobody knows which there are."""
 
+_CONNECT_S = 1.0  # how long the hub has to answer
 _EVERY_S = 0.02
 _UNKNOWN = "no hub answers; what became of the capture is not known"
 
@@ -43,10 +44,10 @@ class _Ask:
 
 
 class Asker:
-    """Asks a hub, which `client` makes a connection to; connects when first used, and again when the hub was away."""
+    """Asks a hub; connects when first used, and again when the hub was away. client: makes one that waits for so many seconds."""
 
-    def __init__(self, client: Callable[[], Client]) -> None:
-        self._connection = client
+    def __init__(self, client: Callable[[float], Client]) -> None:
+        self._client = client
         self._asks: queue.SimpleQueue[_Ask] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # from the first question to the end of the process
 
@@ -64,7 +65,7 @@ class Asker:
         return await answer
 
     def _run(self) -> None:
-        client = self._connection()
+        client = self._client(_CONNECT_S)
         waiting: list[_Ask] = []
         while True:
             if not waiting:
@@ -86,7 +87,7 @@ class Asker:
                 waiting = []
                 with contextlib.suppress(Exception):
                     client.close()
-                client = self._connection()
+                client = self._client(_CONNECT_S)
             if waiting:
                 time.sleep(_EVERY_S)
 

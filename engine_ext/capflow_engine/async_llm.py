@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -27,8 +26,6 @@ from capflow_engine.options import RequestOptions  # noqa: E402
 from capflow_engine.params import Prepared  # noqa: E402
 from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, Settings, engine_arguments  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
-
-_CONNECT_S = 1.0  # how long the hub has to answer
 
 
 class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
@@ -92,7 +89,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         self.steering = SteeringStore()
         self._capture_wait_s = capture_wait_s
         self._knows_hub = bool(consumers) or hub is not None
-        self._asker = Asker(functools.partial(armed.settings.client, _CONNECT_S))
+        self._asker = Asker(armed.settings.client)
         self._numbers = itertools.count()
         self._running = set()
         requests_max = self.vllm_config.scheduler_config.max_num_seqs

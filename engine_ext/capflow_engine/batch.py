@@ -1,13 +1,11 @@
 """The model job: runs a file of prompts through a tapped engine; the child process of `capflow run --model`.
 
-Its parent is the hub. It writes one JSON object a line to its standard output, for the parent: `{"event": "loading"}`,
-`{"event": "ready", …}`, then for each finished request `{"event": "done", …}`, and `{"event": "end", …}`; or
-`{"event": "error", "usage": bool, "message": …}`. Everything that vLLM itself prints goes to standard error.
+Its parent is the hub, which it tells, as `capflow_engine.child` says, of `preparing`, `loading`, `model` and `ready`, then of
+each finished request, `done`, and of the `end`.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -16,9 +14,10 @@ from typing import Any
 
 import msgspec
 
-from capflow.errors import CapflowError, UsageError, explain
+from capflow.errors import UsageError, explain
 from capflow.keys import peer_key_path
 from capflow_engine import compat, compat_model
+from capflow_engine.child import Tell, work_for_parent
 from capflow_engine.settings import Settings, engine_arguments
 
 
@@ -47,7 +46,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str | None = None
 
 
-def run(job: Job, tell: Any) -> None:
+def run(job: Job, tell: Tell) -> None:
     """Run a job and tell of it as it goes."""
     compat.require()
     compat.prepare_environment(job.engine)
@@ -112,27 +111,7 @@ def run(job: Job, tell: Any) -> None:
 
 def main() -> int:
     """Read a job from standard input and run it; return the exit code."""
-    out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what vLLM prints must not mix with the events
-
-    def tell(event: str, **fields: Any) -> None:
-        out.write(json.dumps({"event": event, **fields}) + "\n")
-
-    try:
-        run(msgspec.json.decode(sys.stdin.buffer.read(), type=Job), tell)
-    except UsageError as e:
-        tell("error", usage=True, message=str(e))
-        return 2
-    except CapflowError as e:
-        tell("error", usage=False, message=str(e))
-        return 1
-    except Exception as e:  # noqa: BLE001 - the parent is told, and the log has the traceback
-        import traceback
-
-        traceback.print_exc()
-        tell("error", usage=False, message=explain("the engine failed", got=f"{type(e).__name__}: {e}"))
-        return 1
-    return 0
+    return work_for_parent(lambda tell: run(msgspec.json.decode(sys.stdin.buffer.read(), type=Job), tell))
 
 
 if __name__ == "__main__":

@@ -33,8 +33,6 @@ from capflow_engine.store import SteeringStore
 SAMPLES_MAX = envs.VLLM_MAX_N_SEQUENCES
 """How many samples vLLM lets a request ask for."""
 
-_CONNECT_S = 1.0  # how long the hub has to answer
-
 
 class Front:
     """What the routes of one server share."""
@@ -49,7 +47,7 @@ class Front:
         self.keys = serving.keys
         self.body_bytes_max = serving.body_bytes_max
         self.rpc_address = serving.rpc_address
-        self.asker = Asker(functools.partial(self.settings.client, _CONNECT_S))
+        self.asker = Asker(self.settings.client)
         self.running: WeakValueDictionary[str, Asked] = WeakValueDictionary()  # by what their choices are called
 
     def take(self, request: Any, own: str, prompts: int) -> Asked | None:

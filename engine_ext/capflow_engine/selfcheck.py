@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from capflow_engine.child import own_output
+
 _PROMPTS = ([3, 14, 15, 92, 65], [35, 89, 79], [32, 38, 46, 26, 43, 38, 32])
 _TOKENS = 4
 _BOUND = 1e-4
@@ -17,8 +19,7 @@ _BOUND = 1e-4
 
 def main() -> int:
     """Capture and compare; print one line of what was found, return the exit code."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    out = own_output()
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
     with tempfile.TemporaryDirectory(prefix="capflow-doctor-") as name:
         rows, worst = _capture(Path(name))

@@ -33,15 +33,53 @@ STEERING_BANK_BYTES = 256 * limits.MIB
 _GRAPH_VERSION = 3  # goes up with every change to what a tap puts into the graph
 
 
+class Outbound(NamedTuple):
+    """What a worker does when its outbound queue is full, and with `spill` where to, how much, and what holds then."""
+
+    policy: OutboundPolicy = "block"
+    spool_dir: str = ""
+    spool_bytes: int = limits.SPOOL_BYTES_DEFAULT
+    spill_fallback: Policy = "block"
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a step waits for room rather than lose rows."""
+        return (self.spill_fallback if self.policy == "spill" else self.policy) == "block"
+
+    @classmethod
+    def of(cls, policy: Any, spool_dir: str | None, spool_bytes: int | None, spill_fallback: Any) -> Outbound:
+        """Return what was asked for, None being what is not said; the directory is absolute.
+
+        Raises UsageError for a value that is none, for a directory that cannot be written, and for what says nothing with
+        another policy.
+        """
+        if policy not in get_args(OutboundPolicy):
+            raise UsageError(explain("policy", got=policy, expected=f"one of {', '.join(get_args(OutboundPolicy))}"))
+        said = {"spool_dir": spool_dir, "spool_bytes": spool_bytes, "spill_fallback": spill_fallback}
+        if policy != "spill":
+            for name, value in said.items():
+                if value is not None:
+                    raise UsageError(explain(name, got=f"policy {policy}", expected="policy spill with it"))
+            return cls(policy)
+        fallback: Any = "block" if spill_fallback is None else spill_fallback
+        if fallback not in get_args(Policy):
+            raise UsageError(explain("spill_fallback", got=fallback, expected=f"one of {', '.join(get_args(Policy))}"))
+        size = limits.SPOOL_BYTES_DEFAULT if spool_bytes is None else spool_bytes
+        if not 1 <= size <= limits.SPOOL_BYTES_MAX:
+            raise UsageError(explain("spool_bytes", got=size, expected=f"1..{limits.SPOOL_BYTES_MAX}"))
+        root = (Path(spool_dir) if spool_dir is not None else default_root()).absolute()
+        check_root(root)
+        return cls(policy, str(root), size, fallback)
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the extension's parts in all of an engine's processes agree on.
 
     engine: the engine's name, new at each start. hub: the address its workers connect to. key: the file of the key that they speak to
     it with, never the key itself; insecure: whether TCP off loopback without one is allowed. sites: those that carry
-    a tap, in order. fixed: those of them that can only be captured. policy, outbound_bytes_max: of each worker's
-    outbound queue. spool_dir, spool_bytes, spill_fallback: with policy `spill`, where each worker spills, how much at most,
-    and what holds when that is full. staging_bytes_max: the device memory for the rows of one step.
+    a tap, in order. fixed: those of them that can only be captured. outbound, outbound_bytes_max: of each worker's
+    outbound queue. staging_bytes_max: the device memory for the rows of one step.
     steering_bank_bytes: the device memory for what steers.
     hub_wait_s: how long the engine's start waits for the hub; None starts without.
     capture_wait_s: how long a response over HTTP waits for the consumers at most, when its request wants it to.
@@ -53,22 +91,14 @@ class Settings:
     sites: tuple[Site, ...]
     key: str | None = None
     fixed: tuple[Site, ...] = ()
-    policy: OutboundPolicy = "block"
+    outbound: Outbound = field(default_factory=Outbound)
     outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT
-    spool_dir: str = ""
-    spool_bytes: int = limits.SPOOL_BYTES_DEFAULT
-    spill_fallback: Policy = "block"
     staging_bytes_max: int = 1024 * limits.MIB
     steering_bank_bytes: int = STEERING_BANK_BYTES
     hub_wait_s: float | None = None
     insecure: bool = False
     capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT
     user: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def blocks(self) -> bool:
-        """Whether a step waits for room rather than lose rows."""
-        return "block" in (self.policy, self.spill_fallback if self.policy == "spill" else "")
 
     def compute_hash(self) -> str:
         """Return the part of vLLM's compile-cache key that says what the taps put into the graph."""
@@ -130,40 +160,6 @@ def tapped_sites(patterns: Iterable[str], layers: Sequence[Structure]) -> tuple[
             )
         chosen.update(found)
     return tuple(sorted(chosen))
-
-
-class Outbound(NamedTuple):
-    """What a worker does when its outbound queue is full, and with `spill` where to, how much, and what holds then."""
-
-    policy: OutboundPolicy
-    spool_dir: str = ""
-    spool_bytes: int = limits.SPOOL_BYTES_DEFAULT
-    spill_fallback: Policy = "block"
-
-    @classmethod
-    def of(cls, policy: Any, spool_dir: str | None, spool_bytes: int | None, spill_fallback: Any) -> Outbound:
-        """Return what was asked for, None being what is not said; the directory is absolute.
-
-        Raises UsageError for a value that is none, for a directory that cannot be written, and for what says nothing with
-        another policy.
-        """
-        if policy not in get_args(OutboundPolicy):
-            raise UsageError(explain("policy", got=policy, expected=f"one of {', '.join(get_args(OutboundPolicy))}"))
-        said = {"spool_dir": spool_dir, "spool_bytes": spool_bytes, "spill_fallback": spill_fallback}
-        if policy != "spill":
-            for name, value in said.items():
-                if value is not None:
-                    raise UsageError(explain(name, got=f"policy {policy}", expected="policy spill with it"))
-            return cls(policy)
-        fallback: Any = "block" if spill_fallback is None else spill_fallback
-        if fallback not in get_args(Policy):
-            raise UsageError(explain("spill_fallback", got=fallback, expected=f"one of {', '.join(get_args(Policy))}"))
-        size = limits.SPOOL_BYTES_DEFAULT if spool_bytes is None else spool_bytes
-        if not 1 <= size <= limits.SPOOL_BYTES_MAX:
-            raise UsageError(explain("spool_bytes", got=size, expected=f"1..{limits.SPOOL_BYTES_MAX}"))
-        root = (Path(spool_dir) if spool_dir is not None else default_root()).absolute()
-        check_root(root)
-        return cls(policy, str(root), size, fallback)
 
 
 def engine_arguments(settings: Settings) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The engine's part of `capflow doctor --steering`: whether steering does what it says on this machine, and what it costs.
 
-`python -m capflow_engine.steercheck JOB` writes one JSON object a line: `{"kind": "stage", "what": …}` as it goes, and at the end
-`{"kind": "report", "report": …}`, a `capflow.steercheck.Report`, or `{"kind": "error", "usage": bool, "message": …}`.
+`python -m capflow_engine.steercheck JOB` tells its parent, as `capflow_engine.child` says, of each `stage` as it goes, and at the
+end of the `report`, a `capflow.steercheck.Report`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from capflow.errors import CapflowError, UsageError, explain
+from capflow.errors import UsageError, explain
 from capflow.site import HOOKS, Site
 from capflow.steercheck import RELATIVE_NORM, Applied, Cost, Fired, Mates, Report
 from capflow_engine import compat, compat_model
 from capflow_engine.applied import Applied as AppliedSet
+from capflow_engine.child import Tell, work_for_parent
 from capflow_engine.options import RequestOptions
 from capflow_engine.trial import (
     GREEDY,
@@ -248,26 +249,14 @@ def check(job: Job, say: Say) -> Report:
 
 def main() -> int:
     """Do the job that the one argument describes; return the exit code."""
-    out = prepare_process()
 
-    def tell(kind: str, **told: Any) -> None:
-        out.write(msgspec.json.encode({"kind": kind, **told}).decode() + "\n")
-
-    try:
+    def work(tell: Tell) -> None:
         job = msgspec.json.decode(sys.argv[1], type=Job)
         report = check(job, lambda what: tell("stage", what=what))
-        tell("report", report=report)
-    except CapflowError as e:
-        usage = isinstance(e, UsageError)
-        tell("error", usage=usage, message=str(e))
-        return 2 if usage else 1
-    except Exception as e:  # noqa: BLE001 - the parent is told, and standard error has the traceback
-        import traceback
+        tell("report", report=msgspec.to_builtins(report))
 
-        traceback.print_exc()
-        tell("error", usage=False, message=explain("the engine failed", got=f"{type(e).__name__}: {e}"))
-        return 1
-    return 0
+    prepare_process()
+    return work_for_parent(work)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
 
 from capflow.errors import CapflowError, explain
 from capflow.steercheck import Apart
+from capflow_engine.child import own_output
 
 LENGTHS = (5, 17, 33, 48, 9, 24, 40, 12)
 """Of the prompts of a batch that is looked at."""
@@ -76,10 +77,8 @@ class Answer(msgspec.Struct, frozen=True):
     logprobs: list[dict[int, float]]
 
 
-def prepare_process() -> IO[str]:
-    """Return standard output as it was; what is printed from here on goes to standard error. Engines live in this process."""
-    out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
+def prepare_process() -> None:
+    """Have engines live in this process, and say little."""
     # One process, so that a batch is there before its first step, and two of the same shape are computed alike.
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TQDM_DISABLE="1")
     for name, value in {
@@ -88,7 +87,6 @@ def prepare_process() -> IO[str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }.items():
         os.environ.setdefault(name, value)
-    return out
 
 
 def prompts(llm: Any, lengths: Sequence[int]) -> list[dict[str, list[int]]]:
@@ -209,7 +207,8 @@ class Plain:
 
 def main() -> int:
     """Be plain vLLM until standard input ends; return the exit code."""
-    out = prepare_process()
+    prepare_process()
+    out = own_output()
     orders = iter(sys.stdin.buffer.readline, b"")
     setup = msgspec.json.decode(next(orders), type=Setup)
     from vllm import LLM, SamplingParams

@@ -117,23 +117,23 @@ class WorkerCapture:
     def _connect(self, vllm_config: Any) -> None:
         boot = uuid.uuid4().hex
         hello = Hello("worker", self.settings.engine, boot, self.rank, self.info)
-        settings, outbox = self.settings, None
-        if settings.policy == "spill":
-            root = Path(settings.spool_dir)
+        settings, outbound, outbox = self.settings, self.settings.outbound, None
+        if outbound.policy == "spill":
+            root = Path(outbound.spool_dir)
             self.former = [FormerLink(settings.hub, left, key=settings.key) for left in left_behind(root)]
             for link in self.former:
                 link.start()
-            outbox = Outbox.of(root, hello, settings.spool_bytes)
+            outbox = Outbox.of(root, hello, outbound.spool_bytes)
         self.link = WorkerLink(
             settings.hub,
             hello,
             outbound_bytes_max=settings.outbound_bytes_max,
-            policy=settings.policy,
+            policy=outbound.policy,
             block_s_max=limits.BLOCK_S_MAX,
             staged=self._staged,
             key=settings.key,
             outbox=outbox,
-            fallback=settings.spill_fallback,
+            fallback=outbound.spill_fallback,
         )
         self.link.start()
         tokenizer = compat.load_tokenizer(vllm_config)
@@ -330,7 +330,7 @@ class WorkerCapture:
             return None, "no_hub"
         if self.tables.resident and plan.rows > self.tables.staging.shape[0]:
             return None, "staging_full"
-        wait_s = limits.BLOCK_S_MAX if self.settings.blocks else 0.0
+        wait_s = limits.BLOCK_S_MAX if self.settings.outbound.blocks else 0.0
         buffer = self.ring.acquire(plan.rows * self.row_bytes, wait_s, self._pending.bytes_held)
         return buffer, (None if buffer is not None else "queue_full")
 
