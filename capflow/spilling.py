@@ -137,7 +137,13 @@ class SpillingLane(Lane):
             "queue_bytes_max": self._in.bytes_max,
             "queue_bytes_peak": self._in.bytes_peak,
         }
-        return super().status() | queued | {"spool": self.inbox.status() | {"requests_unkept": self._unkept}}
+        spool = self.inbox.status() | {"requests_unkept": self._unkept} if self.inbox.is_open else None
+        return super().status() | queued | {"spool": spool}
+
+    @property
+    def left(self) -> tuple[int, int]:
+        """How many records the consumer was not given, and how many requests are open."""
+        return self.inbox.unread if self.inbox.is_open else 0, len(self._open)
 
     # The writer.
 

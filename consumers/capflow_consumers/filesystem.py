@@ -19,7 +19,7 @@ import msgspec
 
 import capflow
 from capflow import limits
-from capflow.consumer import Consumer, Context, Policy
+from capflow.consumer import Consumer, ConsumerPolicy, Context
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import Chunk, Frame, FrameHeader, RequestRows
 from capflow.hookspecs import hookimpl
@@ -105,7 +105,7 @@ class FilesystemConsumer(Consumer):
 
     name: ClassVar[str] = "filesystem"
     Config: ClassVar[type[msgspec.Struct]] = FilesystemConfig
-    policy: ClassVar[Policy] = "spill"
+    policy: ClassVar[ConsumerPolicy] = "spill"
 
     def __init__(self, config: FilesystemConfig) -> None:
         super().__init__(config)
