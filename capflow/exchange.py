@@ -32,6 +32,8 @@ from capflow.message import (
     Message,
     Results,
     Status,
+    Tap,
+    Tapped,
     Welcome,
     WorkerCounts,
     encode,
@@ -42,11 +44,12 @@ from capflow.relay import Relay
 from capflow.result import CaptureResult
 from capflow.roster import Peer, Roster, Source
 from capflow.session import HubSession, Parts, State, UnexpectedMessageError, cost
+from capflow.taps import Taps
 from capflow.waiters import Waiters
 
 logger = logging.getLogger("capflow.hub")
 
-_RIGHT: dict[type[Any], str] = {Act: "steer", Await: "read", Status: "read"}
+_RIGHT: dict[type[Any], str] = {Act: "steer", Await: "read", Status: "read", Tap: "read"}
 """What a client must be allowed for what it says."""
 
 
@@ -107,6 +110,7 @@ class Exchange:
             on_lost=self._lose,
         )
         self.relay = Relay()
+        self.taps = Taps(send, self._say)
         self._waiters = Waiters()
         self._id = uuid.uuid4().hex
         self._captures = tuple(wish.spec for wish in wishes if wish.spec is not None)
@@ -218,7 +222,7 @@ class Exchange:
             return
         match said:
             case Frame():
-                self._frame(peer, known, said, cost(parts), now)
+                self._frame(peer, known, said, parts, now)
             case Act():
                 self._client_act(peer, known, said)
             case ActionOutcome():
@@ -227,6 +231,8 @@ class Exchange:
                 self._await(peer, said)
             case Status():
                 self._say(peer, Status(self._status()))
+            case Tap():
+                self.taps.take(peer, _who(peer, known.session), said.credit_bytes, list(self.roster.engines.values()))
             case Beat(counts=WorkerCounts() as counts) if known.source is not None:
                 known.source.told = counts
             case Bye():
@@ -260,6 +266,7 @@ class Exchange:
             self._send(peer, parts)
 
     def _greet(self, engine: Engine) -> None:
+        self.taps.greet(engine)
         for lane in self.lanes:
             lane.greet(engine.name, engine.model)
 
@@ -306,13 +313,14 @@ class Exchange:
             self.relay.gone(peer)
         elif known is not None and known.hello.role == "client":
             self._waiters.gone(peer)
+            self.taps.gone(peer)
 
     # Frames, requests and results.
 
-    def _frame(self, peer: bytes, known: Peer, frame: Frame, nbytes: int, now: float) -> None:
+    def _frame(self, peer: bytes, known: Peer, frame: Frame, parts: Parts, now: float) -> None:
         if self._draining:
             return  # not taken, so not acknowledged: its worker keeps it for the next hub
-        source, header = known.source, frame.header
+        source, header, nbytes = known.source, frame.header, cost(parts)
         assert source is not None
         if not source.intake.take(header.seq, nbytes):
             self.counts.duplicates += 1
@@ -329,6 +337,7 @@ class Exchange:
         if header.finished:
             for request in self.ledger.finish(header, source.engine):
                 hold.left += self._over(request, taken)
+        self.taps.frame(parts, nbytes)
         self._release(hold)
 
     def _count(self, source: Source, header: FrameHeader, now: float) -> None:
@@ -360,6 +369,7 @@ class Exchange:
         return waited_for
 
     def _lose(self, engine: Engine, replica: int | None) -> None:
+        self.taps.lose(engine, replica)
         for request in self.ledger.lose(engine, replica):
             self._over(request)
 
@@ -411,7 +421,7 @@ class Exchange:
 
     # Sending.
 
-    def _say(self, peer: bytes, said: Ack | Act | ActionOutcome | Results | Status) -> None:
+    def _say(self, peer: bytes, said: Ack | Act | ActionOutcome | Results | Status | Tapped) -> None:
         known = self.roster.peers.get(peer)
         if known is not None and known.session.state is State.OPEN:
             self._send(peer, known.session.send(said, time.monotonic()))

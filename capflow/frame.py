@@ -19,6 +19,7 @@ block and inside the positions of its request. `Frame.decode` refuses anything e
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
 
@@ -161,6 +162,15 @@ class Chunk(NamedTuple):
         """The texts of the chunk's tokens; empty when the engine has no tokenizer."""
         first = self.start - self.request.start
         return self.request.texts[first : first + self.rows.shape[1]]
+
+
+def rows_by_request(header: FrameHeader) -> Counter[str]:
+    """Return how many rows (positions times sites) of each request a frame holds."""
+    rows: Counter[str] = Counter()
+    for block in header.blocks:
+        for request, _, length, _ in block.spans:
+            rows[header.requests[request].id] += len(block.sites) * length
+    return rows
 
 
 Wants = Callable[[RequestRows], Wanted]

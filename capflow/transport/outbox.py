@@ -20,7 +20,7 @@ import msgspec
 
 from capflow import limits, message
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.frame import Dropped, Frame, FrameHeader
+from capflow.frame import Dropped, Frame, FrameHeader, rows_by_request
 from capflow.message import Hello
 from capflow.session import Parts
 from capflow.spool import FullError, Lost, Spool
@@ -109,7 +109,7 @@ class Outbox:
                 self.frames_lost += found.last - found.first + 1
                 self._taken.append((self._seq, found.last))
                 if found.head is not None:
-                    self.rows_lost.update(_rows_of(_decoder.decode(found.head[_SEQ.size :])))
+                    self.rows_lost.update(rows_by_request(_decoder.decode(found.head[_SEQ.size :])))
                 continue
             (self._seq,) = _SEQ.unpack_from(found.head)
             self._taken.append((self._seq, found.id))
@@ -146,15 +146,6 @@ class Outbox:
             logger.error("spool %s: not everything is on the disk", self.directory)
         elif not len(self._spool) and not self._spool.status()["segments_bad"]:
             shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def _rows_of(header: FrameHeader) -> Counter[str]:
-    """Return how many rows of each request a frame held."""
-    rows: Counter[str] = Counter()
-    for block in header.blocks:
-        for request, _, length, _ in block.spans:
-            rows[header.requests[request].id] += len(block.sites) * length
-    return rows
 
 
 def left_behind(root: Path) -> list[Outbox]:
