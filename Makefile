@@ -7,7 +7,7 @@ RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
 	--consumer dashboard:probes=examples/code.safetensors
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test proof soak conformance lint format bench proto env system compiler lock clean
+.PHONY: help demo test proof chaos soak conformance lint format bench proto env system compiler lock clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
@@ -26,6 +26,9 @@ test: env system  ## run the tests, but for the long ones; those that need no en
 
 proof: env system  ## run the tests that take minutes each
 	$(PYTHON) -m pytest -m long
+
+chaos: env  ## kill the hub and the engine side 80 times under load, and check every row; some ten minutes
+	$(PYTHON) tests/chaos.py
 
 soak: env  ## 5,000 random requests against the oracle; a quarter of an hour
 	CAPFLOW_ORACLE_REQUESTS=5000 $(PYTHON) -m pytest -s tests/test_oracle.py

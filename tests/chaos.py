@@ -102,7 +102,12 @@ class Chaos:
     def start_engine(self) -> None:
         self.lives += 1
         command = [sys.executable, str(HERE / "chaos_engine.py"), self.address, str(self.directory / "spill")]
-        command += [str(self.directory / "engine.log"), self.name, str(self.options.rate), str(self.choose.getrandbits(32))]
+        command += [
+            str(self.directory / "engine.log"),
+            self.name,
+            str(self.options.rate),
+            str(self.choose.getrandbits(32)),
+        ]
         with (self.directory / "engine.err").open("ab") as said:
             self.engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
 
@@ -226,7 +231,10 @@ class Chaos:
         frames = sum(log.frames.values())
         acked = sum(log.acked.values()) + sum(len(spilled) for spilled in log.spilled.values())
         yield "kills", ", ".join(f"{count} of {which}" for which, count in sorted(self.killed.items()))
-        yield "frames sent", f"{frames} of 64 KiB in {seconds:.0f} s, {frames / seconds:.0f}/s; asked for {self.options.rate:g}/s"
+        yield (
+            "frames sent",
+            f"{frames} of 64 KiB in {seconds:.0f} s, {frames / seconds:.0f}/s; asked for {self.options.rate:g}/s",
+        )
         yield "frames acknowledged", acked
         yield "frames replayed from spools of dead workers", sum(len(spilled) for spilled in log.spilled.values())
         yield "frames refused", dict(log.refused) or 0

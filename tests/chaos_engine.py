@@ -1,6 +1,7 @@
 """The engine side of `chaos.py`: a worker that sends frames over a real link, and writes down what it sends before it does.
 
-Run as `chaos_engine.py ADDRESS SPOOL LOG ENGINE RATE SEED`; SIGTERM ends it well. Its lines in the log, each written whole:
+Run as `chaos_engine.py ADDRESS SPOOL LOG ENGINE RATE SEED`; SIGTERM ends it well. It sends RATE frames a second, and none while `WAITING_MAX` wait on
+disk: on a machine that does not keep up with the rate it goes as fast as that can. Its lines in the log, each written whole:
 
     send ENGINE SEQ TIME ID:PROMPT:START:LENGTH,… ID:COMPUTED:STATUS,…   a frame with rows and ends of requests is about to be sent
     refused ENGINE SEQ REASON                                           it was not taken; the next has its number
@@ -23,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from chaos_rows import HIDDEN, MODEL, SITES, rows_of, seed_of, token_of
+from chaos_rows import HIDDEN, MODEL, SITES, hashes, seed_of, token_of, write_rows
 
 from capflow import limits
 from capflow.frame import Block, Dropped, Finished, FrameHeader, Rank, RequestRows, Span
@@ -32,6 +33,7 @@ from capflow.transport import FormerLink, Outbox, WorkerLink, left_behind
 
 OPEN = 16  # requests that run at a time
 POSITIONS = 2  # in a frame: with both sites 64 KiB
+WAITING_MAX = 2000  # frames, 125 MiB
 ACKED_S = 0.005  # between two looks at what was acknowledged
 RANK = Rank(0, 0, 0)
 
@@ -45,11 +47,12 @@ class Log:
 
 
 class Request:
-    def __init__(self, id: str, choose: random.Random) -> None:
-        self.id = id
-        self.seed = seed_of(id)
+    def __init__(self, name: str, choose: random.Random) -> None:
+        self.id = name
+        self.seed = seed_of(name)
         self.prompt_length = choose.randrange(2, 17)
         self.length = self.prompt_length + choose.randrange(1, 200)
+        self.hashes = [hashes(self.seed, site, 0, self.length) for site in range(len(SITES))]
         self.next = 0
         self.rows = 0  # sent
         self.dropped: Counter[str] = Counter()
@@ -101,7 +104,7 @@ class Engine:
         spans, row = [], 0
         for index, (request, start, length) in enumerate(parts):
             for site in range(len(SITES)):
-                rows[site, row : row + length] = rows_of(request.seed, site, start, start + length)
+                write_rows(rows[site, row : row + length], request.hashes[site][start : start + length])
             spans.append(Span(index, start, length, row))
             row += length
         counts = {request: len(SITES) * length for request, _, length in parts}
@@ -189,7 +192,7 @@ def main() -> None:
         due = int((time.monotonic() - begun) * float(rate))
         if due - sent > float(rate):  # it was held up for more than a second: it does not run after what it missed
             sent = due
-        while sent < due and not stopped.is_set():
+        while sent < due and outbox.waiting < WAITING_MAX and not stopped.is_set():
             sender.turn()
             sent += 1
         stopped.wait(0.001)

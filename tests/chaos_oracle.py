@@ -52,7 +52,9 @@ class Log:
         self.left: Counter[str] = Counter()  # likewise of those that were spilled, said by a later engine
         self.spilled: dict[str, set[int]] = defaultdict(set)
         self.sent_at: dict[str, dict[int, float]] = defaultdict(dict)  # of frames that are not acknowledged yet
-        self.fresh: list[tuple[str, float, float]] = []  # engine, when a frame was sent, when it was known to be acknowledged
+        self.fresh: list[
+            tuple[str, float, float]
+        ] = []  # engine, when a frame was sent, when it was known to be acknowledged
         self.frames: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()  # frames by reason
         self.ended: set[str] = set()
@@ -86,13 +88,13 @@ class Log:
         self.frames[engine] = seq
         self.sent_at[engine][seq] = at
         for part in [] if sent == "-" else sent.split(","):
-            id, prompt_length, start, length = part.split(":")
-            request = self.requests.setdefault(id, Sent(engine))
+            name, prompt_length, start, length = part.split(":")
+            request = self.requests.setdefault(name, Sent(engine))
             request.prompt_length = int(prompt_length)
             request.frames.append((seq, int(start), int(length)))
         for part in [] if ended == "-" else ended.split(","):
-            id, computed_length, status = part.split(":")
-            self.requests.setdefault(id, Sent(engine)).ended = seq, int(computed_length), status
+            name, computed_length, status = part.split(":")
+            self.requests.setdefault(name, Sent(engine)).ended = seq, int(computed_length), status
 
     def _unsend(self, engine: str, seq: int) -> None:
         self.frames[engine] = seq - 1
@@ -132,8 +134,8 @@ class Oracle:
 
     def judge(self, found: dict[str, Found], where: str, sites: list[int]) -> None:
         """Hold what is on record against what was sent."""
-        for id, request in self.log.requests.items():
-            record = found.get(id)
+        for request_id, request in self.log.requests.items():
+            record = found.get(request_id)
             sent = {position for _, start, length in request.frames for position in range(start, start + length)}
             promised = {
                 position
@@ -144,7 +146,7 @@ class Oracle:
             self.counts["rows promised"] += len(promised) * len(sites)
             if record is None:
                 if promised:
-                    self.off("lost", f"{where}: all {len(promised)} of {id}", len(promised) * len(sites))
+                    self.off("lost", f"{where}: all {len(promised)} of {request_id}", len(promised) * len(sites))
                 elif sent:
                     self.counts["requests of which nothing arrived"] += 1
                 continue
@@ -152,18 +154,22 @@ class Oracle:
             for site in sites:
                 had = record.positions.get(site, set())
                 if lost := promised - had:
-                    self.off("lost", f"{where}: {id} {SITES[site]} {sorted(lost)[:5]}… ({record.error})", len(lost))
+                    self.off(
+                        "lost", f"{where}: {request_id} {SITES[site]} {sorted(lost)[:5]}… ({record.error})", len(lost)
+                    )
                 if extra := had - sent:
-                    self.off("wrong", f"{where}: {id} {SITES[site]} {sorted(extra)[:5]}…, never sent", len(extra))
+                    self.off(
+                        "wrong", f"{where}: {request_id} {SITES[site]} {sorted(extra)[:5]}…, never sent", len(extra)
+                    )
                 missing += len(sent - had)
             ended = request.ended is not None and self.log.is_acked(request.engine, request.ended[0])
             self.counts["rows in named gaps"] += missing
             if missing and record.status == "ok":
-                self.off("unnamed", f"{where}: {id} lacks {missing} rows and says ok")
+                self.off("unnamed", f"{where}: {request_id} lacks {missing} rows and says ok")
             if ended and not missing and record.status != "ok":
-                self.off("unnamed", f"{where}: {id} is whole and says {record.status}: {record.error}")
-        for id in found.keys() - self.log.requests.keys():
-            self.off("wrong", f"{where}: {id} was never sent")
+                self.off("unnamed", f"{where}: {request_id} is whole and says {record.status}: {record.error}")
+        for request_id in found.keys() - self.log.requests.keys():
+            self.off("wrong", f"{where}: {request_id} was never sent")
 
 
 class FilesystemCheck:
@@ -176,7 +182,7 @@ class FilesystemCheck:
 
     def sweep(self) -> None:
         """Check what was published since the last call."""
-        names = {name for name in os.listdir(self.root) if not name.startswith(".")} if self.root.is_dir() else set()
+        names = {path.name for path in self.root.glob("[!.]*")}
         dataset = capflow.open(self.root) if names else None
         for name in sorted(names - self._seen):
             self._seen.add(name)
@@ -184,13 +190,13 @@ class FilesystemCheck:
             self._check(name, dataset)
 
     def _check(self, name: str, dataset: capflow.Dataset) -> None:
-        id, again, _ = name.partition("~")
-        capture = dataset.captures(id)[-1 if again else 0]
+        request_id, again, _ = name.partition("~")
+        capture = dataset.captures(request_id)[-1 if again else 0]
         if again:
             self.oracle.off("repeated", f"filesystem: {name}", capture.sidecar.rows)
             return
         capture.verify()
-        seed, positions = seed_of(id), {}
+        seed, positions = seed_of(request_id), {}
         for site in capture.sites:
             number = SITES.index(site)
             rows, at, tokens = capture[site]
@@ -206,7 +212,7 @@ class FilesystemCheck:
             if bad.any():
                 self.oracle.off("wrong", f"filesystem: {name} {site} at {at[bad][:5].tolist()}", int(bad.sum()))
             self.oracle.counts["rows checked"] += len(at)
-        self.found[id] = Found(positions, capture.status, capture.error or "")
+        self.found[request_id] = Found(positions, capture.status, capture.error or "")
         if not self.keep:
             for file in capture.path.glob("*.safetensors"):
                 file.unlink()
@@ -235,32 +241,32 @@ class DuckdbCheck:
         """Check everything and judge it."""
         with duckdb.connect(str(self.path), read_only=True) as db:
             records = db.execute("SELECT request_id, capture_status FROM requests ORDER BY rowid").fetchall()
-            for id, status in records:
-                if id in self.found:
-                    self.oracle.off("repeated", f"duckdb: {id} in requests")
-                self.found[id] = Found({self.site: set()}, status, status)
+            for request_id, status in records:
+                if request_id in self.found:
+                    self.oracle.off("repeated", f"duckdb: {request_id} in requests")
+                self.found[request_id] = Found({self.site: set()}, status, status)
             for table, column in (("tokens", "token_id"), ("scores", "score")):
                 self._check(db, table, column)
         self.oracle.judge(self.found, "duckdb", [self.site])
 
     def _check(self, db: duckdb.DuckDBPyConnection, table: str, column: str) -> None:
         query = f"SELECT request_id, list(position), list({column}) FROM {table} GROUP BY request_id"  # noqa: S608
-        for id, listed, values in db.execute(query).fetchall():
-            at, seed = np.array(listed), seed_of(id)
+        for request_id, listed, values in db.execute(query).fetchall():
+            at, seed = np.array(listed), seed_of(request_id)
             positions = set(listed)
             if twice := len(at) - len(positions):
-                self.oracle.off("repeated", f"duckdb: {table} of {id}", twice)
+                self.oracle.off("repeated", f"duckdb: {table} of {request_id}", twice)
             if table == "tokens":
                 expected = np.array([token_of(seed, position) for position in listed])
             else:
                 first = int(at.min())
                 expected = scores_of(seed, self.site, first, int(at.max()) + 1)[at - first]
             if (bad := np.array(values) != expected).any():
-                self.oracle.off("wrong", f"duckdb: {table} of {id} at {at[bad][:5].tolist()}", int(bad.sum()))
+                self.oracle.off("wrong", f"duckdb: {table} of {request_id} at {at[bad][:5].tolist()}", int(bad.sum()))
             self.oracle.counts["rows checked"] += len(at)
-            record = self.found.get(id)
+            record = self.found.get(request_id)
             if record is None:  # written and never ended: no result said that they are there
-                self.oracle.off("unnamed", f"duckdb: {table} of {id}, which is not in requests")
+                self.oracle.off("unnamed", f"duckdb: {table} of {request_id}, which is not in requests")
                 continue
             if table == "tokens":
                 record.positions[self.site] = positions

@@ -20,7 +20,6 @@ MODEL = ModelInfo("chaos", len(SITES), HIDDEN, "float32", SITES)
 ROW_BYTES = HIDDEN * 4
 
 _POOL = np.random.default_rng(7).standard_normal(1 << 18, dtype=np.float32)
-_WINDOWS = np.lib.stride_tricks.sliding_window_view(_POOL, HIDDEN)
 
 
 def seed_of(request: str) -> int:
@@ -39,10 +38,18 @@ def hashes(seed: int, site: int, start: int, stop: int) -> np.ndarray:
 def rows_of(seed: int, site: int, start: int, stop: int) -> np.ndarray:
     """Return the rows of positions `start..stop` of a request, `[stop - start, HIDDEN]` float32."""
     mixed = hashes(seed, site, start, stop)
-    rows = _WINDOWS[mixed % np.uint64(len(_WINDOWS))]
-    rows[:, 0] = mixed >> np.uint64(40)
-    rows[:, 1] = (mixed >> np.uint64(8)) & np.uint64(0xFFFFFF)
+    rows = np.empty((stop - start, HIDDEN), np.float32)
+    write_rows(rows, mixed)
     return rows
+
+
+def write_rows(rows: np.ndarray, mixed: np.ndarray) -> None:
+    """Write the rows that belong to these hashes."""
+    for row, value in zip(rows, mixed.tolist(), strict=True):
+        begin = value % (len(_POOL) - HIDDEN)
+        row[:] = _POOL[begin : begin + HIDDEN]
+        row[0] = value >> 40
+        row[1] = value >> 8 & 0xFFFFFF
 
 
 def scores_of(seed: int, site: int, start: int, stop: int) -> np.ndarray:
