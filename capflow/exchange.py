@@ -110,6 +110,7 @@ class Exchange:
         self._waiters = Waiters()
         self._id = uuid.uuid4().hex
         self._captures = tuple(wish.spec for wish in wishes if wish.spec is not None)
+        self._acks: dict[Source, Ack] = {}  # to be said at the end of the turn; emptied by `acknowledge`
         self._told: set[tuple[str, str]] = set()  # refusals that were logged, by engine and reason
         self._draining = False  # set by `drain`: frames are left to their workers, for the next hub
         self._send = send
@@ -163,6 +164,13 @@ class Exchange:
         except Exception:
             logger.exception("the hub failed at a message and gives its sender up", extra={"event": "hub_failed"})
             self._cut_off(peer, session, "the hub failed at a message of this peer; see its log", now)
+
+    def acknowledge(self) -> None:
+        """Tell each worker, once, what consumers came to be done with since the last call."""
+        for source, ack in self._acks.items():
+            if source.peer is not None:
+                self._say(source.peer, ack)
+        self._acks.clear()
 
     def tick(self, now: float) -> None:
         """Send beats, and give up on who is silent."""
@@ -247,6 +255,8 @@ class Exchange:
         except UsageError as e:
             self._refuse(peer, session, str(e), now)
             return
+        if known.source is not None:
+            self._acks.pop(known.source, None)  # the welcome says it
         welcome = Welcome(self._id, self.roster.window_bytes)
         if hello.role == "scheduler":
             controllers = tuple(controller.spec() for controller in self.controllers)
@@ -349,8 +359,9 @@ class Exchange:
             return
         source = hold.source
         ack = source.intake.release(hold.seq)
-        if source.peer is not None:
-            self._say(source.peer, ack)
+        if (said := self._acks.get(source)) is not None:
+            ack = Ack(ack.seq, said.credit_bytes + ack.credit_bytes)
+        self._acks[source] = ack
 
     def _over(self, request: Request, taken: Callable[[], None] | None = None) -> int:
         """Tell consumers that a request is over; return how many of them will call `taken`."""

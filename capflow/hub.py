@@ -245,6 +245,7 @@ class Hub:
                 if received is None:
                     break
                 self._exchange.receive(*received)
+            self._safely(self._exchange.acknowledge)
             now = self._turned_at = time.monotonic()
             if now >= self._tick_at:
                 self._tick_at = now + _TICK_S
