@@ -25,11 +25,11 @@ from capflow.result import CaptureResult, RequestDone
 from capflow.site import Site
 from capflow.spec import CaptureSpec
 
-Policy = Literal["block", "drop"]
+Fallback = Literal["block", "drop"]
 """What a full queue does. `block`: the sender waits, nothing is lost. `drop`: the newest rows are lost, counted."""
 
-OutboundPolicy = Literal["block", "drop", "spill"]
-"""The same for a worker's queue, and `spill`: the newest rows go to disk, and from there to the hub."""
+Policy = Literal["block", "drop", "spill"]
+"""The same, and `spill`: to disk and from there in order; of a worker what has no room in memory, of a consumer everything."""
 
 
 class NoConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,6 +7,7 @@ learn back to the hub's. A peer that breaks the protocol is refused and forgotte
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ from capflow.relay import Relay
 from capflow.result import CaptureResult
 from capflow.roster import Peer, Roster, Source
 from capflow.session import HubSession, Parts, State, UnexpectedMessageError, cost
+from capflow.spilling import SpillingLane
 from capflow.waiters import Waiters
 
 logger = logging.getLogger("capflow.hub")
@@ -52,6 +54,9 @@ _RIGHT: dict[type[Any], str] = {Act: "steer", Await: "read", Status: "read"}
 
 OTHER_REASONS = "other reasons"
 """Under which refusals are counted when there are more than `limits.REFUSALS_MAX` different reasons."""
+
+
+_LEFT = CaptureResult("pending", "the hub stopped; what came of the request waits for the next one")
 
 
 @dataclass
@@ -90,14 +95,20 @@ class Exchange:
     ) -> None:
         self.controllers = tuple(controllers)
         self.lanes = tuple(
-            Lane(index, consumer, on_result=self._on_result, on_action=self._on_action)
+            (SpillingLane if consumer.policy is Overload.SPILL else Lane)(
+                index, consumer, on_result=self._on_result, on_action=self._on_action
+            )
             for index, consumer in enumerate(consumers)
         )
+        self._keepers = tuple(lane for lane in self.lanes if isinstance(lane, SpillingLane))
         self.counts = Counts()
-        wishes = [Wish(c.name, c.consumer.spec(), c.consumer.reads_requests) for c in consumers]
+        wishes = [
+            Wish(c.name, c.consumer.spec(), c.consumer.reads_requests, keeps=lane.keeps)
+            for c, lane in zip(consumers, self.lanes, strict=True)
+        ]
         self.ledger = Ledger(wishes)
         window_bytes = min(
-            (c.queue_bytes_max for c in consumers if c.policy is Overload.BLOCK), default=limits.CREDIT_BYTES_DEFAULT
+            (c.queue_bytes_max for c in consumers if c.policy is not Overload.DROP), default=limits.CREDIT_BYTES_DEFAULT
         )
         self.roster = Roster(
             min(window_bytes, limits.CREDIT_BYTES_DEFAULT),
@@ -112,6 +123,9 @@ class Exchange:
         self._captures = tuple(wish.spec for wish in wishes if wish.spec is not None)
         self._acks: dict[Source, Ack] = {}  # to be said at the end of the turn; emptied by `acknowledge`
         self._told: set[tuple[str, str]] = set()  # refusals that were logged, by engine and reason
+        self._missed_at = (
+            math.inf
+        )  # from when on engines that an earlier hub had and that did not come are taken to be gone
         self._draining = False  # set by `drain`: frames are left to their workers, for the next hub
         self._send = send
         self._post = post
@@ -121,11 +135,15 @@ class Exchange:
 
     # Called by the hub, on its thread.
 
+    def begin(self, now: float) -> None:
+        """Note when the hub begins."""
+        self._missed_at = now + limits.MISSED_S if self._keepers else math.inf
+
     def drain(self) -> None:
         """Take no frames any more, end the open requests, and let each consumer end when it has handled what it has."""
         self._draining = True
         for engine in list(self.roster.engines.values()):
-            self._lose(engine, None)
+            self._end_open(engine, None)
         for lane in self.lanes:
             lane.close()
 
@@ -176,6 +194,8 @@ class Exchange:
         """Send beats, and give up on who is silent."""
         self._guard.refresh()
         self.relay.expire(now)
+        if now >= self._missed_at:
+            self._miss()
         for peer, known in list(self.roster.peers.items()):
             if known.session.silent(now):
                 if known.hello.role != "client":
@@ -255,8 +275,10 @@ class Exchange:
         except UsageError as e:
             self._refuse(peer, session, str(e), now)
             return
-        if known.source is not None:
+        if known.source is not None:  # after it was said that an earlier boot of it is gone
             self._acks.pop(known.source, None)  # the welcome says it
+            for lane in self._keepers:
+                lane.greet(hello.engine, known.source.engine.model)
         welcome = Welcome(self._id, self.roster.window_bytes)
         if hello.role == "scheduler":
             controllers = tuple(controller.spec() for controller in self.controllers)
@@ -271,7 +293,8 @@ class Exchange:
 
     def _greet(self, engine: Engine) -> None:
         for lane in self.lanes:
-            lane.greet(engine.name, engine.model)
+            if not lane.keeps:
+                lane.greet(engine.name, engine.model)
 
     def _refuse(self, peer: bytes, session: HubSession, reason: str, now: float, *, logged: bool = False) -> None:
         refused = self.counts.refused
@@ -336,10 +359,19 @@ class Exchange:
 
         for delivery in self.ledger.take(frame, source.engine):
             hold.left += self.lanes[delivery.consumer].deliver(delivery, taken)
+        if self._keepers:
+            self._keep(frame, source.engine, hold, taken)
         if header.finished:
             for request in self.ledger.finish(header, source.engine):
                 hold.left += self._over(request, taken)
         self._release(hold)
+
+    def _keep(self, frame: Frame, engine: Engine, hold: _Hold, taken: Callable[[], None]) -> None:
+        wanted = self.ledger.keepers(frame.header, engine)
+        for lane in self._keepers:
+            if lane.index in wanted:
+                hold.left += 1
+                lane.keep(frame, taken)
 
     def _count(self, source: Source, header: FrameHeader, now: float) -> None:
         rows = sum(len(block.sites) * block.rows for block in header.blocks)
@@ -365,18 +397,43 @@ class Exchange:
 
     def _over(self, request: Request, taken: Callable[[], None] | None = None) -> int:
         """Tell consumers that a request is over; return how many of them will call `taken`."""
-        asked = [lane for lane, tally in zip(self.lanes, request.tallies, strict=True) if tally is not None]
+        told = zip(self.lanes, request.tallies, strict=True)
+        asked = [lane for lane, tally in told if tally is not None and not lane.keeps]
         waited_for = sum(lane.finish(request, taken) for lane in asked)
         self._answer_waiters(request)
         return waited_for
 
     def _lose(self, engine: Engine, replica: int | None) -> None:
+        self._end_open(engine, replica)
+        for lane in self._keepers:
+            lane.lose(engine.name, replica if self.roster.connected(engine.name) else None)
+
+    def _end_open(self, engine: Engine, replica: int | None) -> None:
         for request in self.ledger.lose(engine, replica):
+            if self._draining:
+                for lane in self._keepers:
+                    request.results[lane.index] = request.results[lane.index] or _LEFT
             self._over(request)
 
+    def _miss(self) -> None:
+        """End the requests of engines that an earlier hub had and that are not connected."""
+        here = {
+            (peer.hello.engine, peer.hello.rank.dp) for peer in self.roster.peers.values() if peer.source is not None
+        }
+        for lane in self._keepers:
+            for engine, replica in lane.waits_for() - here:
+                lane.lose(engine, replica if self.roster.connected(engine) else None)
+
     def _settle(self, request: Request, consumer: int, result: CaptureResult) -> None:
-        request.results[consumer] = result
-        self.lanes[consumer].results[result.status] += 1
+        lane = self.lanes[consumer]
+        lane.results[result.status] += 1
+        if lane.keeps:
+            known = self.ledger.settle(request, consumer, result)
+            if known is None:
+                return
+            request = known
+        else:
+            request.results[consumer] = result
         self._answer_waiters(request)
 
     def _await(self, peer: bytes, said: Await) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from capflow import limits
 from capflow.action import Action
@@ -49,8 +49,11 @@ class _Session(NamedTuple):
 class Lane:
     """One consumer's queue and thread, from `open` to `close`.
 
-    on_result(request, consumer, result) and on_action(action) are called on the lane's thread.
+    on_result(request, consumer, result) and on_action(action) are called on the lane's thread. keeps: it has an inbox
+    and a ledger of its own.
     """
+
+    keeps: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -182,14 +185,19 @@ class Lane:
 
     # The thread.
 
-    def _run(self) -> None:
+    def _open_consumer(self) -> bool:
         try:
             self.consumer.open(self)
         except Exception as e:  # noqa: BLE001  whatever it is, it is raised again by `open`
             self._open_error = e
-            return
+            return False
         finally:
             self._opened.set()
+        return True
+
+    def _run(self) -> None:
+        if not self._open_consumer():
+            return
         idle_at = time.monotonic() + limits.IDLE_S
         while True:
             item = self.queue.get(max(0.0, idle_at - time.monotonic()))
@@ -233,12 +241,14 @@ class Lane:
                 tally.rows_failed += rows
                 tally.error = tally.error or error
 
-    def _finish(self, request: Request) -> None:
-        done = request.done_for(self.index)
+    def _finish(self, request: Request, place: int | None = None) -> None:
+        """Tell the consumer, which has this place in the request's ledger, that it is over."""
+        place = self.index if place is None else place
+        done = request.done_for(place)
         said: list[CaptureResult | None] = []
         error = self._guard("on_request_done", lambda: said.append(self.consumer.on_request_done(done)))
         result = CaptureResult("error", error) if error is not None else said[0]
-        self._on_result(request, self.index, request.judge(self.index, result))
+        self._on_result(request, self.index, request.judge(place, result))
 
     def _guard(self, method: str, call: Callable[..., Any], *args: Any) -> str | None:
         """Call a method of the consumer; return what went wrong, None if nothing did."""

@@ -19,6 +19,7 @@ block and inside the positions of its request. `Frame.decode` refuses anything e
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
 
@@ -265,6 +266,28 @@ class Frame:
         digest = xxhash.xxh3_64_intdigest(self.payload)
         if digest != header.xxh3:
             raise _broken("payload checksum", f"{digest:#018x}", f"{header.xxh3:#018x}")
+
+
+def rows_of(header: FrameHeader) -> Counter[str]:
+    """Return how many rows of each request a frame holds."""
+    rows: Counter[str] = Counter()
+    for block in header.blocks:
+        for request, _, length, _ in block.spans:
+            rows[header.requests[request].id] += len(block.sites) * length
+    return rows
+
+
+def lessened(header: FrameHeader, lost: Counter[str], reason: str) -> FrameHeader:
+    """Return a header whose ends of requests say which of their rows were lost on the way; they are taken out of `lost`, rows by request."""
+    if not any(finished.id in lost for finished in header.finished):
+        return header
+    told = []
+    for finished in header.finished:
+        if rows := lost.pop(finished.id, 0):
+            dropped = (*finished.dropped, Dropped(rows, reason))
+            finished = msgspec.structs.replace(finished, rows=finished.rows - rows, dropped=dropped)  # noqa: PLW2901
+        told.append(finished)
+    return msgspec.structs.replace(header, finished=tuple(told))
 
 
 def _checked_rows(block: Block, header: FrameHeader) -> int:

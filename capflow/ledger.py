@@ -14,7 +14,7 @@ import msgspec
 
 from capflow import limits
 from capflow.errors import RemoteProtocolError, UsageError, explain
-from capflow.frame import Dropped, Finished, Frame, FrameHeader, Rank, RequestRows
+from capflow.frame import Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, rows_of
 from capflow.message import ModelInfo
 from capflow.positions import Positions
 from capflow.result import CaptureResult, RequestDone
@@ -25,11 +25,15 @@ _SHARES_KEPT_MAX = 4096
 
 
 class Wish(NamedTuple):
-    """What one consumer wants: of every request, and whether also what requests ask for themselves."""
+    """What one consumer wants: of every request, and whether also what requests ask for themselves.
+
+    keeps: its lane has a ledger of its own, so that it is not given frames from here, but named by `keepers`.
+    """
 
     consumer: str
     spec: CaptureSpec | None
     reads_requests: bool
+    keeps: bool = False
 
 
 class Share:
@@ -163,6 +167,8 @@ class Ledger:
 
     def __init__(self, wishes: Sequence[Wish]) -> None:
         self.wishes = tuple(wishes)
+        self._given = tuple(index for index, wish in enumerate(self.wishes) if not wish.keeps)
+        self._keeping = tuple(index for index, wish in enumerate(self.wishes) if wish.keeps)
         self.requests_done = 0
         self.requests_failed = 0  # of these, those whose engine went away
         self.requests_open = 0
@@ -200,7 +206,7 @@ class Ledger:
         first = requests[0].shares
         alike = all(request.shares is first for request in requests)  # the usual case: they want the same
         deliveries = []
-        for consumer in range(len(self.wishes)):
+        for consumer in self._given:
             share = first[consumer]
             if alike and (share is None or not any(share.groups(block.sites) for block in header.blocks)):
                 continue
@@ -214,6 +220,30 @@ class Ledger:
                 deliveries.append(Delivery(consumer, mine, rows, parts))
         return deliveries
 
+    def miss(self, header: FrameHeader, engine: Engine, reason: str) -> int:
+        """Note that the rows of a frame are lost; return how many of them are of requests that somebody wants something of."""
+        rows, missed = rows_of(header), 0
+        for part in header.requests:
+            request = self._request(engine, part, header.rank)
+            request.received[header.rank.pp] = request.received.get(header.rank.pp, 0) + rows[part.id]
+            if any(tally is not None for tally in request.tallies):
+                request.dropped[reason] += rows[part.id]
+                missed += rows[part.id]
+        return missed
+
+    def keepers(self, header: FrameHeader, engine: Engine) -> Sequence[int]:
+        """Return the consumers with lanes that keep that want something of the requests that a frame names; before `finish`."""
+        if not self._keeping:
+            return ()
+        ends = (RequestRows(f.id, f.prompt_length, 0, (), capture=f.capture) for f in header.finished)
+        requests = [self._request(engine, part, header.rank) for part in (*header.requests, *ends)]
+        return [index for index in self._keeping if any(request.tallies[index] is not None for request in requests)]
+
+    def pass_over(self, request: str, engine: Engine, rank: Rank) -> None:
+        """Note that nobody wants anything of a request, unless it is open."""
+        if request not in engine.open:
+            self._add(Request(engine.name, request, rank.dp, (None,) * len(self.wishes)), engine)
+
     def finish(self, header: FrameHeader, engine: Engine) -> list[Request]:
         """Note the ends that a frame tells of; return the requests that are over now."""
         over = []
@@ -224,7 +254,8 @@ class Ledger:
             request.finished[header.rank.pp] = finished
             for rows, reason in finished.dropped:
                 request.dropped[reason] += rows
-            if (missing := finished.rows - request.received.get(header.rank.pp, 0)) > 0:
+            missing = finished.rows - request.received.get(header.rank.pp, 0)
+            if missing > 0 and any(request.tallies[index] is not None for index in self._given):
                 request.dropped["earlier_hub"] += missing
             if len(request.finished) >= engine.model.stages:
                 statuses = [f.status for f in request.finished.values()]
@@ -239,6 +270,14 @@ class Ledger:
             self._end(engine, request, "error")
         self.requests_failed += len(lost)
         return lost
+
+    def settle(self, over: Request, consumer: int, result: CaptureResult) -> Request | None:
+        """Note the result of a lane that keeps, told by its own ledger; return the request here, None when it is not known or not over."""
+        request = self._requests.get(over.id)
+        if request is None or request.engine != over.engine or request.status is None or request.results[consumer]:
+            return None
+        request.results[consumer] = result
+        return request
 
     def find(self, request: str) -> Request | None:
         """Return the newest request of that id."""
@@ -272,10 +311,13 @@ class Ledger:
             if self.requests_open >= limits.REQUESTS_OPEN_MAX:
                 raise RemoteProtocolError(explain("open requests", expected=f"at most {limits.REQUESTS_OPEN_MAX}"))
             request = Request(engine.name, part.id, rank.dp, self._shares(engine, part.capture))
-            engine.open[part.id] = self._requests[part.id] = request
-            self._over.pop(part.id, None)
-            self.requests_open += 1
+            self._add(request, engine)
         return request
+
+    def _add(self, request: Request, engine: Engine) -> None:
+        engine.open[request.id] = self._requests[request.id] = request
+        self._over.pop(request.id, None)
+        self.requests_open += 1
 
     def _shares(self, engine: Engine, capture: CaptureSpec | None) -> tuple[Share | None, ...]:
         key = b"" if capture is None else msgspec.msgpack.encode(capture)

@@ -16,13 +16,15 @@ from typing import Any, get_args
 
 import msgspec
 import pluggy
+import xxhash
 from msgspec import inspect
 
 from capflow import hookspecs, limits
-from capflow.consumer import Consumer, Controller, Policy
+from capflow.consumer import Consumer, Controller, Fallback, Policy
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ControllerSpec
 from capflow.queue import Overload
+from capflow.spool import check_root, default_root
 
 Plugin = type[Consumer] | type[Controller]
 
@@ -31,29 +33,64 @@ _FIELD = re.compile(r" - at `\$\.(\w+)")
 _EXPECTED = re.compile(r"Expected (.*?)(?:, got .*?)?(?: - at .*)?$")
 _SEQUENCES = (inspect.ListType, inspect.VarTupleType, inspect.TupleType, inspect.SetType, inspect.FrozenSetType)
 
-UNIVERSAL_OPTIONS = ("policy", "queue_bytes_max")
-"""The options that every consumer has besides its own."""
+UNIVERSAL_OPTIONS = ("policy", "queue_bytes_max", "spool_dir", "spool_bytes", "spill_fallback")
+"""The options that every consumer has besides its own; the last three go with policy `spill`."""
+
+
+@dataclass(frozen=True)
+class Spill:
+    """Where a consumer with policy `spill` has its inbox: the directory `name`, or one beside it, below `root`; how much it may hold; what holds then.
+
+    The name is the same wherever and whenever the consumer is run with the same configuration from the same directory.
+    """
+
+    root: Path
+    name: str
+    bytes_max: int = limits.SPOOL_BYTES_DEFAULT
+    fallback: Overload = Overload.BLOCK
+
+    @classmethod
+    def of(cls, consumer: Consumer, root: Path | None, bytes_max: int | None, fallback: str | None) -> Spill:
+        """Return it as given, or as is the default."""
+        said = msgspec.json.encode(consumer.config, enc_hook=str, order="sorted")
+        digest = xxhash.xxh3_64_hexdigest(said + str(Path.cwd()).encode())
+        return cls(
+            (root or default_root() / "hub").absolute(),
+            f"{consumer.name}-{digest}",
+            limits.SPOOL_BYTES_DEFAULT if bytes_max is None else bytes_max,
+            Overload(fallback or "block"),
+        )
 
 
 @dataclass(frozen=True)
 class ConfiguredConsumer:
-    """A consumer ready to be opened, and the queue that it is to have in the hub."""
+    """A consumer ready to be opened, and the queue that it is to have in the hub; spill: of one with that policy."""
 
     name: str
     consumer: Consumer
     policy: Overload
     queue_bytes_max: int = limits.QUEUE_BYTES_DEFAULT
+    spill: Spill | None = None
 
     @classmethod
     def of(
-        cls, consumer: Consumer, *, policy: str | None = None, queue_bytes_max: int | None = None
+        cls,
+        consumer: Consumer,
+        *,
+        policy: str | None = None,
+        queue_bytes_max: int | None = None,
+        spool_dir: Path | None = None,
+        spool_bytes: int | None = None,
+        spill_fallback: str | None = None,
     ) -> ConfiguredConsumer:
         """Return the consumer with a queue as given, or as its class and the limits say."""
+        overload = Overload(policy or consumer.policy)
         return cls(
             consumer.name,
             consumer,
-            Overload(policy or consumer.policy),
+            overload,
             limits.QUEUE_BYTES_DEFAULT if queue_bytes_max is None else queue_bytes_max,
+            Spill.of(consumer, spool_dir, spool_bytes, spill_fallback) if overload is Overload.SPILL else None,
         )
 
 
@@ -152,8 +189,13 @@ def options_of(plugin: Plugin) -> list[Option]:
         for field in _fields(plugin.Config)
     ]
     if issubclass(plugin, Consumer):
-        options.append(Option("policy", "block or drop", required=False, default=plugin.policy))
-        options.append(Option("queue_bytes_max", "int", required=False, default=limits.QUEUE_BYTES_DEFAULT))
+        options += [
+            Option("policy", " or ".join(get_args(Policy)), required=False, default=plugin.policy),
+            Option("queue_bytes_max", "int", required=False, default=limits.QUEUE_BYTES_DEFAULT),
+            Option("spool_dir", "str", required=False, default=str(default_root() / "hub")),
+            Option("spool_bytes", "int", required=False, default=limits.SPOOL_BYTES_DEFAULT),
+            Option("spill_fallback", " or ".join(get_args(Fallback)), required=False, default="block"),
+        ]
     return options
 
 
@@ -222,9 +264,7 @@ def configure(name: str, options: Mapping[str, Any], known: Mapping[str, Plugin]
         raise
     except Exception as e:
         raise CapflowError(explain(f"consumer {name} failed", got=f"{type(e).__name__}: {e}")) from e
-    return ConfiguredConsumer.of(
-        consumer, policy=_policy(options.get("policy"), where), queue_bytes_max=_queue_bytes(options, where)
-    )
+    return _with_queue(consumer, options, where)
 
 
 def configure_all(
@@ -307,18 +347,39 @@ def _type_name(kind: inspect.Type) -> str:
     return " or ".join(names)
 
 
-def _policy(value: Any, where: str) -> str | None:
-    if value is None or value in get_args(Policy):
+def _with_queue(consumer: Consumer, options: Mapping[str, Any], where: str) -> ConfiguredConsumer:
+    """Return a consumer with the queue that the options of every consumer say."""
+    policy = _one_of(options, "policy", get_args(Policy), where) or consumer.policy
+    if policy != "spill":
+        for name in UNIVERSAL_OPTIONS[2:]:
+            if name in options:
+                raise UsageError(explain(f"{where}.{name}", got=f"policy {policy}", expected="policy spill with it"))
+    root = Path(str(options["spool_dir"])) if "spool_dir" in options else None
+    if policy == "spill":
+        check_root((root or default_root()).absolute(), f"{where}.spool_dir")
+    return ConfiguredConsumer.of(
+        consumer,
+        policy=policy,
+        queue_bytes_max=_size(options, "queue_bytes_max", limits.QUEUE_BYTES_MAX, where),
+        spool_dir=root,
+        spool_bytes=_size(options, "spool_bytes", limits.SPOOL_BYTES_MAX, where),
+        spill_fallback=_one_of(options, "spill_fallback", get_args(Fallback), where),
+    )
+
+
+def _one_of(options: Mapping[str, Any], name: str, words: Sequence[str], where: str) -> str | None:
+    value = options.get(name)
+    if value is None or value in words:
         return None if value is None else str(value)
-    raise UsageError(explain(f"{where}.policy", got=value, expected=f"one of {', '.join(get_args(Policy))}"))
+    raise UsageError(explain(f"{where}.{name}", got=value, expected=f"one of {', '.join(words)}"))
 
 
-def _queue_bytes(options: Mapping[str, Any], where: str) -> int | None:
-    value = options.get("queue_bytes_max")
+def _size(options: Mapping[str, Any], name: str, size_max: int, where: str) -> int | None:
+    value = options.get(name)
     if value is None:
         return None
     number = int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,20}", value) else value
-    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= limits.QUEUE_BYTES_MAX:
-        expected, do = f"1..{limits.QUEUE_BYTES_MAX}", "remove it to use the default"
-        raise UsageError(explain(f"{where}.queue_bytes_max", got=value, expected=expected, do=do))
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= size_max:
+        expected, do = f"1..{size_max}", "remove it to use the default"
+        raise UsageError(explain(f"{where}.{name}", got=value, expected=expected, do=do))
     return number

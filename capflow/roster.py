@@ -143,18 +143,19 @@ class Roster:
             if for_good:
                 self._sources.pop((name, known.hello.rank), None)
                 self._on_lost(known.source.engine, known.hello.rank.dp)
-        if not self._connected(name) and not any(engine == name for engine, _ in self._sources):
+        if not self.connected(name) and not any(engine == name for engine, _ in self._sources):
             self.engines.pop(name, None)
         return known
 
-    def _connected(self, engine: str) -> bool:
+    def connected(self, engine: str) -> bool:
+        """Return whether a worker or a scheduler of an engine is connected."""
         return any(known.hello.engine == engine and known.hello.role != "client" for known in self.peers.values())
 
     def _engine(self, name: str, model: ModelInfo, user: str) -> Engine:
         engine = self.engines.get(name)
         if engine is not None and engine.user != user:
             raise UsageError(explain(f"engine {name}", got="another key than its other workers", expected="the same"))
-        connected = self._connected(name)
+        connected = self.connected(name)
         if engine is not None and engine.model == model:
             if not connected:
                 self._on_engine(engine)

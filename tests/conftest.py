@@ -3,9 +3,16 @@
 Torch is imported by the fixtures that need it, so that the other tests start without it.
 """
 
+import os
 import shutil
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def state_home(tmp_path_factory):
+    """Have spools without a place of their own lie below a directory of this run, also those of child processes."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
 @pytest.fixture(scope="session")

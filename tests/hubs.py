@@ -88,8 +88,8 @@ class Recorder(Consumer):
         self.events.append(event)
 
 
-def configured(consumer, policy="block", queue_bytes_max=None):
-    return ConfiguredConsumer.of(consumer, policy=policy, queue_bytes_max=queue_bytes_max)
+def configured(consumer, policy="block", queue_bytes_max=None, **spill):
+    return ConfiguredConsumer.of(consumer, policy=policy, queue_bytes_max=queue_bytes_max, **spill)
 
 
 @contextlib.contextmanager

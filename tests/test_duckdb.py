@@ -167,14 +167,51 @@ def test_the_view_fired_has_the_tokens_at_or_above_the_threshold(tmp_path):
 
 def test_an_id_that_comes_again_does_not_mix_with_the_first(tmp_path):
     probe_file(tmp_path, "p", threshold=-1e9)
-    for _ in range(2):
+    for boot in range(2):
         consumer = opened(tmp_path, "p")
-        for _ in range(2):
-            consumer.on_frame(make_frame([("0", 4, 0, 4)], SITES[:2]))
+        for seq in range(2):
+            consumer.on_frame(make_frame([("0", 4, 0, 4)], SITES[:2], seq=seq + 1, boot=f"b{boot}"))
             consumer.on_request_done(done("0", rows=8))
         consumer.close()
     assert query(tmp_path, "SELECT capture FROM requests ORDER BY capture") == [(1,), (2,), (3,), (4,)]
     assert query(tmp_path, "SELECT count(*) FROM fired") == [(4 * 4 * 2,)]
+
+
+def test_what_is_given_again_after_a_kill_is_in_the_tables_once(tmp_path):
+    """The first is killed with one request finished, and one of which half is committed, a bit is not, and a bit was never given."""
+    probe_file(tmp_path, "p")
+
+    def give(consumer, steps):
+        for step in steps:
+            parts = [("whole", 4, step * 4, 4)] if step < 2 else []
+            consumer.on_frame(make_frame([*parts, ("half", 4, step * 4, 4)], SITES[:2], seq=step + 1))
+            if step == 1:
+                results.append(consumer.on_request_done(done("whole", 4, 8, rows=16)))
+
+    results = []
+    killed = opened(tmp_path, "p")
+    give(killed, range(3))
+    killed._database.close()  # with what is pending
+    consumer = opened(tmp_path, "p")
+    give(consumer, range(5))
+    results.append(consumer.on_request_done(done("half", 4, 20, rows=40)))
+    consumer.close()
+    assert results[0] == results[1]
+    assert [result.status for result in results] == ["ok"] * 3
+    assert (results[2].payload["tokens"], results[2].payload["scores"]) == (20, 40)
+    assert consumer._context.counts == {"requests_again": 1}
+    assert query(tmp_path, "SELECT request_id, capture_status FROM requests ORDER BY 1") == [
+        ("half", "ok"),
+        ("whole", "ok"),
+    ]
+    tokens = query(tmp_path, "SELECT request_id, position, token_id FROM tokens ORDER BY request_id DESC, position")
+    lengths = {"whole": 8, "half": 20}
+    assert tokens == [(request, p, token_of(request, p)) for request, length in lengths.items() for p in range(length)]
+    sql = """
+        SELECT request_id, count(*), count(DISTINCT (position, probe, layer)), count(DISTINCT capture)
+        FROM scores GROUP BY request_id ORDER BY request_id DESC
+    """
+    assert query(tmp_path, sql) == [(request, 2 * length, 2 * length, 1) for request, length in lengths.items()]
 
 
 def test_opening_with_another_threshold_moves_what_fired_and_keeps_the_scores(tmp_path):

@@ -383,7 +383,7 @@ def test_a_plain_id_is_its_own_slug():
 def captured_twice(root: Path, on_collision: str) -> CaptureResult:
     for length in (4, 5):
         consumer = opened(root, on_collision=on_collision)
-        consumer.on_frame(make_frame([("r1", 4, 0, length)]))
+        consumer.on_frame(make_frame([("r1", 4, 0, length)], seq=length))
         result = consumer.on_request_done(done(computed_length=length))
         consumer.close()
     return result
@@ -409,6 +409,34 @@ def test_a_taken_name_can_get_a_suffix(tmp_path):
     assert dataset.requests() == ["r1"]
     assert [len(capture[0, "post_block"].rows) for capture in dataset.captures("r1")] == [4, 5]
     assert len(dataset["r1"]["post_block:0"].rows) == 5
+
+
+# What comes again.
+
+
+def test_a_request_that_is_given_again_is_known_and_not_written_again(tmp_path):
+    def give(boot="b", first=3):
+        consumer = opened(tmp_path, on_collision="suffix")
+        for step in range(3):
+            consumer.on_frame(make_frame([("r1", 4, step * 4, 4)], seq=first + step, boot=boot))
+        result = consumer.on_request_done(done(computed_length=12))
+        consumer.close()
+        return result, consumer._context.counts
+
+    result, counts = give()
+    assert result.status == "ok"
+    assert not counts
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "r1").iterdir()}
+    again, counts = give()
+    assert again == result
+    assert counts == {"requests_again": 1}
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "r1").iterdir()} == written
+    assert names(tmp_path) == ["r1"]
+    assert give(first=6)[0].payload["path"].endswith("r1~2")  # the same id later
+    assert give(boot="c")[0].payload["path"].endswith("r1~3")  # and of another worker
+    assert (
+        give(first=8)[0].payload["path"].endswith("r1~2")
+    )  # only its last frame is in r1~2, from which on it comes again
 
 
 # Ends other than the good one.

@@ -33,6 +33,8 @@ LAYERS = (
         "roster",
         "pace",
         "fanout",
+        "inbox",
+        "spilling",
         "guard",
         "health",
         "exchange",

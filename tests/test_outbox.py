@@ -18,8 +18,8 @@ from capflow.cli.view import view
 from capflow.errors import CapflowError, UsageError
 from capflow.metrics import registry_of
 from capflow.session import State
+from capflow.spool import check_root, default_root
 from capflow.transport import FormerLink, Outbox, WorkerLink, left_behind
-from capflow.transport.outbox import check_root, default_root
 
 __all__ = ["address"]
 

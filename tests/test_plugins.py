@@ -26,6 +26,7 @@ from capflow.plugins import (
 )
 from capflow.queue import Overload
 from capflow.spec import CaptureSpec
+from capflow.spool import default_root
 
 
 class Sink(Consumer):
@@ -197,6 +198,22 @@ class TestConfigure:
         made = configure("sink", {"root": "/x", "policy": "block", "queue_bytes_max": "1000"}, KNOWN)
         assert (made.policy, made.queue_bytes_max) == (Overload.BLOCK, 1000)
 
+    def test_spills_to_the_same_place_whenever_it_is_configured_alike(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        options = {
+            "root": "x",
+            "policy": "spill",
+            "spool_dir": "spool",
+            "spool_bytes": "5000",
+            "spill_fallback": "drop",
+        }
+        spill = configure("sink", options, KNOWN).spill
+        assert (spill.root, spill.bytes_max, spill.fallback) == (tmp_path / "spool", 5000, Overload.DROP)
+        assert configure("sink", {**options, "spool_bytes": "9000"}, KNOWN).spill.name == spill.name
+        assert configure("sink", {**options, "count": "4"}, KNOWN).spill.name != spill.name
+        monkeypatch.chdir("/")  # where another `x` lies
+        assert configure("sink", options, KNOWN).spill.name != spill.name
+
     def test_makes_a_controllers_state(self):
         made = configure("watch", {"threshold": "0.5"}, KNOWN)
         assert isinstance(made, ConfiguredController)
@@ -217,7 +234,31 @@ class TestConfigure:
             ("sink", {"root": "x", "on": "maybe"}, "consumers.sink.on: got maybe, expected bool"),
             ("sink", {"root": "x", "layers": "1+x"}, "consumers.sink.layers: got 1+x, expected int"),
             ("sink", {"root": "x", "mode": "c"}, "consumers.sink.mode: got c, expected a or b"),
-            ("sink", {"root": "x", "policy": "spill"}, "consumers.sink.policy: got spill, expected one of block, drop"),
+            (
+                "sink",
+                {"root": "x", "policy": "no"},
+                "consumers.sink.policy: got no, expected one of block, drop, spill",
+            ),
+            (
+                "sink",
+                {"root": "x", "spool_bytes": "1"},
+                "consumers.sink.spool_bytes: got policy drop, expected policy spill with it",
+            ),
+            (
+                "sink",
+                {"root": "x", "policy": "spill", "spool_bytes": "0"},
+                f"consumers.sink.spool_bytes: got 0, expected 1..{limits.SPOOL_BYTES_MAX}; remove it to use the default",
+            ),
+            (
+                "sink",
+                {"root": "x", "policy": "spill", "spill_fallback": "spill"},
+                "consumers.sink.spill_fallback: got spill, expected one of block, drop",
+            ),
+            (
+                "sink",
+                {"root": "x", "policy": "spill", "spool_dir": "/dev/null/x"},
+                "consumers.sink.spool_dir: got /dev/null, expected a directory that can be written",
+            ),
             (
                 "sink",
                 {"root": "x", "queue_bytes_max": "-1"},
@@ -289,7 +330,10 @@ def test_options_are_told_with_types_and_defaults():
         "names": ("list of str", False, ()),
         "mode": ("a or b", False, "a"),
         "limit": ("int", False, None),
-        "policy": ("block or drop", False, "drop"),
+        "policy": ("block or drop or spill", False, "drop"),
         "queue_bytes_max": ("int", False, limits.QUEUE_BYTES_DEFAULT),
+        "spool_dir": ("str", False, str(default_root() / "hub")),
+        "spool_bytes": ("int", False, limits.SPOOL_BYTES_DEFAULT),
+        "spill_fallback": ("block or drop", False, "block"),
     }
     assert [option.name for option in options_of(Watch)] == ["threshold"]

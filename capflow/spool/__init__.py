@@ -42,7 +42,8 @@ and a second sync would succeed. The records that were not synced are kept in me
 """
 
 from capflow.spool.files import Files
+from capflow.spool.place import check_root, default_root
 from capflow.spool.reader import Lost, Record
-from capflow.spool.spool import FullError, Spool
+from capflow.spool.spool import FullError, InUseError, Spool
 
-__all__ = ["Files", "FullError", "Lost", "Record", "Spool"]
+__all__ = ["Files", "FullError", "InUseError", "Lost", "Record", "Spool", "check_root", "default_root"]

@@ -105,6 +105,13 @@ def _search(files: Files, fd: int, size: int, salt: int, offset: int) -> int:
     return size
 
 
+def read_head(files: Files, fd: int, item: Item) -> bytes | None:
+    """Return a record's head, None when it is not what was written."""
+    head = files.read(fd, item.header.head_bytes, item.offset + HEADER_BYTES)
+    whole = len(head) == item.header.head_bytes and xxhash.xxh3_64_intdigest(head) == item.header.head_xxh3
+    return head if whole else None
+
+
 def read(files: Files, fd: int, item: Item) -> tuple[bytes | None, bytes | None]:
     """Return a record's head and body, each None when it is not what was written."""
     header = item.header

@@ -122,10 +122,14 @@ class Segments:
 
     def at(self, number: int) -> tuple[Segment, int, int] | None:
         """Return the segment that holds a record, its length and the number below which its records count; None if none does."""
-        for segment, stop in reversed(list(zip(self._all, stops(self._all), strict=True))):
+        for segment, stop in reversed(self.ranges()):
             if segment.first <= number:
                 return segment, segment.size, stop
         return None
+
+    def ranges(self) -> list[tuple[Segment, int]]:
+        """Return each segment with the number below which its records count."""
+        return list(zip(self._all, stops(self._all), strict=True))
 
     def first(self) -> int:
         """Return the lowest number that any segment may hold."""
@@ -135,8 +139,7 @@ class Segments:
         """Return the segments, but for the newest, that hold nothing that counts above `done`."""
         if self.directory_dirty:
             return []  # until what makes them void is durable
-        pairs = list(zip(self._all, stops(self._all), strict=True))[:-1]
-        return [segment for segment, stop in pairs if max(done + 1, segment.first) >= stop]
+        return [segment for segment, stop in self.ranges()[:-1] if max(done + 1, segment.first) >= stop]
 
     def free(self, segment: Segment) -> bool:
         """Remove a segment's file, or set it aside if it is damaged and there is room; return whether its bytes are free."""

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -36,6 +36,10 @@ class FullError(CapflowError):
         self.reason = reason
 
 
+class InUseError(CapflowError):
+    """Another process has the directory."""
+
+
 class _Entry(NamedTuple):
     """A record that is not durable."""
 
@@ -47,7 +51,7 @@ class _Entry(NamedTuple):
 class Spool:
     """A bounded queue of records on disk, from `open` to `close`.
 
-    One thread appends, one reads and acknowledges, and a third, the spool's own, syncs, frees and tries again what failed.
+    Any thread appends, one reads, one acknowledges, and the spool's own syncs, frees and tries again what failed.
     bytes_max bounds the segments together. unsynced_bytes_max bounds what is kept in memory until it is durable. on_synced(number) is
     called on the spool's thread when every record up to there is durable.
     """
@@ -96,14 +100,14 @@ class Spool:
     def open(self) -> None:
         """Take the directory and find what is in it.
 
-        Raises CapflowError when another process has it or it cannot be used.
+        Raises InUseError when another process has it, CapflowError when it cannot be used.
         """
         try:
             self._files.mkdir(self.directory)
             self._lock_fd = self._files.lock(self.directory / LOCK)
             if self._lock_fd is None:
                 do = "stop the process that writes it, or name another directory"
-                raise CapflowError(explain(f"spool {self.directory} is in use", do=do))
+                raise InUseError(explain(f"spool {self.directory} is in use", do=do))
             self._recover()
         except OSError as e:
             self._release()
@@ -135,10 +139,11 @@ class Spool:
 
     # For the thread that appends.
 
-    def append(self, head: bytes, body: Any = b"") -> int:
+    def append(self, head: bytes, body: Any = b"", *, spare_bytes: int = 0) -> int:
         """Take a record; return its number. Until it is durable, as `synced_through` says, its buffers must not change.
 
-        Waits only for the disk, when `unsynced_bytes_max` of records before it are not durable. Raises FullError.
+        Waits only for the disk, when `unsynced_bytes_max` of records before it are not durable. Raises FullError, also when less than
+        `spare_bytes` would be left of `bytes_max`.
         """
         body = memoryview(body).cast("B")
         nbytes = items.HEADER_BYTES + len(head) + len(body)
@@ -149,7 +154,7 @@ class Spool:
             if not self._fits_memory(nbytes):
                 raise self._full(self._failure or OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
             if self._failure is None:
-                self._check_room(nbytes)
+                self._check_room(nbytes + spare_bytes)
                 try:
                     self._segments.write(self._next_append, head, body)
                 except OSError as e:
@@ -160,12 +165,12 @@ class Spool:
             self._changed.notify_all()
             return self._next_append - 1
 
-    def put(self, head: bytes, body: Any = b"", timeout_s: float | None = None) -> int:
+    def put(self, head: bytes, body: Any = b"", timeout_s: float | None = None, *, spare_bytes: int = 0) -> int:
         """Take a record as `append` does, waiting for room for at most `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
-                return self.append(head, body)
+                return self.append(head, body, spare_bytes=spare_bytes)
             except FullError:
                 left = _RETRY_S if deadline is None else min(_RETRY_S, deadline - time.monotonic())
                 if left <= 0:
@@ -201,6 +206,21 @@ class Spool:
             logger.error("spool %s: records %d to %d are lost: %s", self.directory, *found[:3])
         self._next_read = found.id + 1
         return found
+
+    def heads(self) -> Iterator[tuple[int, bytes]]:
+        """Yield number and head of every record that was left by an earlier process, but for those that are damaged.
+
+        To be called after `open`, before anything is appended or acknowledged. Raises OSError.
+        """
+        for segment, stop in self._segments.ranges():
+            with opened(self._files, segment.path) as fd:
+                for item in items.scan(self._files, fd, segment.size, segment.salt):
+                    if isinstance(item, items.Damage) or item.header.kind != items.RECORD:
+                        continue
+                    if self._acked < item.header.id < min(stop, self._next_append):
+                        head = items.read_head(self._files, fd, item)
+                        if head is not None:
+                            yield item.header.id, head
 
     def acknowledge(self, number: int) -> None:
         """Say that every record up to here, all of them read, is done with: none of them is read again."""

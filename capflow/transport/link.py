@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from capflow import limits
 from capflow.action import Outcome
 from capflow.address import check_address
-from capflow.consumer import OutboundPolicy, Policy
+from capflow.consumer import Fallback, Policy
 from capflow.errors import RemoteProtocolError
 from capflow.frame import FrameHeader
 from capflow.keys import peer_key
@@ -242,13 +242,13 @@ class WorkerLink(_Link):
         hello: Hello,
         *,
         outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT,
-        policy: OutboundPolicy = "block",
+        policy: Policy = "block",
         block_s_max: float = limits.BLOCK_S_MAX,
         on_welcome: Callable[[Welcome], None] | None = None,
         staged: Callable[[], Staged] = Staged,
         key: str | None = None,
         outbox: Outbox | None = None,
-        fallback: Policy = "block",
+        fallback: Fallback = "block",
     ) -> None:
         super().__init__(address, hello, key=key)
         assert (policy == "spill") == (outbox is not None)

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from capflow import limits, message
-from capflow.errors import CapflowError, UsageError, explain
-from capflow.frame import Dropped, Frame, FrameHeader
+from capflow.errors import CapflowError, explain
+from capflow.frame import Frame, FrameHeader, lessened, rows_of
 from capflow.message import Hello
 from capflow.session import Parts
 from capflow.spool import FullError, Lost, Spool
@@ -109,7 +109,7 @@ class Outbox:
                 self.frames_lost += found.last - found.first + 1
                 self._taken.append((self._seq, found.last))
                 if found.head is not None:
-                    self.rows_lost.update(_rows_of(_decoder.decode(found.head[_SEQ.size :])))
+                    self.rows_lost.update(rows_of(_decoder.decode(found.head[_SEQ.size :])))
                 continue
             (self._seq,) = _SEQ.unpack_from(found.head)
             self._taken.append((self._seq, found.id))
@@ -121,15 +121,7 @@ class Outbox:
 
     def amended(self, header: FrameHeader) -> FrameHeader:
         """Return a header whose ends of requests say which of their rows the disk did not give back."""
-        if not any(finished.id in self.rows_lost for finished in header.finished):
-            return header
-        told = []
-        for finished in header.finished:
-            if rows := self.rows_lost.pop(finished.id, 0):
-                dropped = (*finished.dropped, Dropped(rows, "spool_damaged"))
-                finished = msgspec.structs.replace(finished, rows=finished.rows - rows, dropped=dropped)  # noqa: PLW2901
-            told.append(finished)
-        return msgspec.structs.replace(header, finished=tuple(told))
+        return lessened(header, self.rows_lost, "spool_damaged")
 
     def acknowledge(self, seq: int) -> None:
         """Note that the hub has every frame up to here."""
@@ -146,15 +138,6 @@ class Outbox:
             logger.error("spool %s: not everything is on the disk", self.directory)
         elif not len(self._spool) and not self._spool.status()["segments_bad"]:
             shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def _rows_of(header: FrameHeader) -> Counter[str]:
-    """Return how many rows of each request a frame held."""
-    rows: Counter[str] = Counter()
-    for block in header.blocks:
-        for request, _, length, _ in block.spans:
-            rows[header.requests[request].id] += len(block.sites) * length
-    return rows
 
 
 def left_behind(root: Path) -> list[Outbox]:
@@ -176,16 +159,3 @@ def left_behind(root: Path) -> list[Outbox]:
             else:
                 outbox.close()
     return found
-
-
-def default_root() -> Path:
-    """Return where workers spill when the user names no place: `$XDG_STATE_HOME/capflow/spool`, `~/.local/state/…` by default."""
-    base = os.environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "capflow" / "spool"
-
-
-def check_root(root: Path) -> None:
-    """Raise UsageError when nothing can be spilled below a directory."""
-    existing = next(path for path in (root, *root.parents) if os.path.lexists(path))
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UsageError(explain("--spool-dir", got=str(existing), expected="a directory that can be written"))

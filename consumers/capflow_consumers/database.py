@@ -6,10 +6,14 @@
 | tokens | token computed of a request | capture, engine, request_id, position, token_id, text, phase |
 | probes | probe, and again when its threshold or file changes | name, site_layer, site_hook, threshold, file, xxh3_64 |
 | scores | row scored with a probe | capture, engine, request_id, position, probe, layer, hook, score |
+| marks | request in a transaction, and worker | capture, engine, request_id, boot, rank, first_frame, last_frame |
 
 `capture` numbers the captured requests of the file: ids come again when an engine is restarted, captures never do. Times are UTC.
 phase is `prompt` or `generated`. text is NULL where the engine has no tokenizer. The view `fired` joins them: the tokens of
 finished requests at which a probe's score was at or above its threshold, which is the last one the file was opened with.
+
+`marks` says which frames of which worker (`rank` is pipeline stage, data-parallel replica, tensor-parallel rank, with dots between) a
+capture's rows came in so far; it is committed with them, so that a frame that comes again after a kill is known.
 
 Tables are only ever appended to and have no indexes. One `append` is one transaction.
 """
@@ -18,14 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import duckdb
 import pyarrow as pa
 import xxhash
 
 from capflow.errors import UsageError, explain
+from capflow.frame import Rank
 from capflow.probe import Probe
+from capflow_consumers.framelog import FrameLog
 
 _KEY = [("capture", "BIGINT"), ("engine", "VARCHAR"), ("request_id", "VARCHAR")]
 
@@ -58,7 +64,16 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("hook", "VARCHAR"),
         ("score", "FLOAT"),
     ],
+    "marks": [*_KEY, ("boot", "VARCHAR"), ("rank", "VARCHAR"), ("first_frame", "BIGINT"), ("last_frame", "BIGINT")],
 }
+
+_STORED = """
+SELECT capture, marks.request_id, boot, rank, min(first_frame), max(last_frame), any_value(capture_status)
+FROM marks LEFT JOIN requests USING (capture)
+WHERE marks.engine = ?
+GROUP BY ALL
+ORDER BY capture
+"""
 
 _FIRED = """
 CREATE OR REPLACE VIEW fired AS
@@ -71,12 +86,21 @@ WHERE score >= threshold
 """
 
 
+class Stored(NamedTuple):
+    """A capture that is in the file, with the frames that it was made of; status: its `capture_status`, None when it is not finished."""
+
+    capture: int
+    status: str | None
+    frames: FrameLog
+
+
 class Database:
     """An open file; nobody else can open it until `close`."""
 
-    def __init__(self, path: Path, connection: Any, last_capture: int) -> None:
+    def __init__(self, path: Path, connection: Any, last_capture: int, engines: set[str]) -> None:
         self.path = path
         self.last_capture = last_capture
+        self.engines = engines  # of which captures were here when it was opened
         self._connection = connection
 
     @classmethod
@@ -90,15 +114,16 @@ class Database:
             raise UsageError(_why(path, str(e), where)) from e
         try:
             _make_tables(connection, path, where)
-            query = "SELECT max(capture) FROM (SELECT capture FROM requests UNION ALL SELECT capture FROM tokens)"
+            query = "SELECT max(capture) FROM (SELECT capture FROM requests UNION ALL SELECT capture FROM marks)"
             (last,) = connection.execute(query).fetchone()
+            engines = {engine for (engine,) in connection.execute("SELECT DISTINCT engine FROM marks").fetchall()}
         except duckdb.Error as e:
             connection.close()
             raise UsageError(explain(where, got=f"{path}: {e}", expected="a database that can be written")) from e
         except UsageError:
             connection.close()
             raise
-        return cls(path, connection, last or 0)
+        return cls(path, connection, last or 0, engines)
 
     def add_probe(self, probe: Probe, file: str) -> None:
         """Record a file's probes; raises UsageError when the database has scores of others of the same name."""
@@ -120,6 +145,15 @@ class Database:
             columns = zip(*new, strict=True)
             names = [name for name, _ in TABLES["probes"]]
             self.append({"probes": pa.table(dict(zip(names, map(list, columns), strict=True)))})
+
+    def stored(self, engine: str) -> dict[str, Stored]:
+        """Return the latest capture of each request of an engine."""
+        found: dict[str, Stored] = {}
+        for capture, request, boot, rank, first, last, status in self._connection.execute(_STORED, [engine]).fetchall():
+            if request not in found or found[request].capture != capture:
+                found[request] = Stored(capture, status, FrameLog())
+            found[request].frames.note((boot, Rank(*map(int, rank.split(".")))), first, last)
+        return found
 
     def append(self, tables: Mapping[str, pa.Table]) -> None:
         """Insert the rows of all tables, or of none; when this returns they are on the disk. Raises duckdb.Error."""

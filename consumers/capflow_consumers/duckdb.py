@@ -19,7 +19,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import duckdb
 import msgspec
@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 
 from capflow import limits
-from capflow.consumer import Consumer, Context
+from capflow.consumer import Consumer, Context, Policy
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import Frame, FrameHeader
 from capflow.hookspecs import hookimpl
@@ -36,7 +36,7 @@ from capflow.probe import Probe
 from capflow.result import CaptureResult, RequestDone, Status
 from capflow.site import Site
 from capflow.spec import CaptureSpec
-from capflow_consumers.database import Database
+from capflow_consumers.database import Database, Stored
 from capflow_consumers.pendingrows import PendingRows, ScoredPart, ScoredRequest
 
 
@@ -62,6 +62,7 @@ class DuckdbConsumer(Consumer):
 
     name: ClassVar[str] = "duckdb"
     Config: ClassVar[type[msgspec.Struct]] = DuckdbConfig
+    policy: ClassVar[Policy] = "spill"
 
     def __init__(self, config: DuckdbConfig, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(config)
@@ -73,6 +74,9 @@ class DuckdbConsumer(Consumer):
         self._models: dict[str, ModelInfo] = {}
         self._unfit: dict[str, str] = {}  # why no rows of an engine can be scored
         self._requests: dict[tuple[str, str], ScoredRequest] = {}
+        self._stored: dict[
+            str, dict[str, Stored]
+        ] = {}  # captures from before the file was opened, by engine and request, until they come again
         self._captures = 0
         self._pending = PendingRows()
         self._pending_since = 0.0
@@ -157,16 +161,23 @@ class DuckdbConsumer(Consumer):
         waiting = self._pending.count
         for rows in header.requests:
             if frame.wants is None or frame.wants(rows):
-                self._pending.add_tokens(header.engine, self._request(header, rows.id), rows)
+                request = self._request(header, rows.id)
+                request.frames.add(header)
+                self._pending.add_tokens(request, rows, stored=request.stored.has(header))
         scored: dict[Site, list[ScoredPart]] = {}
         for chunk in frame.chunks():
             request = self._request(header, chunk.request.id)
             request.rows += len(chunk.sites) * chunk.rows.shape[1]
             for site, values in zip(chunk.sites, chunk.rows, strict=True):
-                if site in self._by_site:
+                probe = self._by_site.get(site)
+                if probe is None:
+                    continue
+                if request.stored.has(header):
+                    request.scores += len(values) * len(probe.names)
+                else:
                     scored.setdefault(site, []).append((request, chunk.start, values))
         for site, parts in scored.items():
-            self._pending.add_scores(header.engine, self._by_site[site], parts)
+            self._pending.add_scores(self._by_site[site], parts)
         if not waiting:
             self._pending_since = self._clock()
         if self._pending.count >= self.config.batch_rows:
@@ -176,7 +187,11 @@ class DuckdbConsumer(Consumer):
         """Commit everything that is not yet, this request's line in `requests` last."""
         now_ns = time.time_ns()
         key = (done.engine, done.request)
-        request = self._requests.pop(key, None) or self._new(done.request, now_ns)
+        request = self._requests.pop(key, None) or self._new(done.engine, done.request, now_ns)
+        payload = {"path": str(self._path), "tokens": request.tokens, "scores": request.scores}
+        if request.status is not None:  # given once more, after a kill
+            self._count("requests_again")
+            return CaptureResult(cast("Status", request.status), None, payload)
         problems = [f"{dropped.rows} rows lost: {dropped.reason}" for dropped in done.dropped]
         if done.status == "error":
             problems.append("the request did not end")
@@ -203,7 +218,6 @@ class DuckdbConsumer(Consumer):
             self._flush({"requests": pa.table(line)})
         except CapflowError as e:
             return CaptureResult("error", str(e))
-        payload = {"path": str(self._path), "tokens": request.tokens, "scores": request.scores}
         return CaptureResult(status, "; ".join(problems) or None, payload)
 
     def on_idle(self) -> None:
@@ -225,20 +239,36 @@ class DuckdbConsumer(Consumer):
         key = (header.engine, request_id)
         request = self._requests.get(key)
         if request is None:
-            request = self._requests[key] = self._new(request_id, header.time_ns)
+            request = self._requests[key] = self._found(header, request_id) or self._new(*key, header.time_ns)
         return request
 
-    def _new(self, request_id: str, started_ns: int) -> ScoredRequest:
+    def _new(self, engine: str, request_id: str, started_ns: int) -> ScoredRequest:
         self._captures += 1
-        return ScoredRequest(self._captures, request_id, started_ns)
+        return ScoredRequest(self._captures, engine, request_id, started_ns)
+
+    def _found(self, header: FrameHeader, request_id: str) -> ScoredRequest | None:
+        """Return the request that this frame belongs to, when the file has rows of it from before it was opened."""
+        assert self._database is not None
+        engine = header.engine
+        if engine in self._database.engines and engine not in self._stored:
+            self._stored[engine] = self._database.stored(engine)
+        stored = self._stored.get(engine, {}).pop(request_id, None)
+        if stored is None or (stored.status is not None and not stored.frames.has(header)):
+            return None
+        found = ScoredRequest(stored.capture, engine, request_id, header.time_ns)
+        found.stored, found.status = stored.frames, stored.status
+        return found
 
     def _flush_or_fail(self) -> None:
         """Write what is pending; who loses rows by it is told at the end of the request."""
         try:
             self._flush({})
         except CapflowError:
-            if self._context is not None:
-                self._context.count("flush_errors")
+            self._count("flush_errors")
+
+    def _count(self, name: str) -> None:
+        if self._context is not None:
+            self._context.count(name)
 
     def _flush(self, tables: dict[str, pa.Table]) -> None:
         """Write what is pending, and more tables, in one transaction; raises CapflowError."""

@@ -2,7 +2,8 @@
 
 `capflow_consumers.layout` is the format. Rows are collected in memory and written when their request is over; past
 `buffer_bytes_max` the requests with most rows are moved to their files early. A request's directory takes its name when
-all of it is on the disk: who reads the root sees it whole or not at all, also after a kill or a power cut.
+all of it is on the disk: who reads the root sees it whole or not at all, also after a kill or a power cut. Its sidecar says which frames it was
+made of; a hub that gives them again after a kill finds it there.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import msgspec
 
 import capflow
 from capflow import limits
-from capflow.consumer import Consumer, Context
+from capflow.consumer import Consumer, Context, Policy
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.frame import Chunk, Frame, RequestRows
+from capflow.frame import Chunk, Frame, FrameHeader, RequestRows
 from capflow.hookspecs import hookimpl
 from capflow.message import ModelInfo
 from capflow.positions import Form
@@ -28,6 +29,7 @@ from capflow.result import CaptureResult, RequestDone, Status
 from capflow.site import Site
 from capflow.spec import CaptureSpec, StoredDtype, Wanted, join, read_layers
 from capflow_consumers import layout
+from capflow_consumers.framelog import FrameLog
 from capflow_consumers.requestfiles import RequestFiles, Runs
 from capflow_consumers.rowbuffer import RowBuffer
 from capflow_consumers.slug import slug
@@ -60,9 +62,13 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Request:
-    """One request from its first row to its result. error: why its rows are no longer taken."""
+    """One request from its first row to its result.
 
-    __slots__ = ("buffer", "dtypes", "error", "files", "tokens", "wanted")
+    error: why its rows are no longer taken. published: where it lies already, from before this consumer was opened, and its sidecar; then
+    it is given once more, and its rows are not taken either.
+    """
+
+    __slots__ = ("buffer", "dtypes", "error", "files", "frames", "published", "tokens", "wanted")
 
     def __init__(self, files: RequestFiles, wanted: Wanted | None) -> None:
         self.files = files
@@ -70,6 +76,8 @@ class _Request:
         self.buffer = RowBuffer()
         self.tokens = TokenLog()
         self.error: str | None = None
+        self.frames = FrameLog()
+        self.published: tuple[Path, layout.Sidecar] | None = None
         self.dtypes: dict[tuple[Site, ...], dict[str, list[int]]] = {}  # of a chunk's sites, by index; see `add`
 
     def add(self, chunk: Chunk) -> int:
@@ -97,6 +105,7 @@ class FilesystemConsumer(Consumer):
 
     name: ClassVar[str] = "filesystem"
     Config: ClassVar[type[msgspec.Struct]] = FilesystemConfig
+    policy: ClassVar[Policy] = "spill"
 
     def __init__(self, config: FilesystemConfig) -> None:
         super().__init__(config)
@@ -162,8 +171,10 @@ class FilesystemConsumer(Consumer):
             if chunk.request is not previous:
                 previous = chunk.request
                 request = self._request(frame, previous)
-                request.tokens.add(previous.start, previous.token_ids, previous.texts)
-            if request.error is None:
+                request.frames.add(frame.header)
+                if request.published is None:
+                    request.tokens.add(previous.start, previous.token_ids, previous.texts)
+            if request.error is None and request.published is None:
                 self._buffered_bytes += request.add(chunk)
                 if self._buffered_bytes > self.config.buffer_bytes_max:
                     self._write_out()
@@ -172,6 +183,9 @@ class FilesystemConsumer(Consumer):
         """Write what is left, publish the directory, and say what is in it."""
         request = self._requests.pop((done.engine, done.request), None) or self._empty(done.engine)
         self._buffered_bytes -= request.buffer.nbytes
+        if request.published is not None:
+            self._count("requests_again")
+            return _result(*request.published)
         error = request.error
         if error is None:
             try:
@@ -217,12 +231,10 @@ class FilesystemConsumer(Consumer):
             budget_reached=done.budget_reached,
             sites=entries,
             texts=[layout.TokenRun(start, texts) for start, texts in request.tokens.texts()],
+            sources=[layout.Source(*worker, *frames) for worker, frames in request.frames.frames.items()],
         )
         files.write_sidecar(_JSON.encode(sidecar))
-        path = self._work.publish(files.path, slug(done.request), self.config.on_collision)
-        size = sum(entry.bytes for entry in entries)
-        payload = {"path": str(path), "rows": rows, "bytes": size, "files": len(entries)}
-        return CaptureResult(status, error, payload)
+        return _result(self._work.publish(files.path, slug(done.request), self.config.on_collision), sidecar)
 
     def _request(self, frame: Frame, rows: RequestRows) -> _Request:
         header = frame.header
@@ -231,11 +243,26 @@ class FilesystemConsumer(Consumer):
         if request is None:
             wanted = frame.wants(rows) if frame.wants is not None else self._wanted(header.engine, rows)
             request = self._requests[key] = _Request(self._files(header.dtype, header.hidden_size, wanted), wanted)
+            request.published = self._published(header, rows.id)
         elif (request.files.dtype, request.files.hidden_size) != (header.dtype, header.hidden_size):
             came = f"{header.dtype} rows of {header.hidden_size}"
             had = f"{request.files.dtype} of {request.files.hidden_size}, as the request's first"
             self._fail(request, explain("rows of another model", got=came, expected=had))
         return request
+
+    def _published(self, header: FrameHeader, request: str) -> tuple[Path, layout.Sidecar] | None:
+        """Return where a request lies that this frame was written with, and its sidecar; None when there is none."""
+        for path in self._work.published(slug(request)):
+            try:
+                sidecar = msgspec.json.decode((path / layout.SIDECAR_NAME).read_bytes(), type=layout.Sidecar)
+            except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+                continue  # not one of ours
+            if (sidecar.engine, sidecar.request) == (header.engine, request) and any(
+                (source.boot, source.rank) == (header.boot, header.rank) and source.first <= header.seq <= source.last
+                for source in sidecar.sources
+            ):
+                return path, sidecar
+        return None
 
     def _wanted(self, engine: str, rows: RequestRows) -> Wanted | None:
         """Return what is wanted of a request where the frame does not say; None before the engine's model is known."""
@@ -283,6 +310,12 @@ class FilesystemConsumer(Consumer):
     def _count(self, name: str, amount: int = 1) -> None:
         if self._context is not None:
             self._context.count(name, amount)
+
+
+def _result(path: Path, sidecar: layout.Sidecar) -> CaptureResult:
+    size = sum(entry.bytes for entry in sidecar.sites)
+    payload = {"path": str(path), "rows": sidecar.rows, "bytes": size, "files": len(sidecar.sites)}
+    return CaptureResult(sidecar.capture_status, sidecar.error, payload)
 
 
 def _expected(wanted: Wanted | None, done: RequestDone) -> dict[Site, Runs]:

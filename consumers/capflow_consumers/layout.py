@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from capflow.frame import Rank
 from capflow.result import Status
 from capflow.site import Site
 
@@ -63,11 +64,20 @@ class TokenRun(msgspec.Struct, frozen=True):
     texts: list[str]
 
 
+class Source(msgspec.Struct, frozen=True):
+    """A boot of a worker, and its first and last frame with rows of the request: who is given one of these again knows that it has it."""
+
+    boot: str
+    rank: Rank
+    first: int
+    last: int
+
+
 class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     """What `request.json` holds.
 
     request is the exact id. status is how the request ended (`stop`, `length`, `abort`, `error`); capture_status and
-    error say whether every promised row is here; dropped is `[rows, reason]` for what was lost on the way. dtype is that in
+    error say whether every promised row is here; sources, which frames they came in; dropped is `[rows, reason]` for what was lost on the way. dtype is that in
     which the rows were captured. budget_reached: `max_rows` left out positions that the request had.
     """
 
@@ -88,6 +98,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     budget_reached: bool = False
     sites: list[SiteFile]
     texts: list[TokenRun]
+    sources: list[Source] = []
 
 
 def file_name(site: Site) -> str:

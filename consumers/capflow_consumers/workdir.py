@@ -64,6 +64,15 @@ class WorkDir:
         """Return the path of a directory for one request, not yet made."""
         return self.path / str(next(self._numbers))
 
+    def published(self, name: str) -> Iterator[Path]:
+        """Yield the finished requests of a name: `NAME`, then `NAME~2` and so on."""
+        path = self.root / name
+        for number in itertools.count(2):
+            if not path.exists():
+                return
+            yield path
+            path = self.root / f"{name}~{number}"
+
     def publish(self, source: Path, name: str, on_collision: OnCollision) -> Path:
         """Give a finished request its name in one rename; return where it is.
 

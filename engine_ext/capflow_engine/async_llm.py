@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Self
 
 from capflow import limits
-from capflow.consumer import OutboundPolicy, Policy
+from capflow.consumer import Fallback, Policy
 from capflow.errors import UsageError, explain
 from capflow.result import joined
 from capflow_engine import compat
@@ -48,10 +48,10 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         key: str | None = None,
         insecure: bool = False,
         sites: Sequence[str] = SITES_DEFAULT,
-        policy: OutboundPolicy = "block",
+        policy: Policy = "block",
         spool_dir: str | None = None,
         spool_bytes: int | None = None,
-        spill_fallback: Policy | None = None,
+        spill_fallback: Fallback | None = None,
         steering_bank_bytes: int = STEERING_BANK_BYTES,
         capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT,
         **kwargs: Any,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from capflow.client import Client
-from capflow.consumer import OutboundPolicy, Policy
+from capflow.consumer import Fallback, Policy
 from capflow.errors import HubUnreachableError, UsageError, explain
 from capflow.program import SteeringProgram
 from capflow.result import CaptureResult, joined
@@ -67,10 +67,10 @@ class LLM(VLLM):  # type: ignore[misc]
         key: str | None = None,
         insecure: bool = False,
         sites: Sequence[str] = SITES_DEFAULT,
-        policy: OutboundPolicy = "block",
+        policy: Policy = "block",
         spool_dir: str | None = None,
         spool_bytes: int | None = None,
-        spill_fallback: Policy | None = None,
+        spill_fallback: Fallback | None = None,
         steering_bank_bytes: int = STEERING_BANK_BYTES,
         **kwargs: Any,
     ) -> None:

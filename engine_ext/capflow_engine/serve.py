@@ -22,7 +22,7 @@ from typing import Any, NoReturn, get_args
 
 from capflow import limits
 from capflow.address import check_address, default_address, runtime_directory
-from capflow.consumer import OutboundPolicy, Policy
+from capflow.consumer import Fallback, Policy
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.keys import peer_key_path, read_key
 from capflow.message import ModelInfo
@@ -49,10 +49,10 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     own.add_argument("--hub", default=None)
     own.add_argument("--key", default=None)
     own.add_argument("--sites", action="append", default=None)
-    own.add_argument("--policy", choices=get_args(OutboundPolicy), default="block")
+    own.add_argument("--policy", choices=get_args(Policy), default="block")
     own.add_argument("--spool-dir", default=None)
     own.add_argument("--spool-bytes", type=_bytes(1, limits.SPOOL_BYTES_MAX), default=None)
-    own.add_argument("--spill-fallback", choices=get_args(Policy), default=None)
+    own.add_argument("--spill-fallback", choices=get_args(Fallback), default=None)
     own.add_argument("--insecure", action="store_true")
     own.add_argument("--capture-wait-s", type=_seconds, default=limits.CAPTURE_WAIT_S_DEFAULT)
     own.add_argument("--steering-modules", action="extend", nargs="+", default=[], metavar="NAME=PATH")

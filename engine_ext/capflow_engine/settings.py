@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from capflow import limits
 from capflow.client import Client
-from capflow.consumer import OutboundPolicy, Policy
+from capflow.consumer import Fallback, Policy
 from capflow.errors import UsageError, explain
 from capflow.site import HOOKS, Site
-from capflow.transport.outbox import check_root, default_root
+from capflow.spool import check_root, default_root
 
 if TYPE_CHECKING:  # it needs torch
     from capflow_engine.structure import Structure
@@ -36,10 +36,10 @@ _GRAPH_VERSION = 3  # goes up with every change to what a tap puts into the grap
 class Outbound(NamedTuple):
     """What a worker does when its outbound queue is full, and with `spill` where to, how much, and what holds then."""
 
-    policy: OutboundPolicy = "block"
+    policy: Policy = "block"
     spool_dir: str = ""
     spool_bytes: int = limits.SPOOL_BYTES_DEFAULT
-    spill_fallback: Policy = "block"
+    spill_fallback: Fallback = "block"
 
     @property
     def blocks(self) -> bool:
@@ -53,8 +53,8 @@ class Outbound(NamedTuple):
         Raises UsageError for a value that is none, for a directory that cannot be written, and for what says nothing with
         another policy.
         """
-        if policy not in get_args(OutboundPolicy):
-            raise UsageError(explain("policy", got=policy, expected=f"one of {', '.join(get_args(OutboundPolicy))}"))
+        if policy not in get_args(Policy):
+            raise UsageError(explain("policy", got=policy, expected=f"one of {', '.join(get_args(Policy))}"))
         said = {"spool_dir": spool_dir, "spool_bytes": spool_bytes, "spill_fallback": spill_fallback}
         if policy != "spill":
             for name, value in said.items():
@@ -62,8 +62,10 @@ class Outbound(NamedTuple):
                     raise UsageError(explain(name, got=f"policy {policy}", expected="policy spill with it"))
             return cls(policy)
         fallback: Any = "block" if spill_fallback is None else spill_fallback
-        if fallback not in get_args(Policy):
-            raise UsageError(explain("spill_fallback", got=fallback, expected=f"one of {', '.join(get_args(Policy))}"))
+        if fallback not in get_args(Fallback):
+            raise UsageError(
+                explain("spill_fallback", got=fallback, expected=f"one of {', '.join(get_args(Fallback))}")
+            )
         size = limits.SPOOL_BYTES_DEFAULT if spool_bytes is None else spool_bytes
         if not 1 <= size <= limits.SPOOL_BYTES_MAX:
             raise UsageError(explain("spool_bytes", got=size, expected=f"1..{limits.SPOOL_BYTES_MAX}"))

@@ -1,0 +1,325 @@
+"""The inbox: what one consumer of a hub was given and has not made its own, on disk, where the next hub finds it.
+
+A directory of its own below the one that it is given, named after the consumer and a hash of how it is configured, holds a spool
+(`capflow.spool`). A record's head begins with a byte that says what it is; msgpack follows:
+
+| byte | record | rest of the head | body |
+|---|---|---|---|
+| `F` | frame | its header | its payload |
+| `E` | engine connected | `[engine, model]` | |
+| `L` | engine, or one replica of it, is gone: its open requests are over | `[engine, replica]`, nil for all | |
+| `D` | consumer is done with a request: no record of it before this one is given again | `[engine, request]` | |
+| `C` | checkpoint | `{engines, marks}` | |
+
+A checkpoint says what records before it may have said and still holds: the engines with their models, and `marks`, the number of the last
+frame of each boot of each worker. What always holds: records are forgotten only when a checkpoint behind them is durable, and the latest
+one is never forgotten. So whoever opens the inbox knows every engine, and which frames were here, also of those that are forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from capflow import limits
+from capflow.frame import Frame, FrameHeader, Rank
+from capflow.message import ModelInfo
+from capflow.spool import Files, FullError, InUseError, Lost, Spool
+
+logger = logging.getLogger("capflow.hub")
+
+_MARKS_MAX = 1024  # of workers, those of which something came last
+_CHECKPOINT_S = 0.5  # between two checkpoints, unless much can be forgotten
+_INBOXES_MAX = 64  # of hubs that run at once with the same consumer
+_CLOSE_S = 10.0
+
+Source = tuple[str, str, Rank]
+"""Engine, boot and rank of a worker."""
+
+
+class Known(msgspec.Struct, frozen=True, array_like=True):
+    """An engine that connected."""
+
+    engine: str
+    model: ModelInfo
+
+
+class Gone(msgspec.Struct, frozen=True, array_like=True):
+    """An engine that is gone, or one replica of it."""
+
+    engine: str
+    replica: int | None
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True):
+    """A request that the consumer is done with."""
+
+    engine: str
+    request: str
+
+
+class Mark(msgspec.Struct, frozen=True, array_like=True):
+    """The last frame of one boot of one worker that is here, or was."""
+
+    engine: str
+    boot: str
+    rank: Rank
+    seq: int
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """What stays known when the records before it are forgotten."""
+
+    engines: list[Known]
+    marks: list[Mark]
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """Whose frame it is, of a frame's header."""
+
+    engine: str
+    boot: str
+    rank: Rank
+    seq: int
+
+
+class Item(NamedTuple):
+    """One thing that came out, and the number of its record."""
+
+    number: int
+    what: Frame | Known | Gone | Done | Checkpoint | Lost
+    again: bool  # it was put in by an earlier process
+
+
+_KINDS: dict[bytes, type[Any]] = {b"F": FrameHeader, b"E": Known, b"L": Gone, b"D": Done, b"C": Checkpoint}
+_decoders = {kind: msgspec.msgpack.Decoder(what) for kind, what in _KINDS.items()}
+_bytes = {what: kind for kind, what in _KINDS.items()}
+_place = msgspec.msgpack.Decoder(_Place)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Inbox:
+    """One consumer's spool, from `open` to `close`. One thread puts in, another takes out and says what is not needed any more.
+
+    on_synced(number) is called, on the spool's thread, when every record up to there is durable.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        name: str,
+        bytes_max: int,
+        *,
+        on_synced: Callable[[int], None],
+        files: Files | None = None,
+    ) -> None:
+        self.root = root
+        self.name = name
+        self.bytes_max = bytes_max
+        self.frames = 0  # put in by this process
+        self.frames_left = 0  # by an earlier process
+        self.frames_lost = 0  # that could not be read again
+        self.done: dict[
+            tuple[str, str], int
+        ] = {}  # requests of which records are here that are not given again, and up to which
+        self._spare_bytes = min(limits.MIB, bytes_max // 8)  # kept free of frames, for what makes room
+        self._on_synced = on_synced
+        self._files = files
+        self._spool: Spool | None = None  # from `open`
+        self._last_left = 0  # the last record of an earlier process
+        self._engines: dict[str, Known] = {}  # by name, as of what was taken out
+        self._marks: dict[Source, int] = {}  # as of what was put in; the latest last
+        self._lock = threading.Lock()  # guards the next
+        self._checkpoints: deque[tuple[int, int]] = (
+            deque()
+        )  # not durable: its number, and up to which is forgotten then
+        self._own: deque[int] = deque()  # the numbers of checkpoints that are not forgotten
+        self._forgotten = 0  # up to which a checkpoint was made
+        self._checkpoint_at = 0.0  # when the latest was
+        self._checkpoint_bytes = 0  # that were put in by then
+        self._put_bytes = 0  # by this process
+
+    @property
+    def spool(self) -> Spool:
+        """The spool, once it is open."""
+        assert self._spool is not None
+        return self._spool
+
+    def open(self) -> None:
+        """Take the directory and find what is in it; raises CapflowError.
+
+        While another hub has it, there is another one beside it, for this one.
+        """
+        for number in range(1, _INBOXES_MAX + 1):
+            directory = self.root / (self.name if number == 1 else f"{self.name}.{number}")
+            self._spool = Spool(directory, bytes_max=self.bytes_max, on_synced=self._synced, files=self._files)
+            try:
+                self._spool.open()
+                break
+            except InUseError:
+                if number == _INBOXES_MAX:
+                    raise
+        self._recover()
+
+    def _recover(self) -> None:
+        spool = self.spool
+        self._last_left = spool.last
+        self._forgotten = spool.last - len(spool)
+        for number, head in spool.heads():
+            kind = head[:1]
+            with contextlib.suppress(msgspec.MsgspecError, KeyError):
+                match _place.decode(head[1:]) if kind == b"F" else _decoders[kind].decode(head[1:]):
+                    case _Place(engine, boot, rank, seq):
+                        self.frames_left += 1
+                        self._mark((engine, boot, rank), seq)
+                    case Known() as known:
+                        self._engines[known.engine] = known
+                    case Done(engine, request):
+                        self.done[engine, request] = number
+                    case Checkpoint(engines, marks):
+                        self._own.append(number)
+                        self._engines |= {known.engine: known for known in engines}
+                        for mark in marks:
+                            self._mark((mark.engine, mark.boot, mark.rank), mark.seq)
+
+    @property
+    def directory(self) -> Path:
+        """Where it lies."""
+        return self.spool.directory
+
+    @property
+    def unread(self) -> int:
+        """How many records were not taken out."""
+        return self.spool.unread
+
+    def model(self, engine: str) -> ModelInfo | None:
+        """Return the model of an engine; None when it is gone."""
+        known = self._engines.get(engine)
+        return known.model if known is not None else None
+
+    def status(self) -> dict[str, Any]:
+        """Return the spool's counters, and the inbox's own."""
+        return self.spool.status() | {"frames_spilled": self.frames, "frames_lost": self.frames_lost}
+
+    # For the thread that puts in.
+
+    def has(self, header: FrameHeader) -> bool:
+        """Return whether the frame is here, or was."""
+        return header.seq <= self._marks.get((header.engine, header.boot, header.rank), 0)
+
+    def put_frame(self, frame: Frame, timeout_s: float, *, spared: bool = False) -> int:
+        """Take a frame, waiting for room for at most so long; return its record's number. Raises FullError.
+
+        spared: also where only room is left that is kept free of rows.
+        """
+        header, payload = frame.encode()
+        spare_bytes = 0 if spared else self._spare_bytes
+        number = self.spool.put(b"F" + header, payload, timeout_s, spare_bytes=spare_bytes)
+        self.skip(frame.header)
+        self.frames += 1
+        self._put_bytes += len(header) + frame.nbytes
+        return number
+
+    def skip(self, header: FrameHeader) -> None:
+        """Note that a frame is not needed here if it comes again."""
+        self._mark((header.engine, header.boot, header.rank), header.seq)
+
+    def put(self, what: Known | Gone | Done, timeout_s: float = 0.0) -> int:
+        """Take anything else; return its record's number. Raises FullError."""
+        return self.spool.put(_bytes[type(what)] + _encoder.encode(what), b"", timeout_s)
+
+    def _mark(self, source: Source, seq: int) -> None:
+        had = self._marks.pop(source, 0)
+        self._marks[source] = max(had, seq)
+        while len(self._marks) > _MARKS_MAX:
+            del self._marks[next(iter(self._marks))]
+
+    # For the thread that takes out.
+
+    def take(self, timeout_s: float) -> Item | None:
+        """Return what comes next, waiting for it for at most so long; None when nothing came."""
+        found = self.spool.read(timeout_s)
+        if found is None:
+            return None
+        again = found.id <= self._last_left
+        if isinstance(found, Lost):
+            self.frames_lost += found.last - found.first + 1
+            return Item(found.id, found, again)
+        try:
+            said = _decoders[found.head[:1]].decode(found.head[1:])
+        except (msgspec.MsgspecError, KeyError):  # of another version
+            return Item(found.id, Lost(found.id, found.id, "unreadable", None), again)
+        if isinstance(said, Known):
+            self._engines[said.engine] = said
+        elif isinstance(said, Gone) and said.replica is None:
+            self._engines.pop(said.engine, None)
+        return Item(found.id, Frame(said, found.body) if isinstance(said, FrameHeader) else said, again)
+
+    def header_of(self, lost: Lost) -> FrameHeader | None:
+        """Return the header of a frame of which only the rows are lost."""
+        if lost.head is None or lost.head[:1] != b"F":
+            return None
+        header: FrameHeader = _decoders[b"F"].decode(lost.head[1:])
+        return header
+
+    def forget(self, number: int, *, at_once: bool = False) -> None:
+        """Note that nothing up to a record is needed any more; on the disk, when that is worth a checkpoint, or at once."""
+        while self._own and self._own[0] <= self._forgotten:
+            self._own.popleft()
+        if number - self._forgotten <= sum(1 for made in self._own if made <= number):
+            return  # nothing but checkpoints
+        now = time.monotonic()
+        much = self._put_bytes - self._checkpoint_bytes > self.bytes_max // 16
+        if not (at_once or much or now >= self._checkpoint_at + _CHECKPOINT_S):
+            return
+        self._checkpoint_at, self._checkpoint_bytes = now, self._put_bytes
+        marks = [Mark(*source, seq) for source, seq in list(self._marks.items())]
+        said = Checkpoint(list(self._engines.values()), marks)
+        try:
+            made = self.spool.put(b"C" + _encoder.encode(said), b"", 0)
+        except FullError as e:
+            logger.warning("spool %s: nothing is forgotten: %s", self.directory, e)
+            return
+        self._own.append(made)
+        self._forgotten = number
+        self._checkpoints.append((made, number))
+        self._acknowledge(self.spool.synced_through)
+        for key in [key for key, last in self.done.items() if last <= number]:
+            del self.done[key]
+
+    def _acknowledge(self, synced: int) -> None:
+        """Forget what checkpoints allow that are durable. Called by the thread that made one, which may be late, and by the spool's."""
+        with self._lock:
+            while self._checkpoints and self._checkpoints[0][0] <= synced:
+                self.spool.acknowledge(self._checkpoints.popleft()[1])
+
+    def _synced(self, number: int) -> None:
+        self._acknowledge(number)
+        self._on_synced(number)
+
+    def close(self, needless: int, *, keep: bool) -> bool:
+        """Give the directory back; return whether every record is durable.
+
+        needless: nothing up to this record is needed any more. When that is everything, and `keep` does not hold, the directory goes too.
+        """
+        empty = needless >= self.spool.last and not keep
+        if not empty:
+            self.forget(needless, at_once=True)
+            if self.spool.wait_synced(self.spool.last, _CLOSE_S):
+                self._acknowledge(self.spool.last)
+                self.spool.wait_acknowledged(self._forgotten, _CLOSE_S)
+        clean = self.spool.close()
+        if empty and not self.spool.status()["segments_bad"]:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        elif not clean:
+            logger.error("spool %s: not everything is on the disk", self.directory)
+        return clean

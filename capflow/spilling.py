@@ -1,0 +1,357 @@
+"""The spilling lane: one consumer's, which is given everything from its inbox on disk, by a ledger of its own.
+
+A frame is its worker's until it is durable in the inbox, and the inbox's until the consumer is done with the requests in it. So a consumer may be
+as slow as it likes, and a hub that was killed, or stopped while requests ran, leaves the next one what the consumer has not made its
+own: it is given that again. A consumer that keeps, with its data, which frames of which worker they came from recognises what it has.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from capflow import limits
+from capflow.action import Action
+from capflow.errors import RemoteProtocolError
+from capflow.fanout import Lane
+from capflow.frame import Frame, FrameHeader, Rank, lessened, rows_of
+from capflow.inbox import Done, Gone, Inbox, Item, Known
+from capflow.ledger import Engine, Ledger, Request, Wish
+from capflow.message import ModelInfo
+from capflow.plugins import ConfiguredConsumer
+from capflow.queue import ByteQueue, Overload
+from capflow.result import CaptureResult
+from capflow.spool import FullError, Lost
+
+logger = logging.getLogger("capflow.consumer")
+
+_RETRY_S = 1.0
+_PINNED_MAX = 0.75  # of the inbox's bytes: above, the oldest open requests are not kept for the next hub any more
+
+Taken = Callable[[], None]
+
+
+class _Kept(NamedTuple):
+    """A frame on its way into the inbox."""
+
+    frame: Frame
+    taken: Taken
+    at: float
+
+
+class SpillingLane(Lane):
+    """One consumer's inbox and threads, from `open` to `close`; `taken` of a frame is called when the frame is durable.
+
+    fallback: what happens when the inbox has no room. `block`: frames wait, holding their workers' credit. `drop`: their rows are lost, counted.
+    """
+
+    keeps = True
+
+    def __init__(
+        self,
+        index: int,
+        configured: ConfiguredConsumer,
+        *,
+        on_result: Callable[[Request, int, CaptureResult], None],
+        on_action: Callable[[str, Action], None],
+    ) -> None:
+        super().__init__(index, configured, on_result=on_result, on_action=on_action)
+        spill = configured.spill
+        assert spill is not None
+        self.fallback = spill.fallback
+        self.inbox = Inbox(spill.root, spill.name, spill.bytes_max, on_synced=self._synced)
+        wish = Wish(self.name, self.consumer.spec(), self.consumer.reads_requests)
+        self.ledger = Ledger([wish])  # the consumer's thread's
+        self._in: ByteQueue[_Kept | Known | Gone] = ByteQueue(configured.queue_bytes_max)  # emptied by the writer
+        self._lost: dict[
+            str, Counter[str]
+        ] = {}  # rows without room, by engine and request, until their end is told; the writer's
+        self._why = ""  # there was none, the last time; the writer's
+        self._owed: deque[FrameHeader] = deque()  # the ends of requests without room; the writer's
+        self._pending_lock = threading.Lock()  # guards the next
+        self._pending: deque[tuple[int, Taken]] = deque()  # not durable, by number
+        self._engines: dict[str, Engine] = {}  # the consumer's thread's
+        self._boots: dict[tuple[str, Rank], str] = {}  # of workers, as of the last frame; the consumer's thread's
+        self._open: dict[
+            tuple[str, str], tuple[int, Request]
+        ] = {}  # requests that began at a record; rising; the consumer's thread's
+        self._gone: set[tuple[str, int | None]] = set()  # asked to be ended by the hub; its thread's
+        self._handled = 0  # the record that was handled last; the consumer's thread's
+        self._unkept = 0  # requests too long for the inbox
+        self._written = threading.Event()  # set when the writer has ended
+        self._writer = threading.Thread(target=self._write, name=f"capflow-{self.name}-inbox", daemon=True)
+
+    # Called by the hub.
+
+    def open(self) -> None:
+        """Open the inbox and the consumer; what an earlier hub left is given to it first. Raises CapflowError."""
+        self.inbox.open()
+        self._handled = self.inbox.spool.last - self.inbox.unread
+        if self.inbox.frames_left:
+            logger.info("consumer %s: %d frames wait that an earlier hub left", self.name, self.inbox.frames_left)
+        try:
+            super().open()
+        except BaseException:
+            self.inbox.close(0, keep=False)
+            raise
+        self._writer.start()
+
+    def keep(self, frame: Frame, taken: Taken) -> None:
+        """Take a frame; `taken` is called, on any thread, when it is durable."""
+        if self._gone:
+            self._gone = {gone for gone in self._gone if gone[0] != frame.header.engine}
+        self._in.force(_Kept(frame, taken, time.monotonic()), frame.nbytes)
+
+    def lose(self, engine: str, replica: int | None) -> None:
+        """Tell the consumer, after everything before, that the open requests of an engine, or of a replica of it, are over."""
+        if (engine, replica) not in self._gone:
+            self._gone.add((engine, replica))
+            self._in.force(Gone(engine, replica))
+
+    def greet(self, engine: str, model: ModelInfo) -> None:
+        """Tell the consumer, after everything before, that an engine connected."""
+        self._gone = {gone for gone in self._gone if gone[0] != engine}
+        self._in.force(Known(engine, model))
+
+    def waits_for(self) -> set[tuple[str, int]]:
+        """Return the engines and replicas of which requests are open, as far as the consumer has got."""
+        return {(request.engine, request.replica) for _, request in list(self._open.values())}
+
+    def close(self) -> None:
+        """Take nothing more; the consumer is closed when it has handled what it has."""
+        self._in.close()
+        self.queue.close()
+
+    def status(self) -> dict[str, Any]:
+        """Return the lane's counters."""
+        queued = {
+            "queued": len(self._in),
+            "queued_bytes": self._in.nbytes,
+            "queue_bytes_max": self._in.bytes_max,
+            "queue_bytes_peak": self._in.bytes_peak,
+        }
+        return super().status() | queued | {"spool": self.inbox.status() | {"requests_unkept": self._unkept}}
+
+    # The writer.
+
+    def _write(self) -> None:
+        try:
+            while (item := self._in.get(_RETRY_S)) is not None or not self._in.closed:
+                self._put_owed()
+                match item:
+                    case _Kept(frame, taken):
+                        self._put_frame(frame, taken)
+                    case Known() | Gone():
+                        self._insist(functools.partial(self.inbox.put, item, _RETRY_S))
+                del item
+            self._put_owed()
+        except Exception:
+            logger.exception("consumer %s: its inbox failed", self.name)
+        finally:
+            self._written.set()
+
+    def _put_frame(self, frame: Frame, taken: Taken) -> None:
+        header = frame.header
+        if self.inbox.has(header):  # and is durable: it came from an earlier hub
+            taken()
+            return
+        lost = self._lost.get(header.engine)
+        if lost and header.finished:
+            frame = Frame(lessened(header, lost, self._why), frame.payload)
+        if self.fallback is Overload.BLOCK:
+            number = self._insist(functools.partial(self.inbox.put_frame, frame, _RETRY_S))
+            if number is None:
+                return  # the hub stops; the worker keeps it for the next one
+        else:
+            try:
+                number = self.inbox.put_frame(frame, 0.0)
+            except FullError as e:
+                self._refuse(frame, e.reason)
+                taken()
+                return
+        with self._pending_lock:
+            self._pending.append((number, taken))
+        self._synced(self.inbox.spool.synced_through)
+
+    def _insist(self, put: Callable[[], int]) -> int | None:
+        """Put something in, however long it takes; return None when the hub stops before there is room."""
+        while True:
+            try:
+                return put()
+            except FullError:
+                if self._in.closed:
+                    return None
+
+    def _refuse(self, frame: Frame, reason: str) -> None:
+        """Count the rows of a frame that has no room as lost, and owe the consumer the ends of requests in it."""
+        header = frame.header
+        rows = rows_of(header)
+        self._why = reason
+        self._lost.setdefault(header.engine, Counter()).update(rows)
+        self.dropped[reason] += sum(rows.values())
+        self.inbox.skip(header)
+        if header.finished:
+            bare = msgspec.structs.replace(header, requests=(), blocks=())
+            self._owed.append(Frame.seal(lessened(bare, self._lost[header.engine], reason), b"").header)
+
+    def _put_owed(self) -> None:
+        while self._owed:
+            try:
+                self.inbox.put_frame(Frame(self._owed[0], b""), 0.0, spared=True)
+            except FullError:
+                return
+            self._owed.popleft()
+
+    def _synced(self, number: int) -> None:
+        ready = []
+        with self._pending_lock:
+            while self._pending and self._pending[0][0] <= number:
+                ready.append(self._pending.popleft()[1])
+        for taken in ready:
+            taken()
+
+    # The consumer's thread.
+
+    def _run(self) -> None:
+        if not self._open_consumer():
+            return
+        idle_at = time.monotonic() + limits.IDLE_S
+        while not self._discarding:
+            written = self._written.is_set()
+            item = self.inbox.take(max(0.0, idle_at - time.monotonic()))
+            if item is not None:
+                self._safely(item)
+                self._handled = item.number
+                del item
+            elif written:
+                break
+            self._forget()
+            if time.monotonic() >= idle_at:
+                self._guard("on_idle", self.consumer.on_idle)
+                idle_at = time.monotonic() + limits.IDLE_S
+        self._guard("close", self.consumer.close)
+        self._written.wait(limits.SILENCE_S_MAX)
+        self.inbox.close(self._needless(), keep=bool(self._engines))
+
+    def _needless(self) -> int:
+        """Return the last record that no next hub would need."""
+        return next((first for first, _ in self._open.values()), self._handled + 1) - 1
+
+    def _forget(self) -> None:
+        spool = self.inbox.spool
+        if (
+            spool.nbytes > _PINNED_MAX * self.inbox.bytes_max
+            and self._open
+            and spool.unread < self._handled - self._needless()
+        ):
+            del self._open[next(iter(self._open))]
+            self._unkept += 1
+            if self._unkept == 1:
+                text = "consumer %s: the spool is too small for the requests that run; a hub that is killed now loses rows of the oldest"
+                logger.warning(text, self.name)
+        self.inbox.forget(self._needless())
+
+    def _safely(self, item: Item) -> None:
+        try:
+            match item.what:
+                case Frame() as frame:
+                    self._frame(frame, item)
+                case Known(engine, model):
+                    self._greeted(engine, model)
+                case Gone(engine, replica):
+                    self._gone_now(engine, replica)
+                case Lost() as lost:
+                    self._damaged(lost, item.number)
+        except RemoteProtocolError as e:
+            logger.error("consumer %s: record %d of its inbox: %s", self.name, item.number, e)
+
+    def _greeted(self, name: str, model: ModelInfo) -> Engine:
+        engine = self._engines.get(name)
+        if engine is None or engine.model != model:
+            engine = self._engines[name] = Engine(name, model)
+            self._guard("on_session", self.consumer.on_session, name, model)
+        return engine
+
+    def _engine(self, name: str) -> Engine | None:
+        engine = self._engines.get(name)
+        if engine is None and (model := self.inbox.model(name)) is not None:
+            return self._greeted(name, model)
+        return engine
+
+    def _frame(self, frame: Frame, item: Item) -> None:
+        header = frame.header
+        engine = self._engine(header.engine)
+        if engine is None:  # all of its requests are over, and done with
+            return
+        boot = self._boots.get((engine.name, header.rank), header.boot)
+        if boot != header.boot:  # started again, while no hub was there to tell
+            self._end_all(engine, header.rank.dp)
+        self._boots[engine.name, header.rank] = header.boot
+        if item.again:
+            for name in {*(part.id for part in header.requests), *(finished.id for finished in header.finished)}:
+                if self.inbox.done.get((engine.name, name), 0) > item.number:
+                    self.ledger.pass_over(name, engine, header.rank)
+        deliveries = self.ledger.take(frame, engine)
+        self._note_open(engine, (part.id for part in header.requests), item.number)
+        for delivery in deliveries:
+            for tally, rows in delivery.parts:
+                tally.rows += rows
+            self.pace.waited_since = time.monotonic()
+            self._give(delivery)
+            self.pace.waited_since = None
+        if header.finished:
+            for request in self.ledger.finish(header, engine):
+                self._end(request)
+            self._note_open(engine, (finished.id for finished in header.finished), item.number)
+
+    def _note_open(self, engine: Engine, names: Iterable[str], number: int) -> None:
+        for name in names:
+            request = engine.open.get(name)
+            key = (engine.name, name)
+            if request is not None and request.tallies[0] is not None and key not in self._open:
+                self._open[key] = number, request
+
+    def _gone_now(self, name: str, replica: int | None) -> None:
+        engine = self._engine(name)
+        if engine is None:
+            return
+        self._end_all(engine, replica)
+        if replica is None:
+            del self._engines[name]
+            self._boots = {worker: boot for worker, boot in self._boots.items() if worker[0] != name}
+
+    def _end_all(self, engine: Engine, replica: int | None) -> None:
+        for request in self.ledger.lose(engine, replica):
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        """Tell the consumer of the end of a request, unless an earlier hub did."""
+        if request.tallies[0] is None:
+            return
+        key = (request.engine, request.id)
+        if rows := request.dropped["earlier_hub"]:
+            self.dropped["earlier_hub"] += rows
+        self._finish(request, 0)
+        try:
+            self.inbox.put(Done(*key))
+        except FullError as e:
+            logger.warning("consumer %s: %s", self.name, e)
+        self._open.pop(key, None)
+
+    def _damaged(self, lost: Lost, number: int) -> None:
+        """Count the rows of a record that cannot be read again; what its head says holds."""
+        header = self.inbox.header_of(lost)
+        engine = self._engine(header.engine) if header is not None else None
+        if header is None or engine is None:
+            return
+        self.dropped["spool_damaged"] += self.ledger.miss(header, engine, "spool_damaged")
+        self._note_open(engine, (part.id for part in header.requests), number)
+        for request in self.ledger.finish(header, engine):
+            self._end(request)

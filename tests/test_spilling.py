@@ -1,0 +1,343 @@
+"""Consumers that spill: what a hub took is on disk, and each next hub gives its consumer what the one before did not get through."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from frames import make_finished, make_frame, make_hello, make_model
+from hubs import Recorder, address, configured, running_hub, worker_link
+from waiting import eventually
+
+from capflow import limits
+from capflow.client import Client
+from capflow.frame import Rank
+from capflow.plugins import Spill
+from capflow.result import CaptureResult
+
+__all__ = ["address"]
+
+ROWS = 4  # of each frame of a request
+
+
+@pytest.fixture
+def spills(tmp_path):
+    """Return what configures a recorder that spills, always to the same place."""
+
+    def spilling(recorder, **options):
+        return configured(recorder, "spill", spool_dir=tmp_path / "spool", **options)
+
+    return spilling
+
+
+class Sender:
+    """Sends frames of requests, and their ends."""
+
+    def __init__(self, link, **header):
+        self.link = link
+        self.header = header
+        self.steps = 0
+        self.sent = {}  # rows by request
+
+    def rows(self, *requests):
+        """Send a frame with the next rows of some requests."""
+        parts = [(name, ROWS, self.sent.get(name, 0), ROWS) for name in requests]
+        for name in requests:
+            self.sent[name] = self.sent.get(name, 0) + ROWS
+        self._send(parts)
+
+    def end(self, *requests):
+        """Send the ends of some requests."""
+        self._send(finished=[make_finished(name, ROWS, self.sent.get(name, 0)) for name in requests])
+
+    def _send(self, parts=(), **kwargs):
+        frame = make_frame(parts, step=self.steps, **self.header, **kwargs)
+        assert self.link.send(frame.header, frame.payload) is None
+        self.steps += 1
+
+    @property
+    def acknowledged(self):
+        counters = self.link.counters
+        return counters["frames"] - counters["unacked_frames"] - counters["queued_frames"] == self.steps
+
+
+def waiting(hub):
+    """Return how many frames wait in the inbox of the hub's only consumer."""
+    return hub.lanes[0].inbox.unread
+
+
+def once(positions):
+    assert len(positions) == len(set(positions))
+    return positions
+
+
+def test_a_frame_is_acknowledged_when_it_is_on_disk_however_slow_the_consumer(address, spills):
+    slow = Recorder(held=True)
+    with running_hub(address, spills(slow)) as hub, worker_link(address) as link:
+        worker = Sender(link)
+        for _ in range(50):
+            worker.rows("r1")
+        eventually(lambda: worker.acknowledged)
+        assert hub.status()["consumers"]["recorder"]["spool"]["frames_spilled"] == 50
+        assert slow.rows == {}
+        worker.end("r1")
+        slow.go.set()
+        eventually(lambda: slow.rows["r1"] == 50 * ROWS)
+        eventually(lambda: "r1" in slow.done)
+        assert slow.seqs == list(range(1, 51))
+        assert slow.done["r1"].rows == slow.done["r1"].rows_promised == 50 * ROWS
+        with Client(hub.address) as client:
+            assert client.results(["r1"], timeout=20)["r1"]["recorder"] == CaptureResult("ok", payload={"rows": 200})
+
+
+def test_the_next_hub_goes_on_where_the_last_stopped_and_no_row_is_given_twice_in_it(address, spills):
+    first, second, third = Recorder(), Recorder(), Recorder()
+    with worker_link(address, wait=False) as link:
+        worker = Sender(link)
+        with running_hub(address, spills(first)):
+            assert link.wait_welcome(20)
+            worker.rows("old", "open")
+            worker.rows("open", "over")
+            worker.end("old")
+            worker.rows("open")
+            worker.rows("over")
+            worker.end("over")
+            eventually(lambda: set(first.done) == {"old", "over"})
+            eventually(lambda: worker.acknowledged)
+        assert first.events[-1] == "close"
+        assert "open" not in first.done
+        worker.rows("open", "new")
+        with running_hub(address, spills(second)) as hub:
+            eventually(lambda: second.rows["open"] == 4 * ROWS)
+            worker.rows("new")
+            worker.end("open", "new")
+            eventually(lambda: set(second.done) == {"open", "new"})
+            assert second.done["open"].rows == 4 * ROWS
+            assert second.done["open"].dropped == second.done["new"].dropped == ()
+            assert set(second.rows) == {"open", "new"}  # not what is done, although an open one holds its frames back
+            once(second.positions)
+            assert hub.snapshot().rows_lost == 0
+            eventually(lambda: worker.acknowledged)
+        with running_hub(address, spills(third)):
+            assert link.wait_welcome(20)
+            time.sleep(0.3)
+            assert third.rows == {}
+
+
+def test_what_the_worker_sends_again_is_known(address, spills, tmp_path):
+    """The hub is killed between writing a frame and saying so: here, by a worker that never hears it."""
+    first, second = Recorder(), Recorder()
+    hello = make_hello()
+    with running_hub(address, spills(first)), worker_link(address, hello) as link:
+        worker = Sender(link)
+        for _ in range(5):
+            worker.rows("r1")
+        eventually(lambda: first.rows["r1"] == 5 * ROWS)
+    with (
+        running_hub(address, spills(second)) as hub,
+        worker_link(address, hello) as link,
+    ):  # the same boot, from the start
+        worker = Sender(link)
+        for _ in range(8):
+            worker.rows("r1")
+        worker.end("r1")
+        eventually(lambda: "r1" in second.done)
+        assert hub.counts.duplicates == 0  # this hub never had them
+        assert second.rows["r1"] == second.done["r1"].rows == 8 * ROWS
+        once(second.positions)
+
+
+def test_a_request_whose_engine_does_not_come_back_is_over(address, spills, monkeypatch):
+    monkeypatch.setattr(limits, "MISSED_S", 0.3)
+    first, second, third = Recorder(), Recorder(), Recorder()
+    with running_hub(address, spills(first)) as hub, worker_link(address) as link:
+        Sender(link).rows("r1")
+        eventually(lambda: first.rows["r1"] == ROWS)
+        hub.stop(5)  # while the worker is there
+    assert first.done == {}
+    with running_hub(address, spills(second)):
+        eventually(lambda: "r1" in second.done)
+        assert second.done["r1"].status == "error"
+        assert second.done["r1"].rows == ROWS
+    with running_hub(address, spills(third)):
+        time.sleep(0.5)
+        assert third.events == ["open"]
+
+
+def test_a_worker_that_goes_ends_its_requests(address, spills, tmp_path):
+    recorder = Recorder()
+    with running_hub(address, spills(recorder)):
+        with worker_link(address) as link:
+            Sender(link).rows("r1")
+            eventually(lambda: recorder.rows["r1"] == ROWS)
+        eventually(lambda: "r1" in recorder.done)
+        assert recorder.done["r1"].status == "error"
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+def test_a_worker_that_starts_again_while_no_hub_is_there_ends_its_requests(address, spills):
+    first, second = Recorder(), Recorder()
+    with running_hub(address, spills(first)) as hub, worker_link(address) as link:
+        Sender(link).rows("r1")
+        eventually(lambda: first.rows["r1"] == ROWS)
+        hub.stop(5)
+    with running_hub(address, spills(second)), worker_link(address, make_hello(boot="boot-2")) as link:
+        worker = Sender(link, boot="boot-2")
+        worker.rows("r2")
+        worker.end("r2")
+        eventually(lambda: set(second.done) == {"r1", "r2"})
+        assert second.done["r1"].status == "error"
+        assert second.done["r2"].status == "stop"
+
+
+@pytest.mark.parametrize("fallback", ["block", "drop"])
+def test_an_inbox_that_is_full_blocks_or_drops(address, spills, fallback):
+    slow = Recorder(held=True)
+    made = spills(slow, spool_bytes=40_000, spill_fallback=fallback, queue_bytes_max=20_000)
+    with running_hub(address, made) as hub, worker_link(address, outbound_bytes_max=10_000, policy="drop") as link:
+        worker = Sender(link)
+        refused = 0
+        for number in range(150):
+            frame = make_frame([("r1", 4, number * 4, 4)], step=number, hidden=64)
+            refused += link.send(frame.header, frame.payload) is not None
+            time.sleep(0.002)
+        lane = hub.lanes[0]
+        if fallback == "drop":
+            assert refused == 0
+            eventually(lambda: link.counters["unacked_frames"] == 0)
+            assert lane.dropped["spool_full"] > 0
+        else:
+            assert refused > 0
+            assert lane.dropped == {}
+            assert lane.status()["queued_bytes"] <= 20_000 + 10_000
+        assert lane.inbox.spool.nbytes <= 40_000
+        slow.go.set()
+        eventually(lambda: link.counters["unacked_frames"] == 0)
+        lost = lane.dropped["spool_full"]
+        sent = (150 - refused) * ROWS
+        worker.steps = 150
+        frame = make_frame(finished=[make_finished("r1", 4, 600, rows=sent)], requests=(), step=150)
+        assert link.send(frame.header, frame.payload) is None
+        eventually(lambda: "r1" in slow.done)
+        assert slow.rows["r1"] == slow.done["r1"].rows == sent - lost
+        assert {reason: rows for rows, reason in slow.done["r1"].dropped} == ({"spool_full": lost} if lost else {})
+        once(slow.positions)
+
+
+def test_a_request_that_is_longer_than_the_inbox_goes_on(address, spills, caplog):
+    recorder = Recorder()
+    with running_hub(address, spills(recorder, spool_bytes=40_000)) as hub, worker_link(address) as link:
+        worker = Sender(link)
+        for _ in range(400):
+            worker.rows("r1")
+            time.sleep(0.001)
+        worker.end("r1")
+        eventually(lambda: "r1" in recorder.done)
+        assert recorder.done["r1"].rows == 400 * ROWS
+        assert recorder.done["r1"].dropped == ()
+        assert hub.status()["consumers"]["recorder"]["spool"]["requests_unkept"] >= 1
+    assert "the spool is too small for the requests that run" in caplog.text
+
+
+def test_two_hubs_with_the_same_consumer_have_an_inbox_each(address, spills, tmp_path):
+    one, two = Recorder(), Recorder()
+    with (
+        running_hub(address, spills(one)),
+        running_hub(f"{address}2", spills(two)),
+        worker_link(address) as link,
+        worker_link(f"{address}2", make_hello("engine-2")) as other,
+    ):
+        Sender(link).rows("r1")
+        Sender(other, engine="engine-2").rows("r2")
+        eventually(lambda: one.rows == {"r1": ROWS} and two.rows == {"r2": ROWS})
+        name = spills(one).spill.name
+        assert sorted(path.name for path in (tmp_path / "spool").iterdir()) == [name, f"{name}.2"]
+
+
+def test_rows_that_the_disk_does_not_give_back_are_counted(address, spills, tmp_path):
+    first, second = Recorder(held=True), Recorder()
+    with worker_link(address, wait=False) as link:
+        worker = Sender(link)
+        with running_hub(address, spills(first), drain_s=0.1) as hub:
+            assert link.wait_welcome(20)
+            for _ in range(5):
+                worker.rows("r1")
+            eventually(lambda: worker.acknowledged)
+            hub.lanes[0].discard()
+            first.go.set()
+        (segment,) = (tmp_path / "spool").rglob("*.spool")
+        data = bytearray(segment.read_bytes())
+        payload = make_frame([("r1", 4, 8, 4)]).payload
+        place = data.find(bytes(payload))
+        assert place > 0
+        data[place + 3] ^= 16
+        segment.write_bytes(data)
+        with running_hub(address, spills(second)) as hub:
+            worker.end("r1")
+            eventually(lambda: "r1" in second.done)
+            assert second.rows["r1"] == second.done["r1"].rows == 4 * ROWS
+            assert [tuple(dropped) for dropped in second.done["r1"].dropped] == [(ROWS, "spool_damaged")]
+            assert hub.snapshot().dropped_rows == {"spool_damaged": ROWS}
+
+
+def test_a_consumer_that_takes_too_long_at_the_end_leaves_the_rest_to_the_next_hub(address, spills):
+    slow, second = Recorder(held=True), Recorder()
+    with worker_link(address, wait=False) as link:
+        worker = Sender(link)
+        with running_hub(address, spills(slow)) as hub:
+            assert link.wait_welcome(20)
+            for _ in range(20):
+                worker.rows("r1")
+            eventually(lambda: worker.acknowledged)
+            assert slow.waiting.wait(20)
+            threading.Timer(0.5, slow.go.set).start()
+            assert not hub.stop(0.1)
+            assert slow.rows["r1"] < 20 * ROWS
+        with running_hub(address, spills(second)):
+            worker.end("r1")
+            eventually(lambda: "r1" in second.done)
+            assert second.rows["r1"] == 20 * ROWS
+            assert second.done["r1"].dropped == ()
+
+
+def test_stages_that_end_a_request_under_two_hubs(address, spills):
+    """One pipeline stage ended the request under the first hub, the other does so under the second."""
+    first, second = Recorder(), Recorder()
+    hellos = [make_hello(rank=Rank(stage, 0, 0), boot=f"b{stage}", model=make_model(stages=2)) for stage in range(2)]
+    with (
+        worker_link(address, hellos[0], wait=False) as link_0,
+        worker_link(address, hellos[1], wait=False) as link_1,
+    ):
+        stages = [Sender(link, rank=Rank(n, 0, 0), boot=f"b{n}") for n, link in enumerate((link_0, link_1))]
+        with running_hub(address, spills(first)):
+            assert link_0.wait_welcome(20)
+            assert link_1.wait_welcome(20)
+            stages[0].rows("r1")
+            stages[0].end("r1")
+            eventually(lambda: stages[0].acknowledged and first.rows["r1"] == ROWS)
+        assert first.done == {}
+        with running_hub(address, spills(second)):
+            stages[1].rows("r1")
+            stages[1].end("r1")
+            eventually(lambda: "r1" in second.done)
+            assert second.done["r1"].rows == 2 * ROWS
+            assert second.done["r1"].dropped == ()
+
+
+def test_consumers_beside_it_are_not_held_up(address, spills):
+    slow, quick = Recorder("slow", held=True), Recorder("quick")
+    with running_hub(address, spills(slow), quick) as hub, worker_link(address) as link:
+        worker = Sender(link)
+        for _ in range(100):
+            worker.rows("r1")
+        worker.end("r1")
+        eventually(lambda: "r1" in quick.done)
+        assert quick.rows["r1"] == 100 * ROWS
+        assert slow.done == {}
+        assert set(hub.ledger.results_of("r1")[0]) == {"slow", "quick"}
+
+
+def test_a_place_is_one_for_each_configuration():
+    recorder = Recorder()
+    assert Spill.of(recorder, None, None, None) == Spill.of(recorder, None, None, None)
