@@ -4,7 +4,8 @@
 
 Three processes: a worker over a real link that spills (`chaos_engine.py`), `capflow run` with the consumers, and this one, which kills, starts again,
 and, from the log that the worker writes before it sends, knows what must be there (`chaos_oracle.py`). After each restart a frame that was sent after it
-must be acknowledged within 5 seconds. Ends with exit code 1 when anything is off. The same seed makes the same choices.
+must be acknowledged within 5 seconds. While hubs are killed all the time nobody ends the requests of engines that are gone, and consumers' inboxes hold
+all of them: before one is full, the killing rests. Ends with exit code 1 when anything is off. The same seed makes the same choices.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ import numpy as np
 from chaos_oracle import DuckdbCheck, FilesystemCheck, Log, Oracle
 from chaos_rows import HIDDEN, SITES
 
+from capflow import limits
 from capflow.client import Client
 from capflow.errors import CapflowError
 from capflow.probe import Probe
 
 HERE = Path(__file__).parent
-RETURN_S_MAX = 5.0  # from a restart until a frame that was sent after it is acknowledged
 DRAIN_S_MAX = 180.0
 POLL_S = 0.02
+QUIET_S = 2.0
+INBOX_BYTES_MAX = limits.SPOOL_BYTES_DEFAULT // 2  # of a consumer; above, nobody is killed until it is half of that
 OFF = ("lost", "repeated", "wrong", "unnamed", "late", "failed")
 
 
@@ -48,6 +51,7 @@ class Options:
     policy: str = "spill"
     pause_s: tuple[float, float] = (0.3, 3.0)  # between a return and the next kill
     down_s: tuple[float, float] = (0.0, 0.5)  # between a kill and the restart
+    return_s_max: float = 5.0  # from a restart until a frame that was sent after it is acknowledged
     keep: bool = False
     tell: Callable[[str], None] = print
 
@@ -70,6 +74,7 @@ class Chaos:
         self.lives = 0
         self.killed: Counter[str] = Counter()
         self.returns: list[float] = []
+        self.rests = 0
 
     def _configure(self, name: str) -> None:
         policy = f"policy={self.options.policy}"
@@ -134,13 +139,13 @@ class Chaos:
     def await_return(self, after: str, engine: str | None = None) -> None:
         """Wait until a frame that is sent from now on, by an engine or by any, is acknowledged."""
         since = time.monotonic()
-        limit = since + 12 * RETURN_S_MAX
+        limit = since + 12 * self.options.return_s_max
         while (at := self.log.acked_at(since, engine)) is None and time.monotonic() < limit:
             self.turn()
         took = (at or limit) - since
         self.returns.append(took)
         self.options.tell(f"{after}: back after {took:.2f} s; {sum(self.log.frames.values())} frames sent")
-        if took > RETURN_S_MAX and self.killed:
+        if took > self.options.return_s_max and self.killed:
             self.oracle.off("late", f"{after}: {took:.1f} s")
 
     def watch_for(self, seconds: float) -> None:
@@ -164,6 +169,7 @@ class Chaos:
         self.choose.shuffle(order)
         for which in order:
             self.watch_for(self.choose.uniform(*self.options.pause_s))
+            self.await_room()
             self.kill(which)
 
     def stop(self) -> None:
@@ -184,20 +190,46 @@ class Chaos:
         for name in ("hub", "engine"):
             self.read_errors(name)
 
-    def await_quiet(self) -> None:
-        """Wait until the hub has no open request and no consumer anything left to do."""
+    def inbox_bytes(self) -> int:
+        """Return how much the largest inbox of a consumer holds; the lost requests in it are a failure."""
+        with Client(self.address, 30) as client:
+            spools = [one.get("spool") for one in client.status()["consumers"].values()]
+        if any(spool and spool["requests_unkept"] for spool in spools):
+            self.oracle.off("failed", f"requests were too long for an inbox: {spools}")
+        return max(spool["bytes"] if spool else 0 for spool in spools)
+
+    def await_room(self) -> None:
+        """Have consumers catch up, and engines that are gone be given up, before an inbox is full of requests that nobody ends."""
+        if self.inbox_bytes() <= INBOX_BYTES_MAX:
+            return
+        self.rests += 1
+        hold = self.directory / "engine.log.hold"
+        hold.touch()
         deadline = time.monotonic() + DRAIN_S_MAX
-        status: dict[str, object] = {}
-        while time.monotonic() < deadline:
+        while self.inbox_bytes() > INBOX_BYTES_MAX // 2 and time.monotonic() < deadline:
             self.watch_for(0.5)
+        if time.monotonic() >= deadline:
+            self.oracle.off("failed", "the consumers do not catch up")
+        hold.unlink()
+
+    def await_quiet(self) -> None:
+        """Wait until the hub has given up engines that are gone, and its consumers did nothing for a while."""
+        deadline = time.monotonic() + DRAIN_S_MAX
+        before: object = None
+        while time.monotonic() < deadline:
+            self.watch_for(QUIET_S)
             try:
                 with Client(self.address, 10) as client:
                     status = client.status()
             except CapflowError as e:
                 self.oracle.off("failed", f"the hub does not answer: {e}")
                 return
-            if not status["requests"]["open"] and not any(c["queued"] for c in status["consumers"].values()):
+            consumers = status["consumers"].values()
+            now = [(one["frames"], one["results"], one["queued"]) for one in consumers]
+            early = status["uptime_s"] < max(limits.MISSED_S, limits.SILENCE_S_MAX) + QUIET_S
+            if now == before and not early and not status["requests"]["open"]:
                 break
+            before = now
         else:
             self.oracle.off("failed", f"the hub did not get done: {status['requests']}")
         if status["protocol_errors"]:
@@ -239,6 +271,7 @@ class Chaos:
         yield "frames replayed from spools of dead workers", sum(len(spilled) for spilled in log.spilled.values())
         yield "frames refused", dict(log.refused) or 0
         yield "requests", len(log.requests)
+        yield "rests until inboxes were smaller", self.rests
         yield "slowest return after a restart", f"{max(self.returns[1:], default=0):.2f} s"
         for name in ("rows promised", "rows checked", "rows in named gaps", "requests of which nothing arrived", *OFF):
             yield name, counts[name]

@@ -1,7 +1,7 @@
 """The engine side of `chaos.py`: a worker that sends frames over a real link, and writes down what it sends before it does.
 
 Run as `chaos_engine.py ADDRESS SPOOL LOG ENGINE RATE SEED`; SIGTERM ends it well. It sends RATE frames a second, and none while `WAITING_MAX` wait on
-disk: on a machine that does not keep up with the rate it goes as fast as that can. Its lines in the log, each written whole:
+disk, or while there is a file LOG.hold: on a machine that does not keep up with the rate it goes as fast as that can. Its lines in the log, each written whole:
 
     send ENGINE SEQ TIME ID:PROMPT:START:LENGTH,… ID:COMPUTED:STATUS,…   a frame with rows and ends of requests is about to be sent
     refused ENGINE SEQ REASON                                           it was not taken; the next has its number
@@ -170,7 +170,7 @@ def noted(outbox: Outbox, log: Log) -> Outbox:
 
 def main() -> None:
     address, spool, path, engine, rate, seed = sys.argv[1:7]
-    log, root = Log(path), Path(spool)
+    log, root, hold = Log(path), Path(spool), Path(f"{path}.hold")
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     # As a worker does: what earlier ones left first, then its own link.
@@ -190,7 +190,7 @@ def main() -> None:
     begun, sent = time.monotonic(), 0
     while not stopped.is_set():
         due = int((time.monotonic() - begun) * float(rate))
-        if due - sent > float(rate):  # it was held up for more than a second: it does not run after what it missed
+        if hold.exists() or due - sent > float(rate):  # held up: it does not run after what it missed
             sent = due
         while sent < due and outbox.waiting < WAITING_MAX and not stopped.is_set():
             sender.turn()
