@@ -29,7 +29,10 @@ Fallback = Literal["block", "drop"]
 """What a full queue does. `block`: the sender waits, nothing is lost. `drop`: the newest rows are lost, counted."""
 
 Policy = Literal["block", "drop", "spill"]
-"""The same, and `spill`: to disk and from there in order; of a worker what has no room in memory, of a consumer everything."""
+"""The same, and `spill`: what has no room goes to disk, and comes from there in order."""
+
+ConsumerPolicy = Literal["block", "drop", "skip", "spill"]
+"""The same, and `skip`: the oldest rows make room for the newest, for who shows what happens now. With `spill` everything goes to disk."""
 
 
 class NoConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,7 +59,7 @@ class Consumer(ABC):
 
     name: ClassVar[str]
     Config: ClassVar[type[msgspec.Struct]] = NoConfig
-    policy: ClassVar[Policy] = "block"
+    policy: ClassVar[ConsumerPolicy] = "block"
     reads_requests: ClassVar[bool] = True
 
     def __init__(self, config: Any) -> None:

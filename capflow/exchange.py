@@ -108,7 +108,8 @@ class Exchange:
         ]
         self.ledger = Ledger(wishes)
         window_bytes = min(
-            (c.queue_bytes_max for c in consumers if c.policy is not Overload.DROP), default=limits.CREDIT_BYTES_DEFAULT
+            (c.queue_bytes_max for c in consumers if c.policy in (Overload.BLOCK, Overload.SPILL)),
+            default=limits.CREDIT_BYTES_DEFAULT,
         )
         self.roster = Roster(
             min(window_bytes, limits.CREDIT_BYTES_DEFAULT),

@@ -103,13 +103,17 @@ class Lane:
     def deliver(self, delivery: Delivery, taken: Callable[[], None]) -> bool:
         """Take a frame; return whether `taken` will be called: only a `block` consumer is waited for.
 
-        The memory of a `block` lane is bounded by the workers' credit, that of a `drop` lane by its queue.
+        The memory of a `block` lane is bounded by the workers' credit, that of a `drop` or `skip` lane by its queue.
         """
         waited_for = taken if self.policy is Overload.BLOCK else None
         item, nbytes = _Rows(delivery, waited_for, time.monotonic()), delivery.frame.nbytes
         accepted = not self.queue.closed
         if self.policy is Overload.BLOCK:
             self.queue.force(item, nbytes)
+        elif self.policy is Overload.SKIP:
+            for skipped in self.queue.displace(item, nbytes):
+                if isinstance(skipped, _Rows) and skipped is not item:
+                    self._lose(skipped.delivery, "skipped")
         else:
             accepted = self.queue.offer(item, nbytes)
         if accepted:
@@ -272,5 +276,5 @@ class Lane:
         self.dropped[reason] += delivery.rows
         for tally, rows in delivery.parts:
             tally.dropped[reason] += rows
-            if reason == "shutdown":
+            if reason != "consumer_queue_full":  # they were counted as given when the queue took them
                 tally.rows -= rows

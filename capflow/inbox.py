@@ -149,6 +149,11 @@ class Inbox:
         self._put_bytes = 0  # by this process
 
     @property
+    def is_open(self) -> bool:
+        """Whether it was opened."""
+        return self._spool is not None
+
+    @property
     def spool(self) -> Spool:
         """The spool, once it is open."""
         assert self._spool is not None
@@ -208,7 +213,8 @@ class Inbox:
 
     def status(self) -> dict[str, Any]:
         """Return the spool's counters, and the inbox's own."""
-        return self.spool.status() | {"frames_spilled": self.frames, "frames_lost": self.frames_lost}
+        own = {"unread": self.unread, "frames_spilled": self.frames, "frames_lost": self.frames_lost}
+        return self.spool.status() | own
 
     # For the thread that puts in.
 

@@ -24,6 +24,7 @@ from capflow.frame import Rank
 from capflow.health import problems
 from capflow.hub import Hub
 from capflow.roster import Peer, Source
+from capflow.spilling import SpillingLane
 
 _OTHER = "other"  # the label of reasons and names beyond those that are shown
 _CONSUMER = ("consumer",)
@@ -223,7 +224,29 @@ def _worker_counts(hub: Hub) -> Iterator[Metric]:
 
 
 def _spools(hub: Hub) -> Iterator[Metric]:
-    """What each spool counts, as far as it is known: those of the workers that are connected tell of theirs."""
+    """What each spool counts: the consumers' inboxes, and those of the workers that are connected, as they tell."""
+    inboxes = [
+        ((lane.name,), lane.inbox.status())
+        for lane in hub.lanes
+        if isinstance(lane, SpillingLane)
+        if lane.inbox.is_open
+    ]
+
+    def of_each(key: str) -> Samples:
+        return [(labels, status[key]) for labels, status in inboxes]
+
+    yield _gauge(
+        "consumer_spool_records", "Frames and notes in its inbox, done with or not.", of_each("records"), _CONSUMER
+    )
+    yield _gauge(
+        "consumer_spool_unread_records", "Of these, those that it was not given.", of_each("unread"), _CONSUMER
+    )
+    yield _gauge("consumer_spool_bytes", "The size of its inbox on disk.", of_each("bytes"), _CONSUMER)
+    yield _gauge("consumer_spool_limit_bytes", "Its `spool_bytes`.", of_each("bytes_max"), _CONSUMER)
+    kept, damaged = of_each("frames_spilled"), of_each("frames_lost")
+    yield _counter("consumer_spooled_frames", "Frames that went to its inbox.", kept, _CONSUMER)
+    yield _counter("consumer_spool_lost_frames", "Of these, those that could not be read again.", damaged, _CONSUMER)
+    yield _counter("consumer_spool_errors", "Times that its disk failed.", of_each("failures"), _CONSUMER)
     told: list[tuple[tuple[str, str], Mapping[str, int]]] = [
         (_worker(known), known.source.told.spool)
         for known in list(hub.roster.peers.values())

@@ -20,7 +20,7 @@ import xxhash
 from msgspec import inspect
 
 from capflow import hookspecs, limits
-from capflow.consumer import Consumer, Controller, Fallback, Policy
+from capflow.consumer import Consumer, ConsumerPolicy, Controller, Fallback
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ControllerSpec
 from capflow.queue import Overload
@@ -190,7 +190,7 @@ def options_of(plugin: Plugin) -> list[Option]:
     ]
     if issubclass(plugin, Consumer):
         options += [
-            Option("policy", " or ".join(get_args(Policy)), required=False, default=plugin.policy),
+            Option("policy", " or ".join(get_args(ConsumerPolicy)), required=False, default=plugin.policy),
             Option("queue_bytes_max", "int", required=False, default=limits.QUEUE_BYTES_DEFAULT),
             Option("spool_dir", "str", required=False, default=str(default_root() / "hub")),
             Option("spool_bytes", "int", required=False, default=limits.SPOOL_BYTES_DEFAULT),
@@ -349,7 +349,7 @@ def _type_name(kind: inspect.Type) -> str:
 
 def _with_queue(consumer: Consumer, options: Mapping[str, Any], where: str) -> ConfiguredConsumer:
     """Return a consumer with the queue that the options of every consumer say."""
-    policy = _one_of(options, "policy", get_args(Policy), where) or consumer.policy
+    policy = _one_of(options, "policy", get_args(ConsumerPolicy), where) or consumer.policy
     if policy != "spill":
         for name in UNIVERSAL_OPTIONS[2:]:
             if name in options:

@@ -2,7 +2,7 @@
 
 What always holds: items leave in the order in which they came; the sum of the sizes is at most
 `bytes_max`, unless one item alone is larger, or items were put in with `force`. A queue does not choose what to do
-when it is full: `offer` refuses, `put` waits, and an `Overload` says which of them its owner is to call.
+when it is full: `offer` refuses, `put` waits, `displace` throws out, and an `Overload` says which of them its owner is to call.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ class Overload(enum.StrEnum):
 
     DROP = "drop"
     """The sender never waits. The newest rows are lost, counted, and named in the request's result."""
+
+    SKIP = "skip"
+    """The sender never waits. The oldest rows go to make room for the newest: lost, counted, named in the request's result."""
 
     SPILL = "spill"
     """What has no room goes to a spool on disk, and comes from there in order. A full spool blocks or drops."""
@@ -76,6 +79,25 @@ class ByteQueue(Generic[T]):
                 return False
             self._add(item, nbytes)
             return True
+
+    def displace(self, item: T, nbytes: int) -> list[T]:
+        """Add the item; return those that went to make room: the oldest, as many as it takes, items of size 0 never."""
+        gone: list[T] = []
+        kept: list[tuple[T, int]] = []
+        with self._changed:
+            if self._closed:
+                return [item]
+            while self._bytes and self._bytes + nbytes > self.bytes_max:
+                oldest = self._items.popleft()
+                if oldest[1]:
+                    gone.append(oldest[0])
+                    self._bytes -= oldest[1]
+                else:
+                    kept.append(oldest)
+            self._items.extendleft(reversed(kept))
+            self._add(item, nbytes)
+        self.refused += len(gone)
+        return gone
 
     def force(self, item: T, nbytes: int = 0) -> None:
         """Add the item, full or not: for what its owner bounds in another way. Nothing is added to a closed queue."""

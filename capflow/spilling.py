@@ -137,7 +137,13 @@ class SpillingLane(Lane):
             "queue_bytes_max": self._in.bytes_max,
             "queue_bytes_peak": self._in.bytes_peak,
         }
-        return super().status() | queued | {"spool": self.inbox.status() | {"requests_unkept": self._unkept}}
+        spool = self.inbox.status() | {"requests_unkept": self._unkept} if self.inbox.is_open else None
+        return super().status() | queued | {"spool": spool}
+
+    @property
+    def left(self) -> tuple[int, int]:
+        """How many records the consumer was not given, and how many requests are open."""
+        return self.inbox.unread if self.inbox.is_open else 0, len(self._open)
 
     # The writer.
 
@@ -149,7 +155,7 @@ class SpillingLane(Lane):
                     case _Kept(frame, taken):
                         self._put_frame(frame, taken)
                     case Known() | Gone():
-                        self._insist(functools.partial(self.inbox.put, item, _RETRY_S))
+                        self._insist(functools.partial(self.inbox.put, item))
                 del item
             self._put_owed()
         except Exception:
@@ -166,7 +172,7 @@ class SpillingLane(Lane):
         if lost and header.finished:
             frame = Frame(lessened(header, lost, self._why), frame.payload)
         if self.fallback is Overload.BLOCK:
-            number = self._insist(functools.partial(self.inbox.put_frame, frame, _RETRY_S))
+            number = self._insist(functools.partial(self.inbox.put_frame, frame))
             if number is None:
                 return  # the hub stops; the worker keeps it for the next one
         else:
@@ -180,13 +186,14 @@ class SpillingLane(Lane):
             self._pending.append((number, taken))
         self._synced(self.inbox.spool.synced_through)
 
-    def _insist(self, put: Callable[[], int]) -> int | None:
-        """Put something in, however long it takes; return None when the hub stops before there is room."""
+    def _insist(self, put: Callable[[float], int]) -> int | None:
+        """Put something in, however long it takes; return None when the hub stops before there is room. put: given how long to wait."""
         while True:
+            stopping = self._in.closed
             try:
-                return put()
+                return put(0.0 if stopping else _RETRY_S)
             except FullError:
-                if self._in.closed:
+                if stopping:
                     return None
 
     def _refuse(self, frame: Frame, reason: str) -> None:

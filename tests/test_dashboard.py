@@ -287,7 +287,7 @@ def test_the_plugin_brings_it_and_its_options_are_as_described():
     known = load_plugins()
     made = configure("dashboard", {"port": "0", "layers": "0+2", "probes": ""}, known)
     assert isinstance(made.consumer, Dashboard)
-    assert made.policy.value == "drop"
+    assert made.policy.value == "skip"
     assert made.consumer.spec().hooks == {"post_block": [0, 2]}
     assert configure("dashboard", {"port": "0", "layers": "3"}, known).consumer.spec().hooks == {"post_block": [3]}
 

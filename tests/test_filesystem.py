@@ -439,6 +439,17 @@ def test_a_request_that_is_given_again_is_known_and_not_written_again(tmp_path):
     )  # only its last frame is in r1~2, from which on it comes again
 
 
+def test_the_rest_of_a_request_whose_worker_was_taken_to_be_gone_lies_beside_its_beginning(tmp_path):
+    consumer = opened(tmp_path)
+    for seq, status in ((1, "error"), (2, "stop")):
+        consumer.on_frame(make_frame([("r1", 4, seq * 4 - 4, 4)], seq=seq))
+        consumer.on_request_done(done(computed_length=8, rows=4, status=status))
+    captures = capflow.open(tmp_path).captures("r1")
+    assert [capture.sidecar.status for capture in captures] == ["error", "stop"]
+    assert [p for capture in captures for p in capture[0, "post_block"].positions.tolist()] == list(range(8))
+    consumer.close()
+
+
 # Ends other than the good one.
 
 

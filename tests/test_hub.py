@@ -178,6 +178,24 @@ class TestOverload:
             assert slow.done["r1"].rows + slow.done["r1"].dropped[0].rows == 800
             assert hub.snapshot().dropped_rows == {"consumer_queue_full": 788}
 
+    def test_a_consumer_that_skips_is_given_the_newest_and_told_what_it_missed(self, address):
+        live = Recorder(held=True)
+        queue = make_frame().nbytes * 3
+        with running_hub(address, configured(live, "skip", queue)) as hub, worker_link(address) as link:
+            send(link, [("r1", 4, 0, 4)])
+            assert live.waiting.wait(20)
+            for step in range(1, 100):
+                assert send(link, [("r1", 4, step * 4, 4)], step=step) is None
+            send(link, [], finished=[make_finished(computed_length=400, rows=400)])
+            eventually(lambda: hub.counts.frames == 101)
+            assert hub.lanes[0].queue.nbytes <= queue
+            live.go.set()
+            eventually(lambda: live.done)
+            assert live.seqs == [1, 98, 99, 100]
+            assert live.done["r1"].rows == live.rows["r1"] == 4 * 4
+            assert [tuple(dropped) for dropped in live.done["r1"].dropped] == [(96 * 4, "skipped")]
+            assert hub.snapshot().dropped_rows == {"skipped": 96 * 4}
+
     def test_a_consumer_that_blocks_loses_nothing(self, address):
         slow = Recorder("slow", held=True)
         frame_bytes = make_frame().nbytes

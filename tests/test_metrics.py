@@ -62,7 +62,8 @@ def watched(tmp_path_factory):
     good = Recorder("good")
     full, bad = Recorder("full", held=True), Recorder("bad", fails_on=[SECRET, "r1", "r2"])
     staged = Staged(1000, 5000, {"queue_full": 7, "no_hub": 2})
-    consumers = [good, configured(full, "drop", 1), bad]
+    kept = configured(Recorder("kept"), "spill", spool_dir=path.parent / "inbox")
+    consumers = [good, configured(full, "drop", 1), bad, kept]
     with running_hub(f"ipc://{path}", *consumers) as hub:
         endpoint = Endpoint(hub, "127.0.0.1", 0)
         endpoint.start()

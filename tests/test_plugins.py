@@ -237,7 +237,7 @@ class TestConfigure:
             (
                 "sink",
                 {"root": "x", "policy": "no"},
-                "consumers.sink.policy: got no, expected one of block, drop, spill",
+                "consumers.sink.policy: got no, expected one of block, drop, skip, spill",
             ),
             (
                 "sink",
@@ -330,7 +330,7 @@ def test_options_are_told_with_types_and_defaults():
         "names": ("list of str", False, ()),
         "mode": ("a or b", False, "a"),
         "limit": ("int", False, None),
-        "policy": ("block or drop or spill", False, "drop"),
+        "policy": ("block or drop or skip or spill", False, "drop"),
         "queue_bytes_max": ("int", False, limits.QUEUE_BYTES_DEFAULT),
         "spool_dir": ("str", False, str(default_root() / "hub")),
         "spool_bytes": ("int", False, limits.SPOOL_BYTES_DEFAULT),

@@ -77,6 +77,19 @@ def test_get_waits_for_an_item():
     assert results == ["a"]
 
 
+def test_displace_throws_out_the_oldest_that_have_a_size():
+    queue = ByteQueue(10)
+    queue.force("end", 0)
+    for name in "abc":
+        assert queue.displace(name, 3) == []
+    assert queue.displace("d", 6) == ["a", "b"]
+    assert queue.nbytes == 9
+    assert queue.displace("large", 50) == ["c", "d"]
+    queue.close()
+    assert queue.displace("late", 1) == ["late"]
+    assert [queue.get(0) for _ in range(3)] == ["end", "large", None]
+
+
 def test_force_ignores_the_bound():
     queue = ByteQueue(10)
     queue.force("a", 50)

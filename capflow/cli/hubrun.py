@@ -26,6 +26,7 @@ from capflow.counts import Snapshot
 from capflow.endpoint import Endpoint
 from capflow.hub import Hub
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
+from capflow.spilling import SpillingLane
 
 _LIVE_S = 0.5  # between two drawings of the live line
 _RATE_S = 5.0  # over which rates are taken
@@ -101,6 +102,7 @@ class HubRun:
                 size = human_bytes(before.queued_bytes)
                 self.tell("draining", f"draining {size}", queued_bytes=before.queued_bytes)
             self._drained = self._stop_hub()
+            self._tell_left()
             self.console.print(self._summary())
             if self.log_format == "json":
                 self._tell_end()
@@ -166,6 +168,20 @@ class HubRun:
             f"spilled {now.spilled}",
         ]
         return Text("  ".join(parts), style="red" if now.rows_lost else "")
+
+    def _tell_left(self) -> None:
+        for lane in self.hub.lanes:
+            if isinstance(lane, SpillingLane) and any(lane.left):
+                frames, requests = lane.left
+                text = f"{lane.name}: {requests} requests run on, {frames} frames wait; the next hub with this consumer goes on with them"
+                self.tell(
+                    "left",
+                    text,
+                    consumer=lane.name,
+                    frames=frames,
+                    requests=requests,
+                    directory=str(lane.inbox.directory),
+                )
 
     def _tell_end(self) -> None:
         now = self.hub.snapshot()

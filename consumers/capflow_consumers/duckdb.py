@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 
 from capflow import limits
-from capflow.consumer import Consumer, Context, Policy
+from capflow.consumer import Consumer, ConsumerPolicy, Context
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import Frame, FrameHeader
 from capflow.hookspecs import hookimpl
@@ -62,7 +62,7 @@ class DuckdbConsumer(Consumer):
 
     name: ClassVar[str] = "duckdb"
     Config: ClassVar[type[msgspec.Struct]] = DuckdbConfig
-    policy: ClassVar[Policy] = "spill"
+    policy: ClassVar[ConsumerPolicy] = "spill"
 
     def __init__(self, config: DuckdbConfig, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(config)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -19,7 +19,7 @@ import msgspec
 
 import capflow
 from capflow import limits
-from capflow.consumer import Consumer, Context, Policy
+from capflow.consumer import Consumer, ConsumerPolicy, Context
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import Chunk, Frame, FrameHeader, RequestRows
 from capflow.hookspecs import hookimpl
@@ -105,7 +105,7 @@ class FilesystemConsumer(Consumer):
 
     name: ClassVar[str] = "filesystem"
     Config: ClassVar[type[msgspec.Struct]] = FilesystemConfig
-    policy: ClassVar[Policy] = "spill"
+    policy: ClassVar[ConsumerPolicy] = "spill"
 
     def __init__(self, config: FilesystemConfig) -> None:
         super().__init__(config)
@@ -234,7 +234,7 @@ class FilesystemConsumer(Consumer):
             sources=[layout.Source(*worker, *frames) for worker, frames in request.frames.frames.items()],
         )
         files.write_sidecar(_JSON.encode(sidecar))
-        return _result(self._work.publish(files.path, slug(done.request), self.config.on_collision), sidecar)
+        return _result(self._work.publish(files.path, slug(done.request), self._on_collision(done)), sidecar)
 
     def _request(self, frame: Frame, rows: RequestRows) -> _Request:
         header = frame.header
@@ -250,19 +250,29 @@ class FilesystemConsumer(Consumer):
             self._fail(request, explain("rows of another model", got=came, expected=had))
         return request
 
-    def _published(self, header: FrameHeader, request: str) -> tuple[Path, layout.Sidecar] | None:
-        """Return where a request lies that this frame was written with, and its sidecar; None when there is none."""
+    def _captures(self, engine: str, request: str) -> Iterator[tuple[Path, layout.Sidecar]]:
+        """Yield where captures of a request lie, and their sidecars."""
         for path in self._work.published(slug(request)):
             try:
                 sidecar = msgspec.json.decode((path / layout.SIDECAR_NAME).read_bytes(), type=layout.Sidecar)
             except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
                 continue  # not one of ours
-            if (sidecar.engine, sidecar.request) == (header.engine, request) and any(
-                (source.boot, source.rank) == (header.boot, header.rank) and source.first <= header.seq <= source.last
-                for source in sidecar.sources
-            ):
-                return path, sidecar
+            if (sidecar.engine, sidecar.request) == (engine, request):
+                yield path, sidecar
+
+    def _published(self, header: FrameHeader, request: str) -> tuple[Path, layout.Sidecar] | None:
+        """Return where a request lies that this frame was written with, and its sidecar; None when there is none."""
+        for path, sidecar in self._captures(header.engine, request):
+            for source in sidecar.sources:
+                mine = (source.boot, source.rank) == (header.boot, header.rank)
+                if mine and source.first <= header.seq <= source.last:
+                    return path, sidecar
         return None
+
+    def _on_collision(self, done: RequestDone) -> OnCollision:
+        """Return what to do when the name is taken: the rest of a request whose worker was taken to be gone lies beside its beginning."""
+        begun = any(sidecar.status == "error" for _, sidecar in self._captures(done.engine, done.request))
+        return "suffix" if begun else self.config.on_collision
 
     def _wanted(self, engine: str, rows: RequestRows) -> Wanted | None:
         """Return what is wanted of a request where the frame does not say; None before the engine's model is known."""

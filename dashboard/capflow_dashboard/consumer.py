@@ -47,7 +47,7 @@ class Dashboard(Consumer):
 
     name = "dashboard"
     Config = DashboardConfig
-    policy = "drop"
+    policy = "skip"
     reads_requests = False
 
     def __init__(self, config: DashboardConfig) -> None:
