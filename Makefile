@@ -7,10 +7,10 @@ RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
 	--consumer dashboard:probes=examples/code.safetensors
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test proof chaos soak conformance lint format bench proto env system compiler lock clean
+.PHONY: help demo test proof chaos soak soak-transport conformance lint format bench proto env system compiler lock clean
 
 help:  ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 
 demo: env compiler  ## run a real model over examples/prompts.jsonl, with files, DuckDB and the dashboard
 	@rm -rf demo-data && mkdir -p demo-data
@@ -32,6 +32,9 @@ chaos: env  ## kill the hub and the engine side 80 times under load, and check e
 
 soak: env  ## 5,000 random requests against the oracle; a quarter of an hour
 	CAPFLOW_ORACLE_REQUESTS=5000 $(PYTHON) -m pytest -s tests/test_oracle.py
+
+soak-transport: env  ## half an hour of frames through a worker's link, a hub and files; memory and descriptors must not grow
+	$(PYTHON) tests/soak.py
 
 conformance: env  ## every architecture against Transformers; writes docs/compatibility.md; a quarter of an hour
 	$(PYTHON) tests/conformance.py --write

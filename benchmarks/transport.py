@@ -59,9 +59,11 @@ class Null(Consumer):
         self.ages_ns: list[int] = []
 
     def spec(self) -> CaptureSpec:
+        """Ask for everything."""
         return CaptureSpec({"post_block": "all"})
 
     def on_frame(self, frame: Frame) -> None:
+        """Note its age."""
         self.ages_ns.append(time.time_ns() - frame.header.time_ns)
 
 

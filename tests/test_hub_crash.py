@@ -21,7 +21,7 @@ import capflow
 __all__ = ["address"]
 
 CHILD = pathlib.Path(__file__).parent / "hub_crash_child.py"
-HIDDEN = 512
+HIDDEN = 64
 ROWS = 4  # in a frame
 SITE = (0, "post_block")
 UNDER_WAY_MAX = 100  # frames
@@ -97,7 +97,7 @@ def run_and_kill(address, directory, times, point, seed=0):
     assert sorted(capture.path.name for capture in data) == sorted(worker.lengths)  # none twice: that would be r1~2
     for name, length in worker.lengths.items():
         capture = data[name]
-        assert (capture.status, capture.error) == ("ok", None)
+        assert capture.status == "ok", (name, capture.error)
         capture.verify()
         if length:
             rows, positions, _ = capture[SITE]
