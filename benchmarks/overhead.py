@@ -55,7 +55,11 @@ def child(kind: str, model: str, root: str, *, eager: bool, dtype: str) -> None:
 
         import capflow
 
-        llm = capflow.LLM(consumers=[f"filesystem:root={root},capture=requests"], **arguments)
+        if kind == "capflow":
+            arguments["consumers"] = [f"filesystem:root={root},capture=requests"]
+        else:  # a policy, with the hub that the environment names, if it is there
+            arguments |= {"policy": kind, "spool_dir": root if kind == "spill" else None}
+        llm = capflow.LLM(**arguments)
     rng = np.random.default_rng(0)
     prompts = [
         {"prompt_token_ids": [2, *rng.integers(1000, 200_000, PROMPT_TOKENS - 1).tolist()]} for _ in range(PROMPTS)

@@ -126,6 +126,7 @@ class Exchange:
         self._waiters = Waiters()
         self._id = uuid.uuid4().hex
         self._captures = tuple(wish.spec for wish in wishes if wish.spec is not None)
+        self._acks: dict[Source, Ack] = {}  # to be said at the end of the turn; emptied by `acknowledge`
         self._told: set[tuple[str, str]] = set()  # refusals that were logged, by engine and reason
         self._missed_at = (
             math.inf
@@ -186,6 +187,13 @@ class Exchange:
         except Exception:
             logger.exception("the hub failed at a message and gives its sender up", extra={"event": "hub_failed"})
             self._cut_off(peer, session, "the hub failed at a message of this peer; see its log", now)
+
+    def acknowledge(self) -> None:
+        """Tell each worker, once, what consumers came to be done with since the last call."""
+        for source, ack in self._acks.items():
+            if source.peer is not None:
+                self._say(source.peer, ack)
+        self._acks.clear()
 
     def tick(self, now: float) -> None:
         """Send beats, and give up on who is silent."""
@@ -275,6 +283,7 @@ class Exchange:
             self._refuse(peer, session, str(e), now)
             return
         if known.source is not None:  # after it was said that an earlier boot of it is gone
+            self._acks.pop(known.source, None)  # the welcome says it
             for lane in self._keepers:
                 lane.greet(hello.engine, known.source.engine.model)
         welcome = Welcome(self._id, self.roster.window_bytes)
@@ -392,8 +401,9 @@ class Exchange:
             return
         source = hold.source
         ack = source.intake.release(hold.seq)
-        if source.peer is not None:
-            self._say(source.peer, ack)
+        if (said := self._acks.get(source)) is not None:
+            ack = Ack(ack.seq, said.credit_bytes + ack.credit_bytes)
+        self._acks[source] = ack
 
     def _over(self, request: Request, taken: Callable[[], None] | None = None) -> int:
         """Tell consumers that a request is over; return how many of them will call `taken`."""

@@ -259,7 +259,7 @@ class Lane:
         since = self.pace.begin()
         try:
             call(*args)
-        except Exception as e:
+        except BaseException as e:  # `sys.exit` too: what waits for this thread must not wait for ever
             self.errors += 1
             kind = (method, type(e))
             if kind not in self._logged:

@@ -22,6 +22,7 @@ from capflow.address import check_address, held, hub_key, is_local, with_key
 from capflow.counts import Snapshot, age_s
 from capflow.errors import UsageError, explain
 from capflow.exchange import Exchange
+from capflow.fanout import Lane
 from capflow.guard import Guard
 from capflow.health import HubState, problems
 from capflow.keys import AllowList, find_key, read_key
@@ -99,10 +100,12 @@ class Hub:
                 self.address, message_bytes_max=self.message_bytes_max, key=self._key, admit=self._guard.admits
             )
             undo.callback(router.close)
-            for lane in self.lanes:
-                lane.open()
-                undo.callback(lane.join)
-                undo.callback(lane.close)
+            with contextlib.ExitStack() as opened:  # `stop` has its own way to close them
+                for lane in self.lanes:
+                    lane.open()
+                    opened.callback(lane.join)
+                    opened.callback(lane.close)
+                opened.pop_all()
             self._open = undo.pop_all()
         self._router = router
         self.address = router.address if self._key is None else with_key(router.address, self._key.public)
@@ -114,6 +117,7 @@ class Hub:
     def stop(self, drain_s: float = limits.DRAIN_S_MAX) -> bool:
         """Let the consumers handle what they have, for at most `drain_s` seconds, close them and end.
 
+        A consumer that is in one call for `limits.HANG_S_MAX` is not waited for any longer.
         Open requests are ended with status `error`. Frames that come meanwhile stay with their workers.
         Return whether everything was handled and every consumer closed.
         """
@@ -127,10 +131,10 @@ class Hub:
 
         self.post(drain)
         drained.wait(limits.SILENCE_S_MAX)
-        in_time = [lane.join(deadline - time.monotonic()) for lane in self.lanes]
+        in_time = [_drained(lane, deadline) for lane in self.lanes]
         for lane in self.lanes:
             lane.discard()
-        closed = [lane.join() for lane in self.lanes]
+        closed = [lane.join(0 if _hangs(lane) else None) for lane in self.lanes]
         for lane, is_closed in zip(self.lanes, closed, strict=True):
             if not is_closed:
                 event = {"event": "consumer_left_behind", "consumer": lane.name}
@@ -243,6 +247,7 @@ class Hub:
                 if received is None:
                     break
                 self._exchange.receive(*received)
+            self._safely(self._exchange.acknowledge)
             now = self._turned_at = time.monotonic()
             if now >= self._tick_at:
                 self._tick_at = now + _TICK_S
@@ -259,3 +264,15 @@ class Hub:
         assert self._router is not None
         if not self._router.send(peer, parts):
             self.post(functools.partial(self._exchange.give_up, peer))
+
+
+def _drained(lane: Lane, deadline: float) -> bool:
+    """Wait until a consumer is closed, the time is over, or it does not come back from a call; return whether it is closed."""
+    while not lane.join(min(limits.IDLE_S, deadline - time.monotonic())):
+        if time.monotonic() >= deadline or _hangs(lane):
+            return False
+    return True
+
+
+def _hangs(lane: Lane) -> bool:
+    return lane.pace.call_s(time.monotonic()) > limits.HANG_S_MAX

@@ -58,6 +58,7 @@ MISSED_S = 15.0  # after its start, in which an engine that an earlier hub had m
 HUB_WAIT_S_DEFAULT = 5.0
 BLOCK_S_MAX = 30.0
 DRAIN_S_MAX = 60.0
+HANG_S_MAX = 8.0  # one call of a consumer while the hub stops; then the hub stops without it
 CAPTURE_WAIT_S_DEFAULT = 30.0
 CAPTURE_WAIT_S_MAX = 600.0
 
@@ -104,7 +105,7 @@ IDLE_S = 0.25
 ACTION_S_MAX = 30.0
 LINGER_S = 0.5
 RECONNECT_S_MIN = 0.1
-RECONNECT_S_MAX = 2.0
+RECONNECT_S_MAX = 0.5
 HANDSHAKE_S_MAX = 10.0  # from the opening of a connection until ZMQ has made one of it
 DEAD_S_MAX = 30.0  # without a whole message or a sign of life from a connection; then the hub closes it
 

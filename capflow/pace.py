@@ -39,10 +39,14 @@ class Pace:
         since, busy_s = self.called_at, self.busy_s
         return busy_s if since is None else busy_s + max(0.0, now - since)
 
+    def call_s(self, now: float) -> float:
+        """Return for how long the call under way has lasted, in seconds; 0 between calls."""
+        since = self.called_at
+        return 0.0 if since is None else max(0.0, now - since)
+
     def trouble(self, now: float) -> str | None:
         """Return why the consumer is taken to have failed; None when it has not."""
-        since = self.called_at
-        if since is not None and now - since > limits.CALL_S_MAX:
+        if self.call_s(now) > limits.CALL_S_MAX:
             return f"in one call for more than {limits.CALL_S_MAX:g} s"
         if self.failed_in_a_row >= limits.FRAMES_FAILED_MAX:
             return f"failed at each of its last {limits.FRAMES_FAILED_MAX} frames or more; see the log"

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from capflow.spool import Files
 
@@ -181,3 +184,20 @@ def _put(data, written, offset):
 
 
 DIRECTORY = Path("/spool")
+
+
+class mounted:  # noqa: N801
+    """A small file system; skips where none can be mounted."""
+
+    def __init__(self, path, size):
+        self.path, self.size = path, size
+
+    def __enter__(self):
+        command = ["mount", "-t", "tmpfs", "-o", f"size={self.size}", "none", self.path]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("no file system can be mounted here")
+
+    def __exit__(self, *_):
+        subprocess.run(["umount", "-l", self.path], check=True)

@@ -10,7 +10,7 @@ import textwrap
 import threading
 
 import pytest
-from disks import DIRECTORY, Disk
+from disks import DIRECTORY, Disk, mounted
 from hypothesis import given
 from hypothesis import strategies as st
 from test_spool_model import SteppedSpool
@@ -376,23 +376,6 @@ def test_a_disk_that_turns_read_only_says_so_and_is_read_on(tmp_path):
         subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
         with pytest.raises(CapflowError, match="cannot be used: got Read-only file system"):
             Spool(tmp_path / "s").open()
-
-
-class mounted:  # noqa: N801
-    """A small file system; skips where none can be mounted."""
-
-    def __init__(self, path, size):
-        self.path, self.size = path, size
-
-    def __enter__(self):
-        command = ["mount", "-t", "tmpfs", "-o", f"size={self.size}", "none", self.path]
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("no file system can be mounted here")
-
-    def __exit__(self, *_):
-        subprocess.run(["umount", "-l", self.path], check=True)
 
 
 def test_a_file_that_may_not_grow_is_a_full_disk(tmp_path):

@@ -31,6 +31,7 @@ from capflow.transport.sockets import Dealer, Event, Waker, why_not
 logger = logging.getLogger("capflow.link")
 
 _RECEIVE_BATCH = 256  # messages handled before frames are sent again
+_SEND_BATCH = 256  # frames sent before messages are handled again: what is acknowledged meanwhile makes room
 _SEQ_MAX = 1 << 62  # not below any number of a frame
 _SPILL_AT = 4  # with an outbox, memory holds this part of its bound: the rest is for steps under way, and for what is being synced
 _FRAME_OVERHEAD_BYTES = 512  # what a queued frame weighs besides its payload
@@ -102,7 +103,19 @@ class _Link:
     # What subclasses bring; all of it is called on the thread.
 
     def _fill(self, dealer: Dealer, now: float) -> None:
-        """Send what there is to send."""
+        """Send what there is to send, or begin to: frames, as `_push` has them."""
+        session = self._session
+        for _ in range(_SEND_BATCH):
+            if session.state is not State.OPEN or not (session.waiting or self._push()):
+                return
+            if (parts := session.next_frame(now)) is None:
+                return
+            dealer.send(parts)
+        self._waker.wake()
+
+    def _push(self) -> bool:
+        """Give the session its next frame; return whether there was one."""
+        return False
 
     def _beat(self, now: float) -> Parts | None:
         """Return a sign of life if one is due."""
@@ -355,23 +368,22 @@ class WorkerLink(_Link):
             self.outbox.close()
 
     def _fill(self, dealer: Dealer, now: float) -> None:
-        session = self._session
         if self.outbox is not None:
-            self.outbox.acknowledge(session.acked)
-        while session.state is State.OPEN:
-            while (parts := session.next_frame(now)) is not None:
-                dealer.send(parts)
-            if session.waiting:
-                return
-            if (item := self._queue.get(timeout_s=0)) is not None:  # older than what is spilled
-                seq, header, view = item
-                self._skip(seq - 1)
-                session.push(self.outbox.amended(header) if self.outbox is not None else header, view)
-            elif self.outbox is not None and (spilled := self.outbox.take()) is not None:
-                self._skip(spilled.seq - 1)
-                session.push_sealed(*spilled)
-            else:
-                return
+            self.outbox.acknowledge(self._session.acked)
+        super()._fill(dealer, now)
+
+    def _push(self) -> bool:
+        session = self._session
+        if (item := self._queue.get(timeout_s=0)) is not None:  # older than what is spilled
+            seq, header, view = item
+            self._skip(seq - 1)
+            session.push(self.outbox.amended(header) if self.outbox is not None else header, view)
+        elif self.outbox is not None and (spilled := self.outbox.take()) is not None:
+            self._skip(spilled.seq - 1)
+            session.push_sealed(*spilled)
+        else:
+            return False
+        return True
 
     def _skip(self, seq: int) -> None:
         """Say an empty frame for each that the disk did not give back: the hub counts their rows as missing."""
@@ -427,25 +439,26 @@ class FormerLink(_Link):
     def _fill(self, dealer: Dealer, now: float) -> None:
         session, outbox = self._session, self.outbox
         outbox.acknowledge(session.acked)
-        while session.state is State.OPEN:
-            while (parts := session.next_frame(now)) is not None:
-                dealer.send(parts)
-            if session.waiting or (spilled := outbox.take()) is None:
-                break
-            assert session.welcome is not None
-            if not self._begun:
-                session.seq = session.welcome.last_seq or spilled.seq - 1
-                self._begun = True
-            if spilled.seq <= session.seq:  # the hub had it from the worker itself
-                outbox.acknowledge(spilled.seq)
-                continue
-            while session.seq < spilled.seq - 1:
-                session.push(empty_header(session.hello), b"")
-            session.push_sealed(*spilled)
+        super()._fill(dealer, now)
         if not outbox.waiting and not session.unacked:
             outbox.acknowledge(_SEQ_MAX)
             logger.info("what engine %s left on disk was delivered", session.hello.engine)
             self._closing.set()
+
+    def _push(self) -> bool:
+        session, outbox = self._session, self.outbox
+        assert session.welcome is not None
+        while (spilled := outbox.take()) is not None:
+            if not self._begun:
+                session.seq = session.welcome.last_seq or spilled.seq - 1
+                self._begun = True
+            if spilled.seq > session.seq:
+                while session.seq < spilled.seq - 1:
+                    session.push(empty_header(session.hello), b"")
+                session.push_sealed(*spilled)
+                return True
+            outbox.acknowledge(spilled.seq)  # the hub had it from the worker itself
+        return False
 
     def _run(self) -> None:
         super()._run()

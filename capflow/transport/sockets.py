@@ -245,11 +245,16 @@ class Router:
     def receive(self) -> Received | None:
         """Return the next message and who sent it, None when there is none."""
         try:
-            peer, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            peer = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        user = str(parts[0].get("User-Id")) if self._zap is not None else ""
-        return Received(peer.bytes, [part.buffer for part in parts], user)
+        part = self._socket.recv(copy=False)  # the rest of a message is there when its first part is
+        user = str(part.get("User-Id")) if self._zap is not None else ""
+        parts = [part.buffer]
+        while part.more:
+            part = self._socket.recv(copy=False)
+            parts.append(part.buffer)
+        return Received(peer, parts, user)
 
     def close(self) -> None:
         """Stop listening, having given what was sent a moment to get out."""

@@ -1,0 +1,75 @@
+"""A hub with a consumer that does well and one that does not: `faults_child.py ADDRESS KIND POLICY QUEUE_BYTES [SPOOL_DIR]`.
+
+KIND is what the second consumer does with a frame, see `Bad`; `none` leaves it out. SIGTERM stops the hub as `capflow run` does; then it says, in
+seconds, how long that took.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+
+from hubs import EVERYTHING
+
+from capflow.consumer import Consumer
+from capflow.hub import Hub
+from capflow.plugins import ConfiguredConsumer
+
+SLOW_S = 0.02
+
+
+class Good(Consumer):
+    """Reads every row."""
+
+    name = "good"
+
+    def spec(self):
+        return EVERYTHING
+
+    def on_frame(self, frame):
+        for chunk in frame.chunks():
+            chunk.rows.sum()
+
+
+class Bad(Good):
+    """Sleeps, raises, hangs or dies."""
+
+    name = "bad"
+
+    def on_frame(self, frame):
+        getattr(self, self.config)()
+
+    def sleeps(self):
+        time.sleep(SLOW_S)
+
+    def raises(self):
+        raise ValueError("no")
+
+    def hangs(self):
+        threading.Event().wait()
+
+    def dies(self):
+        sys.exit("no more")
+
+
+def main():
+    address, kind, policy, queue_bytes = sys.argv[1:5]
+    made = [ConfiguredConsumer.of(Good(None), policy="block", queue_bytes_max=int(queue_bytes))]
+    if kind != "none":
+        options = {"spool_dir": sys.argv[5]} if policy == "spill" else {}
+        made.append(ConfiguredConsumer.of(Bad(kind), policy=policy, queue_bytes_max=int(queue_bytes), **options))
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    hub = Hub(address, made)
+    hub.start()
+    print("ready", flush=True)
+    stopped.wait()
+    begun = time.monotonic()
+    hub.stop()
+    print(f"{time.monotonic() - begun:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""A hub with the filesystem consumer and its inbox, which kills itself at a named point of the inbox's spool.
+
+Run as `hub_crash_child.py ADDRESS DIRECTORY POINT AFTER`, see `spool_child.py`; it stops well when standard input ends.
+"""
+
+import sys
+from pathlib import Path
+
+from spool_child import Killed
+
+from capflow.hub import Hub
+from capflow.plugins import configure, load_plugins
+
+INBOX_BYTES = 1024 * 1024  # so that segments are short
+
+
+def main():
+    address, directory, point, after = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    options = {"root": str(directory / "rows"), "on_collision": "suffix", "policy": "spill", "spool_bytes": INBOX_BYTES}
+    consumer = configure("filesystem", options | {"spool_dir": str(directory / "spool")}, load_plugins())
+    hub = Hub(address, [consumer])
+    hub.lanes[0].inbox._files = Killed(point, after)
+    hub.start()
+    sys.stdin.read()
+    hub.stop()
+
+
+if __name__ == "__main__":
+    main()

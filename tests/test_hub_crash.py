@@ -1,0 +1,118 @@
+"""A hub that is killed at each point of its work on a consumer's inbox: what its worker sent is in files, whole, once."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from frames import make_finished, make_frame, make_hello, make_model, row_of
+from hubs import address, worker_link
+from spool_child import POINTS
+from waiting import eventually
+
+import capflow
+
+__all__ = ["address"]
+
+CHILD = pathlib.Path(__file__).parent / "hub_crash_child.py"
+HIDDEN = 64
+ROWS = 4  # in a frame
+SITE = (0, "post_block")
+UNDER_WAY_MAX = 100  # frames
+AFTER_MAX = {"during-rotation": 12, "before-unlink": 6, "before-cursor": 6}
+
+
+class Worker:
+    """Sends short requests that overlap, one frame at a time."""
+
+    def __init__(self, link, choose):
+        self.link, self.choose = link, choose
+        self.lengths = {}  # rows, by request that ended
+        self.open = {}  # rows sent and to be sent, by request
+        self.step = 0
+
+    def turn(self):
+        """Send a frame, unless much is under way."""
+        counters = self.link.counters
+        if counters["unacked_frames"] + counters["queued_frames"] > UNDER_WAY_MAX:
+            time.sleep(0.002)
+            return
+        if len(self.open) < 3:
+            self.open[f"r{len(self.lengths) + len(self.open)}"] = 0, ROWS * self.choose.randrange(1, 8)
+        name = self.choose.choice(list(self.open))
+        sent, length = self.open[name]
+        finished = [make_finished(name, ROWS, length)] if sent + ROWS == length else []
+        self._send([(name, ROWS, sent, ROWS)], finished)
+        self.open[name] = sent + ROWS, length
+        if finished:
+            self.lengths[name] = self.open.pop(name)[1]
+
+    def end(self):
+        """End what is open."""
+        for name, (sent, _) in self.open.items():
+            self._send([], [make_finished(name, ROWS, sent)])
+            self.lengths[name] = sent
+
+    def _send(self, parts, finished):
+        self.step += 1
+        frame = make_frame(parts, [SITE], hidden=HIDDEN, step=self.step, finished=finished)
+        assert self.link.send(frame.header, frame.payload) is None
+
+
+def run_and_kill(address, directory, times, point, seed=0):
+    choose = random.Random(seed)
+
+    def start(point, after):
+        command = [sys.executable, CHILD, address, directory, point, str(after)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE)
+
+    with worker_link(address, make_hello(model=make_model(1, HIDDEN)), wait=False) as link:
+        worker = None
+        for life in range(times):
+            with start(point, choose.randrange(1, AFTER_MAX.get(point, 100))) as hub:
+                if worker is None:
+                    eventually(lambda: link.ever_connected or hub.poll() is not None)
+                    worker = Worker(link, choose) if link.ever_connected else None
+                deadline = time.monotonic() + 60
+                while worker is not None and hub.poll() is None and time.monotonic() < deadline:
+                    worker.turn()
+                assert hub.wait(60) == -signal.SIGKILL, f"life {life}"
+        with start("-", 0) as hub:
+            eventually(lambda: link.connected)
+            worker = worker or Worker(link, choose)
+            for _ in range(50):
+                worker.turn()
+            worker.end()
+            eventually(lambda: link.counters["unacked_frames"] + link.counters["queued_frames"] == 0)
+            link.close(5)
+            hub.stdin.close()
+            assert hub.wait(60) == 0
+    data = capflow.open(directory / "rows")
+    assert sorted(capture.path.name for capture in data) == sorted(worker.lengths)  # none twice: that would be r1~2
+    for name, length in worker.lengths.items():
+        capture = data[name]
+        assert capture.status == "ok", (name, capture.error)
+        capture.verify()
+        if length:
+            rows, positions, _ = capture[SITE]
+            assert positions.tolist() == list(range(length))
+            expected = np.stack([row_of(name, capture.sites[0], position, HIDDEN) for position in range(length)])
+            assert rows.tobytes() == expected.tobytes()
+    return len(worker.lengths)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_hub_killed_at_a_point_loses_and_repeats_nothing(address, tmp_path, point):
+    assert run_and_kill(address, tmp_path, 1, point)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", POINTS)
+def test_a_hub_killed_often_at_a_point_loses_and_repeats_nothing(address, tmp_path, point):
+    assert run_and_kill(address, tmp_path, 20, point, seed=1) > 20
