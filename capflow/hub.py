@@ -79,6 +79,7 @@ class Hub:
         self.ledger, self.relay, self.roster = self._exchange.ledger, self._exchange.relay, self._exchange.roster
         self.state = HubState.STARTING
         self._tick_at = 0.0
+        self._stopped_well = False  # what `stop` returned
         self._ended = False  # set by `stop`: the thread says Bye and ends
         self._posted: deque[Callable[[], None]] = deque()  # for the thread to call; any thread appends
         self._thread = threading.Thread(target=self._run, name="capflow-hub", daemon=True)
@@ -117,10 +118,12 @@ class Hub:
     def stop(self, drain_s: float = limits.DRAIN_S_MAX) -> bool:
         """Let the consumers handle what they have, for at most `drain_s` seconds, close them and end.
 
-        A consumer that is in one call for `limits.HANG_S_MAX` is not waited for any longer.
-        Open requests are ended with status `error`. Frames that come meanwhile stay with their workers.
+        A consumer that is in one call for `limits.HANG_S_MAX` is not waited for any longer. Frames that come meanwhile stay with their workers.
+        Open requests are ended with status `error`, but for consumers that spill: these go on with them under the next hub.
         Return whether everything was handled and every consumer closed.
         """
+        if self.state is HubState.STOPPED:
+            return self._stopped_well
         self.state = HubState.DRAINING
         deadline = time.monotonic() + drain_s
         drained = threading.Event()
@@ -147,7 +150,8 @@ class Hub:
         self._thread.join(limits.SILENCE_S_MAX)
         self._open.close()
         self.state = HubState.STOPPED
-        return all(in_time) and all(closed)
+        self._stopped_well = all(in_time) and all(closed)
+        return self._stopped_well
 
     def __enter__(self) -> Self:
         self.start()

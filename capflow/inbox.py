@@ -34,6 +34,7 @@ from capflow import limits
 from capflow.frame import Frame, FrameHeader, Rank
 from capflow.message import ModelInfo
 from capflow.spool import Files, FullError, InUseError, Lost, Spool
+from capflow.spool.items import HEADER_BYTES
 
 logger = logging.getLogger("capflow.hub")
 
@@ -128,6 +129,7 @@ class Inbox:
         self.frames = 0  # put in by this process
         self.frames_left = 0  # by an earlier process
         self.frames_lost = 0  # that could not be read again
+        self.taken_bytes = 0  # of records, taken out
         self.done: dict[
             tuple[str, str], int
         ] = {}  # requests of which records are here that are not given again, and up to which
@@ -257,7 +259,9 @@ class Inbox:
         if found is None:
             return None
         again = found.id <= self._last_left
-        if isinstance(found, Lost):
+        if not isinstance(found, Lost):
+            self.taken_bytes += HEADER_BYTES + len(found.head) + len(found.body)
+        else:
             self.frames_lost += found.last - found.first + 1
             return Item(found.id, found, again)
         try:

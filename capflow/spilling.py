@@ -33,7 +33,7 @@ from capflow.spool import FullError, Lost
 logger = logging.getLogger("capflow.consumer")
 
 _RETRY_S = 1.0
-_PINNED_MAX = 0.75  # of the inbox's bytes: above, the oldest open requests are not kept for the next hub any more
+_PINNED_MAX = 0.5  # of the inbox's bytes: above, the oldest open requests are not kept for the next hub any more
 
 Taken = Callable[[], None]
 
@@ -44,6 +44,14 @@ class _Kept(NamedTuple):
     frame: Frame
     taken: Taken
     at: float
+
+
+class _Open(NamedTuple):
+    """A request that is not over, its first record, and the bytes that were taken out by then."""
+
+    first: int
+    taken_bytes: int
+    request: Request
 
 
 class SpillingLane(Lane):
@@ -80,8 +88,8 @@ class SpillingLane(Lane):
         self._engines: dict[str, Engine] = {}  # the consumer's thread's
         self._boots: dict[tuple[str, Rank], str] = {}  # of workers, as of the last frame; the consumer's thread's
         self._open: dict[
-            tuple[str, str], tuple[int, Request]
-        ] = {}  # requests that began at a record; rising; the consumer's thread's
+            tuple[str, str], _Open
+        ] = {}  # requests that are not over, by first record; the consumer's thread's
         self._gone: set[tuple[str, int | None]] = set()  # asked to be ended by the hub; its thread's
         self._handled = 0  # the record that was handled last; the consumer's thread's
         self._unkept = 0  # requests too long for the inbox
@@ -122,7 +130,7 @@ class SpillingLane(Lane):
 
     def waits_for(self) -> set[tuple[str, int]]:
         """Return the engines and replicas of which requests are open, as far as the consumer has got."""
-        return {(request.engine, request.replica) for _, request in list(self._open.values())}
+        return {(known.request.engine, known.request.replica) for known in list(self._open.values())}
 
     def close(self) -> None:
         """Take nothing more; the consumer is closed when it has handled what it has."""
@@ -249,16 +257,12 @@ class SpillingLane(Lane):
 
     def _needless(self) -> int:
         """Return the last record that no next hub would need."""
-        return next((first for first, _ in self._open.values()), self._handled + 1) - 1
+        return next((known.first for known in self._open.values()), self._handled + 1) - 1
 
     def _forget(self) -> None:
-        spool = self.inbox.spool
-        if (
-            spool.nbytes > _PINNED_MAX * self.inbox.bytes_max
-            and self._open
-            and spool.unread < self._handled - self._needless()
-        ):
-            del self._open[next(iter(self._open))]
+        oldest = next(iter(self._open.items()), None)
+        if oldest is not None and self.inbox.taken_bytes - oldest[1].taken_bytes > _PINNED_MAX * self.inbox.bytes_max:
+            del self._open[oldest[0]]
             self._unkept += 1
             if self._unkept == 1:
                 text = "consumer %s: the spool is too small for the requests that run; a hub that is killed now loses rows of the oldest"
@@ -323,7 +327,7 @@ class SpillingLane(Lane):
             request = engine.open.get(name)
             key = (engine.name, name)
             if request is not None and request.tallies[0] is not None and key not in self._open:
-                self._open[key] = number, request
+                self._open[key] = _Open(number, self.inbox.taken_bytes, request)
 
     def _gone_now(self, name: str, replica: int | None) -> None:
         engine = self._engine(name)
