@@ -189,7 +189,11 @@ def _workers(hub: Hub) -> Iterator[Metric]:
     credit = each(lambda source: source.intake.credit_bytes)
     yield _gauge("worker_credit_bytes", "What it may still send.", credit, _WORKER)
     held = each(lambda source: source.intake.held_bytes)
-    yield _gauge("worker_held_bytes", "Its frames that `block` consumers have not handled.", held, _WORKER)
+    yield _gauge("worker_held_bytes", "Its frames that are held here and not acknowledged.", held, _WORKER)
+    held_peak = each(lambda source: source.intake.held_bytes_peak)
+    yield _gauge(
+        "worker_held_peak_bytes", "The most that were; `capflow_credit_window_bytes` bounds it.", held_peak, _WORKER
+    )
 
 
 def _worker_counts(hub: Hub) -> Iterator[Metric]:
@@ -215,6 +219,7 @@ def _worker_counts(hub: Hub) -> Iterator[Metric]:
     yield _counter("worker_dropped_rows", "Rows that the worker dropped, at once.", reasons, (*_WORKER, "reason"))
     yield gauge("queued_frames", "Frames in its outbound queue.", "queued_frames")
     yield gauge("queued_bytes", "Bytes in its outbound queue.", "queued_bytes")
+    yield gauge("queue_peak_bytes", "The most that were in it since the worker began.", "queue_bytes_peak")
     yield gauge("queue_limit_bytes", "The bound of its outbound queue.", "queue_bytes_max")
     yield gauge("unacknowledged_frames", "Frames that it keeps until the hub acknowledges them.", "unacked_frames")
     yield gauge("unacknowledged_bytes", "Bytes of these frames.", "unacked_bytes")

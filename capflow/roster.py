@@ -67,6 +67,7 @@ class Peer(NamedTuple):
                 "step_tokens": self.source.step_tokens,
                 "credit_bytes": self.source.intake.credit_bytes,
                 "held_bytes": self.source.intake.held_bytes,
+                "held_bytes_peak": self.source.intake.held_bytes_peak,
                 "last_frame_age_s": age_s(self.source.frame_at, now),
                 "worker": None if self.source.told is None else msgspec.to_builtins(self.source.told),
             }

@@ -291,12 +291,14 @@ class Intake:
         self.last_seq = 0  # the last frame taken
         self.acked = 0
         self.credit_bytes = 0  # what the worker may still send
+        self.held_bytes_peak = 0
+        self._held_bytes = 0  # the sum of the next
         self._held: dict[int, int] = {}  # cost of each frame taken and not released, by seq, in order
 
     @property
     def held_bytes(self) -> int:
         """The bytes of frames taken and not released."""
-        return sum(tuple(self._held.values()))  # any thread may ask
+        return self._held_bytes
 
     def grant(self) -> int:
         """Return the credit of a new connection: the window, less what is held."""
@@ -320,6 +322,8 @@ class Intake:
             self.acked = seq - 1  # an earlier hub has those before
         self.last_seq = seq
         self._held[seq] = nbytes
+        self._held_bytes += nbytes
+        self.held_bytes_peak = max(self.held_bytes_peak, self._held_bytes)
         return True
 
     def refund(self, nbytes: int) -> Ack:
@@ -330,6 +334,7 @@ class Intake:
     def release(self, seq: int) -> Ack:
         """Note that nothing needs the frame any more; return the Ack that says so."""
         nbytes = self._held.pop(seq)
+        self._held_bytes -= nbytes
         self.acked = next(iter(self._held)) - 1 if self._held else self.last_seq
         self.credit_bytes += nbytes
         return Ack(self.acked, nbytes)

@@ -404,6 +404,7 @@ class WorkerLink(_Link):
             queued_frames=len(self._queue),
             queued_bytes=self._queue.nbytes,
             queue_bytes_max=self._queue.bytes_max,
+            queue_bytes_peak=self._queue.bytes_peak,
             unacked_frames=self._session.unacked,
             unacked_bytes=self._session.unacked_bytes,
             staged_bytes=staged.nbytes,
