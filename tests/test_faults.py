@@ -142,11 +142,31 @@ def test_a_consumer_that_fails_costs_its_own_rows_and_nobody_elses(hub_child, ki
     assert said <= took <= STOP_S_MAX
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_others_keep_their_rate_beside_a_consumer_that_fails(hub_child, kind):
+def test_a_consumer_that_fails_and_spills_loses_nothing_that_it_did_not_refuse(hub_child, kind):
+    hub = hub_child(kind, policy="spill")
+    for _ in range(4):
+        hub.send(QUEUE_BYTES // (HIDDEN * 4 * ROWS) // 2)
+    hub.end_request()
+    eventually(lambda: hub.results(wait=False)["good"].status == "ok")
+    assert hub.status("good")["rows"] == hub.sent * ROWS
+    if kind in ("raises", "dies"):
+        eventually(lambda: hub.results(wait=False)["bad"].status == "error")
+        assert hub.status("bad")["errors"] == hub.sent
+    else:
+        assert hub.status("bad")["frames"] < hub.sent
+        assert hub.results(wait=False)["bad"].status == "pending"
+    assert hub.status("bad")["dropped_rows"] == {}
+    assert hub.memory("VmHWM") - hub.resident <= 2 * QUEUE_BYTES + MORE_BYTES_MAX
+    assert max(hub.stop()) <= STOP_S_MAX
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["drop", "spill"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_others_keep_their_rate_beside_a_consumer_that_fails(hub_child, kind, policy):
     """Rates with and without the bad one, measured in turns for a minute; and memory does not grow meanwhile."""
-    beside, alone = hub_child(kind), hub_child("none")
+    beside, alone = hub_child(kind, policy=policy), hub_child("none")
     took = {beside: [], alone: []}
     begun = time.monotonic()
     while time.monotonic() - begun < 60:
