@@ -57,6 +57,11 @@ def default_address() -> str:
     return os.environ.get(ENVIRONMENT_VARIABLE) or f"ipc://{runtime_directory() / 'hub.sock'}"
 
 
+def private_address(name: str) -> str:
+    """Return an address in the runtime directory that no other process has."""
+    return f"ipc://{runtime_directory() / f'{name}-{os.getpid()}-{os.urandom(3).hex()}.sock'}"
+
+
 def check_address(address: str, *, insecure: bool = False, where: str = "address") -> str:
     """Return the address if it is one, and one that is safe to use.
 

@@ -12,6 +12,7 @@ from capflow import limits
 from capflow.action import Action, Outcome
 from capflow.address import check_address, default_address
 from capflow.errors import CapflowError, HubUnreachableError, RemoteProtocolError, explain
+from capflow.frame import Frame
 from capflow.keys import peer_key
 from capflow.message import Act, ActionOutcome, Await, Bye, Hello, Message, Refused, Results, Status
 from capflow.result import CaptureResult
@@ -145,7 +146,7 @@ class Client:
             self._dealer.close()
             self._dealer = None
 
-    def _next(self, deadline: float) -> Message | None:
+    def _next(self, deadline: float) -> Frame | Message | None:
         """Return the next message; None when none came in time."""
         while self._dealer is not None:
             said = self._receive()
@@ -155,7 +156,7 @@ class Client:
                 return None
         raise self._unreachable()
 
-    def _receive(self) -> Message | None:
+    def _receive(self) -> Frame | Message | None:
         assert self._dealer is not None
         parts = self._dealer.receive()
         if parts is None:

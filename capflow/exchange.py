@@ -33,6 +33,8 @@ from capflow.message import (
     Message,
     Results,
     Status,
+    Tap,
+    Tapped,
     Welcome,
     WorkerCounts,
     encode,
@@ -44,11 +46,12 @@ from capflow.result import CaptureResult
 from capflow.roster import Peer, Roster, Source
 from capflow.session import HubSession, Parts, State, UnexpectedMessageError, cost
 from capflow.spilling import SpillingLane
+from capflow.taps import Taps
 from capflow.waiters import Waiters
 
 logger = logging.getLogger("capflow.hub")
 
-_RIGHT: dict[type[Any], str] = {Act: "steer", Await: "read", Status: "read"}
+_RIGHT: dict[type[Any], str] = {Act: "steer", Await: "read", Status: "read", Tap: "read"}
 """What a client must be allowed for what it says."""
 
 
@@ -119,6 +122,7 @@ class Exchange:
             on_lost=self._lose,
         )
         self.relay = Relay()
+        self.taps = Taps(send, self._say)
         self._waiters = Waiters()
         self._id = uuid.uuid4().hex
         self._captures = tuple(wish.spec for wish in wishes if wish.spec is not None)
@@ -247,7 +251,7 @@ class Exchange:
             return
         match said:
             case Frame():
-                self._frame(peer, known, said, cost(parts), now)
+                self._frame(peer, known, said, parts, now)
             case Act():
                 self._client_act(peer, known, said)
             case ActionOutcome():
@@ -256,6 +260,8 @@ class Exchange:
                 self._await(peer, said)
             case Status():
                 self._say(peer, Status(self._status()))
+            case Tap():
+                self.taps.take(peer, _who(peer, known.session), said.credit_bytes, list(self.roster.engines.values()))
             case Beat(counts=WorkerCounts() as counts) if known.source is not None:
                 known.source.told = counts
             case Bye():
@@ -293,6 +299,7 @@ class Exchange:
             self._send(peer, parts)
 
     def _greet(self, engine: Engine) -> None:
+        self.taps.greet(engine)
         for lane in self.lanes:
             if not lane.keeps:
                 lane.greet(engine.name, engine.model)
@@ -340,13 +347,14 @@ class Exchange:
             self.relay.gone(peer)
         elif known is not None and known.hello.role == "client":
             self._waiters.gone(peer)
+            self.taps.gone(peer)
 
     # Frames, requests and results.
 
-    def _frame(self, peer: bytes, known: Peer, frame: Frame, nbytes: int, now: float) -> None:
+    def _frame(self, peer: bytes, known: Peer, frame: Frame, parts: Parts, now: float) -> None:
         if self._draining:
             return  # not taken, so not acknowledged: its worker keeps it for the next hub
-        source, header = known.source, frame.header
+        source, header, nbytes = known.source, frame.header, cost(parts)
         assert source is not None
         if not source.intake.take(header.seq, nbytes):
             self.counts.duplicates += 1
@@ -365,6 +373,7 @@ class Exchange:
         if header.finished:
             for request in self.ledger.finish(header, source.engine):
                 hold.left += self._over(request, taken)
+        self.taps.frame(parts, nbytes)
         self._release(hold)
 
     def _keep(self, frame: Frame, engine: Engine, hold: _Hold, taken: Callable[[], None]) -> None:
@@ -405,6 +414,7 @@ class Exchange:
         return waited_for
 
     def _lose(self, engine: Engine, replica: int | None) -> None:
+        self.taps.lose(engine, replica)
         self._end_open(engine, replica)
         for lane in self._keepers:
             lane.lose(engine.name, replica if self.roster.connected(engine.name) else None)
@@ -480,7 +490,7 @@ class Exchange:
 
     # Sending.
 
-    def _say(self, peer: bytes, said: Ack | Act | ActionOutcome | Results | Status) -> None:
+    def _say(self, peer: bytes, said: Ack | Act | ActionOutcome | Results | Status | Tapped) -> None:
         known = self.roster.peers.get(peer)
         if known is not None and known.session.state is State.OPEN:
             self._send(peer, known.session.send(said, time.monotonic()))

@@ -226,6 +226,7 @@ class Hub:
             "dropped_rows": dict(ledger.dropped),
             "spilled": roster.frames_spilled(),
             "actions": {"applied": relay.applied, "rejected": relay.rejected, "waiting": len(relay)},
+            "taps": self._exchange.taps.status(),
             "sessions": [peer.status(now) for peer in list(roster.peers.values())],
             "consumers": {lane.name: lane.status() for lane in self.lanes},
             "controllers": [controller.name for controller in self._exchange.controllers],

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from capflow import limits
-from capflow.address import runtime_directory
+from capflow.address import private_address
 from capflow.client import Client
 from capflow.errors import CapflowError, HubUnreachableError, UsageError, explain
 
@@ -29,7 +29,7 @@ class HubProcess:
 
     def __init__(self, consumers: Sequence[str], *, address: str | None = None) -> None:
         self.consumers = tuple(consumers)
-        self.address = address or f"ipc://{runtime_directory() / f'hub-{os.getpid()}-{os.urandom(3).hex()}.sock'}"
+        self.address = address or private_address("hub")
         self._process: subprocess.Popen[bytes] | None = None
         self._log: Path | None = None  # its stderr, until `stop`
 

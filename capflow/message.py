@@ -16,6 +16,8 @@ part. A peer opens with `Hello` and the hub answers `Welcome` or `Refused`; ever
 | await | client | tell me what became of these requests |
 | results | hub | what became of a request, by consumer |
 | status | client, hub | the hub's counters (empty when asked) |
+| tap | client | send me a copy of every frame that you take: `credit_bytes` more, and of the rest none |
+| tapped | hub | an engine whose frames a tap is sent; without a model: its open requests are over |
 | bye | both | I am leaving; nothing follows |
 """
 
@@ -27,7 +29,7 @@ import msgspec
 
 from capflow import limits
 from capflow.action import Action, Outcome
-from capflow.bounded import Count, Name, Text, Total
+from capflow.bounded import Count, Name, Place, Text, Total
 from capflow.frame import PROTOCOL_VERSION, Rank
 from capflow.result import CaptureResult
 from capflow.site import Site
@@ -164,11 +166,25 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     counters: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
+class Tap(msgspec.Struct, frozen=True, tag="tap"):
+    """Send me copies of frames, of `credit_bytes` more: said first, and again for what was taken."""
+
+    credit_bytes: Count
+
+
+class Tapped(msgspec.Struct, frozen=True, tag="tapped", omit_defaults=True):
+    """An engine whose frames come. Without a model: its requests, or those of one replica, are over, for it is gone."""
+
+    engine: Name
+    model: ModelInfo | None = None
+    replica: Place | None = None
+
+
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
     """Nothing follows from this side."""
 
 
-Message = Hello | Welcome | Refused | Ack | Beat | Act | ActionOutcome | Await | Results | Status | Bye
+Message = Hello | Welcome | Refused | Ack | Beat | Act | ActionOutcome | Await | Results | Status | Tap | Tapped | Bye
 
 
 class _Question(msgspec.Struct, frozen=True, tag="status"):
@@ -177,8 +193,10 @@ class _Question(msgspec.Struct, frozen=True, tag="status"):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-_from_peer = msgspec.msgpack.Decoder(Hello | Beat | Act | ActionOutcome | Await | _Question | Bye)
-_from_hub = msgspec.msgpack.Decoder(Welcome | Refused | Ack | Beat | Act | ActionOutcome | Results | Status | Bye)
+_from_peer = msgspec.msgpack.Decoder(Hello | Beat | Act | ActionOutcome | Await | _Question | Tap | Bye)
+_from_hub = msgspec.msgpack.Decoder(
+    Welcome | Refused | Ack | Beat | Act | ActionOutcome | Results | Status | Tapped | Bye
+)
 
 
 def encode(message: Message) -> bytes:

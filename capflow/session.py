@@ -45,6 +45,8 @@ from capflow.message import (
     Refused,
     Results,
     Status,
+    Tap,
+    Tapped,
     Welcome,
 )
 from capflow.site import HOOKS
@@ -67,12 +69,12 @@ class State(enum.Enum):
 _FROM_PEER: dict[str, tuple[type[Any], ...]] = {
     "worker": (Frame, Beat, Bye),
     "scheduler": (ActionOutcome, Beat, Bye),
-    "client": (Act, Await, Status, Beat, Bye),
+    "client": (Act, Await, Status, Tap, Beat, Bye),
 }
 _FROM_HUB: dict[str, tuple[type[Any], ...]] = {
     "worker": (Ack, Beat, Bye, Refused),
     "scheduler": (Act, Beat, Bye, Refused),
-    "client": (ActionOutcome, Results, Status, Beat, Bye, Refused),
+    "client": (ActionOutcome, Results, Status, Tapped, Frame, Beat, Bye, Refused),
 }
 
 
@@ -212,15 +214,13 @@ class PeerSession:
             )
         return self._said(said, now)
 
-    def receive(self, parts: Parts, now: float) -> Message:
+    def receive(self, parts: Parts, now: float) -> Frame | Message:
         """Return what the hub said, having done what it means for the session.
 
         Raises RemoteProtocolError when the hub may not say it; the connection is of no use then.
         """
         said = decode(parts, message.decode_from_hub)
         self._pulse.heard = now
-        if isinstance(said, Frame):
-            raise _unexpected(said, self.state)
         match said:
             case Refused():
                 self.state = State.REFUSED

@@ -10,6 +10,7 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 
 from capflow.site import Site
 from capflow_engine.http import Plugin
+from capflow_engine.hubs import HubAt
 from capflow_engine.keys import Keys
 from capflow_engine.serving import Serving
 from capflow_engine.settings import Settings
@@ -32,7 +33,7 @@ def server(directory, keys=Keys(open=True)):  # noqa: B008 - it is frozen
         get_total_num_hidden_layers=lambda: 4,
         get_hidden_size=lambda: WIDTH,
     )
-    settings = Settings("engine", "ipc:///nowhere", SITES, steering_bank_bytes=3 * 4 * WIDTH)
+    settings = Settings("engine", (HubAt("ipc:///nowhere"),), SITES, steering_bank_bytes=3 * 4 * WIDTH)
     config = SimpleNamespace(
         additional_config=settings,
         model_config=model,

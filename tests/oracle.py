@@ -177,7 +177,7 @@ class Live:
         """Run a scenario and hold every row of every request against what it must be."""
         number, answers = self.run(llm, scenario)
         names = [f"s{number}-{n}" for n in range(len(scenario))]
-        with Client(llm.capflow_settings.hub) as client:
+        with Client(llm.capflow_settings.hubs[0].address) as client:
             results = client.results(names, wait=True, timeout=self.wait_s)
         data = capflow.open(self.root) if self.root.exists() else {}
         for name, request in zip(names, scenario, strict=True):

@@ -229,6 +229,8 @@ def test_backpressure_names_every_reason_for_which_rows_are_lost():
             "capflow/spool/spool.py",
             "capflow/fanout.py",
             "capflow/ledger.py",
+            "capflow/tapping.py",
+            "engine_ext/capflow_engine/outlets.py",
             "engine_ext/capflow_engine/worker.py",
         )
     )

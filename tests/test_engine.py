@@ -215,7 +215,7 @@ def act_when_running(llm, action, answer):
     """Send an action from another thread as soon as the request it names runs; put the outcome into `answer`."""
 
     def send():
-        with Client(llm.capflow_settings.hub) as client:
+        with Client(llm.capflow_settings.hubs[0].address) as client:
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline:
                 outcome = client.act(action, timeout=60)
@@ -273,7 +273,7 @@ def test_a_request_that_ends_before_it_is_scheduled_has_results(shared):
     llm.llm_engine.add_request("early", prompts((9,))[0], params)
     llm.llm_engine.abort_request(["early"])
     compat.flush(llm.llm_engine)
-    with Client(llm.capflow_settings.hub) as client:
+    with Client(llm.capflow_settings.hubs[0].address) as client:
         (result,) = client.results(["early"], wait=True, timeout=20)["early"].values()
     assert result.status == "ok"
     assert capflow.open(root)["early"].sidecar.status == "abort"
@@ -285,7 +285,7 @@ def test_what_a_worker_counts_reaches_the_hub(shared):
     llm.generate(prompts((9,)), params, use_tqdm=False)
 
     def told():
-        with Client(llm.capflow_settings.hub) as client:
+        with Client(llm.capflow_settings.hubs[0].address) as client:
             (worker,) = [session for session in client.status()["sessions"] if session["role"] == "worker"]
         return worker["worker"] or {}, worker["frames"]
 
@@ -303,7 +303,7 @@ def test_an_action_for_a_request_that_does_not_run_is_rejected(shared):
     answer = []
 
     def send():
-        with Client(llm.capflow_settings.hub) as client:
+        with Client(llm.capflow_settings.hubs[0].address) as client:
             answer.append(client.act(Abort("nobody"), timeout=60))
 
     thread = threading.Thread(target=send)

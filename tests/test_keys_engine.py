@@ -40,7 +40,7 @@ def test_rows_results_and_actions_travel_with_keys(tiny, tmp_path, monkeypatch):
             capflow.LLM(tiny, hub=hub.address, skip_tokenizer_init=True)
         with engine(tiny, hub=hub.address, key="gpu", in_process=False) as llm:
             settings = llm.capflow_settings
-            assert settings.key == str(keys / "gpu.key")
+            assert settings.hubs[0].key == str(keys / "gpu.key")
             assert read_key(find_key("gpu")).secret not in repr(settings)
             params = capflow.sampling_params(id="mine", max_tokens=5, **GREEDY)
             (output,) = llm.generate(prompts((7,)), params, use_tqdm=False)

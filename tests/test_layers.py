@@ -7,7 +7,7 @@ from sources import imports_of, modules
 
 LAYERS = (
     {"errors", "limits", "counts", "places"},
-    {"bounded", "site"},
+    {"bounded", "site", "shard"},
     {
         "positions",
         "spec",
@@ -24,7 +24,7 @@ LAYERS = (
     },
     {"steering", "program", "probe", "consumer", "hookspecs"},
     {"queue", "session", "address", "keys", "plugins", "spool"},
-    {"transport", "transport.sockets", "transport.outbox", "transport.link", "transport.zap"},
+    {"transport", "transport.sockets", "transport.outbox", "transport.link", "transport.taplink", "transport.zap"},
     {"client", "launch"},
     {
         "ledger",
@@ -37,6 +37,8 @@ LAYERS = (
         "spilling",
         "guard",
         "health",
+        "taps",
+        "tapping",
         "exchange",
         "hub",
         "metrics",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from frames import make_hello
+from frames import make_hello, make_model
 
 from capflow import limits, message
 from capflow.action import Abort, Applied, Rejected, Steer, Unsteer
@@ -21,6 +21,8 @@ from capflow.message import (
     Refused,
     Results,
     Status,
+    Tap,
+    Tapped,
     Welcome,
     WorkerCounts,
 )
@@ -46,6 +48,9 @@ MESSAGES = [
     Await(("r1", "r2"), wait=False),
     Results("r1", {"duckdb": CaptureResult("ok", None, {"rows": 3})}),
     Status({"a": [1, {"b": 2.5}]}),
+    Tap(1000),
+    Tapped("e", make_model()),
+    Tapped("e", replica=3),
     Bye(),
 ]
 
@@ -61,6 +66,8 @@ def test_round_trip(said):
         (Ack(7, 1000), "83a474797065a361636ba373657107ac6372656469745f6279746573cd03e8"),
         (Beat(), "81a474797065a462656174"),
         (Bye(), "81a474797065a3627965"),
+        (Tap(1000), "82a474797065a3746170ac6372656469745f6279746573cd03e8"),
+        (Tapped("e", replica=0), "83a474797065a6746170706564a6656e67696e65a165a77265706c69636100"),
         (Refused("no"), "82a474797065a772656675736564a6726561736f6ea26e6f"),
         (
             Act("1", Abort("r1")),

@@ -9,7 +9,7 @@ from capflow.positions import Positions
 from capflow.site import Site
 from capflow_engine.orders import Ended
 from capflow_engine.plan import Planner, Scheduled, Tracked
-from capflow_engine.sender import Computed, Sender
+from capflow_engine.sender import Computed, Sender, Way
 
 SITES = (Site(0, "post_block"), Site(3, "post_block"))
 INFO = ModelInfo("m", 4, 2, "float32", SITES)
@@ -39,7 +39,12 @@ class Bench:
     def __init__(self):
         self.link, self.planner, self.number = KeepingLink(), Planner(2), 0
         self.sender = Sender(
-            self.link, engine="e", boot="b", rank=Rank(0, 0, 0), info=INFO, sites=SITES, text_of=lambda t: f"<{t}>"
+            [Way(self.link, "b")],
+            engine="e",
+            rank=Rank(0, 0, 0),
+            info=INFO,
+            sites=SITES,
+            text_of=lambda t: f"<{t}>",
         )
         self.sender.start()
 
@@ -132,4 +137,38 @@ def test_lost_rows_are_counted_with_their_reason(bench, where):
     (frame,) = bench.frames()
     (finished,) = frame.header.finished
     assert (finished.rows, finished.dropped) == (0, (Dropped(8, "queue_full"),))
-    assert bench.sender.dropped == {"queue_full": 8}
+    assert bench.sender.dropped == ({"queue_full": 8},)
+
+
+def test_one_hub_is_sent_the_steps_own_memory_and_several_are_sent_copies():
+    class Holding(KeepingLink):
+        def send(self, header, payload):
+            self.payload = payload
+            return super().send(header, payload)
+
+    for hubs in (1, 2):
+        links, planner = [Holding() for _ in range(hubs)], Planner(2, hubs)
+        sender = Sender(
+            [Way(link, "b") for link in links], engine="e", rank=Rank(0, 0, 0), info=INFO, sites=SITES, text_of=None
+        )
+        sender.start()
+        batch = [
+            Scheduled(
+                Tracked(
+                    f"{n}", f"r{n}", 2, planner.program({0: Positions.ALL}, n % hubs), planner.nothing, hub=n % hubs
+                ),
+                row=2 * n,
+                start=0,
+                length=2,
+            )
+            for n in range(4)
+        ]
+        plan = planner.plan(batch)
+        rows = np.arange(plan.rows * 2, dtype=np.float32).view(np.uint8)
+        sender.put(Computed(1, 0, plan, rows, np.arange(8), lambda: None))
+        sender.close(30)
+        assert [np.shares_memory(link.payload, rows) for link in links] == [hubs == 1] * hubs
+        assert b"".join(bytes(link.payload) for link in links) == bytes(rows)
+        assert [[part.id for part in link.frames[0].header.requests] for link in links] == (
+            [["r0", "r1", "r2", "r3"]] if hubs == 1 else [["r0", "r2"], ["r1", "r3"]]
+        )

@@ -9,7 +9,6 @@ from rows import ALL, Keeper
 from waiting import eventually
 
 import capflow
-from capflow.transport import WorkerLink
 
 __all__ = ["address"]
 
@@ -26,7 +25,7 @@ def test_what_is_computed_while_the_hub_is_gone_is_delivered_when_it_is_back(tin
     with running_hub(address, first) as hub, engine(tiny, hub=address, policy="spill", spool_dir=str(tmp_path)) as llm:
         before = llm.generate(prompts(LENGTHS), asked("before"), use_tqdm=False)
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        link = next(v.link for v in vars(worker).values() if isinstance(getattr(v, "link", None), WorkerLink))
+        (link,) = worker.capflow.outlets.links
         hub.stop(20)
         eventually(lambda: not link.connected)
         gone = llm.generate(prompts(LENGTHS), asked("gone"), use_tqdm=False)

@@ -13,7 +13,7 @@ from capflow.site import Site
 from capflow.spec import join
 from capflow_engine.orders import Ended
 from capflow_engine.plan import Planner, Scheduled, Tracked
-from capflow_engine.sender import Computed, Sender
+from capflow_engine.sender import Computed, Sender, Way
 
 LAYERS = 4
 SITES = tuple(Site(layer, hook) for layer in range(LAYERS) for hook in ("mlp_in", "post_block"))
@@ -55,16 +55,21 @@ def resolve(spec):
     return spec.resolve(SITES, num_layers=LAYERS)
 
 
-def run(wanted, parts):
-    """Run the requests' steps through planner and sender, batched together; return the frames and how far each came."""
-    planner, link = Planner(len(SITES)), Link()
-    sender = Sender(link, engine="e", boot=BOOT, rank=FIRST, info=INFO, sites=SITES, text_of=None)
+def run(wanted, parts, hubs=1, hub_of=(0,) * 3):
+    """Run the requests' steps through planner and sender, batched together; return each hub's frames, and how far each came.
+
+    hub_of: the hub of request number n.
+    """
+    planner, links = Planner(len(SITES), hubs), [Link() for _ in range(hubs)]
+    ways = [Way(link, f"{BOOT}-{number}") for number, link in enumerate(links)]
+    sender = Sender(ways, engine="e", rank=FIRST, info=INFO, sites=SITES, text_of=None)
     sender.start()
     tracked = []
     for number, (prompt, own, _) in enumerate(parts):
         union = join(resolve(spec) for spec in (own, *wanted) if spec is not None)
-        program = planner.program({INDEX[site]: want.positions for site, want in union.items()})
-        tracked.append(Tracked(f"k{number}", f"r{number}", prompt, program, planner.nothing, capture=own))
+        hub = hub_of[number]
+        program = planner.program({INDEX[site]: want.positions for site, want in union.items()}, hub)
+        tracked.append(Tracked(f"k{number}", f"r{number}", prompt, program, planner.nothing, capture=own, hub=hub))
     at, reached = [0] * len(parts), [0] * len(parts)
     steps = max(len(chunks) for _, _, chunks in parts)
     for step in range(steps):
@@ -90,7 +95,7 @@ def run(wanted, parts):
         payload = rows.view(np.uint8).reshape(-1) if plan.rows else None
         sender.put(Computed(step, 0, plan, payload, np.array(ids), lambda: None, ended=ended))
     sender.close(30)
-    return link.frames, reached
+    return [link.frames for link in links], reached
 
 
 def deliver(frames, asked):
@@ -132,7 +137,7 @@ def meant_rows(chosen, parts, reached):
 @given(wishes, requests)
 @settings(max_examples=300, deadline=None)
 def test_each_consumer_gets_each_of_its_rows_once_and_no_others(asked, parts):
-    frames, reached = run([spec for spec, _ in asked], parts)
+    (frames,), reached = run([spec for spec, _ in asked], parts)
     got, counted, over, sent = deliver(frames, asked)
 
     def specs_of(number, consumer):
@@ -160,3 +165,37 @@ def test_each_consumer_gets_each_of_its_rows_once_and_no_others(asked, parts):
                     for each in specs_of(number, consumer)
                 ]
                 assert request.judge(consumer, None).budget_reached == any(more)
+
+
+def told(frames):
+    """Return all that frames say of each request: every row by (site, position), bit for bit, and its end."""
+    rows, ends = {}, {}
+    for frame in frames:
+        for chunk in frame.chunks():
+            assert chunk.request.id not in ends, "nothing comes behind the end"
+            for _, site, position in check_rows(chunk):
+                mine = rows.setdefault(chunk.request.id, {})
+                assert (site, position) not in mine
+                at = chunk.rows[chunk.sites.index(site), position - chunk.start]
+                mine[site, position] = at.tobytes(), chunk.request.capture, chunk.request.prompt_length
+        for finished in frame.header.finished:
+            assert finished.id not in ends
+            ends[finished.id] = finished
+    return rows, ends
+
+
+@given(wishes, requests, st.lists(st.integers(0, 2), min_size=3, max_size=3))
+@settings(max_examples=300, deadline=None)
+def test_each_hub_is_told_of_its_requests_what_one_hub_is_told_of_all(asked, parts, hub_of):
+    specs = [spec for spec, _ in asked]
+    (frames,), _ = run(specs, parts)
+    by_hub, _ = run(specs, parts, 3, hub_of)
+    rows, ends = told(frames)
+    for hub, its in enumerate(by_hub):
+        mine = {f"r{number}" for number in range(len(parts)) if hub_of[number] == hub}
+        its_rows, its_ends = told(its)
+        assert its_rows == {request: found for request, found in rows.items() if request in mine}
+        assert its_ends == {request: end for request, end in ends.items() if request in mine}
+        assert all(frame.header.boot == f"{BOOT}-{hub}" for frame in its)
+        assert all(frame.header.requests or frame.header.finished for frame in its), "a hub hears nothing of others"
+        assert sum(frame.nbytes for frame in its) == 8 * sum(map(len, its_rows.values())), "nor has it rows of others"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -46,6 +47,12 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
     "--key", metavar="NAME|PATH", help="The hub's key, for TCP: then only peers with a key get in. See `keys`."
 )
 @click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach, without a key.")
+@click.option(
+    "--tap",
+    metavar="ADDRESS",
+    help="Watch what the hub at this address takes, live: for consumers with policy drop or skip. It waits for nothing here.",
+)
+@click.option("--tap-key", metavar="NAME|PATH", help="This side's key for --tap. Default: that of CAPFLOW_KEY.")
 @click.option("--drain-s", type=click.FloatRange(min=0), help="How long consumers may take at the end.")
 @click.option("--model", metavar="MODEL", help="Run this model over --prompts, and end when it is through.")
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="The prompts for --model, JSON Lines.")
@@ -69,6 +76,8 @@ def run(
     address: str | None,
     key: str | None,
     insecure: bool,
+    tap: str | None,
+    tap_key: str | None,
     drain_s: float | None,
     model: str | None,
     prompts: Path | None,
@@ -86,7 +95,7 @@ def run(
     prompts are through. The exit code is 1 when rows were lost.
     """
     from capflow import limits
-    from capflow.address import check_address, default_address
+    from capflow.address import check_address, default_address, private_address
     from capflow.cli.hubrun import HubRun
     from capflow.endpoint import parse_listen
     from capflow.errors import UsageError, explain
@@ -95,11 +104,23 @@ def run(
     if (model is None) != (prompts is None):
         given, missing = ("--prompts", "--model") if model is None else ("--model", "--prompts")
         raise UsageError(explain(given, got=f"no {missing}", expected="both or neither"))
+    if tap is not None and model is not None:
+        raise UsageError(explain("--tap", got="--model with it", expected="one of them"))
+    if tap is None and tap_key is not None:
+        raise UsageError(explain("--tap-key", got="no --tap", expected="both or neither"))
+    if tap is not None and address is None:
+        address = private_address("tap")
     address = check_address(address or default_address(), insecure=insecure or key is not None, where="--address")
     metrics = None if metrics_address is None else parse_listen(metrics_address, "--metrics-address")
     made, controllers = configure_all(consumers, config, load_plugins())
     if not made and not controllers:
         raise UsageError(explain("--consumer", got="none", expected="at least one", do="see `capflow plugins`"))
+    tapping = None
+    if tap is not None:
+        from capflow.tapping import Tapping, check_live
+
+        check_live(made, controllers)
+        tapping = functools.partial(Tapping, tap, key=tap_key, insecure=insecure, own_key=key)
     drain_s = limits.DRAIN_S_MAX if drain_s is None else drain_s
     job = None
     if model is not None and prompts is not None:
@@ -122,7 +143,7 @@ def run(
         from capflow.cli.job import run_job
 
         sys.exit(run_job(running, job))
-    with running:
+    with running, contextlib.nullcontext() if tapping is None else tapping(running.hub):
         if until_eof:
             threading.Thread(target=_stop_at_eof, args=(running,), name="capflow-stdin", daemon=True).start()
         running.wait()

@@ -18,7 +18,7 @@ from capflow.cli.needs import check_vllm
 def serve(arguments: tuple[str, ...]) -> None:
     """Serve MODEL with vLLM's OpenAI-compatible server, tapped: `capflow serve MODEL [vLLM's own flags]`.
 
-    Besides vLLM's flags: --hub ADDRESS, --key NAME|PATH, --sites HOOK:LAYER (repeatable, with *), --policy block|drop|spill, --spool-dir DIR,
+    Besides vLLM's flags: --hub ADDRESS (repeatable), --key NAME|PATH, --sites HOOK:LAYER (repeatable, with *), --policy block|drop|spill, --spool-dir DIR,
     --spool-bytes N, --spill-fallback block|drop, --insecure.
     """
     check_vllm("to serve models")

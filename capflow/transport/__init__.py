@@ -5,6 +5,7 @@ from __future__ import annotations
 from capflow.transport.link import FormerLink, SchedulerLink, Staged, WorkerLink
 from capflow.transport.outbox import Outbox, left_behind
 from capflow.transport.sockets import Dealer, Event, Received, Router, Waker
+from capflow.transport.taplink import TapLink
 from capflow.transport.zap import new_key
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Router",
     "SchedulerLink",
     "Staged",
+    "TapLink",
     "Waker",
     "WorkerLink",
     "left_behind",

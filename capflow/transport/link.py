@@ -20,11 +20,11 @@ from capflow.action import Outcome
 from capflow.address import check_address
 from capflow.consumer import Fallback, Policy
 from capflow.errors import RemoteProtocolError
-from capflow.frame import FrameHeader
+from capflow.frame import Frame, FrameHeader
 from capflow.keys import peer_key
 from capflow.message import Act, ActionOutcome, Beat, Bye, Hello, Message, Refused, Welcome, WorkerCounts
 from capflow.queue import ByteQueue, Overload
-from capflow.session import Parts, PeerSession, State
+from capflow.session import Parts, PeerSession, State, cost
 from capflow.transport.outbox import Outbox
 from capflow.transport.sockets import Dealer, Event, Waker, why_not
 
@@ -48,8 +48,10 @@ class Staged(NamedTuple):
 class _Link:
     """One thread, which owns one `PeerSession` and its connections; from `start` to `close`.
 
-    key: this peer's, by name or path, for an address with the hub's. Raises UsageError when one is needed and missing.
+    message_bytes_max: the largest part that the hub sends. key: this peer's, by name or path, for an address with the hub's. Raises UsageError when one is needed and missing.
     """
+
+    message_bytes_max = limits.HEADER_BYTES_MAX
 
     def __init__(self, address: str, hello: Hello, *, key: str | None = None, seq: int = 0) -> None:
         self.address = check_address(address, insecure=True)
@@ -58,6 +60,7 @@ class _Link:
         self.ever_connected = False  # set by the first Welcome
         self.reconnects = 0  # connections lost
         self._session = PeerSession(hello, seq=seq)  # the thread's alone; others read plain fields of it
+        self._said_bytes = 0  # how long the message is that `_received` takes; the thread's
         self._waker = Waker()  # closed by the thread when it ends
         self._closing = threading.Event()  # set by `close`
         self._close_by = 0.0  # set by `close` before `_closing`: when to leave although frames are left
@@ -122,7 +125,7 @@ class _Link:
         """Return whether nothing is left that `close` should wait for."""
         return True
 
-    def _received(self, said: Message) -> None:
+    def _received(self, said: Frame | Message) -> None:
         """Take what the hub said."""
 
     # The thread.
@@ -132,7 +135,10 @@ class _Link:
             pause_s = limits.RECONNECT_S_MIN
             while not self._done(time.monotonic()):
                 since = time.monotonic()
-                with contextlib.closing(Dealer(self.address, key=self._key, waker=self._waker)) as dealer:
+                dealer = Dealer(
+                    self.address, key=self._key, waker=self._waker, message_bytes_max=self.message_bytes_max
+                )
+                with contextlib.closing(dealer):
                     self._serve(dealer)
                 lasted_s = time.monotonic() - since
                 pause_s = limits.RECONNECT_S_MIN if lasted_s > limits.RECONNECT_S_MAX else pause_s * 2
@@ -202,6 +208,7 @@ class _Link:
             except RemoteProtocolError as e:
                 self._lost(str(e))
                 return False
+            self._said_bytes = cost(parts)
             match said:
                 case Bye() if self._session.state is State.LOST:
                     self._lost("the hub said goodbye")
@@ -266,6 +273,15 @@ class WorkerLink(_Link):
         self._dropped: Counter[str] = Counter()  # frames by reason; written by the thread that calls `send`
 
     @property
+    def patient(self) -> bool:
+        """Whether a full queue is waited for: not once that was in vain, for as long as the hub is gone."""
+        return not self._gave_up
+
+    def give_up(self) -> None:
+        """Note that it was waited for room in vain."""
+        self._gave_up = not self.connected
+
+    @property
     def counters(self) -> dict[str, Any]:
         """What went through: frames and bytes accepted, waiting and unacknowledged, and drops by reason."""
         return {
@@ -321,7 +337,8 @@ class WorkerLink(_Link):
             accepted = self._queue.offer(item, nbytes)
         else:
             accepted = self._queue.put(item, nbytes, self.block_s_max)
-            self._gave_up = not accepted and not self.connected
+            if not accepted:
+                self.give_up()
         if accepted:
             return None
         return "queue_full" if self.connected else "hub_gone"
@@ -400,7 +417,7 @@ class WorkerLink(_Link):
         waiting = len(self._queue) or self._session.unacked or (self.outbox is not None and self.outbox.waiting)
         return not self.ever_connected or not waiting
 
-    def _received(self, said: Message) -> None:
+    def _received(self, said: Frame | Message) -> None:
         if isinstance(said, Welcome):
             self._gave_up = False
             self._told_at = 0.0
@@ -498,6 +515,6 @@ class SchedulerLink(_Link):
     def _drained(self) -> bool:
         return not self._outcomes or not self.connected
 
-    def _received(self, said: Message) -> None:
+    def _received(self, said: Frame | Message) -> None:
         if isinstance(said, Act):
             self._acts.append(said)

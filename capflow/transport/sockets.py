@@ -102,10 +102,17 @@ class Received(NamedTuple):
 class Dealer:
     """One connection to a hub, and the attempts at it before; after DISCONNECTED make a new one.
 
-    key: this peer's, when the address names the hub's.
+    key: this peer's, when the address names the hub's. message_bytes_max: the largest part that it takes.
     """
 
-    def __init__(self, address: str, *, key: KeyPair | None = None, waker: Waker | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        key: KeyPair | None = None,
+        waker: Waker | None = None,
+        message_bytes_max: int = limits.HEADER_BYTES_MAX,
+    ) -> None:
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 8)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
@@ -115,7 +122,7 @@ class Dealer:
         self._socket.set(zmq.IMMEDIATE, 1)
         self._socket.set(zmq.RECONNECT_IVL, int(limits.RECONNECT_S_MIN * 1000))
         self._socket.set(zmq.RECONNECT_IVL_MAX, int(limits.RECONNECT_S_MAX * 1000))
-        self._socket.set(zmq.MAXMSGSIZE, limits.HEADER_BYTES_MAX)
+        self._socket.set(zmq.MAXMSGSIZE, message_bytes_max)
         _watch(self._socket)
         hub = hub_key(address)
         if hub is not None and key is not None:

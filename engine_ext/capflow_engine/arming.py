@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from capflow.address import check_address, default_address
-from capflow.client import Client
 from capflow.errors import UsageError, explain
-from capflow.keys import peer_key_path
 from capflow.launch import HubProcess
 from capflow_engine import compat_model
+from capflow_engine.hubs import hubs_at
 from capflow_engine.settings import Outbound, Settings
 
 _LAUNCH_WAIT_S = 60.0
@@ -33,7 +31,7 @@ def arm(
     arguments: dict[str, Any],
     *,
     consumers: Sequence[str],
-    hub: str | None,
+    hub: str | Sequence[str] | None,
     key: str | None,
     insecure: bool,
     sites: Sequence[str],
@@ -42,9 +40,10 @@ def arm(
 ) -> Armed:
     """Return the settings for an engine, with a hub started for its consumers.
 
-    kind: vLLM's class for an engine's arguments, of which `additional_config` is taken out here. hub: the address of one that runs.
+    kind: vLLM's class for an engine's arguments, of which `additional_config` is taken out here. hub: the address of one that runs,
+    or of several.
 
-    Raises UsageError for wrong arguments and HubUnreachableError when `hub` was named and does not answer.
+    Raises UsageError for wrong arguments and HubUnreachableError when a hub was named and does not answer.
     """
     for name in ("worker_cls", "scheduler_cls"):
         if name in arguments:
@@ -54,20 +53,19 @@ def arm(
     user: Mapping[str, Any] = arguments.pop("additional_config", None) or {}
     tapped = compat_model.check_model(kind(model=model, **arguments), sites)
     process = None
+    named = [hub] if isinstance(hub, str) else list(hub or ())
     if consumers:
         process = HubProcess(consumers)
         process.start(_LAUNCH_WAIT_S)
-    elif hub is not None:
-        with Client(hub, key=key, insecure=insecure):  # raises when nobody answers
-            pass
-    address = process.address if process is not None else hub or default_address()
-    check_address(address, insecure=insecure, where="hub")
-    path = peer_key_path(address, key)
+        hubs = hubs_at([process.address], key, insecure=insecure)
+    else:
+        hubs = hubs_at(named, key, insecure=insecure)
+        for one in hubs if named else ():
+            with one.client():  # raises when nobody answers
+                pass
     settings = Settings(
         engine=uuid.uuid4().hex,
-        hub=address,
-        key=None if path is None else str(path),
-        insecure=insecure,
+        hubs=hubs,
         sites=tapped.sites,
         fixed=tapped.fixed,
         outbound=outbound,

@@ -20,10 +20,10 @@ from vllm import AsyncLLMEngine, RequestOutput, SamplingParams  # noqa: E402 - o
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 
 from capflow_engine.arming import arm  # noqa: E402
-from capflow_engine.asker import Asker  # noqa: E402
 from capflow_engine.holdings import Size  # noqa: E402
 from capflow_engine.options import RequestOptions  # noqa: E402
 from capflow_engine.params import Prepared  # noqa: E402
+from capflow_engine.results import Askers  # noqa: E402
 from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, Settings, engine_arguments  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
 
@@ -44,7 +44,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         model: str,
         *,
         consumers: Sequence[str] = (),
-        hub: str | None = None,
+        hub: str | Sequence[str] | None = None,
         key: str | None = None,
         insecure: bool = False,
         sites: Sequence[str] = SITES_DEFAULT,
@@ -61,7 +61,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         capture_wait_s: how long the last output of a request waits for the consumers. Call it where the event loop runs;
         it blocks until the engine is ready.
 
-        Raises UsageError for wrong arguments and HubUnreachableError when `hub` was named and does not answer.
+        Raises UsageError for wrong arguments and HubUnreachableError when a hub was named and does not answer.
         """
         compat.prepare_environment(kwargs)
         armed = arm(
@@ -89,7 +89,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         self.steering = SteeringStore()
         self._capture_wait_s = capture_wait_s
         self._knows_hub = bool(consumers) or hub is not None
-        self._asker = Asker(armed.settings.client)
+        self._asker = Askers(armed.settings)
         self._numbers = itertools.count()
         self._running = set()
         requests_max = self.vllm_config.scheduler_config.max_num_seqs

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from capflow.errors import UsageError, explain
-from capflow.keys import peer_key_path
 from capflow_engine import compat, compat_model
 from capflow_engine.child import Tell, work_for_parent
+from capflow_engine.hubs import hubs_at
 from capflow_engine.settings import Settings, engine_arguments
 
 
@@ -69,9 +69,8 @@ def run(job: Job, tell: Tell) -> None:
         raise UsageError(explain("--engine-arg or --sampling", got=str(e), expected="names that vLLM knows")) from e
     num_layers, sites, _ = compat_model.check_model(arguments, job.sites)
     tell("model", num_layers=num_layers, sites=sites)
-    path = peer_key_path(job.hub, job.key)
-    key = None if path is None else str(path)
-    settings = Settings(engine=uuid.uuid4().hex, hub=job.hub, key=key, sites=sites, hub_wait_s=30.0)
+    hubs = hubs_at([job.hub], job.key, insecure=True)  # as the hub was allowed to be
+    settings = Settings(engine=uuid.uuid4().hex, hubs=hubs, sites=sites, hub_wait_s=30.0)
     for name, value in engine_arguments(settings).items():
         if name in job.engine:
             raise UsageError(explain(f"--engine-arg {name}", expected="to be left out; capflow brings its own"))

@@ -24,13 +24,20 @@ logger = logging.getLogger("vllm.capflow.control")
 class View:
     """The rows that controllers asked for of one step. rows: `[plan.rows, hidden]` in the model's dtype.
 
-    limits: by vLLM's id, the position behind the last row that is the request's, where the step has more.
+    limits: by vLLM's id, the position behind the last row that is the request's, where the step has more. hub: whose requests.
     """
 
     def __init__(
-        self, step: int, plan: Plan, rows: npt.NDArray[Any], sites: tuple[Site, ...], limits: Mapping[str, int]
+        self,
+        step: int,
+        plan: Plan,
+        rows: npt.NDArray[Any],
+        sites: tuple[Site, ...],
+        limits: Mapping[str, int],
+        hub: int = 0,
     ) -> None:
         self.step = step
+        self._hub = hub
         self._plan = plan
         self._limits = limits
         self._rows = rows
@@ -39,7 +46,7 @@ class View:
     def rows(self) -> Iterator[StepRows]:
         """Yield the rows of each request at each site, as float32."""
         for group in self._plan.groups:
-            if group.channel != VIEW:
+            if group.channel != VIEW or group.hub != self._hub:
                 continue
             for place, index in enumerate(group.sites):
                 base = group.base + place * group.rows
@@ -53,10 +60,11 @@ class View:
 
 
 class Controllers:
-    """The controllers of one worker; made anew when the hub asks for others."""
+    """The controllers that one hub wants in one worker, for its requests; made anew when it asks for others."""
 
-    def __init__(self, specs: Sequence[ControllerSpec], info: ModelInfo, sites: tuple[Site, ...]) -> None:
+    def __init__(self, specs: Sequence[ControllerSpec], info: ModelInfo, sites: tuple[Site, ...], hub: int) -> None:
         self.specs = tuple(specs)
+        self.hub = hub
         self.info = info
         self.sites = sites
         self._running: list[Controller] = []
@@ -86,7 +94,7 @@ class Controllers:
         actions: list[Steer | Unsteer] = []
         for controller in self._running:
             try:
-                for action in controller.on_step(View(step, plan, rows, self.sites, limits)):
+                for action in controller.on_step(View(step, plan, rows, self.sites, limits, self.hub)):
                     if isinstance(action, Steer | Unsteer):
                         actions.append(action)
                     else:

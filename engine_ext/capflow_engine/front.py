@@ -21,11 +21,11 @@ from capflow.program import SteeringProgram
 from capflow.result import joined
 from capflow.steering import NOTHING
 from capflow_engine import compat
-from capflow_engine.asker import Asker
 from capflow_engine.beams import BEAMS, Beams
 from capflow_engine.fields import FIELDS, Asked, Server, check_spelling, resolved
 from capflow_engine.holdings import Size
 from capflow_engine.options import KEY, Packed, RequestOptions
+from capflow_engine.results import Askers
 from capflow_engine.serving import Serving
 from capflow_engine.settings import Settings
 from capflow_engine.store import SteeringStore
@@ -47,7 +47,7 @@ class Front:
         self.keys = serving.keys
         self.body_bytes_max = serving.body_bytes_max
         self.rpc_address = serving.rpc_address
-        self.asker = Asker(self.settings.client)
+        self.asker = Askers(self.settings)
         self.running: WeakValueDictionary[str, Asked] = WeakValueDictionary()  # by what their choices are called
 
     def take(self, request: Any, own: str, prompts: int) -> Asked | None:

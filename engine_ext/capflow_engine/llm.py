@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from capflow.client import Client
 from capflow.consumer import Fallback, Policy
-from capflow.errors import HubUnreachableError, UsageError, explain
+from capflow.errors import UsageError, explain
 from capflow.program import SteeringProgram
-from capflow.result import CaptureResult, joined
+from capflow.result import joined
 from capflow.steering import Steering
 from capflow_engine import compat
 
@@ -28,21 +25,17 @@ from capflow_engine.beams import with_program  # noqa: E402
 from capflow_engine.holdings import Size  # noqa: E402
 from capflow_engine.options import RequestOptions  # noqa: E402
 from capflow_engine.params import Prepared  # noqa: E402
+from capflow_engine.results import AllResults  # noqa: E402
 from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, engine_arguments  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
-
-logger = logging.getLogger("vllm.capflow")
-
-_RESULTS_WAIT_S = 120.0
-_NO_HUB_S = 60.0
 
 
 class LLM(VLLM):  # type: ignore[misc]
     """A `vllm.LLM` whose requests may capture and be steered. It takes what that takes, and more.
 
     consumers: consumers to run for this engine, as on the command line (`"filesystem:root=rows"`); a hub is started
-    for them and stopped with `close`. hub: the address of a running hub instead. Without either, the default
-    address is used. key: this engine's key, by name or path, for a hub that has one; without it that of `CAPFLOW_KEY`. insecure:
+    for them and stopped with `close`. hub: the address of a running hub instead, or of several, between which the requests are
+    divided. Without either, the default address is used. key: this engine's key, by name or path, for a hub that has one; without it that of `CAPFLOW_KEY`. insecure:
     allows a hub on another machine without keys. sites: patterns of the sites that carry a tap. policy: what a worker does when its
     outbound queue is full; with `spill`, spool_dir, spool_bytes and spill_fallback say where to, how much for each worker, and what
     holds then. steering_bank_bytes: the memory for the vectors that steer the requests which run; a request waits
@@ -55,7 +48,7 @@ class LLM(VLLM):  # type: ignore[misc]
     each is a request of its own, called `id#0`, `id#1`, …; each of `output.outputs` has its own results too.
     Close it with `close()` or use it as a context manager.
 
-    Raises UsageError for wrong arguments and HubUnreachableError when `hub` was named and does not answer.
+    Raises UsageError for wrong arguments and HubUnreachableError when a hub was named and does not answer.
     """
 
     def __init__(
@@ -63,7 +56,7 @@ class LLM(VLLM):  # type: ignore[misc]
         model: str,
         *,
         consumers: Sequence[str] = (),
-        hub: str | None = None,
+        hub: str | Sequence[str] | None = None,
         key: str | None = None,
         insecure: bool = False,
         sites: Sequence[str] = SITES_DEFAULT,
@@ -76,8 +69,6 @@ class LLM(VLLM):  # type: ignore[misc]
     ) -> None:
         compat.prepare_environment(kwargs)
         self._stop_hub: Callable[[], Any] = lambda: None  # stops the hub started here; also when this is collected
-        self._client: Client | None = None
-        self._no_hub_until = 0.0  # for how long nobody looks for a hub that was not there, on the clock of `monotonic`
         self._numbers = itertools.count()
         self._beams: SteeringProgram | None = None  # what steers the beams that are searched now
         self._generated = 0  # how many tokens of an answer each of them has
@@ -97,6 +88,7 @@ class LLM(VLLM):  # type: ignore[misc]
         if armed.hub is not None:
             self._stop_hub = weakref.finalize(self, armed.hub.stop)
         self.capflow_settings = settings = armed.settings
+        self._results = AllResults(settings)
         try:
             super().__init__(model, **engine_arguments(settings), **kwargs)
             config = self.llm_engine.vllm_config
@@ -142,9 +134,7 @@ class LLM(VLLM):  # type: ignore[misc]
         if engine is not None:
             engine.engine_core.shutdown()
             del self.llm_engine
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        self._results.close()
         self._stop_hub()
 
     def __enter__(self) -> Self:
@@ -186,35 +176,12 @@ class LLM(VLLM):  # type: ignore[misc]
     def _with_results(self, outputs: list[Any], params: list[Prepared]) -> list[Any]:
         compat.flush(self.llm_engine)
         options = [one.options for one in params]
-        found = self._results(options)
+        found = self._results.ask(options)
         for output, its in zip(outputs, options, strict=True):
             for name, sample in zip(its.names, output.outputs, strict=True):
                 sample.capture_results = found.get(name, {})
             output.capture_results = joined({name: found[name] for name in its.names if name in found})
         return outputs
-
-    def _results(self, options: Sequence[RequestOptions]) -> dict[str, dict[str, CaptureResult]]:
-        """Return what became of the requests of which rows were wanted, by id; nothing when there is no hub."""
-        asked = any(o.capture is not None for o in options)
-        if self._client is None and not asked and time.monotonic() < self._no_hub_until:
-            return {}
-        try:
-            if self._client is None:
-                self._client = self.capflow_settings.client()
-                self._client.__enter__()
-            everything = bool(self._client.captures)
-            names = [name for o in options if everything or o.capture is not None for name in o.names]
-            if not names:
-                return {}
-            return self._client.results(names, wait=True, timeout=_RESULTS_WAIT_S)
-        except HubUnreachableError as e:
-            if asked or not self._no_hub_until:
-                logger.warning("%s; the results of captures are not known", e)
-            self._no_hub_until = time.monotonic() + _NO_HUB_S
-            if self._client is not None:
-                self._client.close()
-            self._client = None
-            return {}
 
 
 def _is_one_prompt(prompts: Any) -> bool:

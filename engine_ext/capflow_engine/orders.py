@@ -18,7 +18,7 @@ _ATTRIBUTE = "capflow_orders"
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the hub wants of every request: its consumers' specs, and the controllers to run."""
+    """What a hub wants of each of its requests: its consumers' specs, and the controllers to run."""
 
     captures: tuple[CaptureSpec, ...] = ()
     controllers: tuple[ControllerSpec, ...] = ()
@@ -48,7 +48,7 @@ class Orders:
     """One step's orders.
 
     admitted: for each request first scheduled now, what it is called outside and the number of the wishes
-    it was admitted under. wishes: new ones, by number. ended: requests (by vLLM's id) that are over since the last
+    it was admitted under. wishes: new ones of all hubs, by number. ended: requests (by vLLM's id) that are over since the last
     step, and unscheduled those that no worker ever heard of. actions: changes to running requests, by vLLM's id, that hold from this step on.
 
     settled: of steps up to this one everything is known: which drafts were accepted, and which requests ended in them.
@@ -60,7 +60,7 @@ class Orders:
     settled: int = 0
     cuts: dict[str, int] = field(default_factory=dict)
     admitted: dict[str, tuple[str, int]] = field(default_factory=dict)
-    wishes: dict[int, Wishes] = field(default_factory=dict)
+    wishes: dict[int, tuple[Wishes, ...]] = field(default_factory=dict)
     ended: dict[str, Ended] = field(default_factory=dict)
     unscheduled: dict[str, Unscheduled] = field(default_factory=dict)
     actions: list[tuple[str, Steer | Unsteer]] = field(default_factory=list)

@@ -13,7 +13,7 @@ holds. Mostly that is for good, and planning a request is a comparison and a spa
 A row of a request is planned once: positions below `Tracked.computed`, computed again after a
 preemption, are passed over. Planning changes `Tracked.computed` and cursors, and nothing else.
 
-Rows for consumers (`SHIP`) come first in the buffer; rows that only a controller looks at (`VIEW`)
+Rows for consumers (`SHIP`) come first in the buffer, those of each hub together; rows that only a controller looks at (`VIEW`)
 lie behind them and never leave the worker.
 """
 
@@ -39,12 +39,13 @@ Indices = npt.NDArray[np.int64]
 
 
 class SiteSet:
-    """Sites by index, in order; one object for each different set of a program, compared by identity."""
+    """Sites by index, in order, for requests of one hub; one object for each different set of a program, compared by identity."""
 
-    __slots__ = ("sites",)
+    __slots__ = ("hub", "sites")
 
-    def __init__(self, sites: tuple[int, ...]) -> None:
+    def __init__(self, sites: tuple[int, ...], hub: int) -> None:
         self.sites = sites
+        self.hub = hub
 
 
 class Program:
@@ -54,13 +55,14 @@ class Program:
     """
 
     def __init__(
-        self, parts: tuple[tuple[Positions, tuple[int, ...]], ...], site_sets: dict[tuple[int, ...], SiteSet]
+        self, parts: tuple[tuple[Positions, tuple[int, ...]], ...], site_sets: dict[tuple[int, ...], SiteSet], hub: int
     ) -> None:
         self.parts = parts
+        self.hub = hub
         self.any = bool(parts)
         sites = tuple(sorted(site for _, some in parts for site in some))
-        self.every = site_sets.setdefault(sites, SiteSet(sites))  # the sites of all parts
-        self._site_sets = site_sets  # the planner's, shared by all programs
+        self.every = site_sets.setdefault(sites, SiteSet(sites, hub))  # the sites of all parts
+        self._site_sets = site_sets  # the planner's, shared by all programs of the hub
         self._found: dict[tuple[bool, ...], SiteSet | None] = {}  # at most 2 to the number of parts, and few in fact
 
     def sites(self, parts: tuple[bool, ...]) -> SiteSet | None:
@@ -69,7 +71,7 @@ class Program:
         if found is None and any(parts):
             chosen = zip(self.parts, parts, strict=True)
             sites = tuple(sorted(site for (_, sites), here in chosen if here for site in sites))
-            found = self._found[parts] = self._site_sets.setdefault(sites, SiteSet(sites))
+            found = self._found[parts] = self._site_sets.setdefault(sites, SiteSet(sites, self.hub))
         return found
 
 
@@ -116,7 +118,7 @@ class Tracked:
 
     key: vLLM's id of it; id: the id it is known by outside. computed: its positions below this were
     planned. generated: how many of the prompt's last tokens are steered as generated ones are. steered: the slots of the bank
-    that steer it; None when none does.
+    that steer it; None when none does. hub: the number of the hub that has it.
     """
 
     key: str
@@ -128,6 +130,7 @@ class Tracked:
     generated: int = 0
     computed: int = 0
     steered: Steered | None = None
+    hub: int = 0
     ship_cursor: Cursor | None = field(init=False, repr=False)
     view_cursor: Cursor | None = field(init=False, repr=False)
 
@@ -164,7 +167,7 @@ class Run(NamedTuple):
 class Group(NamedTuple):
     """Tokens that are wanted at the same sites, given by index; the rows of the first lie at row `base` of the buffer.
 
-    spans name requests by their number in `Plan.batch`.
+    spans name requests by their number in `Plan.batch`; all of them are the hub's.
     """
 
     channel: int
@@ -173,6 +176,7 @@ class Group(NamedTuple):
     base: int
     runs: tuple[Run, ...]
     spans: tuple[Span, ...]
+    hub: int = 0
 
 
 def token_rows(runs: Sequence[Run]) -> Indices:
@@ -221,34 +225,37 @@ class Plan:
             slots[source : source + length] = slot
         return slots
 
-    def blocks(self, sites: Sequence[Site]) -> tuple[Block, ...]:
-        """Return the shipped groups as the blocks of a frame, given the tapped sites in order."""
-        return tuple(
-            Block(tuple(sites[i] for i in group.sites), group.rows, group.spans)
-            for group in self.groups
-            if group.channel == SHIP
-        )
+    def shipped(self, hub: int) -> tuple[Group, ...]:
+        """Return the groups for the consumers of a hub: they lie in the buffer one after another."""
+        return tuple(group for group in self.groups if group.channel == SHIP and group.hub == hub)
+
+
+def block_of(group: Group, sites: Sequence[Site]) -> Block:
+    """Return a group as a block of a frame, given the tapped sites in order."""
+    return Block(tuple(sites[i] for i in group.sites), group.rows, group.spans)
 
 
 class Planner:
-    """Makes plans for one worker. num_sites: the sites it taps, known by index from here on."""
+    """Makes plans for one worker. num_sites: the sites it taps, known by index from here on. hubs: how many its rows go to."""
 
-    def __init__(self, num_sites: int) -> None:
+    def __init__(self, num_sites: int, hubs: int = 1) -> None:
         self.num_sites = num_sites
-        self._site_sets: dict[tuple[int, ...], SiteSet] = {}
-        self.nothing = Program((), self._site_sets)
+        self.hubs = hubs
+        self._site_sets: list[dict[tuple[int, ...], SiteSet]] = [{} for _ in range(hubs)]
+        self.nothing = Program((), self._site_sets[0], 0)
 
-    def program(self, wanted: Mapping[int, Positions]) -> Program:
-        """Return a program that wants these positions at these site indices."""
+    def program(self, wanted: Mapping[int, Positions], hub: int = 0) -> Program:
+        """Return a program that wants these positions at these site indices, for a request of a hub."""
         parts: dict[Positions, list[int]] = {}
         for site in sorted(wanted):
             if wanted[site]:
                 parts.setdefault(wanted[site], []).append(site)
         if not parts:
             return self.nothing
-        if len(self._site_sets) >= _SITE_SETS_KEPT_MAX:  # programs that still use them keep them
-            self._site_sets.clear()
-        return Program(tuple((positions, tuple(sites)) for positions, sites in parts.items()), self._site_sets)
+        site_sets = self._site_sets[hub]
+        if len(site_sets) >= _SITE_SETS_KEPT_MAX:  # programs that still use them keep them
+            site_sets.clear()
+        return Program(tuple((positions, tuple(sites)) for positions, sites in parts.items()), site_sets, hub)
 
     def plan(self, batch: Sequence[Scheduled]) -> Plan:
         """Return the plan of a step and mark its positions as computed."""
@@ -276,6 +283,8 @@ class Planner:
                     _take(ship, cursor, number, first, end, source)
             if request.view_cursor is not None:
                 _take(view, request.view_cursor, number, first, end, source)
+        if self.hubs > 1:  # each hub's together
+            ship = dict(sorted(ship.items(), key=lambda taken: taken[0].hub))
         shipped = _groups(ship, SHIP, 0)
         ship_rows = _end(shipped, 0)
         viewed = _groups(view, VIEW, ship_rows)
@@ -311,7 +320,7 @@ def _groups(taken: _Taken, channel: int, base: int) -> list[Group]:
             expected = source + length
             rows += length
         runs.append(_run((begin, target, rows - target)))
-        groups.append(Group(channel, sites.sites, rows, base, tuple(runs), tuple(spans)))
+        groups.append(Group(channel, sites.sites, rows, base, tuple(runs), tuple(spans), sites.hub))
         base += rows * len(sites.sites)
     return groups
 

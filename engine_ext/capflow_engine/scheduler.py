@@ -26,9 +26,9 @@ from capflow.message import Act, Hello, Welcome
 from capflow.positions import Positions
 from capflow.program import SteeringProgram, with_vectors
 from capflow.steering import Steering, Tier
-from capflow.transport import SchedulerLink
 from capflow_engine import compat, compat_cache, compat_step
 from capflow_engine.holdings import Holdings, Need, Size, needs_of
+from capflow_engine.hubs import HubLinks
 from capflow_engine.options import KEY, RequestOptions
 from capflow_engine.orders import Ended, Orders, Unscheduled, Wishes
 from capflow_engine.settings import Settings
@@ -110,7 +110,7 @@ class Captured:
 
 
 class Ledger:
-    """What the scheduler process knows of the requests that run, and its session with the hub."""
+    """What the scheduler process knows of the requests that run, and its sessions with the hubs."""
 
     def __init__(self, vllm_config: Any, *, hash_block_size: int) -> None:
         compat.require()
@@ -142,23 +142,23 @@ class Ledger:
         self._aborts: list[str] = []  # ids of aborts, which hold from the next step on
         self._under_way: dict[int, UnderWay] = {}  # steps by number, until their output is taken in
         self._cuts: dict[str, int] = {}  # for the next step's orders
-        self._welcome: Welcome | None = None
-        self._wishes = Wishes()  # what requests are admitted under now
+        self._welcomes: tuple[Welcome | None, ...] = (None,) * len(self.settings.hubs)
+        self._wishes = (Wishes(),) * len(self.settings.hubs)  # what requests of each hub are admitted under now
         self._wishes_number = 0
         self._new_wishes = {0: self._wishes}  # not yet told to the workers
         replica = compat.replica_of(vllm_config)
         hello = Hello("scheduler", self.settings.engine, self._boot, Rank(0, replica, 0), self.info)
-        self.link = SchedulerLink(self.settings.hub, hello, key=self.settings.key)
+        self.links = HubLinks(self.settings.hubs, hello)
         if self.settings.hub_wait_s is not None:
-            self.link.wait_welcome(self.settings.hub_wait_s)
-        self._take_welcome()
+            self.links.wait_welcomes(self.settings.hub_wait_s)
+        self._take_welcomes()
 
     def admit(self, scheduler: Any, request: Any) -> bool:
         """Name a new request, and key its cache by what it asks for.
 
         Returns False for a request that cannot be run as it asks; it is never run otherwise.
         """
-        self._take_welcome()
+        self._take_welcomes()
         key = request.request_id
         params = request.sampling_params
         taken = True
@@ -183,7 +183,8 @@ class Ledger:
             name = f"{name}~{key}"
         self._keys[name], self._names[key] = key, name
         self._unscheduled[key] = name, self._wishes_number
-        if wanted := self._wanted(options):
+        wishes = self._wishes[self.settings.hub_of(name)]
+        if wanted := _wanted(options, wishes):
             compat_cache.compute(scheduler, request, wanted)
         if options.program is not None:
             self._programs[key] = options.program
@@ -191,7 +192,7 @@ class Ledger:
                 self._generated[key] = options.generated
             self._waiting[key] = needs_of(options.program, self._steered_from(request))
             self._key_cache(request, options.program, connected=scheduler.connector is not None)
-        if self._wishes.controllers:  # they may steer it at any step, unseen from here
+        if wishes.controllers:  # they may steer it at any step, unseen from here
             compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
         return taken
 
@@ -249,10 +250,10 @@ class Ledger:
 
     def take_actions(self, scheduler: Any) -> None:
         """Take what the hub sent since the last step; what can be applied goes into the next orders."""
-        for act in self.link.actions():
+        for act in self.links.actions():
             reason = self._apply(act, scheduler)
             if reason is not None:
-                self.link.outcome(Rejected(act.id, reason))
+                self.links.outcome(Rejected(act.id, reason))
 
     def order(self, scheduler_output: Any, requests: Mapping[str, Any]) -> None:
         """Put the orders of the step just scheduled on its output. requests: those of the scheduler, by vLLM's id."""
@@ -277,7 +278,7 @@ class Ledger:
         orders.wishes, self._new_wishes = self._new_wishes, {}
         orders.attach(scheduler_output)
         for action_id in (*self._aborts, *(action_id for action_id, _, _ in ready)):
-            self.link.outcome(Applied(action_id, self._step))
+            self.links.outcome(Applied(action_id, self._step))
         self._aborts.clear()
 
     def settle(self, scheduler_output: Any, model_runner_output: Any) -> None:
@@ -306,7 +307,7 @@ class Ledger:
         if name is not None:
             del self._keys[name]
         for action_id in [action_id for action_id, its, _ in self._actions if its == key]:
-            self.link.outcome(Rejected(action_id, explain("request", got=name, expected="one that is running")))
+            self.links.outcome(Rejected(action_id, explain("request", got=name, expected="one that is running")))
         self._actions = [action for action in self._actions if action[1] != key]
         status = compat.finished_status(request)
         if status == "abort" and key in self.input_over:  # how vLLM ends a request that waited for input in vain
@@ -320,20 +321,14 @@ class Ledger:
             self._never[key] = Unscheduled(*admitted, request.num_prompt_tokens, capture, status)
 
     def close(self) -> None:
-        """Leave the hub."""
-        self.link.close()
+        """Leave the hubs."""
+        self.links.close()
 
-    def _wanted(self, options: RequestOptions) -> Positions:
-        """Return the positions that are wanted of a request, whatever the site."""
-        specs = [options.capture, *self._wishes.captures]
-        every = (spec.set_of_positions() for spec in specs if spec is not None)
-        return functools.reduce(operator.or_, every, Positions.NONE)
-
-    def _take_welcome(self) -> None:
-        welcome = self.link.welcome
-        if welcome is not self._welcome:
-            self._welcome = welcome
-            wishes = Wishes() if welcome is None else Wishes(welcome.captures, welcome.controllers)
+    def _take_welcomes(self) -> None:
+        welcomes = self.links.welcomes
+        if any(new is not known for new, known in zip(welcomes, self._welcomes, strict=True)):
+            self._welcomes = welcomes
+            wishes = tuple(Wishes() if w is None else Wishes(w.captures, w.controllers) for w in welcomes)
             if wishes != self._wishes:
                 self._wishes = wishes
                 self._wishes_number += 1
@@ -374,6 +369,12 @@ class Ledger:
         self._held.release(self._acted.get(key, ""))
         self._acted[key] = name
         return True
+
+
+def _wanted(options: RequestOptions, wishes: Wishes) -> Positions:
+    """Return the positions that are wanted of a request, whatever the site."""
+    every = (spec.set_of_positions() for spec in (options.capture, *wishes.captures) if spec is not None)
+    return functools.reduce(operator.or_, every, Positions.NONE)
 
 
 def _check_patches(program: SteeringProgram | None, prompt_length: int, length_max: int | None) -> None:

@@ -1,4 +1,7 @@
-"""The sender: makes frames of finished steps, off the step thread, and hands them to the link.
+"""The sender: makes frames of finished steps, off the step thread, and hands them to the links.
+
+Each hub is sent a frame of its own requests, numbered, counted and refused by itself. With one hub that is the step's buffer, not
+copied. With several each hub's rows, which lie together in it, are copied out, so that no hub holds memory of another's.
 
 A step is given to the sender when it is settled: only then is it known which requests ended in it and which drafts were
 accepted, and so which of its rows belong to no token of the answer. Encoding, waiting for the device's copy and waiting for room all happen here.
@@ -11,18 +14,18 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from capflow.frame import Block, Dropped, Finished, FrameHeader, Rank, RequestRows, Span
+from capflow.frame import DTYPES, Block, Dropped, Finished, FrameHeader, Rank, RequestRows, Span
 from capflow.message import ModelInfo
 from capflow.site import Site
 from capflow_engine.orders import Ended
-from capflow_engine.plan import SHIP, Plan, Tracked
+from capflow_engine.plan import Group, Plan, Tracked, block_of
 
 logger = logging.getLogger("vllm.capflow.sender")
 
@@ -67,28 +70,36 @@ class Link(Protocol):
         """Send what is left for at most that long, and stop."""
 
 
+class Way(NamedTuple):
+    """The way to one hub. boot: what the worker calls its life there."""
+
+    link: Link
+    boot: str
+
+
 class Sender:
     """One thread and its queue, from the start of a worker to its end.
 
-    texts: makes the text of a token id, None without a tokenizer. The queue needs no bound of its own:
+    ways: to each hub, by number. texts: makes the text of a token id, None without a tokenizer. The queue needs no bound of its own:
     each step in it holds a buffer of the worker's ring, which is bounded.
     """
 
     def __init__(
         self,
-        link: Link,
+        ways: Sequence[Way],
         *,
         engine: str,
-        boot: str,
         rank: Rank,
         info: ModelInfo,
         sites: tuple[Site, ...],
         text_of: Callable[[int], str] | None,
     ) -> None:
-        self.link = link
-        self.engine, self.boot, self.rank, self.info, self.sites = engine, boot, rank, info, sites
+        self.ways = tuple(ways)
+        self.engine, self.rank, self.info, self.sites = engine, rank, info, sites
         self.text_of = functools.lru_cache(maxsize=65536)(text_of) if text_of is not None else None
-        self.dropped: Counter[str] = Counter()  # rows not sent, by reason, since the start; written by the thread
+        self.dropped: tuple[Counter[str], ...] = tuple(Counter() for _ in ways)
+        """Rows not sent, by hub and reason, since the start; written by the thread."""
+        self._row_bytes = info.hidden_size * DTYPES[info.dtype].itemsize
         self._sent: dict[str, int] = {}  # rows sent, by vLLM's id, of requests that run
         self._dropped: dict[str, dict[str, int]] = {}  # rows not sent, by vLLM's id and reason
         self._steps: queue.SimpleQueue[Computed | None] = queue.SimpleQueue()
@@ -105,10 +116,14 @@ class Sender:
         self._steps.put(step)
 
     def close(self, drain_s: float) -> None:
-        """Send what was put, for at most `drain_s` seconds, then stop the link."""
+        """Send what was put, for at most `drain_s` seconds, then stop the links."""
         self._steps.put(None)
         self._thread.join(drain_s)
-        self.link.close(drain_s)
+        closing = [threading.Thread(target=way.link.close, args=(drain_s,)) for way in self.ways]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
 
     def _run(self) -> None:
         while (step := self._steps.get()) is not None:
@@ -119,34 +134,48 @@ class Sender:
 
     def _send(self, step: Computed) -> None:
         step.ready()
-        spans = self._trimmed(step)
-        counts = _count(step.plan, spans)
+        for hub in range(len(self.ways)):
+            self._send_to(hub, step)
+
+    def _send_to(self, hub: int, step: Computed) -> None:
+        """Send a hub its part of a step, if it has one."""
+        link = self.ways[hub].link
+        groups = step.plan.shipped(hub)
+        ended = [(request, how) for request, how in step.ended if request.hub == hub]
+        spans = self._trimmed(step, groups)
+        counts = _count(step.plan, groups, spans)
         reason = step.lost
         if step.rows is not None and counts:
-            blocks, requests = self._describe(step, spans)
-            header = self._header(step, requests, blocks, self._finished(step, counts))
-            reason = self.link.send(header, step.rows)
+            blocks, requests = self._describe(step, groups, spans)
+            header = self._header(hub, step, requests, blocks, self._finished(ended, counts))
+            reason = link.send(header, self._payload(step.rows, groups))
             if reason is None:
                 for key, rows in counts.items():
                     self._sent[key] = self._sent.get(key, 0) + rows
         if reason is not None:
-            self.dropped[reason] += sum(counts.values())
+            self.dropped[hub][reason] += sum(counts.values())
             for key, rows in counts.items():
                 reasons = self._dropped.setdefault(key, {})
                 reasons[reason] = reasons.get(reason, 0) + rows
-        if step.ended and (reason is not None or not counts):
-            self.link.send(self._header(step, (), (), self._finished(step, {})), b"")
-        for request, _ in step.ended:
+        if ended and (reason is not None or not counts):
+            link.send(self._header(hub, step, (), (), self._finished(ended, {})), b"")
+        for request, _ in ended:
             self._sent.pop(request.key, None)
             self._dropped.pop(request.key, None)
 
-    def _trimmed(self, step: Computed) -> list[tuple[Span, ...]]:
-        """Return each shipped group's spans, without the rows that are no request's."""
+    def _payload(self, rows: npt.NDArray[np.uint8], groups: Sequence[Group]) -> npt.NDArray[np.uint8]:
+        """Return the rows of a hub's groups, `[bytes]`."""
+        if len(self.ways) == 1:
+            return rows
+        last = groups[-1]
+        end = last.base + last.rows * len(last.sites)
+        return rows[groups[0].base * self._row_bytes : end * self._row_bytes].copy()
+
+    def _trimmed(self, step: Computed, groups: Sequence[Group]) -> list[tuple[Span, ...]]:
+        """Return each group's spans, without the rows that are no request's."""
         limits = step.limits
         trimmed = []
-        for group in step.plan.groups:
-            if group.channel != SHIP:
-                continue
+        for group in groups:
             spans = group.spans
             if limits:
                 cut = []
@@ -160,7 +189,7 @@ class Sender:
         return trimmed
 
     def _describe(
-        self, step: Computed, trimmed: list[tuple[Span, ...]]
+        self, step: Computed, groups: Sequence[Group], trimmed: list[tuple[Span, ...]]
     ) -> tuple[tuple[Block, ...], tuple[RequestRows, ...]]:
         """Return the frame's blocks and requests; requests are numbered by their place in the latter."""
         first: dict[int, int] = {}
@@ -172,8 +201,10 @@ class Sender:
         places = {number: place for place, number in enumerate(first)}
         requests = tuple(self._request(step, number, first[number], end[number]) for number in first)
         blocks = tuple(
-            block._replace(spans=tuple(span._replace(request=places[span.request]) for span in spans))
-            for block, spans in zip(step.plan.blocks(self.sites), trimmed, strict=True)
+            block_of(group, self.sites)._replace(
+                spans=tuple(span._replace(request=places[span.request]) for span in spans)
+            )
+            for group, spans in zip(groups, trimmed, strict=True)
         )
         return blocks, requests
 
@@ -183,8 +214,8 @@ class Sender:
         texts = tuple(map(self.text_of, ids)) if self.text_of is not None else ()
         return RequestRows(request.id, request.prompt_length, first, ids, texts, request.capture)
 
-    def _finished(self, step: Computed, more: Mapping[str, int]) -> tuple[Finished, ...]:
-        """Return what is said of the requests that ended, `more` rows of them being in this frame."""
+    def _finished(self, over: Sequence[tuple[Tracked, Ended]], more: Mapping[str, int]) -> tuple[Finished, ...]:
+        """Return what is said of the requests that are over, `more` rows of them being in this frame."""
         return tuple(
             Finished(
                 id=request.id,
@@ -195,11 +226,12 @@ class Sender:
                 dropped=tuple(Dropped(n, why) for why, n in self._dropped.get(request.key, {}).items()),
                 capture=request.capture,
             )
-            for request, ended in step.ended
+            for request, ended in over
         )
 
     def _header(
         self,
+        hub: int,
         step: Computed,
         requests: tuple[RequestRows, ...],
         blocks: tuple[Block, ...],
@@ -207,7 +239,7 @@ class Sender:
     ) -> FrameHeader:
         return FrameHeader(
             engine=self.engine,
-            boot=self.boot,
+            boot=self.ways[hub].boot,
             rank=self.rank,
             seq=0,  # numbered by the link
             step=step.number,
@@ -222,11 +254,10 @@ class Sender:
         )
 
 
-def _count(plan: Plan, trimmed: list[tuple[Span, ...]]) -> dict[str, int]:
+def _count(plan: Plan, groups: Sequence[Group], trimmed: list[tuple[Span, ...]]) -> dict[str, int]:
     """Return the rows (positions times sites) of each request, by vLLM's id."""
     counts: dict[str, int] = {}
-    shipped = [group for group in plan.groups if group.channel == SHIP]
-    for group, spans in zip(shipped, trimmed, strict=True):
+    for group, spans in zip(groups, trimmed, strict=True):
         for span in spans:
             key = plan.batch[span.request].request.key
             counts[key] = counts.get(key, 0) + span.length * len(group.sites)

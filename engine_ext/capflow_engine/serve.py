@@ -1,6 +1,6 @@
 """`capflow serve MODEL …`: vLLM's own OpenAI-compatible server, its engine tapped.
 
-Takes every flag that `vllm serve` takes, and `--hub`, `--key`, `--sites`, `--policy`, `--spool-dir`, `--spool-bytes`, `--spill-fallback`,
+Takes every flag that `vllm serve` takes, and `--hub` (once for each hub), `--key`, `--sites`, `--policy`, `--spool-dir`, `--spool-bytes`, `--spill-fallback`,
 `--capture-wait-s`, `--insecure`, `--steering-modules`, `--steering-api-key`, `--steering-bank-bytes`,
 `--steering-body-bytes-max`, `--grpc-port` and `--grpc-host`. Requests that want their
 own capture or steering say so in fields of their body, which `capflow_engine.http` adds to the server.
@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from capflow import limits
-from capflow.address import check_address, default_address, runtime_directory
+from capflow.address import runtime_directory
 from capflow.consumer import Fallback, Policy
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.keys import peer_key_path, read_key
 from capflow.message import ModelInfo
 from capflow.steering import Steering
 from capflow_engine import compat, compat_model, keys
+from capflow_engine.hubs import hubs_at
 from capflow_engine.module import load_module
 from capflow_engine.rpc import port
 from capflow_engine.serving import Serving
@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, Steering]]:
     """Return vLLM's `serve` command, its parsed arguments with capflow's put in, and the modules to begin with."""
     own = _Parser(prog="capflow serve", add_help=False, allow_abbrev=False)
-    own.add_argument("--hub", default=None)
+    own.add_argument("--hub", action="append", default=[])
     own.add_argument("--key", default=None)
     own.add_argument("--sites", action="append", default=None)
     own.add_argument("--policy", choices=get_args(Policy), default="block")
@@ -78,11 +78,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
             raise UsageError(
                 explain(flag, got=str(getattr(args, name)), expected="to be left out; capflow brings its own")
             )
-    hub = mine.hub or default_address()
-    check_address(hub, insecure=mine.insecure, where="--hub")
-    key = peer_key_path(hub, mine.key)
-    if key is not None:
-        read_key(key)  # now rather than in a worker
+    hubs = hubs_at(mine.hub, mine.key, insecure=mine.insecure, where="--hub")
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     if args.model_tag is not None:
@@ -92,13 +88,11 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     tapped = compat_model.check_model(engine_args, mine.sites or SITES_DEFAULT)
     settings = Settings(
         engine=uuid.uuid4().hex,
-        hub=hub,
-        key=None if key is None else str(key),
+        hubs=hubs,
         sites=tapped.sites,
         fixed=tapped.fixed,
         outbound=Outbound.of(mine.policy, mine.spool_dir, mine.spool_bytes, mine.spill_fallback),
         hub_wait_s=1.0,
-        insecure=mine.insecure,
         capture_wait_s=mine.capture_wait_s,
         steering_bank_bytes=mine.steering_bank_bytes,
         user=user,

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from capflow import limits
-from capflow.client import Client
 from capflow.consumer import Fallback, Policy
 from capflow.errors import UsageError, explain
+from capflow.shard import hub_of
 from capflow.site import HOOKS, Site
 from capflow.spool import check_root, default_root
+from capflow_engine.hubs import HubAt
 
 if TYPE_CHECKING:  # it needs torch
     from capflow_engine.structure import Structure
@@ -78,27 +79,24 @@ class Outbound(NamedTuple):
 class Settings:
     """What the extension's parts in all of an engine's processes agree on.
 
-    engine: the engine's name, new at each start. hub: the address its workers connect to. key: the file of the key that they speak to
-    it with, never the key itself; insecure: whether TCP off loopback without one is allowed. sites: those that carry
+    engine: the engine's name, new at each start. hubs: those that its workers connect to, by number. sites: those that carry
     a tap, in order. fixed: those of them that can only be captured. outbound, outbound_bytes_max: of each worker's
     outbound queue. staging_bytes_max: the device memory for the rows of one step.
     steering_bank_bytes: the device memory for what steers.
-    hub_wait_s: how long the engine's start waits for the hub; None starts without.
+    hub_wait_s: how long the engine's start waits for the hubs; None starts without.
     capture_wait_s: how long a response over HTTP waits for the consumers at most, when its request wants it to.
     user: the `additional_config` that the user gave vLLM besides.
     """
 
     engine: str
-    hub: str
+    hubs: tuple[HubAt, ...]
     sites: tuple[Site, ...]
-    key: str | None = None
     fixed: tuple[Site, ...] = ()
     outbound: Outbound = field(default_factory=Outbound)
     outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT
     staging_bytes_max: int = 1024 * limits.MIB
     steering_bank_bytes: int = STEERING_BANK_BYTES
     hub_wait_s: float | None = None
-    insecure: bool = False
     capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT
     user: Mapping[str, Any] = field(default_factory=dict)
 
@@ -111,9 +109,9 @@ class Settings:
         )
         return hashlib.sha256(factors.encode()).hexdigest()
 
-    def client(self, timeout_s: float = limits.HUB_WAIT_S_DEFAULT) -> Client:
-        """Return a client of the hub."""
-        return Client(self.hub, timeout_s, key=self.key, insecure=self.insecure)
+    def hub_of(self, request: str) -> int:
+        """Return the number of the hub that has a request, by the id it is known by outside."""
+        return hub_of(request, len(self.hubs))
 
     # vLLM and its platforms read and write `additional_config` as the dict that it is elsewhere.
     def get(self, key: str, default: Any = None) -> Any:

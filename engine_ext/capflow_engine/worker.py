@@ -12,10 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +24,9 @@ from capflow import limits
 from capflow.action import Steer, Unsteer
 from capflow.errors import CapflowError
 from capflow.frame import Rank
-from capflow.message import Hello
 from capflow.program import SteeringProgram, with_vectors
 from capflow.spec import CaptureSpec, Wanted, join
 from capflow.steering import Steering, Tier
-from capflow.transport import FormerLink, Outbox, Staged, WorkerLink, left_behind
 from capflow.vector import SteeringVector
 from capflow_engine import compat, compat_model, compat_step
 from capflow_engine.bank import Bank, Steered
@@ -38,11 +34,12 @@ from capflow_engine.control import Controllers
 from capflow_engine.holdings import Size
 from capflow_engine.options import RequestOptions
 from capflow_engine.orders import Ended, Orders, Unscheduled, Wishes
+from capflow_engine.outlets import Outlets
 from capflow_engine.pending import EMPTY_PLAN, READY, Pending
 from capflow_engine.plan import VIEW, Plan, Planner, Program, Scheduled, Tracked
 from capflow_engine.ring import Ring
 from capflow_engine.runner import tap_runner
-from capflow_engine.sender import Computed, Sender
+from capflow_engine.sender import Computed
 from capflow_engine.settings import Settings
 from capflow_engine.step import Step
 from capflow_engine.tables import Tables
@@ -80,7 +77,7 @@ class WorkerCapture:
         )
         self.sites = tuple(site for site, _, _ in owned)
         self.index = {site: n for n, site in enumerate(self.sites)}
-        self.planner = Planner(len(self.sites))
+        self.planner = Planner(len(self.sites), len(self.settings.hubs))
         self.row_bytes = self.info.hidden_size * self.dtype.itemsize
         self.tables = self._make_tables(worker.scheduler_config.max_num_batched_tokens)
         requests = worker.scheduler_config.max_num_seqs
@@ -90,8 +87,8 @@ class WorkerCapture:
             install(layer, site.hook, place, Tap(n, place, self.tables, self.bank, self.device))
         self.sends = self.rank.tp == 0  # also a stage without taps: its part of a request ends like any other's
         self.ring = Ring(self.settings.outbound_bytes_max, pinned=self.tables.resident)
-        self.wishes: dict[int, Wishes] = {}
-        self.controllers = Controllers((), self.info, self.sites)
+        self.wishes: dict[int, tuple[Wishes, ...]] = {}  # of each hub
+        self.controllers = [Controllers((), self.info, self.sites, hub) for hub in range(len(self.settings.hubs))]
         self.requests: dict[str, Tracked] = {}  # by vLLM's id
         self._programs: dict[str, SteeringProgram] = {}  # what requests came with, by vLLM's id
         self._ordered: dict[str, tuple[SteeringVector, ...]] = {}  # what the scheduler's last action adds, by vLLM's id
@@ -107,50 +104,19 @@ class WorkerCapture:
         self._lost: str | None = None  # why its rows for consumers are not taken
         self._copy_stream: Any = torch.cuda.Stream() if self.tables.resident else None
         self._copied: Any = None  # event: the copy of the step before has left the staging buffer
-        self.link: WorkerLink | None = None
-        self.former: list[FormerLink] = []  # for what workers that are gone left on disk
-        self.sender: Sender | None = None
+        self.outlets: Outlets | None = None
         if self.sends:
-            self._connect(worker.vllm_config)
-        logger.info("capflow: %d taps, rows go to %s", len(self.sites), self.settings.hub)
-
-    def _connect(self, vllm_config: Any) -> None:
-        boot = uuid.uuid4().hex
-        hello = Hello("worker", self.settings.engine, boot, self.rank, self.info)
-        settings, outbound, outbox = self.settings, self.settings.outbound, None
-        if outbound.policy == "spill":
-            root = Path(outbound.spool_dir)
-            self.former = [FormerLink(settings.hub, left, key=settings.key) for left in left_behind(root)]
-            for link in self.former:
-                link.start()
-            outbox = Outbox.of(root, hello, outbound.spool_bytes)
-        self.link = WorkerLink(
-            settings.hub,
-            hello,
-            outbound_bytes_max=settings.outbound_bytes_max,
-            policy=outbound.policy,
-            block_s_max=limits.BLOCK_S_MAX,
-            staged=self._staged,
-            key=settings.key,
-            outbox=outbox,
-            fallback=outbound.spill_fallback,
-        )
-        self.link.start()
-        tokenizer = compat.load_tokenizer(vllm_config)
-        self.sender = Sender(
-            self.link,
-            engine=self.settings.engine,
-            boot=boot,
-            rank=self.rank,
-            info=self.info,
-            sites=self.sites,
-            text_of=None if tokenizer is None else lambda token: str(tokenizer.decode([token])),
-        )
-        self.sender.start()
-
-    def _staged(self) -> Staged:
-        dropped = self.sender.dropped if self.sender is not None else {}
-        return Staged(self.ring.bytes_lent, self.ring.bytes_max, dict(dropped))
+            tokenizer = compat.load_tokenizer(worker.vllm_config)
+            self.outlets = Outlets(
+                self.settings,
+                rank=self.rank,
+                info=self.info,
+                sites=self.sites,
+                ring=self.ring,
+                text_of=None if tokenizer is None else lambda token: str(tokenizer.decode([token])),
+            )
+        where = ", ".join(hub.address for hub in self.settings.hubs)
+        logger.info("capflow: %d taps, rows go to %s", len(self.sites), where)
 
     def _make_tables(self, tokens: int) -> Tables:
         rows = min(tokens * 2 * len(self.sites), self.settings.staging_bytes_max // self.row_bytes)
@@ -180,8 +146,8 @@ class WorkerCapture:
         self.wishes.update(orders.wishes)
         self._end_unscheduled(orders.unscheduled)
         for step in self._pending.settle(orders.settled):
-            assert self.sender is not None
-            self.sender.put(step)
+            assert self.outlets is not None
+            self.outlets.put(step)
         self._step = orders.step
         keys = {tracked.id: key for key, tracked in self.requests.items()} if actions else {}
         for action in actions:
@@ -200,19 +166,21 @@ class WorkerCapture:
                 self.requests[key] = replace(self.requests[key], prompt_length=prompt_length)
 
     def _admit(self, key: str, prompt_length: int, extra_args: Any, name: str, wishes_number: int) -> None:
-        wishes = self.wishes[wishes_number]
-        if wishes.controllers != self.controllers.specs:
-            self.controllers = Controllers(wishes.controllers, self.info, self.sites)
+        hub = self.settings.hub_of(name)
+        wishes = self.wishes[wishes_number][hub]
+        if wishes.controllers != self.controllers[hub].specs:
+            self.controllers[hub] = Controllers(wishes.controllers, self.info, self.sites, hub)
         options = RequestOptions.unpack(extra_args)
         wanted = self._wanted([options.capture, *wishes.captures])
         tracked = Tracked(
             key,
             name,
             prompt_length,
-            ship=self._program(wanted) if self.sends else self.planner.nothing,
-            view=self._program(self._wanted(self.controllers.captures())),
+            ship=self._program(wanted, hub) if self.sends else self.planner.nothing,
+            view=self._program(self._wanted(self.controllers[hub].captures()), hub),
             capture=options.capture,
             generated=options.generated or 0,
+            hub=hub,
         )
         if self.sends and wanted:
             self._watched.add(key)
@@ -226,8 +194,9 @@ class WorkerCapture:
         info = self.info
         return join(s.resolve(info.sites, num_layers=info.num_layers) for s in specs if s is not None)
 
-    def _program(self, wanted: Wanted) -> Program:
-        return self.planner.program({self.index[site]: w.positions for site, w in wanted.items() if site in self.index})
+    def _program(self, wanted: Wanted, hub: int) -> Program:
+        places = {self.index[site]: w.positions for site, w in wanted.items() if site in self.index}
+        return self.planner.program(places, hub)
 
     def _acquire(self, program: SteeringProgram, prompt_length: int) -> Steered:
         """Put what the scheduler admitted into the bank; where controllers took its room, they give it back."""
@@ -277,7 +246,10 @@ class WorkerCapture:
         if viewed is None:
             return []
         viewed.ready()
-        return self.controllers.run(viewed.number, viewed.plan, viewed.buffer, cuts)
+        actions = []
+        for controllers in self.controllers:
+            actions += controllers.run(viewed.number, viewed.plan, viewed.buffer, cuts)
+        return actions
 
     def _forget(self, key: str, ended: Ended) -> None:
         tracked = self.requests.pop(key, None)
@@ -288,7 +260,7 @@ class WorkerCapture:
         self._controlled.discard(key)
         if tracked.steered is not None:
             self.bank.release(tracked.steered)
-        self.controllers.forget(tracked.id)
+        self.controllers[tracked.hub].forget(tracked.id)
         if key in self._watched:
             self._watched.discard(key)
             self._pending.end(tracked, ended)
@@ -296,9 +268,10 @@ class WorkerCapture:
     def _end_unscheduled(self, requests: Mapping[str, Unscheduled]) -> None:
         """Tell of the end of requests that this worker never heard of, if anybody wants rows of them."""
         for key, never in requests.items():
-            if self.sends and self._wanted([never.capture, *self.wishes[never.wishes].captures]):
+            hub = self.settings.hub_of(never.name)
+            if self.sends and self._wanted([never.capture, *self.wishes[never.wishes][hub].captures]):
                 nothing = self.planner.nothing
-                tracked = Tracked(key, never.name, never.prompt_length, nothing, nothing, never.capture)
+                tracked = Tracked(key, never.name, never.prompt_length, nothing, nothing, never.capture, hub=hub)
                 self._pending.end(tracked, Ended(never.status, 0))
 
     # --- the step ---
@@ -325,14 +298,14 @@ class WorkerCapture:
 
     def _find_room(self, plan: Plan) -> tuple[Any, str | None]:
         """Return a buffer for the plan's rows, or why there is none."""
-        assert self.link is not None
-        if not self.link.ever_connected:
+        assert self.outlets is not None
+        if not self.outlets.ever_connected:
             return None, "no_hub"
         if self.tables.resident and plan.rows > self.tables.staging.shape[0]:
             return None, "staging_full"
-        wait_s = limits.BLOCK_S_MAX if self.settings.outbound.blocks else 0.0
+        wait_s = limits.BLOCK_S_MAX if self.settings.outbound.blocks and self.outlets.patient else 0.0
         buffer = self.ring.acquire(plan.rows * self.row_bytes, wait_s, self._pending.bytes_held)
-        return buffer, (None if buffer is not None else "queue_full")
+        return buffer, (None if buffer is not None else self.outlets.give_up())
 
     @contextlib.contextmanager
     def forward(self, tokens: int) -> Iterator[None]:
@@ -397,13 +370,10 @@ class WorkerCapture:
         return self._copied.synchronize, ids.numpy()
 
     def close(self) -> None:
-        """Send what was settled and leave the hub; of the steps that were not, nobody knows which rows are anybody's."""
-        for link in self.former:
-            link.close(0.0)
-        if self.sender is not None:
-            there = self.link is not None and self.link.connected
-            self.sender.close(limits.DRAIN_S_MAX if there else limits.LINGER_S)  # nobody takes what waits for a hub
-            self.sender = None
+        """Send what was settled and leave the hubs; of the steps that were not, nobody knows which rows are anybody's."""
+        if self.outlets is not None:
+            self.outlets.close()
+            self.outlets = None
 
 
 def _only_viewed(plan: Plan) -> Plan:

@@ -1,0 +1,105 @@
+"""The taps of a hub: clients that are sent a copy of every frame that it takes, as far as they keep up.
+
+It belongs to the hub's thread and does no I/O of its own. What always holds: a tap holds no worker's credit and no consumer's frame;
+at most `limits.TAP_BYTES_MAX` (and one frame, if it is larger) are on the way to a tap that has not said that it took them. What
+comes meanwhile it skips, counted, and goes on with the newest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from capflow import limits
+from capflow.errors import RemoteProtocolError, explain
+from capflow.ledger import Engine
+from capflow.message import Tapped
+from capflow.session import Parts
+
+logger = logging.getLogger("capflow.hub")
+
+
+@dataclass
+class _Tap:
+    """One client that taps. credit_bytes: what may still be sent; all else counts since it joined."""
+
+    name: str
+    credit_bytes: int = 0
+    frames: int = 0
+    bytes: int = 0
+    skipped_frames: int = 0
+    skipped_bytes: int = 0
+    behind: bool = False  # whether the last frame was skipped
+
+
+class Taps:
+    """Every tap of a hub, by connection. send: takes what is to go out; say: a message."""
+
+    def __init__(self, send: Callable[[bytes, Parts], None], say: Callable[[bytes, Tapped], None]) -> None:
+        self._send = send
+        self._say = say
+        self._taps: dict[bytes, _Tap] = {}  # until they leave
+
+    def take(self, peer: bytes, name: str, credit_bytes: int, engines: Iterable[Engine]) -> None:
+        """Take what a tap says: it may be sent more. The first time it is told of the engines that there are.
+
+        Raises RemoteProtocolError when there are too many.
+        """
+        tap = self._taps.get(peer)
+        if tap is None:
+            if len(self._taps) >= limits.TAPS_MAX:
+                raise RemoteProtocolError(explain("taps", got=len(self._taps), expected=f"at most {limits.TAPS_MAX}"))
+            tap = self._taps[peer] = _Tap(name)
+            logger.info("%s taps this hub", name, extra={"event": "tap_opened", "tap": name})
+            for engine in engines:
+                self._say(peer, Tapped(engine.name, engine.model))
+        tap.credit_bytes = min(tap.credit_bytes + credit_bytes, limits.TAP_BYTES_MAX)
+
+    def gone(self, peer: bytes) -> None:
+        """Forget a client."""
+        tap = self._taps.pop(peer, None)
+        if tap is not None:
+            event = {"event": "tap_closed", "tap": tap.name, "skipped_frames": tap.skipped_frames}
+            logger.info("%s left; it skipped %d frames", tap.name, tap.skipped_frames, extra=event)
+
+    def frame(self, parts: Parts, nbytes: int) -> None:
+        """Send a frame, as it came, to every tap that has room for it."""
+        for peer, tap in self._taps.items():
+            if nbytes > tap.credit_bytes and tap.credit_bytes < limits.TAP_BYTES_MAX:
+                tap.skipped_frames += 1
+                tap.skipped_bytes += nbytes
+                if not tap.behind:
+                    tap.behind = True
+                    event = {"event": "tap_behind", "tap": tap.name, "skipped_frames": tap.skipped_frames}
+                    logger.warning("%s does not keep up; it skips frames", tap.name, extra=event)
+                continue
+            tap.behind = False
+            tap.credit_bytes -= nbytes
+            tap.frames += 1
+            tap.bytes += nbytes
+            self._send(peer, parts)
+
+    def greet(self, engine: Engine) -> None:
+        """Tell of an engine that connected."""
+        for peer in self._taps:
+            self._say(peer, Tapped(engine.name, engine.model))
+
+    def lose(self, engine: Engine, replica: int | None) -> None:
+        """Tell that an engine's open requests are over, or those of one replica."""
+        for peer in self._taps:
+            self._say(peer, Tapped(engine.name, replica=replica))
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return each tap's counters."""
+        return [
+            {
+                "tap": tap.name,
+                "frames": tap.frames,
+                "bytes": tap.bytes,
+                "skipped_frames": tap.skipped_frames,
+                "skipped_bytes": tap.skipped_bytes,
+            }
+            for tap in list(self._taps.values())
+        ]

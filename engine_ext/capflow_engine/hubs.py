@@ -1,0 +1,94 @@
+"""The hubs of an engine, by number: where each is and with which key; and its scheduler's sessions with them.
+
+A hub's number is its place in the list that the engine was started with, and decides which requests are its own (`capflow.shard`).
+What one hub wants holds for its own requests; it may ask for actions on any.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from capflow import limits
+from capflow.action import Outcome
+from capflow.address import check_address, default_address, hub_key, without_key
+from capflow.client import Client
+from capflow.errors import UsageError, explain
+from capflow.keys import peer_key_path, read_key
+from capflow.message import Act, Hello, Welcome
+from capflow.transport import SchedulerLink
+
+
+class HubAt(NamedTuple):
+    """Where a hub is. key: the file of the key to speak to it with, never the key itself."""
+
+    address: str
+    key: str | None = None
+
+    def client(self, timeout_s: float = limits.HUB_WAIT_S_DEFAULT) -> Client:
+        """Return a client of it."""
+        return Client(self.address, timeout_s, key=self.key, insecure=True)  # checked by `hubs_at`
+
+
+def hubs_at(
+    addresses: Sequence[str], key: str | None = None, *, insecure: bool = False, where: str = "hub"
+) -> tuple[HubAt, ...]:
+    """Return the hubs at some addresses, or the one at the default address if there are none.
+
+    key: this side's, by name or path, for those that have one. Raises UsageError for a wrong address or key, and for one address twice.
+    """
+    addresses = tuple(addresses) or (default_address(),)
+    if len(addresses) > limits.HUBS_MAX:
+        raise UsageError(explain(where, got=f"{len(addresses)} hubs", expected=f"at most {limits.HUBS_MAX}"))
+    plain = [without_key(check_address(address, insecure=insecure, where=where)) for address in addresses]
+    for address in plain:
+        if plain.count(address) > 1:
+            raise UsageError(explain(where, got=f"{address} twice", expected="each hub once"))
+    any_keyed = any(hub_key(address) is not None for address in addresses)
+    found = []
+    for address in addresses:
+        named = key if hub_key(address) is not None or not any_keyed else None
+        path = peer_key_path(address, named)
+        if path is not None:
+            read_key(path)  # now rather than in a worker
+        found.append(HubAt(address, None if path is None else str(path)))
+    return tuple(found)
+
+
+class HubLinks:
+    """A scheduler's sessions, one with each hub."""
+
+    def __init__(self, hubs: Sequence[HubAt], hello: Hello) -> None:
+        self._links = [SchedulerLink(hub.address, hello, key=hub.key) for hub in hubs]
+
+    @property
+    def welcomes(self) -> tuple[Welcome | None, ...]:
+        """Each hub's latest Welcome, None of one that was never there."""
+        return tuple(link.welcome for link in self._links)
+
+    def wait_welcomes(self, timeout_s: float) -> None:
+        """Wait until every hub has answered, for at most `timeout_s` seconds in all."""
+        deadline = time.monotonic() + timeout_s
+        for link in self._links:
+            link.wait_welcome(max(0.0, deadline - time.monotonic()))
+
+    def actions(self) -> list[Act]:
+        """Return the actions that came since the last call, their ids told apart by hub; never waits."""
+        return [
+            msgspec.structs.replace(act, id=f"{number}/{act.id}")
+            for number, link in enumerate(self._links)
+            for act in link.actions()
+        ]
+
+    def outcome(self, outcome: Outcome) -> None:
+        """Say what came of an action to the hub that asked for it; never waits."""
+        number, _, own_id = outcome.id.partition("/")
+        self._links[int(number)].outcome(msgspec.structs.replace(outcome, id=own_id))
+
+    def close(self) -> None:
+        """Leave the hubs."""
+        for link in self._links:
+            link.close()

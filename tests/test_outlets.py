@@ -1,0 +1,78 @@
+"""What leaves a worker for several hubs: each has its own queue, spool and numbers."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+
+import pytest
+from frames import FIRST, make_finished, make_frame, make_hello, make_model
+from hubs import Recorder, running_hub
+from waiting import eventually
+
+from capflow import limits
+from capflow.transport import Outbox
+from capflow_engine.hubs import HubAt
+from capflow_engine.outlets import Outlets
+from capflow_engine.ring import Ring
+from capflow_engine.settings import Outbound, Settings
+
+
+@pytest.fixture
+def addresses():
+    with tempfile.TemporaryDirectory(prefix="cf") as directory:
+        yield [f"ipc://{directory}/{name}" for name in "abc"]
+
+
+def outlets_of(addresses, **kwargs):
+    model = make_model()
+    settings = Settings("engine-2", tuple(map(HubAt, addresses)), model.sites, **kwargs)
+    ring = Ring(limits.MIB, pinned=False)
+    return Outlets(settings, rank=FIRST, info=model, sites=model.sites, ring=ring, text_of=None)
+
+
+def leave(root, name):
+    """Leave on disk what a worker that is gone had for a hub."""
+    outbox = Outbox.of(root, make_hello(), 64 * limits.MIB)
+    outbox.open()
+    frame = make_frame([(name, 4, 0, 4)], finished=[make_finished(name)])
+    assert outbox.put(1, frame.header, frame.payload, 0.0) is None
+    outbox.close()
+
+
+def test_what_was_spilled_for_a_hub_goes_to_it_wherever_it_is_now(addresses, tmp_path, caplog):
+    for directory, name in ((tmp_path, "first"), (tmp_path / "hub-1", "second"), (tmp_path / "hub-2", "third")):
+        leave(directory, name)
+    first, second = Recorder(), Recorder()
+    with running_hub(addresses[0], first), running_hub(addresses[2], second), caplog.at_level(logging.ERROR):
+        outlets = outlets_of([addresses[0], addresses[2]], outbound=Outbound.of("spill", str(tmp_path), None, None))
+        eventually(lambda: first.rows == {"first": 4} and second.rows == {"second": 4})
+        eventually(lambda: not any(link.outbox.unacknowledged for link in outlets.former))
+        outlets.close()
+    (said,) = [record.message for record in caplog.records if "stays" in record.message]
+    assert said == f"spool {tmp_path}/hub-2 stays: it is for hub 2, and there are 2, counted from 0"
+    assert [path.name for path in tmp_path.iterdir() if any(path.iterdir())] == ["hub-2"]
+
+
+def test_a_worker_has_another_boot_at_each_hub(addresses):
+    with running_hub(addresses[0], Recorder()), running_hub(addresses[1], Recorder()):
+        outlets = outlets_of(addresses[:2])
+        assert all(link.wait_welcome(20) for link in outlets.links)
+        outlets.close()
+        boots = {way.boot for way in outlets._sender.ways}
+    assert len(boots) == 2
+
+
+def test_room_is_waited_for_once_while_no_hub_is_there_and_again_when_one_is_back(addresses):
+    outlets = outlets_of(addresses[:2])
+    with running_hub(addresses[0], Recorder()):
+        assert outlets.links[0].wait_welcome(20)
+        assert outlets.give_up() == "queue_full"
+        assert outlets.patient
+    eventually(lambda: not outlets.links[0].connected)
+    assert outlets.patient
+    assert outlets.give_up() == "hub_gone"
+    assert not outlets.patient
+    with running_hub(addresses[0], Recorder()):
+        eventually(lambda: outlets.patient)
+    outlets.close()
