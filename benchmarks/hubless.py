@@ -67,12 +67,12 @@ def main() -> int:
 
         model = str(prepare())
     work = Path(tempfile.mkdtemp(prefix="cfb-"))
-    hub = Hub(f"ipc://{work}/hub", work / "rows")
+    hub = Hub(f"ipc://{work}/hub.sock", work / "rows")
     hub.process = subprocess.Popen(hub.command, stderr=subprocess.DEVNULL)
     engines = {}
     for name in ("hub", "none"):
         (work / name).mkdir()
-        os.environ["CAPFLOW_HUB"] = f"ipc://{work}/{name}"
+        os.environ["CAPFLOW_HUB"] = f"ipc://{work}/{name}.sock"
         engines[name] = Engine(args.policy, model, work / name / "spool", eager=args.eager, dtype=args.dtype)
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     tokens: dict[str, list[list[int]]] = {}

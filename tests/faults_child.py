@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 from hubs import EVERYTHING
 
@@ -18,6 +19,7 @@ from capflow.hub import Hub
 from capflow.plugins import ConfiguredConsumer
 
 SLOW_S = 0.02
+DRAIN_S = 8.0  # a slow consumer may take what `--drain-s` allows it
 
 
 class Good(Consumer):
@@ -58,7 +60,7 @@ def main():
     address, kind, policy, queue_bytes = sys.argv[1:5]
     made = [ConfiguredConsumer.of(Good(None), policy="block", queue_bytes_max=int(queue_bytes))]
     if kind != "none":
-        options = {"spool_dir": sys.argv[5]} if policy == "spill" else {}
+        options = {"spool_dir": Path(sys.argv[5])} if policy == "spill" else {}
         made.append(ConfiguredConsumer.of(Bad(kind), policy=policy, queue_bytes_max=int(queue_bytes), **options))
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
@@ -67,7 +69,7 @@ def main():
     print("ready", flush=True)
     stopped.wait()
     begun = time.monotonic()
-    hub.stop()
+    hub.stop(DRAIN_S)
     print(f"{time.monotonic() - begun:.3f}", flush=True)
 
 

@@ -11,7 +11,7 @@ from spool_child import Killed
 from capflow.hub import Hub
 from capflow.plugins import configure, load_plugins
 
-INBOX_BYTES = 1024 * 1024  # so that segments are short
+INBOX_BYTES = 4 * 1024 * 1024  # so that segments are short, and no request too long
 
 
 def main():

@@ -33,6 +33,7 @@ ROWS = 4  # in a frame: 64 KiB
 QUEUE_BYTES = 16 * limits.MIB
 MORE_BYTES_MAX = 64 * limits.MIB
 STOP_S_MAX = 10.0
+RATE = 500  # frames a second; the bad one that sleeps does a tenth of it
 KINDS = ("sleeps", "raises", "hangs", "dies")
 
 
@@ -57,13 +58,15 @@ class HubChild:
         told = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
         return int(next(line for line in told.splitlines() if line.startswith(what)).split()[1]) * limits.KIB
 
-    def send(self, count):
-        """Send frames of one request and wait until the hub acknowledged them; return how many seconds it took."""
+    def send(self, count, rate=None):
+        """Send frames of one request, so many a second, and wait until the hub acknowledged them; return how many seconds it took."""
         steps = range(self.sent, self.sent + count)
         frames = [make_frame([("r1", ROWS, step * ROWS, ROWS)], hidden=HIDDEN, step=step) for step in steps]
         self.sent += count
         begun = time.monotonic()
-        for frame in frames:
+        for number, frame in enumerate(frames):
+            if rate is not None:
+                time.sleep(max(0.0, begun + number / rate - time.monotonic()))
             assert self.link.send(frame.header, frame.payload) is None
         eventually(lambda: not self.link.counters["unacked_frames"] and not self.link.counters["queued_bytes"], 60)
         return time.monotonic() - begun
@@ -142,16 +145,36 @@ def test_a_consumer_that_fails_costs_its_own_rows_and_nobody_elses(hub_child, ki
     assert said <= took <= STOP_S_MAX
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_others_keep_their_rate_beside_a_consumer_that_fails(hub_child, kind):
-    """Rates with and without the bad one, measured in turns for a minute; and memory does not grow meanwhile."""
-    beside, alone = hub_child(kind), hub_child("none")
+def test_a_consumer_that_fails_and_spills_loses_nothing_that_it_did_not_refuse(hub_child, kind):
+    hub = hub_child(kind, policy="spill")
+    for _ in range(4):
+        hub.send(QUEUE_BYTES // (HIDDEN * 4 * ROWS) // 2)
+    hub.end_request()
+    eventually(lambda: hub.results(wait=False)["good"].status == "ok")
+    assert hub.status("good")["rows"] == hub.sent * ROWS
+    if kind in ("raises", "dies"):
+        eventually(lambda: hub.results(wait=False)["bad"].status == "error")
+        assert hub.status("bad")["errors"] == hub.sent
+    else:
+        assert hub.status("bad")["frames"] < hub.sent
+        assert hub.results(wait=False)["bad"].status == "pending"
+    assert hub.status("bad")["dropped_rows"] == {}
+    assert hub.memory("VmHWM") - hub.resident <= 2 * QUEUE_BYTES + MORE_BYTES_MAX
+    assert max(hub.stop()) <= STOP_S_MAX
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["drop", "spill"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_others_keep_their_rate_beside_a_consumer_that_fails(hub_child, kind, policy):
+    """At a rate that the hub can do, with and without the bad one, in turns for a minute; and memory does not grow meanwhile."""
+    beside, alone = hub_child(kind, policy=policy), hub_child("none")
     took = {beside: [], alone: []}
     begun = time.monotonic()
     while time.monotonic() - begun < 60:
         for hub in (beside, alone):
-            took[hub].append(hub.send(500))
+            took[hub].append(hub.send(500, RATE))
     ratio = statistics.median(took[alone]) / statistics.median(took[beside])
     print(
         f"{kind}: {ratio:.3f} of the rate without it, {500 / statistics.median(took[alone]):.0f} frames/s, {len(took[alone])} turns"

@@ -25,7 +25,7 @@ HIDDEN = 64
 ROWS = 4  # in a frame
 SITE = (0, "post_block")
 UNDER_WAY_MAX = 100  # frames
-AFTER_MAX = {"during-rotation": 12, "before-unlink": 6, "before-cursor": 6}
+AFTER_MAX = {"during-rotation": 5, "before-unlink": 4, "before-cursor": 5}
 
 
 class Worker:
