@@ -224,7 +224,8 @@ def test_backpressure_names_every_reason_for_which_rows_are_lost():
     code = "".join(
         (ROOT / name).read_text(encoding="utf-8")
         for name in (
-            "capflow/transport/link.py",
+            "capflow/transport/workerlink.py",
+            "capflow/spilling.py",
             "capflow/transport/outbox.py",
             "capflow/spool/spool.py",
             "capflow/fanout.py",

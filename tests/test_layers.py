@@ -24,7 +24,17 @@ LAYERS = (
     },
     {"steering", "program", "probe", "consumer", "hookspecs"},
     {"queue", "session", "address", "keys", "plugins", "spool"},
-    {"transport", "transport.sockets", "transport.outbox", "transport.link", "transport.taplink", "transport.zap"},
+    {
+        "transport",
+        "transport.sockets",
+        "transport.outbox",
+        "transport.link",
+        "transport.workerlink",
+        "transport.formerlink",
+        "transport.schedulerlink",
+        "transport.taplink",
+        "transport.zap",
+    },
     {"client", "launch"},
     {
         "ledger",

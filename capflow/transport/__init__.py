@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from capflow.transport.link import FormerLink, SchedulerLink, Staged, WorkerLink
+from capflow.transport.formerlink import FormerLink
 from capflow.transport.outbox import Outbox, left_behind
+from capflow.transport.schedulerlink import SchedulerLink
 from capflow.transport.sockets import Dealer, Event, Received, Router, Waker
 from capflow.transport.taplink import TapLink
+from capflow.transport.workerlink import Staged, WorkerLink
 from capflow.transport.zap import new_key
 
 __all__ = [

@@ -9,11 +9,11 @@ from capflow import limits
 from capflow.frame import Frame
 from capflow.message import Hello, Message, Tap, Tapped, Welcome
 from capflow.session import State
-from capflow.transport.link import _Link
+from capflow.transport.link import Link
 from capflow.transport.sockets import Dealer
 
 
-class TapLink(_Link):
+class TapLink(Link):
     """Takes frames as fast as `on_frame` does; the hub sends no more than `limits.TAP_BYTES_MAX` ahead, and leaves the rest out.
 
     on_frame, on_tapped and on_lost (when the connection is lost) are called on the link's thread.
