@@ -7,7 +7,6 @@ learn back to the hub's. A peer that breaks the protocol is refused and forgotte
 from __future__ import annotations
 
 import logging
-import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -128,9 +127,6 @@ class Exchange:
         self._captures = tuple(wish.spec for wish in wishes if wish.spec is not None)
         self._acks: dict[Source, Ack] = {}  # to be said at the end of the turn; emptied by `acknowledge`
         self._told: set[tuple[str, str]] = set()  # refusals that were logged, by engine and reason
-        self._missed_at = (
-            math.inf
-        )  # from when on engines that an earlier hub had and that did not come are taken to be gone
         self._draining = False  # set by `drain`: frames are left to their workers, for the next hub
         self._send = send
         self._post = post
@@ -139,10 +135,6 @@ class Exchange:
         self._on_refused = on_refused
 
     # Called by the hub, on its thread.
-
-    def begin(self, now: float) -> None:
-        """Note when the hub begins."""
-        self._missed_at = now + limits.MISSED_S if self._keepers else math.inf
 
     def drain(self) -> None:
         """Take no frames any more, end the open requests, and let each consumer end when it has handled what it has."""
@@ -199,8 +191,7 @@ class Exchange:
         """Send beats, and give up on who is silent."""
         self._guard.refresh()
         self.relay.expire(now)
-        if now >= self._missed_at:
-            self._miss()
+        self._miss(now)
         for peer, known in list(self.roster.peers.items()):
             if known.session.silent(now):
                 if known.hello.role != "client":
@@ -426,13 +417,13 @@ class Exchange:
                     request.results[lane.index] = request.results[lane.index] or _LEFT
             self._over(request)
 
-    def _miss(self) -> None:
-        """End the requests of engines that an earlier hub had and that are not connected."""
+    def _miss(self, now: float) -> None:
+        """End the requests of engines that an earlier hub had and that do not come."""
         here = {
             (peer.hello.engine, peer.hello.rank.dp) for peer in self.roster.peers.values() if peer.source is not None
         }
         for lane in self._keepers:
-            for engine, replica in lane.waits_for() - here:
+            for engine, replica in lane.missed(here, now):
                 lane.lose(engine, replica if self.roster.connected(engine) else None)
 
     def _settle(self, request: Request, consumer: int, result: CaptureResult) -> None:

@@ -111,7 +111,6 @@ class Hub:
         self._router = router
         self.address = router.address if self._key is None else with_key(router.address, self._key.public)
         self._started = self._turned_at = time.monotonic()
-        self._exchange.begin(self._started)
         self._thread.start()
         self.state = HubState.RUNNING
 

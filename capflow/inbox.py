@@ -9,10 +9,11 @@ A directory of its own below the one that it is given, named after the consumer 
 | `E` | engine connected | `[engine, model]` | |
 | `L` | engine, or one replica of it, is gone: its open requests are over | `[engine, replica]`, nil for all | |
 | `D` | consumer is done with a request: no record of it before this one is given again | `[engine, request]` | |
-| `C` | checkpoint | `{engines, marks}` | |
+| `M` | for how long hubs ran without an engine that the inbox has frames of | `[engine, seconds]` | |
+| `C` | checkpoint | `{engines, marks, unkept}` | |
 
-A checkpoint says what records before it may have said and still holds: the engines with their models, and `marks`, the number of the last
-frame of each boot of each worker. What always holds: records are forgotten only when a checkpoint behind them is durable, and the latest
+A checkpoint says what records before it may have said and still holds: the engines with their models; `marks`, the number of the last
+frame of each boot of each worker; and `unkept`, the open requests of which frames were forgotten, with how many rows. What always holds: records are forgotten only when a checkpoint behind them is durable, and the latest
 one is never forgotten. So whoever opens the inbox knows every engine, and which frames were here, also of those that are forgotten.
 """
 
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from capflow import limits
-from capflow.frame import Frame, FrameHeader, Rank
+from capflow.frame import Frame, FrameHeader, Rank, RequestRows
 from capflow.message import ModelInfo
 from capflow.spool import Files, FullError, InUseError, Lost, Spool
 from capflow.spool.items import HEADER_BYTES
@@ -68,6 +69,22 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     request: str
 
 
+class Missed(msgspec.Struct, frozen=True, array_like=True):
+    """For how many seconds, over all hubs, an engine was not connected while one ran."""
+
+    engine: str
+    seconds: float
+
+
+class Unkept(msgspec.Struct, frozen=True, array_like=True):
+    """An open request of which frames were forgotten; rows: in these, by pipeline stage."""
+
+    engine: str
+    rank: Rank
+    request: RequestRows
+    rows: dict[int, int]
+
+
 class Mark(msgspec.Struct, frozen=True, array_like=True):
     """The last frame of one boot of one worker that is here, or was."""
 
@@ -82,6 +99,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     engines: list[Known]
     marks: list[Mark]
+    unkept: list[Unkept] = []
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -97,11 +115,18 @@ class Item(NamedTuple):
     """One thing that came out, and the number of its record."""
 
     number: int
-    what: Frame | Known | Gone | Done | Checkpoint | Lost
+    what: Frame | Known | Gone | Done | Missed | Checkpoint | Lost
     again: bool  # it was put in by an earlier process
 
 
-_KINDS: dict[bytes, type[Any]] = {b"F": FrameHeader, b"E": Known, b"L": Gone, b"D": Done, b"C": Checkpoint}
+_KINDS: dict[bytes, type[Any]] = {
+    b"F": FrameHeader,
+    b"E": Known,
+    b"L": Gone,
+    b"D": Done,
+    b"M": Missed,
+    b"C": Checkpoint,
+}
 _decoders = {kind: msgspec.msgpack.Decoder(what) for kind, what in _KINDS.items()}
 _bytes = {what: kind for kind, what in _KINDS.items()}
 _place = msgspec.msgpack.Decoder(_Place)
@@ -130,6 +155,10 @@ class Inbox:
         self.frames_left = 0  # by an earlier process
         self.frames_lost = 0  # that could not be read again
         self.taken_bytes = 0  # of records, taken out
+        self.unkept: list[Unkept] = []  # by an earlier process
+        self.left: dict[
+            tuple[str, int], float
+        ] = {}  # engines and replicas it left frames of, and for how long they were missed
         self.done: dict[
             tuple[str, str], int
         ] = {}  # requests of which records are here that are not given again, and up to which
@@ -187,16 +216,30 @@ class Inbox:
                 match _place.decode(head[1:]) if kind == b"F" else _decoders[kind].decode(head[1:]):
                     case _Place(engine, boot, rank, seq):
                         self.frames_left += 1
+                        self.left.setdefault((engine, rank.dp), 0.0)
                         self._mark((engine, boot, rank), seq)
                     case Known() as known:
                         self._engines[known.engine] = known
+                        self._miss(known.engine, 0.0)
+                    case Gone(engine, replica):
+                        self.left = {
+                            k: s for k, s in self.left.items() if k[0] != engine or replica not in (None, k[1])
+                        }
+                    case Missed(engine, seconds):
+                        self._miss(engine, seconds)
                     case Done(engine, request):
                         self.done[engine, request] = number
-                    case Checkpoint(engines, marks):
+                    case Checkpoint(engines, marks, unkept):
                         self._own.append(number)
+                        self.unkept = unkept
+                        for long in unkept:
+                            self.left.setdefault((long.engine, long.rank.dp), 0.0)
                         self._engines |= {known.engine: known for known in engines}
                         for mark in marks:
                             self._mark((mark.engine, mark.boot, mark.rank), mark.seq)
+
+    def _miss(self, engine: str, seconds: float) -> None:
+        self.left |= dict.fromkeys([key for key in self.left if key[0] == engine], seconds)
 
     @property
     def directory(self) -> Path:
@@ -241,7 +284,7 @@ class Inbox:
         """Note that a frame is not needed here if it comes again."""
         self._mark((header.engine, header.boot, header.rank), header.seq)
 
-    def put(self, what: Known | Gone | Done, timeout_s: float = 0.0) -> int:
+    def put(self, what: Known | Gone | Done | Missed, timeout_s: float = 0.0) -> int:
         """Take anything else; return its record's number. Raises FullError."""
         return self.spool.put(_bytes[type(what)] + _encoder.encode(what), b"", timeout_s)
 
@@ -281,8 +324,11 @@ class Inbox:
         header: FrameHeader = _decoders[b"F"].decode(lost.head[1:])
         return header
 
-    def forget(self, number: int, *, at_once: bool = False) -> None:
-        """Note that nothing up to a record is needed any more; on the disk, when that is worth a checkpoint, or at once."""
+    def forget(self, number: int, unkept: Callable[[int], list[Unkept]], *, at_once: bool = False) -> None:
+        """Note that nothing up to a record is needed any more; on the disk, when that is worth a checkpoint, or at once.
+
+        unkept: gives the open requests of which frames up to a record are forgotten.
+        """
         while self._own and self._own[0] <= self._forgotten:
             self._own.popleft()
         if number - self._forgotten <= sum(1 for made in self._own if made <= number):
@@ -293,7 +339,7 @@ class Inbox:
             return
         self._checkpoint_at, self._checkpoint_bytes = now, self._put_bytes
         marks = [Mark(*source, seq) for source, seq in list(self._marks.items())]
-        said = Checkpoint(list(self._engines.values()), marks)
+        said = Checkpoint(list(self._engines.values()), marks, unkept(number))
         try:
             made = self.spool.put(b"C" + _encoder.encode(said), b"", 0)
         except FullError as e:
@@ -316,14 +362,14 @@ class Inbox:
         self._acknowledge(number)
         self._on_synced(number)
 
-    def close(self, needless: int, *, keep: bool) -> bool:
+    def close(self, needless: int, unkept: Callable[[int], list[Unkept]], *, keep: bool) -> bool:
         """Give the directory back; return whether every record is durable.
 
         needless: nothing up to this record is needed any more. When that is everything, and `keep` does not hold, the directory goes too.
         """
         empty = needless >= self.spool.last and not keep
         if not empty:
-            self.forget(needless, at_once=True)
+            self.forget(needless, unkept, at_once=True)
             if self.spool.wait_synced(self.spool.last, _CLOSE_S):
                 self._acknowledge(self.spool.last)
                 self.spool.wait_acknowledged(self._forgotten, _CLOSE_S)

@@ -7,7 +7,7 @@ over when every pipeline stage of its engine's replica has sent its `Finished`, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -238,6 +238,15 @@ class Ledger:
         ends = (RequestRows(f.id, f.prompt_length, 0, (), capture=f.capture) for f in header.finished)
         requests = [self._request(engine, part, header.rank) for part in (*header.requests, *ends)]
         return [index for index in self._keeping if any(request.tallies[index] is not None for request in requests)]
+
+    def recall(self, part: RequestRows, engine: Engine, rank: Rank, rows: Mapping[int, int]) -> Request:
+        """Return a request of which an earlier hub had rows that are lost, by pipeline stage; it is open."""
+        request = self._request(engine, part, rank)
+        request.prompt_length = part.prompt_length
+        for stage, lost in rows.items():
+            request.received[stage] = request.received.get(stage, 0) + lost
+            request.dropped["earlier_hub"] += lost
+        return request
 
     def pass_over(self, request: str, engine: Engine, rank: Rank) -> None:
         """Note that nobody wants anything of a request, unless it is open."""

@@ -54,7 +54,7 @@ CALL_S_MAX = 30.0  # one call of it
 # Times, seconds.
 HEARTBEAT_S = 1.0
 SILENCE_S_MAX = 10.0
-MISSED_S = 15.0  # after its start, in which an engine that an earlier hub had may come back
+MISSED_S = 5.0  # of hubs that run, in which an engine that an earlier one had may come back
 HUB_WAIT_S_DEFAULT = 5.0
 BLOCK_S_MAX = 30.0
 DRAIN_S_MAX = 60.0

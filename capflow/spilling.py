@@ -12,7 +12,8 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,8 +22,8 @@ from capflow import limits
 from capflow.action import Action
 from capflow.errors import RemoteProtocolError
 from capflow.fanout import Lane
-from capflow.frame import Frame, FrameHeader, Rank, lessened, rows_of
-from capflow.inbox import Done, Gone, Inbox, Item, Known
+from capflow.frame import Frame, FrameHeader, Rank, RequestRows, lessened, rows_of
+from capflow.inbox import Done, Gone, Inbox, Item, Known, Missed, Unkept
 from capflow.ledger import Engine, Ledger, Request, Wish
 from capflow.message import ModelInfo
 from capflow.plugins import ConfiguredConsumer
@@ -33,6 +34,7 @@ from capflow.spool import FullError, Lost
 logger = logging.getLogger("capflow.consumer")
 
 _RETRY_S = 1.0
+_MISSED_S = 0.5  # how often it is put down that an engine is missed
 _PINNED_MAX = 0.5  # of the inbox's bytes: above, the oldest open requests are not kept for the next hub any more
 
 Taken = Callable[[], None]
@@ -46,12 +48,27 @@ class _Kept(NamedTuple):
     at: float
 
 
-class _Open(NamedTuple):
-    """A request that is not over, its first record, and the bytes that were taken out by then."""
+@dataclass
+class _Open:
+    """A request that is not over, its first record, and the bytes that were taken out by then.
+
+    rows: of it in each frame that is not forgotten, as number, stage and count; forgotten: in those that are, by stage.
+    """
 
     first: int
     taken_bytes: int
     request: Request
+    part: RequestRows
+    rank: Rank
+    rows: deque[tuple[int, int, int]] = field(default_factory=deque)
+    forgotten: Counter[int] = field(default_factory=Counter)
+
+    def unkept(self, number: int) -> Unkept:
+        """Return what is to be known of it when the records up to one are forgotten."""
+        while self.rows and self.rows[0][0] <= number:
+            _, stage, rows = self.rows.popleft()
+            self.forgotten[stage] += rows
+        return Unkept(self.request.engine, self.rank, self.part, dict(self.forgotten))
 
 
 class SpillingLane(Lane):
@@ -77,7 +94,9 @@ class SpillingLane(Lane):
         self.inbox = Inbox(spill.root, spill.name, spill.bytes_max, on_synced=self._synced)
         wish = Wish(self.name, self.consumer.spec(), self.consumer.reads_requests)
         self.ledger = Ledger([wish])  # the consumer's thread's
-        self._in: ByteQueue[_Kept | Known | Gone] = ByteQueue(configured.queue_bytes_max)  # emptied by the writer
+        self._in: ByteQueue[_Kept | Known | Gone | Missed] = ByteQueue(
+            configured.queue_bytes_max
+        )  # emptied by the writer
         self._lost: dict[
             str, Counter[str]
         ] = {}  # rows without room, by engine and request, until their end is told; the writer's
@@ -87,10 +106,15 @@ class SpillingLane(Lane):
         self._pending: deque[tuple[int, Taken]] = deque()  # not durable, by number
         self._engines: dict[str, Engine] = {}  # the consumer's thread's
         self._boots: dict[tuple[str, Rank], str] = {}  # of workers, as of the last frame; the consumer's thread's
-        self._open: dict[
+        self._open: dict[tuple[str, str], _Open] = {}  # not over, by first record; the consumer's thread's
+        self._long: dict[
             tuple[str, str], _Open
-        ] = {}  # requests that are not over, by first record; the consumer's thread's
+        ] = {}  # likewise, and not kept to their beginning; the consumer's thread's
+        self._missing: dict[
+            str, tuple[float, float]
+        ] = {}  # for how long engines were missed, as of when; the hub's thread's
         self._gone: set[tuple[str, int | None]] = set()  # asked to be ended by the hub; its thread's
+        self._opened_at = 0.0  # when the inbox was
         self._handled = 0  # the record that was handled last; the consumer's thread's
         self._unkept = 0  # requests too long for the inbox
         self._written = threading.Event()  # set when the writer has ended
@@ -101,13 +125,14 @@ class SpillingLane(Lane):
     def open(self) -> None:
         """Open the inbox and the consumer; what an earlier hub left is given to it first. Raises CapflowError."""
         self.inbox.open()
+        self._opened_at = time.monotonic()
         self._handled = self.inbox.spool.last - self.inbox.unread
         if self.inbox.frames_left:
             logger.info("consumer %s: %d frames wait that an earlier hub left", self.name, self.inbox.frames_left)
         try:
             super().open()
         except BaseException:
-            self.inbox.close(0, keep=False)
+            self.inbox.close(0, self._unkept_by, keep=False)
             raise
         self._writer.start()
 
@@ -126,11 +151,26 @@ class SpillingLane(Lane):
     def greet(self, engine: str, model: ModelInfo) -> None:
         """Tell the consumer, after everything before, that an engine connected."""
         self._gone = {gone for gone in self._gone if gone[0] != engine}
+        self._missing[engine] = (0.0, time.monotonic())
         self._in.force(Known(engine, model))
 
-    def waits_for(self) -> set[tuple[str, int]]:
-        """Return the engines and replicas of which requests are open, as far as the consumer has got."""
-        return {(known.request.engine, known.request.replica) for known in list(self._open.values())}
+    def missed(self, here: set[tuple[str, int]], now: float) -> Iterator[tuple[str, int]]:
+        """Yield the engines and replicas with open requests that were not connected for `limits.MISSED_S` while a hub ran, this or earlier.
+
+        here: those that are.
+        """
+        waits = {
+            (known.request.engine, known.request.replica) for known in [*self._open.values(), *self._long.values()]
+        }
+        for engine, replica in sorted((waits | self.inbox.left.keys()) - here):
+            left = self.inbox.left.get((engine, replica))
+            seconds, since = self._missing.get(engine) or ((0.0, now) if left is None else (left, self._opened_at))
+            total = seconds + now - since
+            self._missing[engine] = (total, now)
+            if total >= limits.MISSED_S:
+                yield engine, replica
+            elif total // _MISSED_S > seconds // _MISSED_S:
+                self._in.force(Missed(engine, total))
 
     def close(self) -> None:
         """Take nothing more; the consumer is closed when it has handled what it has."""
@@ -151,7 +191,7 @@ class SpillingLane(Lane):
     @property
     def left(self) -> tuple[int, int]:
         """How many records the consumer was not given, and how many requests are open."""
-        return self.inbox.unread if self.inbox.is_open else 0, len(self._open)
+        return self.inbox.unread if self.inbox.is_open else 0, len(self._open) + len(self._long)
 
     # The writer.
 
@@ -162,7 +202,7 @@ class SpillingLane(Lane):
                 match item:
                     case _Kept(frame, taken):
                         self._put_frame(frame, taken)
-                    case Known() | Gone():
+                    case Known() | Gone() | Missed():
                         self._insist(functools.partial(self.inbox.put, item))
                 del item
             self._put_owed()
@@ -237,6 +277,7 @@ class SpillingLane(Lane):
     def _run(self) -> None:
         if not self._open_consumer():
             return
+        self._recall()
         idle_at = time.monotonic() + limits.IDLE_S
         while not self._discarding:
             written = self._written.is_set()
@@ -253,7 +294,20 @@ class SpillingLane(Lane):
                 idle_at = time.monotonic() + limits.IDLE_S
         self._guard("close", self.consumer.close)
         self._written.wait(limits.SILENCE_S_MAX)
-        self.inbox.close(self._needless(), keep=bool(self._engines))
+        self.inbox.close(self._needless(), self._unkept_by, keep=bool(self._engines or self._long))
+
+    def _recall(self) -> None:
+        """Take up the requests of which an earlier hub forgot frames: what that lost is said at their ends."""
+        for long in self.inbox.unkept:
+            engine = self._engine(long.engine)
+            if engine is not None and self.inbox.done.get((long.engine, long.request.id), 0) == 0:
+                request = self.ledger.recall(long.request, engine, long.rank, long.rows)
+                known = _Open(0, 0, request, long.request, long.rank, forgotten=Counter(long.rows))
+                self._long[long.engine, long.request.id] = known
+
+    def _unkept_by(self, number: int) -> list[Unkept]:
+        """Return the open requests of which records up to a number are forgotten."""
+        return [long.unkept(number) for long in list(self._long.values())]
 
     def _needless(self) -> int:
         """Return the last record that no next hub would need."""
@@ -262,12 +316,12 @@ class SpillingLane(Lane):
     def _forget(self) -> None:
         oldest = next(iter(self._open.items()), None)
         if oldest is not None and self.inbox.taken_bytes - oldest[1].taken_bytes > _PINNED_MAX * self.inbox.bytes_max:
-            del self._open[oldest[0]]
+            self._long[oldest[0]] = self._open.pop(oldest[0])
             self._unkept += 1
             if self._unkept == 1:
                 text = "consumer %s: the spool is too small for the requests that run; a hub that is killed now loses rows of the oldest"
                 logger.warning(text, self.name)
-        self.inbox.forget(self._needless())
+        self.inbox.forget(self._needless(), self._unkept_by)
 
     def _safely(self, item: Item) -> None:
         try:
@@ -310,24 +364,38 @@ class SpillingLane(Lane):
                 if self.inbox.done.get((engine.name, name), 0) > item.number:
                     self.ledger.pass_over(name, engine, header.rank)
         deliveries = self.ledger.take(frame, engine)
-        self._note_open(engine, (part.id for part in header.requests), item.number)
+        self._note_open(engine, header, item.number)
         for delivery in deliveries:
             for tally, rows in delivery.parts:
                 tally.rows += rows
             self.pace.waited_since = time.monotonic()
             self._give(delivery)
             self.pace.waited_since = None
+        self._finish_all(engine, header, item.number)
+
+    def _finish_all(self, engine: Engine, header: FrameHeader, number: int) -> None:
         if header.finished:
             for request in self.ledger.finish(header, engine):
                 self._end(request)
-            self._note_open(engine, (finished.id for finished in header.finished), item.number)
+            ends = (RequestRows(f.id, f.prompt_length, 0, (), capture=f.capture) for f in header.finished)
+            self._note(engine, ends, header.rank, number)
 
-    def _note_open(self, engine: Engine, names: Iterable[str], number: int) -> None:
-        for name in names:
-            request = engine.open.get(name)
-            key = (engine.name, name)
-            if request is not None and request.tallies[0] is not None and key not in self._open:
-                self._open[key] = _Open(number, self.inbox.taken_bytes, request)
+    def _note_open(self, engine: Engine, header: FrameHeader, number: int) -> None:
+        """Note which open requests a frame has rows of, and how many."""
+        self._note(engine, header.requests, header.rank, number)
+        for name, rows in rows_of(header).items():
+            known = self._open.get((engine.name, name)) or self._long.get((engine.name, name))
+            if known is not None:
+                known.rows.append((number, header.rank.pp, rows))
+
+    def _note(self, engine: Engine, parts: Iterable[RequestRows], rank: Rank, number: int) -> None:
+        for part in parts:
+            request = engine.open.get(part.id)
+            key = (engine.name, part.id)
+            if request is None or request.tallies[0] is None or key in self._open or key in self._long:
+                continue
+            bare = RequestRows(part.id, part.prompt_length, 0, (), capture=part.capture)
+            self._open[key] = _Open(number, self.inbox.taken_bytes, request, bare, rank)
 
     def _gone_now(self, name: str, replica: int | None) -> None:
         engine = self._engine(name)
@@ -355,6 +423,7 @@ class SpillingLane(Lane):
         except FullError as e:
             logger.warning("consumer %s: %s", self.name, e)
         self._open.pop(key, None)
+        self._long.pop(key, None)
 
     def _damaged(self, lost: Lost, number: int) -> None:
         """Count the rows of a record that cannot be read again; what its head says holds."""
@@ -363,6 +432,5 @@ class SpillingLane(Lane):
         if header is None or engine is None:
             return
         self.dropped["spool_damaged"] += self.ledger.miss(header, engine, "spool_damaged")
-        self._note_open(engine, (part.id for part in header.requests), number)
-        for request in self.ledger.finish(header, engine):
-            self._end(request)
+        self._note_open(engine, header, number)
+        self._finish_all(engine, header, number)

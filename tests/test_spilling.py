@@ -240,6 +240,62 @@ def test_a_request_that_is_longer_than_the_inbox_goes_on(address, spills, caplog
     assert "the spool is too small for the requests that run" in caplog.text
 
 
+def test_what_is_lost_of_a_request_that_is_longer_than_the_inbox_is_counted(address, spills):
+    """Of its beginning no record is left when the hub goes; the next one says so all the same, when it is over."""
+    first, second = Recorder(), Recorder()
+    with worker_link(address, wait=False) as link:
+        worker = Sender(link)
+        with running_hub(address, spills(first, spool_bytes=40_000)):
+            assert link.wait_welcome(20)
+            for _ in range(400):
+                worker.rows("r1")
+                time.sleep(0.001)
+            eventually(lambda: first.rows["r1"] == 400 * ROWS)
+        with running_hub(address, spills(second, spool_bytes=40_000)) as hub:
+            worker.end("r1")
+            eventually(lambda: "r1" in second.done)
+            ((lost, reason),) = second.done["r1"].dropped
+            assert reason == "earlier_hub"
+            assert second.done["r1"].rows == second.rows.get("r1", 0) == 400 * ROWS - lost
+            assert hub.snapshot().dropped_rows == {"earlier_hub": lost}
+
+
+def test_a_request_without_any_record_left_still_has_an_end(address, spills, monkeypatch):
+    monkeypatch.setattr(limits, "MISSED_S", 0.5)
+    first, second = Recorder(), Recorder()
+    with running_hub(address, spills(first, spool_bytes=40_000)) as hub, worker_link(address) as link:
+        worker = Sender(link)
+        for _ in range(150):
+            worker.rows("long")
+            time.sleep(0.001)
+        for number in range(300):
+            worker.rows(f"r{number}")
+            worker.end(f"r{number}")
+            time.sleep(0.002)
+        eventually(lambda: len(first.done) == 300)
+        hub.stop(5)
+    with running_hub(address, spills(second, spool_bytes=40_000)):
+        eventually(lambda: "long" in second.done)
+        assert second.done["long"].status == "error"
+        assert sum(rows for rows, _ in second.done["long"].dropped) + second.done["long"].rows == 150 * ROWS
+
+
+def test_hubs_that_live_for_a_moment_find_out_together_that_an_engine_is_gone(address, spills, monkeypatch):
+    monkeypatch.setattr(limits, "MISSED_S", 2.5)
+    with running_hub(address, spills(Recorder())) as hub, worker_link(address) as link:
+        worker = Sender(link)
+        worker.rows("r1")
+        eventually(lambda: worker.acknowledged)
+        hub.stop(5)
+    for _ in range(10):
+        recorder = Recorder()
+        with running_hub(address, spills(recorder)):
+            time.sleep(1.3)
+        if recorder.done:
+            break
+    assert recorder.done["r1"].status == "error"
+
+
 def test_two_hubs_with_the_same_consumer_have_an_inbox_each(address, spills, tmp_path):
     one, two = Recorder(), Recorder()
     with (
