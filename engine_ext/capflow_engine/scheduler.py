@@ -57,13 +57,15 @@ class Captured:
 
     def add_request(self, request: Any) -> None:
         """Admit a request; vLLM's scheduler takes it from here."""
-        new = request.request_id not in self.requests  # type: ignore[attr-defined]
-        taken = self.capflow.admit(self, request) if new else True
+        existing = self.requests.get(request.request_id)  # type: ignore[attr-defined]
+        new = existing is None
+        taken = self.capflow.admit(self, request) if new else self.capflow.admits_more(request)
         if not new and compat_step.ends_input(request):
             self.capflow.input_over.add(request.request_id)
-        super().add_request(request)  # type: ignore[misc]
+        if new or taken:
+            super().add_request(request)  # type: ignore[misc]
         if not taken and compat.abort(self, request.request_id):
-            self.capflow.aborted.append(request)
+            self.capflow.aborted.append(existing or request)
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         """Return whether a waiting request may be scheduled: not before the steering bank has room for it."""
@@ -98,6 +100,11 @@ class Captured:
         if not over:  # it goes on with more input, in the place of the token that it stopped at
             self.capflow.cut(request.request_id, request.num_computed_tokens)
         return over
+
+    def _update_request_as_session(self, session: Any, update: Any) -> None:
+        computed = session.num_computed_tokens
+        super()._update_request_as_session(session, update)  # type: ignore[misc]
+        self.capflow.go_on(session, computed)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self.capflow.end(request)
@@ -194,6 +201,33 @@ class Ledger:
         if self._wishes.controllers:  # they may steer it at any step, unseen from here
             compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
         return taken
+
+    def admits_more(self, request: Any) -> bool:
+        """Return whether more input of a request that runs is steered as it asks: as the first part asked."""
+        params = request.sampling_params
+        try:
+            options = RequestOptions.unpack(params.extra_args if params is not None else None)
+            options.check(self.info)
+            program = options.resolved(self.info).program
+        except UsageError as e:
+            logger.error("request %s: %s; it is aborted", request.request_id, e)
+            return False
+        if program is None or program == self._programs.get(request.request_id):
+            return True
+        wrong = explain(
+            "steering", got="more input that is steered differently", expected="what the first part asked for"
+        )
+        logger.error("request %s: %s; it is aborted", request.request_id, wrong)
+        return False
+
+    def go_on(self, request: Any, position: int) -> None:
+        """Key what a request computes from a position on, where more input became part of its prompt.
+
+        It is steered as a prompt there, behind tokens that were steered as generated ones: so is nobody else's.
+        """
+        program = self._programs.get(request.request_id)
+        if program is not None and program.prefill != program.decode:
+            self._fork_for_itself(request, position)
 
     def _key_cache(self, request: Any, program: SteeringProgram, *, connected: bool) -> None:
         """Key a request's cache blocks by what steers the positions in them.
