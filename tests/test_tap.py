@@ -212,7 +212,7 @@ def test_the_cpu_tap_equals_the_reference(case, seed):
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
-@pytest.mark.parametrize("tokens", [1, 20, 90])  # of 4096 numbers: one part, several, and too many to part
+@pytest.mark.parametrize("tokens", [1, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_cpu_tap_adds_to_a_requests_tokens_and_no_others(dtype, tokens, scale):
     rng = np.random.default_rng(tokens)

@@ -57,15 +57,13 @@ class Captured:
 
     def add_request(self, request: Any) -> None:
         """Admit a request; vLLM's scheduler takes it from here."""
-        existing = self.requests.get(request.request_id)  # type: ignore[attr-defined]
-        new = existing is None
-        taken = self.capflow.admit(self, request) if new else self.capflow.admits_more(request)
+        new = request.request_id not in self.requests  # type: ignore[attr-defined]
+        taken = self.capflow.admit(self, request) if new else True
         if not new and compat_step.ends_input(request):
             self.capflow.input_over.add(request.request_id)
-        if new or taken:
-            super().add_request(request)  # type: ignore[misc]
+        super().add_request(request)  # type: ignore[misc]
         if not taken and compat.abort(self, request.request_id):
-            self.capflow.aborted.append(existing or request)
+            self.capflow.aborted.append(request)
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         """Return whether a waiting request may be scheduled: not before the steering bank has room for it."""
@@ -201,24 +199,6 @@ class Ledger:
         if self._wishes.controllers:  # they may steer it at any step, unseen from here
             compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
         return taken
-
-    def admits_more(self, request: Any) -> bool:
-        """Return whether more input of a request that runs is steered as it asks: as the first part asked."""
-        params = request.sampling_params
-        try:
-            options = RequestOptions.unpack(params.extra_args if params is not None else None)
-            options.check(self.info)
-            program = options.resolved(self.info).program
-        except UsageError as e:
-            logger.error("request %s: %s; it is aborted", request.request_id, e)
-            return False
-        if program is None or program == self._programs.get(request.request_id):
-            return True
-        wrong = explain(
-            "steering", got="more input that is steered differently", expected="what the first part asked for"
-        )
-        logger.error("request %s: %s; it is aborted", request.request_id, wrong)
-        return False
 
     def go_on(self, request: Any, position: int) -> None:
         """Key what a request computes from a position on, where more input became part of its prompt.

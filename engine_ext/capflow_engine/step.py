@@ -18,9 +18,6 @@ from capflow_engine.bank import Bank
 from capflow_engine.plan import Plan, token_rows
 
 _INDEXED_RUNS_MIN = 8  # with fewer runs, going slice by slice is faster than gathering by index
-_PARTS_MAX = 8
-_OWN_THREAD_NUMBERS = 32_767
-"""With more in one operation, torch wakes its threads, which takes longer than the work where cores are busy."""
 
 
 class _Add(NamedTuple):
@@ -73,8 +70,7 @@ class Step:
                 self.buffer[row : row + rows].mul_(scale)
         for begin, end, row, amount in self._adds.get(site, ()):
             vector = self.bank.rows[row] if amount == scale else self.bank.rows[row] * amount / scale
-            for part in _parts(hidden[begin:end]):
-                part.add_(vector)
+            hidden[begin:end].add_(vector)
         if site in self._heads:
             self._steer(site, hidden, residual, scale)
 
@@ -104,12 +100,6 @@ class Step:
             stream = half if residual is None else half + residual.index_select(0, tokens).float()
             change = _changed(self.bank, heads, stream if scale == 1.0 else stream * scale)
         hidden.index_copy_(0, tokens, (half + (change if scale == 1.0 else change / scale)).to(hidden.dtype))
-
-
-def _parts(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return rows in parts that torch works on in the thread that asks, where there are few; many are worth its others."""
-    count = max(1, _OWN_THREAD_NUMBERS // rows.shape[1])
-    return rows.split(count) if len(rows) <= count * _PARTS_MAX else (rows,)
 
 
 def _runs(slots: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
