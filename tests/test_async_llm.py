@@ -56,7 +56,7 @@ async def drive(model, root):
             said["refused"] = str(e)
 
         async def parts(**options):
-            yield StreamingInput(first)
+            yield StreamingInput({"prompt_token_ids": [*first["prompt_token_ids"]]})  # which vLLM makes longer
             yield StreamingInput(second, SamplingParams(**GREEDY, output_kind=RequestOutputKind.DELTA))
             if options:
                 yield StreamingInput(second, capflow.sampling_params(**GREEDY, **options))

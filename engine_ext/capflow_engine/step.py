@@ -38,6 +38,7 @@ class Step:
         self.bank = bank
         self._runs: list[tuple[int, int, int]] = []  # see `_runs`
         self._adds: dict[int, list[_Add]] = {}  # site → all that is done there, where that is little
+        self._wide = torch.empty(0)  # float32, for the longest run of `_adds`
         self._heads: dict[int, npt.NDArray[np.int32]] = {}  # any other site → the first operation of each run
         if plan.steered:
             self._plan_steering()
@@ -70,7 +71,11 @@ class Step:
                 self.buffer[row : row + rows].mul_(scale)
         for begin, end, row, amount in self._adds.get(site, ()):
             vector = self.bank.rows[row] if amount == scale else self.bank.rows[row] * amount / scale
-            hidden[begin:end].add_(vector)
+            tokens = hidden[begin:end]
+            if tokens.dtype == torch.float32:
+                tokens.add_(vector)
+            else:  # torch would take new memory for each sum, and the system time to clear it
+                tokens.copy_(self._wide[: end - begin].copy_(tokens).add_(vector))
         if site in self._heads:
             self._steer(site, hidden, residual, scale)
 
@@ -87,6 +92,8 @@ class Step:
                 self._adds[site] = [_Add(*run[:2], row, amount) for run, head, row, amount in each if head >= 0]
             else:
                 self._heads[site] = heads[site]
+        if self._adds:
+            self._wide = torch.empty((max(end - begin for begin, end, _ in self._runs), self.bank.rows.shape[1]))
 
     def _steer(self, site: int, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float) -> None:
         """Do a site's operations on every token that has some, in float32; round once."""
