@@ -26,10 +26,10 @@ DTYPES: dict[str, np.dtype[Any]] = {**ROW_DTYPES, "float64": np.dtype(np.float64
 NUMBER_MAX = float(np.finfo(np.float32).max)
 """The largest number of float32's range."""
 
-_BITS: dict[str, tuple[npt.DTypeLike, int, int]] = {
-    "bfloat16": (np.uint16, 0x7FFF, 0x7F80),
-    "float16": (np.uint16, 0x7FFF, 0x7C00),
-    "float32": (np.uint32, 0x7FFFFFFF, 0x7F800000),
+_BITS: dict[np.dtype[Any], tuple[npt.DTypeLike, int, int]] = {
+    DTYPES["bfloat16"]: (np.uint16, 0x7FFF, 0x7F80),
+    DTYPES["float16"]: (np.uint16, 0x7FFF, 0x7C00),
+    DTYPES["float32"]: (np.uint32, 0x7FFFFFFF, 0x7F800000),
 }
 """How a dtype's bits are read: as what, all but the sign, and infinity. NaN is above infinity."""
 
@@ -38,9 +38,9 @@ _FINITE = "finite numbers of float32's range"
 
 def finite(values: npt.NDArray[Any]) -> bool:
     """Whether every number of an array, of one of `DTYPES` and not empty, lies in float32's range."""
-    if values.dtype.name not in _BITS:
+    if values.dtype not in _BITS:
         return bool(np.abs(values).max() <= NUMBER_MAX)  # not so for NaN
-    unsigned, number, infinity = _BITS[values.dtype.name]
+    unsigned, number, infinity = _BITS[values.dtype]
     return bool((values.view(unsigned) & number).max() < infinity)
 
 

@@ -141,20 +141,31 @@ def _behind(first: Mapping[Site, tuple[Op, ...]], then: Sequence[SiteOps]) -> tu
     return tuple(SiteOps(*site, (*first.get(site, ()), *behind.get(site, ()))) for site in sites)
 
 
-def digest(row: bytes) -> bytes:
+def digest(row: bytes | memoryview) -> bytes:
     """Return what stands for a row's content where rows are compared."""
-    return hashlib.blake2b(row, digest_size=DIGEST_BYTES).digest()
+    return hashlib.sha256(row).digest()[:DIGEST_BYTES]
 
 
 class _Rows:
-    """Rows by content."""
+    """Rows by content. program: whose rows come first."""
 
-    def __init__(self) -> None:
-        self.numbers: dict[bytes, int] = {}
+    def __init__(self, program: SteeringProgram | None = None) -> None:
+        self._numbers = {} if program is None else {name: number for number, name in enumerate(program.digests)}
+        self._rows = [] if program is None else list(program.array())
 
     def number(self, row: Row) -> int:
-        content = row.tobytes()
-        return self.numbers.setdefault(content, len(self.numbers))
+        """Return the number of a row, contiguous, which is kept if there is none like it."""
+        number = self._numbers.setdefault(digest(row.data), len(self._rows))
+        if number == len(self._rows):
+            self._rows.append(row)
+        return number
+
+    def content(self) -> bytes:
+        return b"".join(row.data for row in self._rows)
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        return tuple(self._numbers)
 
 
 def program_of(hidden_size: int, parts: Sequence[Steering]) -> SteeringProgram | None:
@@ -175,8 +186,8 @@ def compile_program(
     Vectors at a site are added up in float64 and rounded to float32 once; what comes to nothing is left out.
     """
     rows = _Rows()
-    before = _site_ops(prefill, rows)
-    after = before if decode == prefill else _site_ops(decode, rows)
+    before = _site_ops(hidden_size, prefill, rows)
+    after = before if decode == prefill else _site_ops(hidden_size, decode, rows)
     patched: dict[int, dict[Site, tuple[Op, ...]]] = {}
     for patch in patches:
         if patch.amount == 0.0:
@@ -189,8 +200,8 @@ def compile_program(
         return None
     return SteeringProgram(
         hidden_size,
-        b"".join(rows.numbers),
-        tuple(map(digest, rows.numbers)),
+        rows.content(),
+        rows.digests,
         before,
         after,
         tuple(
@@ -200,8 +211,8 @@ def compile_program(
     )
 
 
-def _site_ops(tiers: Sequence[Tier], rows: _Rows) -> tuple[SiteOps, ...]:
-    sums = _sums(vector for tier in tiers for vector in tier.vectors)
+def _site_ops(hidden_size: int, tiers: Sequence[Tier], rows: _Rows) -> tuple[SiteOps, ...]:
+    sums = _sums(hidden_size, (vector for tier in tiers for vector in tier.vectors))
     ops: dict[Site, list[Op]] = {site: [Op(ADD, rows.number(total))] for site, total in sums.items()}
     for tier in tiers:
         for clamp in tier.clamps:
@@ -213,34 +224,33 @@ def _site_ops(tiers: Sequence[Tier], rows: _Rows) -> tuple[SiteOps, ...]:
     return tuple(SiteOps(*site, tuple(each)) for site, each in sorted(ops.items()))
 
 
-def _sums(vectors: Iterable[SteeringVector]) -> dict[Site, Row]:
+def _sums(hidden_size: int, vectors: Iterable[SteeringVector]) -> dict[Site, Row]:
     """Return the sum of the vectors at each site where it is not nothing."""
     at: dict[Site, list[SteeringVector]] = {}
     for vector in vectors:
         if vector.scale != 0.0:
             at.setdefault(vector.site, []).append(vector)
-    sums = {}
-    for site, some in at.items():
-        total = some[0].array() if len(some) == 1 else np.sum([v.array(np.float64) for v in some], axis=0)
-        if not np.abs(total).max() <= NUMBER_MAX:
+    sums = np.empty((len(at), hidden_size), np.float32)
+    with np.errstate(over="ignore"):
+        for total, some in zip(sums, at.values(), strict=True):
+            total[:] = some[0].array() if len(some) == 1 else np.sum([v.array(np.float64) for v in some], axis=0)
+    largest = np.maximum(sums.max(axis=1), -sums.min(axis=1))  # NaN where there is one
+    for site, size in zip(at, largest, strict=True):
+        if not size <= NUMBER_MAX:
             raise UsageError(explain(f"steering at {site}", got="a sum beyond float32", expected="smaller vectors"))
-        total = np.asarray(total, np.float32) + np.float32(0)  # no negative zeros
-        if total.any():
-            sums[site] = total
-    return sums
+    sums += np.float32(0)  # no negative zeros
+    return {site: total for site, total, size in zip(at, sums, largest, strict=True) if size > 0.0}
 
 
 def with_vectors(
     program: SteeringProgram | None, hidden_size: int, vectors: Sequence[SteeringVector]
 ) -> SteeringProgram | None:
     """Return a program that adds vectors at generated positions too, behind what it adds there and before it clamps."""
-    sums = _sums(vectors)
+    sums = _sums(hidden_size, vectors)
     if not sums:
         return program
-    rows = _Rows()
     old = program or SteeringProgram(hidden_size, b"", ())
-    for row in old.array():
-        rows.number(row)
+    rows = _Rows(old)
     more = {site: Op(ADD, rows.number(total)) for site, total in sums.items()}
     decode = {Site(layer, hook): ops for layer, hook, ops in old.decode}
     for site, add in more.items():
@@ -249,8 +259,8 @@ def with_vectors(
         decode[site] = (*ops[:begins], add, *ops[begins:])
     return SteeringProgram(
         hidden_size,
-        b"".join(rows.numbers),
-        tuple(map(digest, rows.numbers)),
+        rows.content(),
+        rows.digests,
         old.prefill,
         tuple(SiteOps(*site, ops) for site, ops in sorted(decode.items())),
         old.patched,

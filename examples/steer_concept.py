@@ -139,7 +139,7 @@ def controls(differences: Any, length: float) -> dict[str, Any]:
 
 def measure(model: Any, layer: int, vectors: dict[str, Any], prompts: list[str]) -> list[Curve]:
     """Return a curve for each vector. Every prompt at every scale is a request of its own, and all go to the engine at once."""
-    from capflow_engine.llm import sampling_params
+    from capflow_engine.params import sampling_params
 
     tokens = [single_tokens(model.llm.get_tokenizer(), words) for words in (GLAD, SAD)]
     first, *others = vectors

@@ -17,6 +17,10 @@ STEERING = {"post_block": {1: vector(1)}}
 
 async def drive(model, root):
     """Run requests at once, and print what came of them."""
+    from vllm import SamplingParams
+    from vllm.engine.protocol import StreamingInput
+    from vllm.sampling_params import RequestOutputKind
+
     llm = capflow.AsyncLLM.start(
         model, consumers=[f"filesystem:root={root},capture=requests"], dtype="float32", enforce_eager=True,
         skip_tokenizer_init=True, max_model_len=128,
@@ -26,6 +30,8 @@ async def drive(model, root):
 
         async def last(prompt, **options):
             params = capflow.sampling_params(**{**GREEDY, "max_tokens": 6, **options})
+            if not isinstance(prompt, dict):
+                params.output_kind = RequestOutputKind.DELTA  # as vLLM wants it of streaming input
             return [output async for output in llm.generate(prompt, params)][-1]
 
         first, second = prompts([9, 30])
@@ -48,6 +54,18 @@ async def drive(model, root):
             await last(first, steering_vectors={"post_block": {1: [1.0]}})
         except capflow.UsageError as e:
             said["refused"] = str(e)
+
+        async def parts(**options):
+            yield StreamingInput({"prompt_token_ids": [*first["prompt_token_ids"]]})  # which vLLM makes longer
+            yield StreamingInput(second, SamplingParams(**GREEDY, output_kind=RequestOutputKind.DELTA))
+            if options:
+                yield StreamingInput(second, capflow.sampling_params(**GREEDY, **options))
+
+        said["parts"] = len((await last(parts(), steering_vectors=STEERING)).outputs)
+        try:
+            await last(parts(steering_vectors=STEERING))
+        except capflow.UsageError as e:
+            said["part"] = str(e)
         twice = await asyncio.gather(last(first, id="x"), last(second, id="x"), return_exceptions=True)
         said["twice"] = [str(one) for one in twice if isinstance(one, capflow.UsageError)]
         task = asyncio.create_task(last(first, id="gone", max_tokens=100))
@@ -98,6 +116,8 @@ def test_each_output_and_each_sample_says_what_became_of_its_rows(said):
 def test_what_is_wrong_is_refused_and_what_is_cancelled_leaves_nothing_behind(said):
     said, _ = said
     assert said["refused"].startswith("steering_vectors.post_block.1")
+    assert said["parts"] == 1
+    assert said["part"].startswith("sampling_params of a part")
     assert said["after"] == said["tokens"][0]
     assert said["twice"] == ["id: got x, expected one that no running request has"]
 

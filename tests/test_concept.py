@@ -1,5 +1,7 @@
 """What steering does to the demo model: a vector of a concept moves the odds of its words, and little else as long does."""
 
+import ast
+import importlib
 import importlib.util
 import json
 import os
@@ -55,6 +57,18 @@ def test_controls_are_as_long_as_the_vector_and_the_turned_ones_lose_what_pairs_
     controls = script.controls(differences, 7.0)
     assert [np.linalg.norm(vector) for vector in controls.values()] == pytest.approx([7.0] * len(controls))
     assert all(abs(vector[0]) < 0.5 * 7.0 for vector in controls.values())
+
+
+def test_what_examples_import_of_capflow_is_there():
+    imported = 0
+    for path in SCRIPT.parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("capflow"):
+                module = importlib.import_module(node.module)
+                missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+                assert not missing, f"{path.name}: {node.module}"
+                imported += 1
+    assert imported
 
 
 @pytest.mark.engine

@@ -4,6 +4,7 @@ import base64
 import http.client
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 
 import numpy as np
@@ -35,7 +36,7 @@ def port(tiny_with_words, tmp_path_factory):
     command = [
         "serve", tiny_with_words, "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "128",
         "--served-model-name", "tiny", "--api-key", KEY, "--chat-template", str(home / "chat.jinja"),
-        "--api-server-count", "2", "--steering-modules", f"one={home}/one.json", f"late={home}/late.safetensors",
+        "--api-server-count", "2", "--enable-scale-out", "--steering-modules", f"one={home}/one.json", f"late={home}/late.safetensors",
         "--steering-api-key", OLD, "--steering-body-bytes-max", str(BODY_BYTES_MAX),
     ]  # fmt: skip
     with process(*command, environment=environment(home, CAPFLOW_STEERING_API_KEY=f"{NEW},")) as (server, _):
@@ -60,7 +61,8 @@ def call(port, method, path, body=None, key=NEW):
         {"X-API-Key": key} if key else {}
     )
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/{path}", data, headers, method=method)
+    url = urllib.parse.urljoin(f"http://127.0.0.1:{port}/v1/", path)
+    request = urllib.request.Request(url, data, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.load(answer)
@@ -224,6 +226,29 @@ def test_what_is_wrong_is_refused_before_anything_runs(port, route, body, status
     assert code == status, answer
     if param is not None:
         assert answer["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("route", "more"),
+    [
+        ("v1/chat/completions/batch", {"messages": [[{"role": "user", "content": PROMPT}]]}),
+        ("v1/messages", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2}),
+        ("inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}),
+    ],
+)
+def test_a_route_that_takes_no_fields_refuses_them_and_goes_on_without(port, route, more):
+    body = {"model": "tiny", "max_tokens": 2, **more}
+    asked = [{"steering_vectors": ONE}, {"capture": {"hooks": {"post_block": "all"}}}, {"steering_vector": ONE}]
+    if route != "v1/messages":  # which hands them on
+        asked.append({"vllm_xargs": {"capflow": json.dumps({"steering_name": "one"})}})
+    for fields in asked:
+        status, answer = call(port, "POST", f"/{route}", body | fields)
+        assert status == 400, answer
+        (name,) = fields
+        assert answer["error"]["param"].startswith(name)
+        assert "/v1/completions" in answer["error"]["message"]
+    status, answer = call(port, "POST", f"/{route}", body)
+    assert status == 200, answer
 
 
 @pytest.mark.parametrize("tier", ["steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"])

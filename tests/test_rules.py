@@ -7,11 +7,16 @@ neither slowed nor changed.
 import copy
 
 import pytest
-from engines import GREEDY, answers, engine, prompts, vector
+from engines import GREEDY, WIDTH, answers, engine, prompts, vector
 from rows import ALL
+from steered import SteeredReference
+from vllm.sampling_params import RequestOutputKind
 from watching import watch
 
 import capflow
+from capflow.program import ADD, Op, SiteOps, SteeringProgram, digest
+from capflow.site import Site
+from capflow.vector import SteeringVector
 from capflow_engine import compat
 
 pytestmark = pytest.mark.engine
@@ -27,6 +32,28 @@ class Driver:
     def add(self, name, prompt, max_tokens, **more):
         params = capflow.sampling_params(id=name, capture=ALL, **(GREEDY | {"max_tokens": max_tokens} | more))
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def say(self, name, prompt, params, *, more=True):
+        """Add a part of a request's input, or with `more=False` the word that there is none."""
+        params = params.clone()
+        params.output_kind = RequestOutputKind.DELTA
+        tasks = self.engine.get_supported_tasks()
+        request = self.engine.input_processor.process_inputs(
+            name, {"prompt_token_ids": list(prompt)}, params, supported_tasks=tasks, resumable=more
+        )
+        request.external_req_id = name
+        self.engine.output_processor.add_request(copy.deepcopy(request), None, None, 0)
+        self.engine.engine_core.add_request(request)  # as from a socket, another: both make its prompt longer
+
+    def talk(self, name, prompt, params):
+        """Add a part of a request's input; return what is generated before it waits for the next one."""
+        self.say(name, prompt, params)
+        talking = self.engine.engine_core.engine_core.scheduler.requests[name]
+        for _ in range(100):
+            self.engine.step()
+            if talking.status.name == "WAITING_FOR_STREAMING_REQ":
+                return list(talking.output_token_ids)
+        return pytest.fail("the part was not answered")
 
     def steps(self, count):
         for _ in range(count):
@@ -111,38 +138,9 @@ def test_rule_1_streaming_input_goes_on_where_its_rows_ended(tiny, reference, ke
         driver = Driver(llm)
         beside = prompts((33,), seed=5)[0]["prompt_token_ids"]
         driver.add("beside", beside, 60)
-        core = llm.llm_engine.engine_core
-        generated = []
-
-        def say(prompt, *, more=True):
-            from vllm.sampling_params import RequestOutputKind
-
-            params = capflow.sampling_params(id="talk", capture=ALL, max_tokens=6, **GREEDY)
-            params.output_kind = RequestOutputKind.DELTA
-            request = llm.llm_engine.input_processor.process_inputs(
-                "talk",
-                {"prompt_token_ids": list(prompt)},
-                params,
-                supported_tasks=llm.llm_engine.get_supported_tasks(),
-                resumable=more,
-            )
-            request.external_req_id = "talk"
-            llm.llm_engine.output_processor.add_request(copy.deepcopy(request), None, None, 0)
-            core.add_request(request)  # one of its own, as when it comes over a socket: both make its prompt longer
-
-        def answer():
-            talking = core.engine_core.scheduler.requests["talk"]
-            for _ in range(100):
-                llm.llm_engine.step()
-                if talking.status.name == "WAITING_FOR_STREAMING_REQ":
-                    generated.append(list(talking.output_token_ids))
-                    return
-            pytest.fail("the part was not answered")
-
-        for part in (first, second, third):
-            say(part)
-            answer()
-        say([0], more=False)
+        params = capflow.sampling_params(id="talk", capture=ALL, max_tokens=6, **GREEDY)
+        generated = [driver.talk("talk", part, params) for part in (first, second, third)]
+        driver.say("talk", [0], params, more=False)
         driver.run()
         assert driver.results("talk", "beside") == {"talk": "ok", "beside": "ok"}
         one, two, three = generated
@@ -151,6 +149,35 @@ def test_rule_1_streaming_input_goes_on_where_its_rows_ended(tiny, reference, ke
         keeper.hold("beside", driver.tokens["beside"], reference)
         assert keeper.done["talk"].status == "stop"
         assert keeper.done["talk"].prompt_length == len(tokens) - 6
+
+
+def test_input_that_goes_on_is_steered_in_its_phases(tiny):
+    first, second = (p["prompt_token_ids"] for p in prompts((40, 30), seed=6))
+    before, after = ({"post_block": {1: vector(n)}} for n in (1, 2))
+    phases = {"prefill_steering_vectors": before, "decode_steering_vectors": after}
+    with engine(tiny, enable_prefix_caching=True, block_size=32) as llm:
+        driver = Driver(llm)
+        params = capflow.sampling_params(max_tokens=6, **phases, **GREEDY)
+        one = driver.talk("talk", first, params)
+        talking = driver.engine.engine_core.engine_core.scheduler.requests["talk"]
+        before_it_went_on = talking.capflow_forks[-1]
+        two = driver.talk("talk", second, params)
+        assert talking.capflow_forks[-1] != before_it_went_on, "its blocks are nobody else's from there on"
+        driver.say("talk", [0], params, more=False)
+        driver.run()
+    tokens = [*first, *one[:-1], *second, *two]
+    ends = range(len(first), len(first) + 5), range(len(tokens) - 6, len(tokens))
+    generated = {position for end in ends for position in end}
+    adds = [SteeringVector.make(Site(1, "post_block"), vector(n)) for n in (1, 2)]
+    rows = [add.data for add in adds]
+    each = tuple(
+        (position, (SiteOps(1, "post_block", (Op(ADD, int(position in generated)),)),))
+        for position in range(len(tokens))
+    )
+    program = SteeringProgram(WIDTH, b"".join(rows), tuple(map(digest, rows)), patched=each)
+    likeliest = SteeredReference(tiny).logits(tokens, 0, program).argmax(axis=-1)
+    assert likeliest[len(first) - 1 : len(first) + 5].tolist() == one
+    assert likeliest[len(tokens) - 7 : -1].tolist() == two
 
 
 def schedules(llm):

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import fastapi
 import httpx
 import numpy as np
 from apps import LIMIT, WIDTH, server
@@ -203,6 +204,25 @@ def test_a_larger_body_is_413_before_it_is_read(tmp_path, path):
         assert answer.status_code == 413, answer.text
         assert "--steering-body-bytes-max" in answer.json()["error"]["message"]
     assert len(pieces) < 10
+
+
+def test_a_route_that_takes_no_fields_is_never_reached_with_them(servers):
+    app, seen = servers[0].app, []
+
+    @app.post("/v1/other")
+    async def other(request: fastapi.Request) -> None:
+        seen.append(await request.json())
+
+    xargs = {"vllm_xargs": {"capflow": "{}"}}
+    for said in (*({field: 1} for field in FIELDS), {"steering": 1}, xargs):
+        answer = servers[0].post("/v1/other", json={"prompt": "one", **said})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"].startswith(next(iter(said)))
+    assert not seen
+    others = [{"prompt": "steering_vectors " * 20_000, "vllm_xargs": {"theirs": 1}, "capture": None}, ["capture"]]
+    for said in others:
+        assert servers[0].post("/v1/other", json=said).status_code == 200
+    assert seen == others
 
 
 def test_what_no_route_of_ours_has_seen_is_steered_by_the_global_state(servers):

@@ -211,6 +211,29 @@ def test_the_cpu_tap_equals_the_reference(case, seed):
     check(case, seed, run_cpu)
 
 
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cpu_tap_adds_to_a_requests_tokens_and_no_others(dtype, tokens, scale):
+    rng = np.random.default_rng(tokens)
+    planner, bank = Planner(1), Bank(Size(4, 16, 4), {Site(0, "post_block"): 0}, 4096, CPU)
+    batch, changes = [], []
+    for number, amount in enumerate((2.0, None, 1.0)):
+        request = Tracked(f"r{number}", f"r{number}", tokens, planner.nothing, planner.nothing)
+        row = exact(rng, 4096, 4, torch.float32)
+        if amount is not None:
+            ops = (SiteOps(0, "post_block", (Op(ADD, 0, amount),)),)
+            program = SteeringProgram(4096, row.numpy().tobytes(), (digest(row.numpy().tobytes()),), ops, ops)
+            request.steered = bank.acquire(program, tokens)
+        batch.append(Scheduled(request, number * tokens, 0, tokens))
+        changes.append(row.double().expand(tokens, -1) * ((amount or 0.0) / scale))
+    hidden = exact(rng, (3 * tokens + 2, 4096), 30, dtype)
+    expected = hidden.double()
+    expected[: 3 * tokens] += torch.cat(changes)
+    Step(planner.plan(batch), None, bank).tap(0, hidden, None, scale)
+    assert torch.equal(hidden, expected.to(dtype))
+
+
 def test_the_cases_do_every_kind_of_thing():
     made = [make(case, seed) for case in CASES for seed in range(5)]
     plans = [one.plan for one in made]

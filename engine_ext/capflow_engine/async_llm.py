@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, Self
 
 from capflow import limits
@@ -21,7 +21,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 
 from capflow_engine.arming import arm  # noqa: E402
 from capflow_engine.holdings import Size  # noqa: E402
-from capflow_engine.options import RequestOptions  # noqa: E402
+from capflow_engine.options import KEY, RequestOptions  # noqa: E402
 from capflow_engine.params import Prepared  # noqa: E402
 from capflow_engine.results import Askers  # noqa: E402
 from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, Settings, engine_arguments  # noqa: E402
@@ -104,7 +104,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         """Yield outputs as vLLM's `generate` does; the last has `capture_results`, and so has each sample in it.
 
         request_id: vLLM's name of the request; by default that of its parameters, or a new one. Raises UsageError for what does
-        not fit the model or the bank.
+        not fit the model or the bank, and for a part of a streaming input that asks for anything itself.
         """
         name = request_id or f"{self.capflow_settings.engine[:8]}-{next(self._numbers)}"
         prepared = Prepared.of(sampling_params, self.capflow_model, self.steering, self._bank_size, name)
@@ -112,6 +112,8 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         if not self._running.isdisjoint(names):
             raise UsageError(explain("id", got=prepared.options.id, expected="one that no running request has"))
         self._running.update(names)
+        if isinstance(prompt, AsyncGenerator):
+            prompt = _asking_nothing(prompt)
         outputs = super().generate(prompt, prepared.params, request_id or prepared.options.id, **kwargs)
         try:
             async with contextlib.aclosing(outputs):
@@ -144,3 +146,15 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         output.capture_results = joined(found)
         for sample in output.outputs:
             sample.capture_results = found.get(options.names[sample.index], {})
+
+
+async def _asking_nothing(parts: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Yield the parts of a streaming input; raise UsageError for one that asks for what was asked for with the first."""
+    async with contextlib.aclosing(parts):
+        async for part in parts:
+            if part.sampling_params is not None and KEY in (part.sampling_params.extra_args or {}):
+                wrong = "sampling_params of a part of the input"
+                raise UsageError(
+                    explain(wrong, got="capture or steering", expected="none: generate's hold for all parts")
+                )
+            yield part

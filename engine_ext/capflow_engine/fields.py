@@ -26,8 +26,10 @@ XARGS = f"vllm_xargs.{KEY}"
 FIELDS = ("capture", "capture_id", "capture_wait", *STEERING_FIELDS, "steering_report")
 """The names of the body's fields."""
 
-_MISSPELT = ("capture", "steering", "prefill_steering", "decode_steering")
-"""How a field begins that was meant for capflow."""
+_BEGINNINGS = ("capture", "steering", "prefill_steering", "decode_steering")
+"""How a field begins that is meant for capflow."""
+
+assert all(name.startswith(_BEGINNINGS) for name in FIELDS)
 
 
 class Server(msgspec.Struct, frozen=True):
@@ -129,9 +131,14 @@ def _check(program: SteeringProgram | None, server: Server) -> None:
 
 def check_spelling(extra: Collection[str]) -> None:
     """Raise UsageError for a field that nobody knows and that was meant for capflow, which would do nothing."""
-    for name in extra:
-        if name.startswith(_MISSPELT):
-            raise UsageError(explain(f"{name}: unknown", expected=f"one of {', '.join(FIELDS)}"))
+    name = meant_for_capflow(extra)
+    if name is not None:
+        raise UsageError(explain(f"{name}: unknown", expected=f"one of {', '.join(FIELDS)}"))
+
+
+def meant_for_capflow(names: Collection[str]) -> str | None:
+    """Return the first of a body's fields that is one of `FIELDS`, well spelt or not; None where none is."""
+    return next((name for name in names if name.startswith(_BEGINNINGS)), None)
 
 
 def _flag(fields: Mapping[str, Any], name: str) -> bool | None:

@@ -29,10 +29,10 @@ class Size(NamedTuple):
         rows = max(1, min(bank_bytes // (4 * hidden_size), _ROWS_MAX))
         return cls(rows, max(4 * rows, _OPS_MIN), max(_SLOTS_MIN, 4 * requests_max))
 
-    def check(self, program: SteeringProgram | None, prompt_length: int = POSITION_MAX) -> None:
-        """Raise UsageError for a program that has no room in an empty bank."""
+    def check(self, program: SteeringProgram | None, prompt_length: int = POSITION_MAX) -> tuple[Need, ...]:
+        """Return what a program takes; raise UsageError for one that has no room in an empty bank."""
         if program is None:
-            return
+            return ()
         needs = needs_of(program, prompt_length)
         if not Holdings(self).hold("", needs):
             rows = len({row for need in needs for row in need.rows})
@@ -41,6 +41,7 @@ class Size(NamedTuple):
             do = "ask for less, or start the engine with more --steering-bank-bytes"
             expected = f"at most {self.rows}, {self.ops} and {self.slots}"
             raise UsageError(explain("steering", got=got, expected=expected, do=do))
+        return needs
 
 
 _ROWS_MAX = 65_536

@@ -33,6 +33,7 @@ from capflow_engine.front import Front
 from capflow_engine.refusals import refused
 from capflow_engine.serving import Serving
 from capflow_engine.settings import Settings
+from capflow_engine.stray_fields import StrayFields
 
 STEERING_HEADER = "X-Capflow-Steering"
 """Of each answer that was steered: the key of what steered it."""
@@ -62,6 +63,7 @@ class Plugin:
             app.post(path, dependencies=json_only, responses=answers, response_model=None)(route)
         app.include_router(steering_routes.router)
         app.include_router(APIRouter(lifespan=_beside))
+        app.add_middleware(StrayFields)
         app.add_middleware(BodyLimit)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:

@@ -78,11 +78,12 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def resolved(self, info: ModelInfo, store: SteeringStore = _NO_MODULES) -> RequestOptions:
         """Return the options with what steers worked out, and what the store has for every request with it.
 
-        Raises UsageError for what does not fit the model, and for a module that the store does not have.
+        What they came with was checked before. Raises UsageError for what does not fit the model, and for a module that the
+        store does not have.
         """
-        program = self.program
-        if program is None:
-            program = store.resolve(self.steering, info.hidden_size)
+        if self.program is not None:
+            return self
+        program = store.resolve(self.steering, info.hidden_size)
         if program is not None:
             program.check(info)
         return msgspec.structs.replace(self, steering=None, program=program)

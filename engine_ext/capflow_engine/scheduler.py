@@ -99,6 +99,11 @@ class Captured:
             self.capflow.cut(request.request_id, request.num_computed_tokens)
         return over
 
+    def _update_request_as_session(self, session: Any, update: Any) -> None:
+        computed = session.num_computed_tokens
+        super()._update_request_as_session(session, update)  # type: ignore[misc]
+        self.capflow.go_on(session, computed)
+
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self.capflow.end(request)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
@@ -167,7 +172,7 @@ class Ledger:
             options.check(self.info)
             options = options.resolved(self.info)
             prompt = request.num_prompt_tokens - (options.generated or 0)
-            self._held.size.check(options.program, prompt)
+            needs = self._held.size.check(options.program, prompt)
             _check_patches(
                 options.program, prompt, None if options.generated is not None else self._length_max(request)
             )
@@ -175,7 +180,7 @@ class Ledger:
             # The front ends of capflow refuse these before they come here; vLLM's own do not know them.
             logger.error("request %s: %s; it is aborted", key, e)
             params.extra_args = {k: v for k, v in params.extra_args.items() if k != KEY}
-            options, taken = RequestOptions(), False
+            options, needs, taken = RequestOptions(), (), False
         names = options.names
         number = 0 if len(names) == 1 else compat_step.sample_number(key)
         name = names[number] if number < len(names) else key
@@ -190,11 +195,20 @@ class Ledger:
             self._programs[key] = options.program
             if options.generated:
                 self._generated[key] = options.generated
-            self._waiting[key] = needs_of(options.program, self._steered_from(request))
+            self._waiting[key] = needs
             self._key_cache(request, options.program, connected=scheduler.connector is not None)
         if wishes.controllers:  # they may steer it at any step, unseen from here
             compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
         return taken
+
+    def go_on(self, request: Any, position: int) -> None:
+        """Key what a request computes from a position on, where more input became part of its prompt.
+
+        It is steered as a prompt there, behind tokens that were steered as generated ones: so is nobody else's.
+        """
+        program = self._programs.get(request.request_id)
+        if program is not None and program.prefill != program.decode:
+            self._fork_for_itself(request, position)
 
     def _key_cache(self, request: Any, program: SteeringProgram, *, connected: bool) -> None:
         """Key a request's cache blocks by what steers the positions in them.
@@ -203,7 +217,8 @@ class Ledger:
         connected: a KV connector may know blocks by their tokens and salt alone, so that the salt has to say it all.
         """
         prompt = self._steered_from(request)
-        prefill, decode = program.key(program.prefill), program.key(program.decode)
+        prefill = program.key(program.prefill)
+        decode = prefill if program.decode == program.prefill else program.key(program.decode)
         patched = f"patched:{program.patched_key(prompt)}" if program.patched else ""
         behind = f"decode:{prompt}:{decode}" if decode != prefill else ""  # where the prompt ends is part of it
         salt = f"{prefill}{behind}{patched}" if connected else prefill if program.prefill else ""

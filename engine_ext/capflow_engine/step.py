@@ -6,7 +6,8 @@ The CPU taps read the plan itself, through `current`; the GPU taps read tables t
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,16 @@ from capflow.program import ADD, CLAMP
 from capflow_engine.bank import Bank
 from capflow_engine.plan import Plan, token_rows
 
-_INDEXED_RUNS_MIN = 8  # with fewer runs, copying slice by slice is faster than gathering by index
+_INDEXED_RUNS_MIN = 8  # with fewer runs, going slice by slice is faster than gathering by index
+
+
+class _Add(NamedTuple):
+    """`amount` times a row of the bank is added to token rows `begin .. end`."""
+
+    begin: int
+    end: int
+    row: int
+    amount: float
 
 
 class Step:
@@ -26,10 +36,12 @@ class Step:
         self.plan = plan
         self.buffer = buffer
         self.bank = bank
-        end = max((source + length for source, length, _ in plan.steered), default=0)
-        slots = plan.slots(end)
-        self._steered = np.flatnonzero(slots >= 0)  # token rows
-        self._slots = slots[self._steered]  # of each of them
+        self._runs: list[tuple[int, int, int]] = []  # see `_runs`
+        self._adds: dict[int, list[_Add]] = {}  # site → all that is done there, where that is little
+        self._wide = torch.empty(0)  # float32, for the longest run of `_adds`
+        self._heads: dict[int, npt.NDArray[np.int32]] = {}  # any other site → the first operation of each run
+        if plan.steered:
+            self._plan_steering()
         self._copies: dict[int, list[tuple[Any, int, int]]] = {}  # site index → (group's source, first row, rows)
         for group in plan.groups:
             source = _source(group.runs)
@@ -57,22 +69,50 @@ class Step:
                         torch.add(hidden[begin : begin + length], residual[begin : begin + length], out=out)
             if scale != 1.0:
                 self.buffer[row : row + rows].mul_(scale)
-        if len(self._steered):
+        for begin, end, row, amount in self._adds.get(site, ()):
+            vector = self.bank.rows[row] if amount == scale else self.bank.rows[row] * amount / scale
+            tokens = hidden[begin:end]
+            if tokens.dtype == torch.float32:
+                tokens.add_(vector)
+            else:  # torch would take new memory for each sum, and the system time to clear it
+                tokens.copy_(self._wide[: end - begin].copy_(tokens).add_(vector))
+        if site in self._heads:
             self._steer(site, hidden, residual, scale)
+
+    def _plan_steering(self) -> None:
+        """Find what is done at each site, once for all of them."""
+        self._runs = _runs(self.plan.slots(max(source + length for source, length, _ in self.plan.steered)))
+        heads = self.bank.heads.numpy()[[slot for _, _, slot in self._runs]].T  # [sites, runs]
+        kinds, numbers, following = np.moveaxis(self.bank.op_ints.numpy()[heads], -1, 0)
+        amounts = self.bank.op_floats.numpy()[heads, 0]
+        lone = ((heads < 0) | ((kinds == ADD) & (following < 0))).all(axis=1)
+        for site in np.flatnonzero((heads >= 0).any(axis=1)).tolist():
+            if lone[site] and len(self._runs) < _INDEXED_RUNS_MIN:
+                each = zip(self._runs, heads[site], numbers[site].tolist(), amounts[site].tolist(), strict=True)
+                self._adds[site] = [_Add(*run[:2], row, amount) for run, head, row, amount in each if head >= 0]
+            else:
+                self._heads[site] = heads[site]
+        if self._adds:
+            self._wide = torch.empty((max(end - begin for begin, end, _ in self._runs), self.bank.rows.shape[1]))
 
     def _steer(self, site: int, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float) -> None:
         """Do a site's operations on every token that has some, in float32; round once."""
-        heads = self.bank.heads.numpy()[self._slots, site]
+        rows = np.concatenate([np.arange(begin, end) for begin, end, _ in self._runs])
+        heads = np.repeat(self._heads[site], [end - begin for begin, end, _ in self._runs])
         here = np.flatnonzero(heads >= 0)
-        if not len(here):
-            return
-        tokens = torch.from_numpy(self._steered[here])
+        tokens, heads = torch.from_numpy(rows[here]), heads[here]
         half = hidden.index_select(0, tokens).float()
-        change = _added(self.bank, heads[here])
+        change = _added(self.bank, heads)
         if change is None:
             stream = half if residual is None else half + residual.index_select(0, tokens).float()
-            change = _changed(self.bank, heads[here], stream if scale == 1.0 else stream * scale)
+            change = _changed(self.bank, heads, stream if scale == 1.0 else stream * scale)
         hidden.index_copy_(0, tokens, (half + (change if scale == 1.0 else change / scale)).to(hidden.dtype))
+
+
+def _runs(slots: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
+    """Return the first row, the row behind the last one, and the slot of all rows that lie together and have one slot."""
+    bounds = [0, *(np.flatnonzero(slots[1:] != slots[:-1]) + 1).tolist(), len(slots)] if len(slots) else []
+    return [(begin, end, int(slots[begin])) for begin, end in pairwise(bounds) if slots[begin] >= 0]
 
 
 def _added(bank: Bank, heads: npt.NDArray[np.int32]) -> torch.Tensor | None:
