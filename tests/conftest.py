@@ -7,6 +7,10 @@ import os
 import shutil
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")  # how long an example takes says something of the machine only
 
 
 @pytest.fixture(scope="session", autouse=True)
