@@ -132,8 +132,8 @@ class Bank:
             self._free_rows.give(rows or ())
             raise CapflowError(explain("steering bank", got="no room", do="raise --steering-bank-bytes"))
         if new:
-            given = program.array()[[digests[digest] for digest in new]]
-            self._upload(self.rows, rows, given)
+            given, wanted = program.array(), [digests[digest] for digest in new]
+            self._upload(self.rows, rows, given if wanted == list(range(len(given))) else given[wanted])
             self._row_of.update(zip(new, rows, strict=True))
         for digest in digests:
             self._row_holders[digest] = self._row_holders.get(digest, 0) + 1
