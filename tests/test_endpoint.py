@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import socket
+import sys
 import threading
 import time
 
@@ -132,13 +133,11 @@ class TestHealth:
             eventually(lambda: health(endpoint, "/readyz")[0] == 200)
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-    def test_of_a_consumer_whose_thread_dies(self, address, serve):
-        class Dies(Recorder):
-            def on_frame(self, frame):
-                raise SystemExit
-
-        with running_hub(address, Dies()) as hub, worker_link(address) as link:
+    def test_of_a_consumer_whose_thread_dies(self, address, serve, monkeypatch):
+        """A consumer cannot end it, not even with `sys.exit`; a fault of the lane's own can."""
+        with running_hub(address, Recorder()) as hub, worker_link(address) as link:
             endpoint = serve(hub)
+            monkeypatch.setattr(hub.lanes[0], "_handle", lambda item: sys.exit())
             send(link)
             eventually(lambda: health(endpoint, "/readyz")[1]["problems"] == ["consumer recorder: its thread ended"])
             assert b'capflow_consumer_up{consumer="recorder"} 0.0' in ask(endpoint, "/metrics")[2]

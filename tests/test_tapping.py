@@ -41,6 +41,12 @@ def send(link, frame):
     assert link.send(frame.header, frame.payload) is None
 
 
+def tapped(address):
+    """Wait until a tap is there."""
+    with Client(address) as client:
+        eventually(lambda: client.status()["taps"])
+
+
 def whole(link, name, steps=3):
     """Send a request of four tokens a step, and its end with the last of them."""
     for step in range(steps):
@@ -104,6 +110,7 @@ class TestWhatATapSees:
             worker_link(address, hellos[1]) as second,
             worker_link(address, hellos[2]) as third,
         ):
+            tapped(address)
             for number, link in enumerate((first, second, third)):
                 parts = {"engine": f"engine-{number}", "finished": [make_finished(f"r{number}")]}
                 send(link, make_frame([(f"r{number}", 4, 0, 4)], **parts))
@@ -119,6 +126,7 @@ class TestWhatATapSees:
             running_hub(own, configured(watcher, "drop")) as hub,
             Tapping(address, hub),
         ):
+            tapped(address)
             with worker_link(address) as link:
                 send(link, make_frame([("cut", 4, 0, 4)]))
                 eventually(lambda: watcher.rows["cut"] == 4)
@@ -133,10 +141,11 @@ class TestWhatATapSees:
     def test_it_goes_on_when_the_tapped_hub_comes_back(self, address, own):
         watcher = live()
         with running_hub(own, configured(watcher, "drop")) as hub, worker_link(address, wait=False) as link:
-            with running_hub(address, Recorder()):
+            with running_hub(address, Recorder()), Client(address) as client:
                 assert link.wait_welcome(20)
                 tapping = Tapping(address, hub)
                 tapping.start()
+                eventually(lambda client=client: client.status()["taps"])
                 whole(link, "before")
                 send(link, make_frame([("cut", 4, 0, 4)]))
                 eventually(lambda: watcher.rows["cut"] == 4)

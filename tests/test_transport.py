@@ -149,7 +149,8 @@ class TestWorkerLink:
             written = tmp_path / "seqs3"
             with hub_process(address, written):
                 eventually(lambda: link.counters["unacked_frames"] == 0 and link.counters["queued_bytes"] == 0)
-            assert [int(line) for line in written.read_text().split()] == list(range(acked + 1, 121))
+            last = written.read_text().split() if acked < 120 else []  # or the third was killed when it had said all
+            assert [int(line) for line in last] == list(range(acked + 1, 121))
 
     def test_keeps_what_is_sent_while_the_hub_is_away_until_the_queue_is_full(self, address):
         with worker_link(address, wait=False, policy="drop", outbound_bytes_max=3000) as link:

@@ -108,7 +108,7 @@ def body_of(request: pb.GenerateRequest, *, stream: bool) -> CapflowCompletionRe
     if "steering_scales" in said:
         if "steering_name" in said:
             raise UsageError(explain("steering_scales: given beside steering_name", expected="one or the other"))
-        said["steering_name"] = said.pop("steering_scales")
+        said["steering_name"] = dict(sorted(said.pop("steering_scales").items()))  # a map of a message has no order
     if "logit_bias" in said:
         said["logit_bias"] = {str(token): bias for token, bias in said["logit_bias"].items()}
     return CapflowCompletionRequest(
