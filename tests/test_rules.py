@@ -74,7 +74,8 @@ class Driver:
 
     def results(self, *names):
         """Return what the hub says of requests, once it is final."""
-        return {name: found["keeper"].status for name, found in self.llm._client.results(names, wait=True).items()}
+        with self.llm.capflow_settings.hubs[0].client() as client:
+            return {name: found["keeper"].status for name, found in client.results(names, wait=True).items()}
 
 
 def test_rule_1_rows_are_their_requests_whatever_comes_and_goes_beside_them(tiny, reference, keeper):
@@ -83,7 +84,6 @@ def test_rule_1_rows_are_their_requests_whatever_comes_and_goes_beside_them(tiny
     small = {"max_num_batched_tokens": 24, "long_prefill_token_threshold": 8, "max_num_seqs": 8, "block_size": 32}
     with engine(tiny, hub=keeper.address, enable_prefix_caching=True, **small) as llm:
         counts = watch(llm)
-        llm._results([])
         driver = Driver(llm)
         driver.add("long", long, 9)
         driver.steps(2)
@@ -134,7 +134,6 @@ def test_rule_1_streaming_input_goes_on_where_its_rows_ended(tiny, reference, ke
     """A request whose prompt grows: what was generated becomes prompt, but for the token that each part stopped at."""
     first, second, third = (p["prompt_token_ids"] for p in prompts((20, 30, 7), seed=4))
     with engine(tiny, hub=keeper.address, max_num_batched_tokens=16) as llm:
-        llm._results([])
         driver = Driver(llm)
         beside = prompts((33,), seed=5)[0]["prompt_token_ids"]
         driver.add("beside", beside, 60)
