@@ -67,7 +67,7 @@ class Lane:
         self.name = configured.name
         self.policy = configured.policy
         self.consumer: Consumer = configured.consumer
-        self.queue: ByteQueue[_Rows | _Done | _Session] = ByteQueue(configured.queue_bytes_max)
+        self.queue: ByteQueue[Any] = ByteQueue(configured.queue_bytes_max)
         self.frames = 0  # given to `on_frame`, as are rows and bytes; written by the thread
         self.rows = 0
         self.bytes = 0

@@ -134,7 +134,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Inbox:
-    """One consumer's spool, from `open` to `close`. One thread puts in, another takes out and says what is not needed any more.
+    """One consumer's spool, from `open` to `close`. One thread puts frames in, another takes out and says what is not needed any more.
 
     on_synced(number) is called, on the spool's thread, when every record up to there is durable.
     """

@@ -27,7 +27,7 @@ from capflow.inbox import Done, Gone, Inbox, Item, Known, Missed, Unkept
 from capflow.ledger import Engine, Ledger, Request, Wish
 from capflow.message import ModelInfo
 from capflow.plugins import ConfiguredConsumer
-from capflow.queue import ByteQueue, Overload
+from capflow.queue import Overload
 from capflow.result import CaptureResult
 from capflow.spool import FullError, Lost
 
@@ -45,7 +45,6 @@ class _Kept(NamedTuple):
 
     frame: Frame
     taken: Taken
-    at: float
 
 
 @dataclass
@@ -94,9 +93,6 @@ class SpillingLane(Lane):
         self.inbox = Inbox(spill.root, spill.name, spill.bytes_max, on_synced=self._synced)
         wish = Wish(self.name, self.consumer.spec(), self.consumer.reads_requests)
         self.ledger = Ledger([wish])  # the consumer's thread's
-        self._in: ByteQueue[_Kept | Known | Gone | Missed] = ByteQueue(
-            configured.queue_bytes_max
-        )  # emptied by the writer
         self._lost: dict[
             str, Counter[str]
         ] = {}  # rows without room, by engine and request, until their end is told; the writer's
@@ -110,9 +106,7 @@ class SpillingLane(Lane):
         self._long: dict[
             tuple[str, str], _Open
         ] = {}  # likewise, and not kept to their beginning; the consumer's thread's
-        self._missing: dict[
-            str, tuple[float, float]
-        ] = {}  # for how long engines were missed, as of when; the hub's thread's
+        self._missing: dict[tuple[str, int], tuple[float, float]] = {}  # seconds, as of when; the hub's thread's
         self._gone: set[tuple[str, int | None]] = set()  # asked to be ended by the hub; its thread's
         self._opened_at = 0.0  # when the inbox was
         self._handled = 0  # the record that was handled last; the consumer's thread's
@@ -140,19 +134,18 @@ class SpillingLane(Lane):
         """Take a frame; `taken` is called, on any thread, when it is durable."""
         if self._gone:
             self._gone = {gone for gone in self._gone if gone[0] != frame.header.engine}
-        self._in.force(_Kept(frame, taken, time.monotonic()), frame.nbytes)
+        self.queue.force(_Kept(frame, taken), frame.nbytes)
 
     def lose(self, engine: str, replica: int | None) -> None:
         """Tell the consumer, after everything before, that the open requests of an engine, or of a replica of it, are over."""
         if (engine, replica) not in self._gone:
             self._gone.add((engine, replica))
-            self._in.force(Gone(engine, replica))
+            self.queue.force(Gone(engine, replica))
 
     def greet(self, engine: str, model: ModelInfo) -> None:
         """Tell the consumer, after everything before, that an engine connected."""
         self._gone = {gone for gone in self._gone if gone[0] != engine}
-        self._missing[engine] = (0.0, time.monotonic())
-        self._in.force(Known(engine, model))
+        self.queue.force(Known(engine, model))
 
     def missed(self, here: set[tuple[str, int]], now: float) -> Iterator[tuple[str, int]]:
         """Yield the engines and replicas with open requests that were not connected for `limits.MISSED_S` while a hub ran, this or earlier.
@@ -162,31 +155,21 @@ class SpillingLane(Lane):
         waits = {
             (known.request.engine, known.request.replica) for known in [*self._open.values(), *self._long.values()]
         }
-        for engine, replica in sorted((waits | self.inbox.left.keys()) - here):
-            left = self.inbox.left.get((engine, replica))
-            seconds, since = self._missing.get(engine) or ((0.0, now) if left is None else (left, self._opened_at))
+        before, self._missing = self._missing, dict.fromkeys(here, (0.0, now))
+        for key in sorted((waits | self.inbox.left.keys()) - here):
+            left = self.inbox.left.get(key)
+            seconds, since = before.get(key) or ((0.0, now) if left is None else (left, self._opened_at))
             total = seconds + now - since
-            self._missing[engine] = (total, now)
+            self._missing[key] = (total, now)
             if total >= limits.MISSED_S:
-                yield engine, replica
+                yield key
             elif total // _MISSED_S > seconds // _MISSED_S:
-                self._in.force(Missed(engine, total))
-
-    def close(self) -> None:
-        """Take nothing more; the consumer is closed when it has handled what it has."""
-        self._in.close()
-        self.queue.close()
+                self.queue.force(Missed(key[0], total))
 
     def status(self) -> dict[str, Any]:
         """Return the lane's counters."""
-        queued = {
-            "queued": len(self._in),
-            "queued_bytes": self._in.nbytes,
-            "queue_bytes_max": self._in.bytes_max,
-            "queue_bytes_peak": self._in.bytes_peak,
-        }
         spool = self.inbox.status() | {"requests_unkept": self._unkept} if self.inbox.is_open else None
-        return super().status() | queued | {"spool": spool}
+        return super().status() | {"spool": spool}
 
     @property
     def left(self) -> tuple[int, int]:
@@ -197,7 +180,7 @@ class SpillingLane(Lane):
 
     def _write(self) -> None:
         try:
-            while (item := self._in.get(_RETRY_S)) is not None or not self._in.closed:
+            while (item := self.queue.get(_RETRY_S)) is not None or not self.queue.closed:
                 self._put_owed()
                 match item:
                     case _Kept(frame, taken):
@@ -206,6 +189,8 @@ class SpillingLane(Lane):
                         self._insist(functools.partial(self.inbox.put, item))
                 del item
             self._put_owed()
+        except FullError:  # the hub stops: what was not taken, this and all behind it, is its worker's for the next one
+            pass
         except Exception:
             logger.exception("consumer %s: its inbox failed", self.name)
         finally:
@@ -221,8 +206,6 @@ class SpillingLane(Lane):
             frame = Frame(lessened(header, lost, self._why), frame.payload)
         if self.fallback is Overload.BLOCK:
             number = self._insist(functools.partial(self.inbox.put_frame, frame))
-            if number is None:
-                return  # the hub stops; the worker keeps it for the next one
         else:
             try:
                 number = self.inbox.put_frame(frame, 0.0)
@@ -234,15 +217,15 @@ class SpillingLane(Lane):
             self._pending.append((number, taken))
         self._synced(self.inbox.spool.synced_through)
 
-    def _insist(self, put: Callable[[float], int]) -> int | None:
-        """Put something in, however long it takes; return None when the hub stops before there is room. put: given how long to wait."""
+    def _insist(self, put: Callable[[float], int]) -> int:
+        """Put something in, however long it takes; put is given how long to wait. Raises FullError when the hub stops before there is room."""
         while True:
-            stopping = self._in.closed
+            stopping = self.queue.closed
             try:
                 return put(0.0 if stopping else _RETRY_S)
             except FullError:
                 if stopping:
-                    return None
+                    raise
 
     def _refuse(self, frame: Frame, reason: str) -> None:
         """Count the rows of a frame that has no room as lost, and owe the consumer the ends of requests in it."""

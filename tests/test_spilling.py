@@ -15,6 +15,7 @@ from capflow.client import Client
 from capflow.frame import Rank
 from capflow.plugins import Spill
 from capflow.result import CaptureResult
+from capflow.spilling import SpillingLane
 
 __all__ = ["address"]
 
@@ -223,6 +224,47 @@ def test_an_inbox_that_is_full_blocks_or_drops(address, spills, fallback):
         assert slow.rows["r1"] == slow.done["r1"].rows == sent - lost
         assert {reason: rows for rows, reason in slow.done["r1"].dropped} == ({"spool_full": lost} if lost else {})
         once(slow.positions)
+
+
+def test_behind_a_frame_without_room_nothing_is_taken_when_the_hub_stops(address, spills):
+    """A smaller one would have had room; the worker would be believed to have sent what was before it, too."""
+    first, second = Recorder(), Recorder()
+    with worker_link(address, wait=False) as link:
+        with running_hub(address, spills(first, spool_bytes=10_000)) as hub:
+            assert link.wait_welcome(20)
+            for start, length in ((0, 4), (4, 400), (404, 4)):
+                frame = make_frame([("r1", 4, start, length)])
+                assert link.send(frame.header, frame.payload) is None
+            eventually(lambda: first.rows["r1"] == 4 and hub.counts.frames == 3)
+            hub.stop(5)
+        with running_hub(address, spills(second)):
+            frame = make_frame(finished=[make_finished("r1", 4, 408)], requests=())
+            assert link.send(frame.header, frame.payload) is None
+            eventually(lambda: "r1" in second.done)
+            assert second.done["r1"].rows == 408
+            assert second.done["r1"].dropped == ()
+            once(second.positions)
+
+
+def test_a_consumer_that_spills_tells_of_what_waits_for_its_inbox(address, spills):
+    with running_hub(address, spills(Recorder(), spool_bytes=10_000)) as hub, worker_link(address) as link:
+        frame = make_frame([("r1", 4, 0, 400)])
+        assert link.send(frame.header, frame.payload) is None
+        assert link.send(frame.header, frame.payload) is None
+        eventually(lambda: hub.counts.frames == 2)
+        assert hub.snapshot().queued_bytes == hub.status()["consumers"]["recorder"]["queued_bytes"] == frame.nbytes
+
+
+def test_an_engine_that_was_there_is_missed_from_when_it_went(spills, monkeypatch):
+    monkeypatch.setattr(limits, "MISSED_S", 5.0)
+    lane = SpillingLane(0, spills(Recorder()), on_result=print, on_action=print)
+    lane.inbox.left = {("engine-1", 0): 0.0}
+    here = {("engine-1", 0)}
+    assert not list(lane.missed(here, 1000.0))
+    assert not list(lane.missed(here, 2000.0))
+    assert not list(lane.missed(set(), 2000.5))
+    assert not list(lane.missed(set(), 2004.0))
+    assert list(lane.missed(set(), 2005.0)) == [("engine-1", 0)]
 
 
 def test_a_request_that_is_longer_than_the_inbox_goes_on(address, spills, caplog):
