@@ -19,7 +19,7 @@ from waiting import eventually
 from capflow import limits, message
 from capflow.cli import main
 from capflow.client import Client
-from capflow.message import Hello, Refused, Tap, Welcome
+from capflow.message import Hello, Refused, Status, Tap, Welcome
 from capflow.spec import CaptureSpec
 from capflow.tapping import Tapping
 
@@ -45,6 +45,13 @@ def tapped(address):
     """Wait until a tap is there."""
     with Client(address) as client:
         eventually(lambda: client.status()["taps"])
+
+
+def heard(peer):
+    """Wait until the hub has read what a raw peer said: it answers a question behind it."""
+    peer.send(message.encode(Status()))
+    while not isinstance(message.decode(answer(peer)[0]), Status):
+        pass
 
 
 def whole(link, name, steps=3):
@@ -187,6 +194,7 @@ class TestNothingWaitsForATap:
             assert tap["frames"] == len(frames) > 10
             assert tap["skipped_frames"] == 401 - len(frames)
             peer.send(message.encode(Tap(tap["bytes"])))  # it has taken them: the newest comes next
+            heard(peer)
             send(link, make_frame([("r2", 4, 0, 4)]))
             newest = answer(peer)
             while len(newest) < 2:
@@ -268,6 +276,8 @@ class TestWhoMayTap:
                 peer.send(message.encode(Hello("client", "", "tap")))
                 answer(peer)
                 peer.send(message.encode(Tap(1000)))
+                if peer is first:
+                    heard(first)
             assert message.decode(answer(second)[0]) == Refused("taps: got 1, expected at most 1")
 
 
