@@ -31,6 +31,7 @@ import numpy as np
 import zmq
 
 from capflow import limits
+from capflow.cli.hubrun import rare_collections
 from capflow.consumer import Consumer
 from capflow.frame import Block, Frame, FrameHeader, Rank, RequestRows, Span
 from capflow.hub import Hub
@@ -70,7 +71,7 @@ class Null(Consumer):
 def be_hub(address: str) -> None:
     """Run a hub; for each line read, say the ages of the frames since the last."""
     consumer = Null()
-    with Hub(address, [ConfiguredConsumer.of(consumer)]):
+    with rare_collections(), Hub(address, [ConfiguredConsumer.of(consumer)]):
         print("ready", flush=True)
         for _ in sys.stdin:
             ages, consumer.ages_ns = consumer.ages_ns, []
