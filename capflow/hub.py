@@ -77,6 +77,7 @@ class Hub:
         self.lanes = self._exchange.lanes
         self.counts = self._exchange.counts
         self.ledger, self.relay, self.roster = self._exchange.ledger, self._exchange.relay, self._exchange.roster
+        self.taps = self._exchange.taps
         self.state = HubState.STARTING
         self._tick_at = 0.0
         self._stopped_well = False  # what `stop` returned
@@ -229,7 +230,7 @@ class Hub:
             "dropped_rows": dict(ledger.dropped),
             "spilled": roster.frames_spilled(),
             "actions": {"applied": relay.applied, "rejected": relay.rejected, "waiting": len(relay)},
-            "taps": self._exchange.taps.status(),
+            "taps": self.taps.status(),
             "sessions": [peer.status(now) for peer in list(roster.peers.values())],
             "consumers": {lane.name: lane.status() for lane in self.lanes},
             "controllers": [controller.name for controller in self._exchange.controllers],

@@ -123,6 +123,11 @@ def _hub(hub: Hub) -> Iterator[Metric]:
     yield _counter("actions", "Actions that engines answered.", actions, ["outcome"])
     yield _gauge("waiting_actions", "Actions that engines have not answered.", len(relay))
     yield _gauge("credit_window_bytes", "What each worker may have under way.", roster.window_bytes)
+    taps = hub.taps
+    yield _gauge("taps", "Hubs that tap this one.", len(taps))
+    yield _counter("tap_frames", "Copies of frames that were sent to taps.", taps.frames)
+    yield _counter("tap_bytes", "Bytes of these copies.", taps.bytes)
+    yield _counter("tap_skipped_frames", "Frames that a tap had no room for.", taps.skipped_frames)
 
 
 def _consumers(hub: Hub) -> Iterator[Metric]:

@@ -41,6 +41,14 @@ class Taps:
         self._send = send
         self._say = say
         self._taps: dict[bytes, _Tap] = {}  # until they leave
+        # Counters over all taps, those that left too.
+        self.frames = 0  # copies sent
+        self.bytes = 0
+        self.skipped_frames = 0
+        self.skipped_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._taps)
 
     def take(self, peer: bytes, name: str, credit_bytes: int, engines: Iterable[Engine]) -> None:
         """Take what a tap says: it may be sent more. The first time it is told of the engines that there are.
@@ -70,6 +78,8 @@ class Taps:
             if nbytes > tap.credit_bytes and tap.credit_bytes < limits.TAP_BYTES_MAX:
                 tap.skipped_frames += 1
                 tap.skipped_bytes += nbytes
+                self.skipped_frames += 1
+                self.skipped_bytes += nbytes
                 if not tap.behind:
                     tap.behind = True
                     event = {"event": "tap_behind", "tap": tap.name, "skipped_frames": tap.skipped_frames}
@@ -79,6 +89,8 @@ class Taps:
             tap.credit_bytes -= nbytes
             tap.frames += 1
             tap.bytes += nbytes
+            self.frames += 1
+            self.bytes += nbytes
             self._send(peer, parts)
 
     def greet(self, engine: Engine) -> None:

@@ -18,6 +18,7 @@ from capflow import limits, message
 from capflow.client import Client
 from capflow.endpoint import Endpoint
 from capflow.frame import Dropped, Rank
+from capflow.message import Hello, Tap
 from capflow.transport import Outbox, Staged
 
 __all__ = ["address"]
@@ -72,7 +73,11 @@ def watched(tmp_path_factory):
         with (
             worker_link(hub.address, staged=lambda: staged) as first,
             worker_link(hub.address, other, **spills) as second,
+            raw_peer(hub.address) as tap,
         ):
+            tap.send(message.encode(Hello("client", "", "tap")))
+            tap.send(message.encode(Tap(600)))  # room for a frame or two
+            eventually(lambda: hub.taps)
             for step in range(3):
                 send(first, [(SECRET, 4, step * 4, 4)], step=step)
             eventually(full.waiting.is_set)
@@ -111,8 +116,22 @@ def watched(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def status(watched):
+    return watched[1]
+
+
+@pytest.fixture(scope="module")
 def samples(watched):
     return read(watched[0])[0]
+
+
+def test_taps_are_counted(samples, status):
+    (tap,) = status["taps"]
+    assert tap["frames"] >= 1
+    assert tap["skipped_frames"] >= 1
+    assert value(samples, "taps") == 1
+    for name in ("frames", "bytes", "skipped_frames"):
+        assert value(samples, f"tap_{name}_total") == tap[name]
 
 
 def table():
@@ -171,7 +190,7 @@ def test_the_values_are_what_happened(samples):
     assert value(samples, "dropped_rows_total", reason="too_large") == 1
     assert value(samples, "protocol_errors_total") == value(samples, "refused_sessions_total") == 1
     assert value(samples, "sessions", role="worker") == 2
-    assert value(samples, "sessions", role="client") == 1
+    assert value(samples, "sessions", role="client") == 2
     assert value(samples, "engines") == 2
     assert value(samples, "ready") == 0
 

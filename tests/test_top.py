@@ -124,6 +124,12 @@ class TestTheView:
         assert re.search(r"full +7 +━+─+ +75% +2\.9 MiB +2 +0", text)
         assert "spool of" not in shown(view(told[1], None))
 
+    def test_of_taps_when_there_are_any(self, told):
+        tap = {"tap": "client 00ff", "frames": 7, "bytes": 3_000_000, "skipped_frames": 2, "skipped_bytes": 9}
+        text = shown(view({**told[1], "taps": [tap]}, None))
+        assert re.search(r"client 00ff +7 +2\.9 MiB +2\n", text)
+        assert "skipped" not in shown(view(told[1], None))
+
     def test_of_a_hub_that_is_gone_keeps_what_it_was(self, told):
         history = History(5)
         history.add(told[1])

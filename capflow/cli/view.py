@@ -28,7 +28,7 @@ Told = Mapping[str, Any]
 def view(told: Told, rates: Rates | None, *, rows_max: int | None = None, note: Text | None = None) -> RenderableType:
     """Return a hub's status as it is shown.
 
-    rows_max: of the tables of workers and of spools. note: what is said in place of the hub's state, when it does not answer.
+    rows_max: of the tables of workers, of spools and of taps. note: what is said in place of the hub's state, when it does not answer.
     """
     workers = [session for session in told["sessions"] if session["role"] == "worker"]
     head = _head(told, note)
@@ -39,6 +39,8 @@ def view(told: Told, rates: Rates | None, *, rows_max: int | None = None, note: 
         parts += [Text(), _consumers(told["consumers"], rates)]
     if spools := list(_spools(told)):
         parts += [Text(), _spool_table(spools[:rows_max], len(spools))]
+    if told["taps"]:
+        parts += [Text(), _taps(told["taps"], rows_max)]
     if note is None:
         return Group(head, *parts)
     old = Table.grid()
@@ -164,6 +166,21 @@ def _spool_table(spools: Sequence[tuple[str, Told]], count: int) -> Table:
             Text(human_count(failures), "red" if failures else ""),
         )
     return _and_more(table, count)
+
+
+def _taps(taps: Sequence[Told], rows_max: int | None) -> Table:
+    table = _table("tap")
+    for column in ("frames", "bytes", "skipped"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for told in taps[:rows_max]:
+        skipped = told["skipped_frames"]
+        table.add_row(
+            clean(told["tap"], _NAME_LENGTH + 12),
+            human_count(told["frames"]),
+            human_bytes(told["bytes"]),
+            Text(human_count(skipped), "yellow" if skipped else ""),
+        )
+    return _and_more(table, len(taps))
 
 
 def _table(*columns: str) -> Table:
