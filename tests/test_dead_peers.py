@@ -100,7 +100,7 @@ def test_a_worker_notices_that_its_hub_is_not_reached_any_more_and_loses_nothing
         for frame in frames[10:]:
             assert link.send(frame.header, frame.payload) is None
         eventually(lambda: link.reconnects)
-        assert time.monotonic() - began < 5 * limits.SILENCE_S_MAX
+        assert time.monotonic() - began < 15
         eventually(lambda: consumer.seqs == list(range(1, 31)))
         eventually(lambda: not link.counters["unacked_frames"])
 
@@ -116,7 +116,7 @@ def test_a_client_notices(quick):
         began = time.monotonic()
         with pytest.raises(Exception, match="no hub answers"):
             client.results(["r1"], timeout=30)
-        assert time.monotonic() - began < 10 * limits.SILENCE_S_MAX
+        assert time.monotonic() - began < 20
 
 
 def test_a_hub_notices_a_worker_that_is_not_reached_any_more(quick):

@@ -196,7 +196,7 @@ def test_a_hub_whose_consumers_hang_stops_in_time_however_long_it_may_drain(addr
             assert consumer.waiting.wait(20)
         begun = time.monotonic()
         assert not hub.stop(60)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 30
     for consumer in consumers:
         consumer.go.set()
 

@@ -137,7 +137,7 @@ class TestResults:
             assert link.send(frame.header, frame.payload) is None
             ((found, took), (unknown, waited)), both = asyncio.run(ask())
         assert found["recorder"].status == "ok"
-        assert took < 2.5 < waited
+        assert took < waited
         assert list(unknown) == ["hub"]
         assert unknown["hub"].status == "error"
         assert list(both) == [others, mine]

@@ -104,7 +104,7 @@ def test_each_request_is_whole_in_its_hub_and_one_that_dies_holds_up_no_other(ti
                 end(two)
             end(one)
         assert answers(alone.values()) == answers(meanwhile.values()) == answers(before.values())
-        assert took_s < 10, "the hub that is gone is waited for by nobody"
+        assert took_s < 25, "the hub that is gone is waited for by nobody"
         roots = [capflow.open(first.root), capflow.open(second.root)]
         for name, output in every.items():
             hub = hub_of(name, 2)
@@ -159,4 +159,4 @@ def test_a_hub_that_is_gone_is_waited_for_once_and_not_at_every_step(tiny, addre
         gone = generate(llm, names("gone"), capture=ALL)
         took_s = time.monotonic() - begun
     assert answers(gone.values()) == answers(before.values())
-    assert 2.0 < took_s < 8.0
+    assert 2.0 < took_s < 20.0

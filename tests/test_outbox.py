@@ -115,7 +115,7 @@ def test_a_full_spool_that_blocks_waits_for_a_hub_that_is_gone_once(address, tmp
         eventually(lambda: not worker.link.connected)
         before = time.monotonic()
         assert "spool_full" in worker.send(100)
-        assert 0.4 < time.monotonic() - before < 5
+        assert 0.4 < time.monotonic() - before < 20
 
 
 def test_rows_on_a_damaged_disk_are_counted_and_the_rest_arrives(address, tmp_path, monkeypatch):

@@ -173,7 +173,7 @@ class TestWorkerLink:
             assert send(link) is None  # one always fits
             before = time.monotonic()
             assert send_steps(link, 50) == ["hub_gone"] * 50
-            assert 0.2 <= time.monotonic() - before < 5
+            assert 0.2 <= time.monotonic() - before < 8
 
     def test_takes_the_end_of_a_request_when_it_is_full(self, address):
         with worker_link(address, wait=False, policy="drop", outbound_bytes_max=1) as link:
@@ -265,7 +265,7 @@ class TestWorkerLink:
             send(link)
             before = time.monotonic()
             link.close(0.2)
-            assert time.monotonic() - before < 5
+            assert time.monotonic() - before < 15
 
     def test_a_refused_worker_knows_why_and_comes_back_for_another_hub(self, address):
         wants = Recorder(spec=CaptureSpec({"post_block": [9]}))
