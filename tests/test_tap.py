@@ -212,13 +212,19 @@ def test_the_cpu_tap_equals_the_reference(case, seed):
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
-@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("tokens", [1, 3, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_cpu_tap_adds_to_a_requests_tokens_and_no_others(dtype, tokens, scale):
+@pytest.mark.parametrize(
+    "amounts",
+    [(2.0, None, 1.0), (None, 1.0, 2.0, None, 4.0, 1.0) * 3, (1.0,) * 10, (2.0, 1.0) * 5],
+    ids=["few", "many apart", "many once", "many together"],
+)
+def test_the_cpu_tap_adds_to_a_requests_tokens_and_no_others(amounts, dtype, tokens, scale):
     rng = np.random.default_rng(tokens)
-    planner, bank = Planner(1), Bank(Size(4, 16, 4), {Site(0, "post_block"): 0}, 4096, CPU)
+    size = Size(len(amounts), 4 * len(amounts), len(amounts) + 1)
+    planner, bank = Planner(1), Bank(size, {Site(0, "post_block"): 0}, 4096, CPU)
     batch, changes = [], []
-    for number, amount in enumerate((2.0, None, 1.0)):
+    for number, amount in enumerate(amounts):
         request = Tracked(f"r{number}", f"r{number}", tokens, planner.nothing, planner.nothing)
         row = exact(rng, 4096, 4, torch.float32)
         if amount is not None:
@@ -227,9 +233,10 @@ def test_the_cpu_tap_adds_to_a_requests_tokens_and_no_others(dtype, tokens, scal
             request.steered = bank.acquire(program, tokens)
         batch.append(Scheduled(request, number * tokens, 0, tokens))
         changes.append(row.double().expand(tokens, -1) * ((amount or 0.0) / scale))
-    hidden = exact(rng, (3 * tokens + 2, 4096), 30, dtype)
+    total = len(amounts) * tokens
+    hidden = exact(rng, (total + 2, 4096), 30, dtype)
     expected = hidden.double()
-    expected[: 3 * tokens] += torch.cat(changes)
+    expected[:total] += torch.cat(changes)
     Step(planner.plan(batch), None, bank).tap(0, hidden, None, scale)
     assert torch.equal(hidden, expected.to(dtype))
 

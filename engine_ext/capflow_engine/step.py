@@ -6,6 +6,7 @@ The CPU taps read the plan itself, through `current`; the GPU taps read tables t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,15 +19,50 @@ from capflow_engine.bank import Bank
 from capflow_engine.plan import Plan, token_rows
 
 _INDEXED_RUNS_MIN = 8  # with fewer runs, going slice by slice is faster than gathering by index
+_SLICED_LENGTH_MIN = 16  # likewise with longer runs, tokens on average, where rows of the bank are added
 
 
-class _Add(NamedTuple):
-    """`amount` times a row of the bank is added to token rows `begin .. end`."""
+class _Run(NamedTuple):
+    """`amount` times a row of the bank is added to token rows `begin .. end`. wide: float32 memory for as many."""
 
     begin: int
     end: int
     row: int
     amount: float
+    wide: torch.Tensor
+
+    def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float) -> None:
+        """Add it to a stream of which `hidden` is a part, `scale` times; in float32, rounded once."""
+        row = bank.rows[self.row]
+        vector = row if self.amount == scale else row * self.amount / scale
+        tokens = hidden[self.begin : self.end]
+        if tokens.dtype == torch.float32:
+            tokens.add_(vector)
+        else:  # torch would take new memory for each sum, and the system time to clear it
+            tokens.copy_(self.wide[: self.end - self.begin].copy_(tokens).add_(vector))
+
+
+class _Gathered(NamedTuple):
+    """Rows of the bank, each so many times (None: once), are added to as many token rows; these lie together if they are a slice."""
+
+    tokens: slice | torch.Tensor
+    rows: torch.Tensor
+    amounts: torch.Tensor | None
+
+    def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float) -> None:
+        """Add them to a stream of which `hidden` is a part, `scale` times; in float32, rounded once."""
+        change = bank.rows.index_select(0, self.rows)
+        if self.amounts is not None:
+            change.mul_(self.amounts)
+        if scale != 1.0:
+            change.div_(scale)
+        if isinstance(self.tokens, torch.Tensor):
+            hidden.index_copy_(0, self.tokens, change.add_(hidden.index_select(0, self.tokens)).to(hidden.dtype))
+        elif hidden.dtype == torch.float32:
+            hidden[self.tokens].add_(change)
+        else:
+            tokens = hidden[self.tokens]
+            tokens.copy_(change.add_(tokens))
 
 
 class Step:
@@ -37,8 +73,7 @@ class Step:
         self.buffer = buffer
         self.bank = bank
         self._runs: list[tuple[int, int, int]] = []  # see `_runs`
-        self._adds: dict[int, list[_Add]] = {}  # site → all that is done there, where that is little
-        self._wide = torch.empty(0)  # float32, for the longest run of `_adds`
+        self._sums: dict[int, Sequence[_Run | _Gathered]] = {}  # site → all that is done there, where that is adding
         self._heads: dict[int, npt.NDArray[np.int32]] = {}  # any other site → the first operation of each run
         if plan.steered:
             self._plan_steering()
@@ -69,13 +104,8 @@ class Step:
                         torch.add(hidden[begin : begin + length], residual[begin : begin + length], out=out)
             if scale != 1.0:
                 self.buffer[row : row + rows].mul_(scale)
-        for begin, end, row, amount in self._adds.get(site, ()):
-            vector = self.bank.rows[row] if amount == scale else self.bank.rows[row] * amount / scale
-            tokens = hidden[begin:end]
-            if tokens.dtype == torch.float32:
-                tokens.add_(vector)
-            else:  # torch would take new memory for each sum, and the system time to clear it
-                tokens.copy_(self._wide[: end - begin].copy_(tokens).add_(vector))
+        for sum_ in self._sums.get(site, ()):
+            sum_.add_to(hidden, self.bank, scale)
         if site in self._heads:
             self._steer(site, hidden, residual, scale)
 
@@ -86,14 +116,33 @@ class Step:
         kinds, numbers, following = np.moveaxis(self.bank.op_ints.numpy()[heads], -1, 0)
         amounts = self.bank.op_floats.numpy()[heads, 0]
         lone = ((heads < 0) | ((kinds == ADD) & (following < 0))).all(axis=1)
+        lengths = np.array([end - begin for begin, end, _ in self._runs])
+        sliced = len(lengths) < _INDEXED_RUNS_MIN or lengths.mean() >= _SLICED_LENGTH_MIN
+        wide = torch.empty((int(lengths.max()) if sliced else 0, self.bank.rows.shape[1]))
+        tokens: dict[bytes, slice | torch.Tensor] = {}  # by which runs they are of: most sites have the same
         for site in np.flatnonzero((heads >= 0).any(axis=1)).tolist():
-            if lone[site] and len(self._runs) < _INDEXED_RUNS_MIN:
-                each = zip(self._runs, heads[site], numbers[site].tolist(), amounts[site].tolist(), strict=True)
-                self._adds[site] = [_Add(*run[:2], row, amount) for run, head, row, amount in each if head >= 0]
-            else:
+            if not lone[site]:
                 self._heads[site] = heads[site]
-        if self._adds:
-            self._wide = torch.empty((max(end - begin for begin, end, _ in self._runs), self.bank.rows.shape[1]))
+            elif sliced:
+                each = zip(self._runs, heads[site], numbers[site].tolist(), amounts[site].tolist(), strict=True)
+                self._sums[site] = [_Run(*run[:2], row, amount, wide) for run, head, row, amount in each if head >= 0]
+            else:
+                there = heads[site] >= 0
+                if (key := there.tobytes()) not in tokens:
+                    tokens[key] = self._tokens(there)
+                times = np.where(there, lengths, 0)
+                rows, amount = torch.from_numpy(numbers[site].repeat(times)), amounts[site].repeat(times)
+                once = bool((amount == 1.0).all())
+                each_amount = None if once else torch.from_numpy(amount).unsqueeze(1)
+                self._sums[site] = [_Gathered(tokens[key], rows, each_amount)]
+
+    def _tokens(self, there: npt.NDArray[np.bool_]) -> slice | torch.Tensor:
+        """Return the token rows of some of the runs; a slice where they lie together."""
+        runs = [run[:2] for run, has in zip(self._runs, there.tolist(), strict=True) if has]
+        begin, end = runs[0][0], runs[-1][1]
+        if end - begin == sum(stop - start for start, stop in runs):
+            return slice(begin, end)
+        return torch.from_numpy(np.concatenate([np.arange(*run) for run in runs]))
 
     def _steer(self, site: int, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float) -> None:
         """Do a site's operations on every token that has some, in float32; round once."""
@@ -102,10 +151,8 @@ class Step:
         here = np.flatnonzero(heads >= 0)
         tokens, heads = torch.from_numpy(rows[here]), heads[here]
         half = hidden.index_select(0, tokens).float()
-        change = _added(self.bank, heads)
-        if change is None:
-            stream = half if residual is None else half + residual.index_select(0, tokens).float()
-            change = _changed(self.bank, heads, stream if scale == 1.0 else stream * scale)
+        stream = half if residual is None else half + residual.index_select(0, tokens).float()
+        change = _changed(self.bank, heads, stream if scale == 1.0 else stream * scale)
         hidden.index_copy_(0, tokens, (half + (change if scale == 1.0 else change / scale)).to(hidden.dtype))
 
 
@@ -113,16 +160,6 @@ def _runs(slots: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
     """Return the first row, the row behind the last one, and the slot of all rows that lie together and have one slot."""
     bounds = [0, *(np.flatnonzero(slots[1:] != slots[:-1]) + 1).tolist(), len(slots)] if len(slots) else []
     return [(begin, end, int(slots[begin])) for begin, end in pairwise(bounds) if slots[begin] >= 0]
-
-
-def _added(bank: Bank, heads: npt.NDArray[np.int32]) -> torch.Tensor | None:
-    """Return what operations add, `[tokens, hidden]` float32, where each token has one and it only adds; else None."""
-    kinds, numbers, following = bank.op_ints.numpy()[heads].T
-    if (kinds != ADD).any() or (following >= 0).any():
-        return None
-    rows = bank.rows.index_select(0, torch.from_numpy(numbers))
-    amount = bank.op_floats[torch.from_numpy(heads), :1]
-    return rows.mul_(amount)
 
 
 def _changed(bank: Bank, heads: npt.NDArray[np.int32], stream: torch.Tensor) -> torch.Tensor:
