@@ -255,7 +255,8 @@ def test_a_consumer_that_spills_tells_of_what_waits_for_its_inbox(address, spill
         assert link.send(frame.header, frame.payload) is None
         assert link.send(frame.header, frame.payload) is None
         eventually(lambda: hub.counts.frames == 2)
-        assert hub.snapshot().queued_bytes == hub.status()["consumers"]["recorder"]["queued_bytes"] == frame.nbytes
+        eventually(lambda: hub.snapshot().queued_bytes == frame.nbytes)  # the other is at the inbox, which has no room
+        assert hub.status()["consumers"]["recorder"]["queued_bytes"] == frame.nbytes
 
 
 def test_an_engine_that_was_there_is_missed_from_when_it_went(spills, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from waiting import eventually
 from capflow import limits, message
 from capflow.cli import main
 from capflow.client import Client
+from capflow.errors import CapflowError
 from capflow.message import Hello, Refused, Status, Tap, Welcome
 from capflow.spec import CaptureSpec
 from capflow.tapping import Tapping
@@ -261,8 +263,10 @@ class TestWhoMayTap:
             keyed_hub() as hub,
             running_hub(own, configured(watcher, "drop")) as mine,
             worker_link(hub.address, key="gpu") as link,
-            Tapping(hub.address, mine, key="ann") as tapping,
+            contextlib.closing(Tapping(hub.address, mine, key="ann")) as tapping,
         ):
+            with contextlib.suppress(CapflowError):  # it is let in, and refused when it asks: soon or at once
+                tapping.start()
             eventually(lambda: tapping.link.refusal)
             assert "got the right to steer, expected the right to read" in tapping.link.refusal
             whole(link, "r1")

@@ -316,7 +316,7 @@ class Spool:
         self._next_read = cursor.acked + 1
         self._free()
         if len(self):
-            logger.info("spool %s: %d records are left of earlier", self.directory, len(self))
+            logger.info("spool %s: records left of earlier: %d", self.directory, len(self))
 
     def _release(self) -> None:
         self._reader.close()
