@@ -401,6 +401,7 @@ class Exchange:
         told = zip(self.lanes, request.tallies, strict=True)
         asked = [lane for lane, tally in told if tally is not None and not lane.keeps]
         waited_for = sum(lane.finish(request, taken) for lane in asked)
+        request.let_go()
         self._answer_waiters(request)
         return waited_for
 
@@ -435,7 +436,7 @@ class Exchange:
                 return
             request = known
         else:
-            request.results[consumer] = result
+            request.settle(consumer, result)
         self._answer_waiters(request)
 
     def _await(self, peer: bytes, said: Await) -> None:

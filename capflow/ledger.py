@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,8 @@ from capflow.site import Site
 from capflow.spec import CaptureSpec, Wanted, join
 
 _SHARES_KEPT_MAX = 4096
+_NOTHING: dict[int, Any] = {}  # of a request that is over and done with; never written to
+_NO_ROWS: Counter[str] = Counter()  # likewise
 
 
 class Wish(NamedTuple):
@@ -90,14 +92,31 @@ class Engine:
 
 
 class Request:
-    """A request and, per consumer (None where it wants nothing of it): its share, tally and result."""
+    """A request and, per consumer (None where it wants nothing of it): its share, tally and result.
+
+    When it is over and has every result, all else of it is let go of: thousands are kept so.
+    """
+
+    __slots__ = (
+        "dropped",
+        "engine",
+        "finished",
+        "id",
+        "prompt_length",
+        "received",
+        "replica",
+        "results",
+        "shares",
+        "status",
+        "tallies",
+    )
 
     def __init__(self, engine: str, request: str, replica: int, shares: tuple[Share | None, ...]) -> None:
         self.engine = engine
         self.id = request
         self.replica = replica
         self.shares = shares
-        self.tallies = tuple(None if share is None else Tally() for share in shares)
+        self.tallies: tuple[Tally | None, ...] = tuple(None if share is None else Tally() for share in shares)
         self.results: list[CaptureResult | None] = [
             CaptureResult("not_requested") if share is None else None for share in shares
         ]
@@ -106,6 +125,17 @@ class Request:
         self.finished: dict[int, Finished] = {}  # by pipeline stage
         self.dropped: Counter[str] = Counter()  # rows that did not reach this hub, by reason
         self.status: str | None = None  # set when it is over
+
+    def settle(self, consumer: int, result: CaptureResult) -> None:
+        """Note what a consumer made of it."""
+        self.results[consumer] = result
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Keep nothing but the results, if they are all there; to be called when every consumer was told that it is over."""
+        if self.status is not None and None not in self.results:
+            self.tallies = ()
+            self.received, self.finished, self.dropped = _NOTHING, _NOTHING, _NO_ROWS
 
     def done_for(self, consumer: int) -> RequestDone:
         """Return what a consumer is told at the end, with its own counts."""
@@ -163,10 +193,11 @@ class Delivery(NamedTuple):
 
 
 class Ledger:
-    """All requests of a hub, open ones and the latest `limits.RESULTS_KEPT_MAX` that are over."""
+    """All requests of a hub, open ones and the latest `results_kept_max` that are over (None: `limits.RESULTS_KEPT_MAX`)."""
 
-    def __init__(self, wishes: Sequence[Wish]) -> None:
+    def __init__(self, wishes: Sequence[Wish], results_kept_max: int | None = None) -> None:
         self.wishes = tuple(wishes)
+        self._results_kept_max = limits.RESULTS_KEPT_MAX if results_kept_max is None else results_kept_max
         self._given = tuple(index for index, wish in enumerate(self.wishes) if not wish.keeps)
         self._keeping = tuple(index for index, wish in enumerate(self.wishes) if wish.keeps)
         self.requests_done = 0
@@ -285,7 +316,7 @@ class Ledger:
         request = self._requests.get(over.id)
         if request is None or request.engine != over.engine or request.status is None or request.results[consumer]:
             return None
-        request.results[consumer] = result
+        request.settle(consumer, result)
         return request
 
     def find(self, request: str) -> Request | None:
@@ -310,7 +341,7 @@ class Ledger:
         self.requests_gapped += bool(request.dropped)
         if self._requests.get(request.id) is request:
             self._over[request.id] = request
-        while len(self._over) > limits.RESULTS_KEPT_MAX:
+        while len(self._over) > self._results_kept_max:
             oldest = next(iter(self._over))
             del self._over[oldest], self._requests[oldest]
 

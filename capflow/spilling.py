@@ -92,7 +92,7 @@ class SpillingLane(Lane):
         self.fallback = spill.fallback
         self.inbox = Inbox(spill.root, spill.name, spill.bytes_max, on_synced=self._synced)
         wish = Wish(self.name, self.consumer.spec(), self.consumer.reads_requests)
-        self.ledger = Ledger([wish])  # the consumer's thread's
+        self.ledger = Ledger([wish], results_kept_max=0)  # the consumer's thread's; results are the hub's
         self._lost: dict[
             str, Counter[str]
         ] = {}  # rows without room, by engine and request, until their end is told; the writer's

@@ -19,7 +19,7 @@ from capflow.hub import Hub
 from capflow.plugins import ConfiguredConsumer
 
 SLOW_S = 0.02
-DRAIN_S = 6.0  # a slow consumer may take what `--drain-s` allows it
+DRAIN_S = 8.0  # a slow consumer may take what `--drain-s` allows it
 
 
 class Good(Consumer):

@@ -156,7 +156,7 @@ def test_a_hub_closes_a_connection_that_is_never_made(monkeypatch, said):
     monkeypatch.setattr(limits, "HANDSHAKE_S_MAX", 0.5)
     with hub_on_tcp(Recorder()) as hub, socket.create_connection(("127.0.0.1", port_of(hub))) as raw:
         raw.sendall(said)
-        assert closed_after(raw, 20) < 10
+        assert closed_after(raw, 20) < 18
 
 
 def test_a_hub_closes_a_connection_on_which_nobody_answers(monkeypatch):
@@ -164,11 +164,14 @@ def test_a_hub_closes_a_connection_on_which_nobody_answers(monkeypatch):
     monkeypatch.setattr(limits, "DEAD_S_MAX", 3.0)
     with hub_on_tcp(Recorder()) as hub, socket.create_connection(("127.0.0.1", port_of(hub))) as raw:
         raw.sendall(_GREETING + _READY)
-        assert b"READY" in raw.recv(len(_GREETING)) + raw.recv(4096)
+        raw.settimeout(20)
+        told = b""
+        while b"READY" not in told:
+            told += raw.recv(4096)
         hello = message.encode(Hello("client", "", "c"))
         raw.sendall(bytes([0, len(hello)]) + hello)
         eventually(lambda: hub.snapshot().sessions == 1)
-        assert closed_after(raw, 20) < 10
+        assert closed_after(raw, 20) < 18
 
 
 def port_of(hub):

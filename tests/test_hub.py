@@ -570,6 +570,18 @@ def test_results_of_old_requests_are_forgotten(address, monkeypatch):
         assert [bool(known[f"r{number}"]) for number in range(5)] == [False, False, True, True, True]
 
 
+def test_a_request_that_is_over_and_has_its_results_keeps_nothing_else(address, tmp_path):
+    kept = configured(Recorder("kept"), "spill", spool_dir=tmp_path)
+    with running_hub(address, Recorder(), kept) as hub, worker_link(address) as link, Client(address) as client:
+        send_request(link, "r1")
+        client.results(["r1"], timeout=20)
+        done = hub.ledger.find("r1")
+        assert None not in done.results
+        assert not any((done.tallies, done.received, done.finished, done.dropped))
+        eventually(lambda: not hub.lanes[1].ledger.requests_open)
+        assert hub.lanes[1].ledger.find("r1") is None
+
+
 def test_stop_is_bounded_though_a_consumer_hangs(address, caplog):
     consumer = Recorder(held=True)
     with worker_link(address, wait=False) as link:
