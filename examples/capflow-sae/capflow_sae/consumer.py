@@ -13,14 +13,14 @@ from typing import cast
 import msgspec
 import numpy as np
 import torch
-from capflow_sae.autoencoder import SparseAutoencoder
-from capflow_sae.buffer import ShuffleBuffer
-from capflow_sae.trainer import Trainer
 
 from capflow import CaptureResult, CaptureSpec, Consumer, Frame, RequestDone, Site, UsageError, hookimpl
 from capflow.consumer import Context
 from capflow.errors import explain
 from capflow.message import ModelInfo
+from capflow_sae.autoencoder import SparseAutoencoder
+from capflow_sae.buffer import ShuffleBuffer
+from capflow_sae.trainer import Trainer
 
 
 class SaeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import torch
+
 from capflow_sae.autoencoder import SparseAutoencoder
 from capflow_sae.buffer import ShuffleBuffer
 
