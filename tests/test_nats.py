@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,11 +14,13 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from frames import FIRST, make_finished, make_frame, make_hello, make_model, row_of, token_of
 from hubs import address, free_port, worker_link
 from natsd import natsd
+from sources import ROOT
 from test_hub_crash import HIDDEN, Worker
 from waiting import eventually
 
@@ -27,6 +30,7 @@ from capflow.probe import Probe
 from capflow.result import RequestDone
 from capflow.site import Site
 from capflow_consumers import natslink, natsmessages
+from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
 from capflow_consumers.nats import NatsConfig, NatsConsumer
 
 __all__ = ["address"]
@@ -245,7 +249,7 @@ def test_a_stream_that_is_full_is_the_requests_error(server, stream):
     [
         (
             {"create": False},
-            "consumers.nats.stream: got .*, expected a stream that is there; make it, or add create=true",
+            "^consumers.nats.stream: got t[0-9a-f]+, expected a stream that is there; make it, or add create=true",
         ),
         ({"stream": "a.b"}, "consumers.nats.stream: got a.b, expected letters"),
         ({"prefix": "a.>"}, "consumers.nats.prefix: got a.>, expected letters"),
@@ -377,6 +381,26 @@ def ended(server, stream):
         return (await js.stream_info(stream, subjects_filter="capflow.done.>")).state.subjects or {}
 
     return len(server.js(look))
+
+
+def test_the_reader_in_the_documentation_runs(tmp_path, capsys):
+    text = (ROOT / "docs" / "nats.md").read_text()
+    for field in msgspec.structs.fields(NatsConfig):
+        assert re.search(rf"^\| `{field.name}` \|", text, re.MULTILINE), field.name
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    frame = make_frame([("r1", 4, 0, 4)], [SITE, (1, "post_block")])
+    files = FilesystemConsumer(FilesystemConfig(root=str(tmp_path / "rows")))
+    with (
+        natsd(tmp_path) as server,
+        opened(server, "CAPFLOW", prefix="capflow", rows=str(tmp_path / "rows")) as consumer,
+    ):
+        for each in (files, consumer):
+            if each is files:
+                each.open(Counts())
+            each.on_frame(frame)
+            assert each.on_request_done(done("r1", 4, rows_promised=8, rows=8)).status == "ok"
+        exec(snippet.replace("nats://127.0.0.1:4222", server.url), {})  # noqa: S102  our own documentation
+    assert capsys.readouterr().out == "r1 ok\n(4, 8)\n"
 
 
 def kill_often(address, directory, *, hub_kills, server_kills, seed):

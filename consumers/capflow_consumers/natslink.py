@@ -127,7 +127,7 @@ class NatsLink:
                     self._servers,
                     name="capflow",
                     max_reconnect_attempts=-1,
-                    reconnect_time_wait=_PAUSE_S,  # type: ignore[arg-type]  # a float does
+                    reconnect_time_wait=_PAUSE_S,
                     pending_size=_BUFFER_BYTES,
                     error_cb=self._on_error,
                     reconnected_cb=self._on_reconnected,
@@ -145,20 +145,20 @@ class NatsLink:
     async def _found(self, create: bool, subjects: str) -> api.StreamConfig:
         """Return the stream's configuration, of one made here if need be."""
         js = self._stream_api()
+        found = None
         try:
             with contextlib.suppress(js_errors.NotFoundError):
-                return (await js.stream_info(self._stream)).config
-            if not create:
-                do = "make it, or add create=true"
-                what = f"{self._where}.stream"
-                raise UsageError(explain(what, got=self._stream, expected="a stream that is there", do=do))
-            made = await js.add_stream(name=self._stream, subjects=[subjects], duplicate_window=_DUPLICATES_S)
-            return made.config
+                found = await js.stream_info(self._stream)
+            if found is None and create:
+                found = await js.add_stream(name=self._stream, subjects=[subjects], duplicate_window=_DUPLICATES_S)
         except js_errors.ServiceUnavailableError as e:
             expected = "a server with JetStream (nats-server --jetstream)"
             raise self._wrong("servers", _of(e), expected) from e
         except (nats.errors.Error, ValueError) as e:
             raise self._wrong("stream", f"{self._stream}: {self._denied or _of(e)}", "one that can be used") from e
+        if found is None:
+            raise self._wrong("stream", self._stream, "a stream that is there; make it, or add create=true")
+        return found.config
 
     async def _store(self, messages: Iterable[Message]) -> dict[str, str]:
         by_subject: dict[str, list[Message]] = {}

@@ -52,7 +52,7 @@ class Reward(Consumer):
         """Ask for the probe's site, at generated tokens."""
         return CaptureSpec({self.probe.site.hook: [self.probe.site.layer]}, positions="all_generated")
 
-    def on_session(self, engine: str, model: ModelInfo) -> None:
+    def on_session(self, engine: str, model: ModelInfo) -> None:  # noqa: ARG002
         """Raise UsageError, which is logged, unless the probe fits the model."""
         self.probe.check(model.sites, model.hidden_size)
 

@@ -83,7 +83,7 @@ class Sae(Consumer):
         self.context = context
         Path(self.config.out).mkdir(parents=True, exist_ok=True)
 
-    def on_session(self, engine: str, model: ModelInfo) -> None:
+    def on_session(self, engine: str, model: ModelInfo) -> None:  # noqa: ARG002
         """Begin the training when the first engine says how wide its rows are."""
         if self.trainer is not None:
             return
@@ -116,7 +116,7 @@ class Sae(Consumer):
             self._count("rows_not_finite", int((~finite).sum()))
             self._count("rows_skipped", trainer.buffer.put(torch.from_numpy(rows[finite])))
 
-    def on_request_done(self, done: RequestDone) -> CaptureResult:
+    def on_request_done(self, done: RequestDone) -> CaptureResult:  # noqa: ARG002
         """Say how far the training is."""
         trainer = cast("Trainer", self.trainer)
         return CaptureResult("ok", payload={"steps": trainer.curve.steps, "loss": trainer.loss})
