@@ -42,6 +42,7 @@ from capflow_consumers.natsmessages import (
     vector_messages,
 )
 
+_SUBJECTS_MAX = 1024  # whose last message is remembered; it is looked up again when it is not
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,7}")
 _STREAM = re.compile(r"[A-Za-z0-9_-]{1,255}")
 
@@ -156,6 +157,8 @@ class NatsConsumer(Consumer):
     def on_session(self, engine: str, model: ModelInfo) -> None:
         """Raise UsageError unless every probe fits the model; if not, every frame of the engine is refused."""
         self._unfit.pop(engine, None)
+        for subject in list(self._last)[:-_SUBJECTS_MAX]:
+            del self._last[subject]
         try:
             for probes in self._probes.values():
                 for probe in probes:

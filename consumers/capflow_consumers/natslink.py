@@ -70,7 +70,7 @@ class NatsLink:
         self._client = Client()  # replaced when it gave up; the loop's, like everything below
         self._js: JetStreamContext | None = None
         self._said = ""  # what the server said last that was wrong
-        self._denied = ""  # that a right is missing
+        self._denied = ""  # that a right is missing, or that capflow may not in
         self._told_s = _TELL_S  # for how long something is away when that is logged next
         self.reconnects = 0
         self.sent_again = 0  # messages of which no acknowledgement came in time
@@ -121,6 +121,7 @@ class NatsLink:
             raise self._wrong("servers", f"a server with max_payload {self._client.max_payload}", expected)
 
     async def _connect(self) -> None:
+        self._denied = self._said = ""
         try:
             self._client = await asyncio.wait_for(
                 nats.connect(
@@ -136,7 +137,7 @@ class NatsLink:
                 CONNECT_S,
             )
         except (TimeoutError, nats.errors.Error, OSError, ValueError) as e:
-            got = self._said or str(e) or "no answer"
+            got = self._denied or self._said or str(e) or "no answer"
             servers = ", ".join(map(_shown, self._servers))
             what = f"{self._where}.servers: {servers}"
             raise CapflowError(explain(what, got=got, expected="a NATS server that lets capflow in")) from e
@@ -227,7 +228,7 @@ class NatsLink:
 
     async def _on_error(self, error: Exception) -> None:
         self._said = _of(error)
-        if "permissions violation" in self._said.lower():
+        if "violation" in self._said.lower():  # of permissions, or of authorization
             self._denied = self._said
 
     async def _on_reconnected(self) -> None:

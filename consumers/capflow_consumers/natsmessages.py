@@ -119,7 +119,8 @@ def rows_messages(prefix: str, header: FrameHeader, chunks: list[Chunk], scores:
 def vector_messages(prefix: str, header: FrameHeader, chunks: list[Chunk]) -> list[Message]:
     """Return the messages with the rows of a frame's chunks."""
     subject = subject_of(prefix, "vectors", header)
-    pieces = ((small, small.rows.nbytes) for chunk in chunks for small in _small(chunk))
+    small = (small for chunk in chunks for small in _small(chunk))
+    pieces = ((chunk, chunk.rows.nbytes + len(_ascii(_description(chunk)))) for chunk in small)
     return [
         message(
             subject,
