@@ -44,8 +44,9 @@ class Curve:
         axes = figure.subplots()
         steps = [self.every * (point + 1) for point in range(len(self.losses))]
         axes.plot(steps, self.losses, linewidth=0.8)
-        axes.set(xlabel="step", ylabel="variance not explained", yscale="log", title=title)
-        axes.grid(which="both", alpha=0.3)
+        axes.set(xlabel="step", ylabel="variance not explained", title=title)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         figure.savefig(partial, format="png", dpi=120)
         partial.replace(path)
