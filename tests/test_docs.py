@@ -22,7 +22,12 @@ from capflow.cli import COMMANDS
 from capflow.hub import Hub
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUN_BY_OTHERS = {"data.md": "test_reader.py", "grpc.md": "test_rpc.py", "querying.md": "test_duckdb.py"}
+RUN_BY_OTHERS = {
+    "data.md": "test_reader.py",
+    "grpc.md": "test_rpc.py",
+    "nats.md": "test_nats.py",
+    "querying.md": "test_duckdb.py",
+}
 PLAIN_LANGUAGES = {"text", "json", "sql", "console"}
 _FENCE = re.compile(r"^```(?P<info>\S[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 

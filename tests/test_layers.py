@@ -175,7 +175,7 @@ def test_consumers_import_capflow_and_themselves(name):
 
 
 def plugin_modules():
-    return {"duckdb", "filesystem", "gate", "log"}
+    return {"duckdb", "filesystem", "gate", "log", "nats"}
 
 
 @pytest.mark.parametrize("name", sorted(plugin_modules()))

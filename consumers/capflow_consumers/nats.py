@@ -1,0 +1,282 @@
+"""The nats consumer: what rows score, where they lie, and what became of requests, in a NATS JetStream stream.
+
+    capflow run --consumer nats:stream=CAPFLOW,create=true,probes=happy.safetensors,rows=/mnt/nas/rows
+
+`capflow_consumers.natsmessages` says what the messages are. A frame counts as handled when the server acknowledged every message of it. Before
+the first message of a worker is sent, the last one that the stream has of it is looked at: what is there is not sent again, however long ago
+the hub that sent it was killed.
+
+What always holds: of each worker the stream has its first frames, all of them up to some frame. A frame that could not be stored is the last that
+is tried of its worker; the next hub goes on with it.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, ClassVar
+
+import msgspec
+
+import capflow
+from capflow.consumer import Consumer, ConsumerPolicy, Context
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.frame import Chunk, Frame, FrameHeader, Rank
+from capflow.hookspecs import hookimpl
+from capflow.message import ModelInfo
+from capflow.probe import Probe
+from capflow.result import CaptureResult, RequestDone, Status
+from capflow.site import Site
+from capflow.spec import CaptureSpec
+from capflow_consumers.natsmessages import (
+    ID_HEADER,
+    Message,
+    Place,
+    message,
+    place_of,
+    rows_messages,
+    subject_of,
+    token,
+    vector_messages,
+)
+
+_SUBJECTS_MAX = 1024  # whose last message is remembered; it is looked up again when it is not
+_PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,7}")
+_STREAM = re.compile(r"[A-Za-z0-9_-]{1,255}")
+
+
+class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of `--consumer nats:`.
+
+    stream: the JetStream stream; `create` makes it when it is missing. servers: of one cluster, as nats://[user:password@]host:port.
+    prefix: what every subject begins with. probes: probe files, whose scores are sent. sites: also capture these of every
+    request. positions: which tokens. vectors: also send the rows themselves. rows: what `capflow.open` takes to find them,
+    the root of a `filesystem` consumer beside this one. give_up_s: for how long a server that is away is waited for; None: for ever.
+    """
+
+    stream: str
+    servers: list[str] = msgspec.field(default_factory=lambda: ["nats://127.0.0.1:4222"])
+    create: bool = False
+    prefix: str = "capflow"
+    probes: list[str] = []
+    sites: list[str] = []
+    positions: str = "all"
+    vectors: bool = False
+    rows: str = ""
+    give_up_s: float | None = None
+
+
+class _Request:
+    """One request from its first frame to its result."""
+
+    __slots__ = ("error", "latest", "rows")
+
+    def __init__(self) -> None:
+        self.latest: dict[Rank, Place] = {}  # its last frame of each worker
+        self.rows = 0
+        self.error: str | None = None  # why some of it was not sent
+
+
+class NatsConsumer(Consumer):
+    """Forwards scores, references and ends of requests to NATS JetStream."""
+
+    name: ClassVar[str] = "nats"
+    Config: ClassVar[type[msgspec.Struct]] = NatsConfig
+    policy: ClassVar[ConsumerPolicy] = "spill"
+
+    def __init__(self, config: NatsConfig) -> None:
+        super().__init__(config)
+        self.config: NatsConfig = config
+        self._requests: dict[tuple[str, str], _Request] = {}
+        self._unfit: dict[str, str] = {}  # why no rows of an engine can be scored
+        self._last: dict[str, Place | None] = {}  # of the last message that the stream has, by subject
+        self._stuck: dict[str, str] = {}  # why nothing more is sent, by subject
+        self._context: Context | None = None
+        self._link: Any = None  # from `open` to `close`
+
+    @cached_property
+    def _probes(self) -> dict[Site, list[Probe]]:
+        probes: dict[Site, list[Probe]] = {}
+        for path in self.config.probes:
+            probe = Probe.load(path)
+            probes.setdefault(probe.site, []).append(probe)
+        return probes
+
+    def spec(self) -> CaptureSpec | None:
+        """Return the sites of the probes and the option `sites`; None when there are none."""
+        hooks: dict[str, list[int]] = {}
+        for site in sorted({*self._probes, *map(Site.parse, self.config.sites)}):
+            hooks.setdefault(site.hook, []).append(site.layer)
+        if not hooks:
+            return None
+        return CaptureSpec.parse({"hooks": hooks, "positions": self.config.positions}, where=f"consumers.{self.name}")
+
+    def check(self) -> None:
+        """Raise UsageError for options that cannot work, and when nats-py is not installed."""
+        try:
+            import nats  # noqa: F401
+        except ImportError as e:
+            do = "pip install 'capflow[nats]'"
+            raise UsageError(explain("consumers.nats", got="no nats-py", expected="it", do=do)) from e
+        self.spec()
+        names = [name for probes in self._probes.values() for probe in probes for name in probe.names]
+        for name in names:
+            if names.count(name) > 1:
+                raise self._wrong("probes", f"{name} twice", "different names")
+        if not _STREAM.fullmatch(self.config.stream):
+            raise self._wrong("stream", self.config.stream or "nothing", "letters, digits, - and _")
+        if not _PREFIX.fullmatch(self.config.prefix):
+            raise self._wrong(
+                "prefix", self.config.prefix or "nothing", "letters, digits, - and _, at most 64 between dots"
+            )
+        if not self.config.servers:
+            raise self._wrong("servers", "none", "at least one")
+        if self.config.give_up_s is not None and not self.config.give_up_s > 0:
+            raise self._wrong("give_up_s", str(self.config.give_up_s), "above 0; remove it to wait for ever")
+
+    def open(self, context: Context) -> None:
+        """Connect; see that the stream is there, and that it may be written."""
+        from capflow_consumers.natslink import NatsLink  # needs nats-py
+
+        self._context = context
+        config = self.config
+        where = f"consumers.{self.name}"
+        link = NatsLink(config.servers, config.stream, give_up_s=config.give_up_s, where=where)
+        link.open(f"{config.prefix}.>", create=config.create)
+        self._link = link
+        probes = [name for probes in self._probes.values() for probe in probes for name in probe.names]
+        body = msgspec.json.encode({"capflow": capflow.__version__, "probes": probes, "vectors": config.vectors})
+        subject = f"{config.prefix}.opened"
+        refused = link.store([message(subject, None, body, identity=uuid.uuid4().hex)])
+        if refused:
+            self.close()
+            raise CapflowError(f"{where}.stream: {refused[subject]}")
+
+    def on_session(self, engine: str, model: ModelInfo) -> None:
+        """Raise UsageError unless every probe fits the model; if not, every frame of the engine is refused."""
+        self._unfit.pop(engine, None)
+        for subject in list(self._last)[:-_SUBJECTS_MAX]:
+            del self._last[subject]
+        try:
+            for probes in self._probes.values():
+                for probe in probes:
+                    probe.check(model.sites, model.hidden_size)
+        except UsageError as e:
+            self._unfit[engine] = str(e)
+            raise
+
+    def on_frame(self, frame: Frame) -> None:
+        """Send the frame's messages that the stream has not, and wait until it has them."""
+        header = frame.header
+        if header.engine in self._unfit:
+            raise UsageError(self._unfit[header.engine])
+        chunks = list(frame.chunks())
+        if not chunks:
+            return
+        mine = {
+            chunk.request.id: self._requests.setdefault((header.engine, chunk.request.id), _Request())
+            for chunk in chunks
+        }
+        for chunk in chunks:
+            request = mine[chunk.request.id]
+            request.rows += len(chunk.sites) * chunk.rows.shape[1]
+            request.latest[header.rank] = Place.of(header, 0)
+        new = list(self._new(header, chunks))
+        refused = self._link.store(new)
+        self._stuck |= refused
+        self._count("messages", sum(sent.subject not in refused for sent in new))
+        self._last |= {sent.subject: sent.place for sent in new if sent.subject not in refused}
+        errors = [self._stuck[subject] for subject in self._subjects(header) if subject in self._stuck]
+        if errors:
+            self._count("frames_refused")
+            for request in mine.values():
+                request.error = request.error or errors[0]
+
+    def on_request_done(self, done: RequestDone) -> CaptureResult:
+        """Send what became of the request, and wait until the stream has it."""
+        request = self._requests.pop((done.engine, done.request), None) or _Request()
+        problems = [f"{dropped.rows} rows lost: {dropped.reason}" for dropped in done.dropped]
+        if done.status == "error":
+            problems.append("the request did not end")
+        if request.error is not None:
+            problems.append(request.error)
+        status: Status = "ok" if not problems else "partial_error" if request.rows and not request.error else "error"
+        said = {
+            "engine": done.engine,
+            "request": done.request,
+            "status": done.status,
+            "prompt_length": done.prompt_length,
+            "computed_length": done.computed_length,
+            "rows": request.rows,
+            "capture_status": status,
+            "error": "; ".join(problems) or None,
+            "dropped": done.dropped,
+            **({"root": self.config.rows} if self.config.rows else {}),
+        }
+        subject = f"{self.config.prefix}.done.{token(done.engine)}.{token(done.request)}"
+        place = request.latest[min(request.latest)] if request.latest else None
+        unplaced = [subject, done.status, done.computed_length]  # without rows there is no frame to know it by
+        end = message(subject, place, msgspec.json.encode(said), identity=None if place else unplaced)
+        last = self._link.last(subject)
+        if last is not None and last.get(ID_HEADER) == end.headers[ID_HEADER]:
+            self._count("messages_again")
+        elif refused := self._link.store([end]):
+            return CaptureResult("error", refused[subject])
+        else:
+            self._count("messages")
+        payload = {"stream": self.config.stream, "subject": subject, "rows": request.rows}
+        return CaptureResult(status, "; ".join(problems) or None, payload)
+
+    def look(self) -> tuple[str, str]:
+        """Return the stream, and a command that lists what is in it."""
+        return self.config.stream, f"nats stream view {self.config.stream}"
+
+    def close(self) -> None:
+        """Leave the server."""
+        if self._link is not None:
+            self._count("reconnects", self._link.reconnects)
+            self._link.close()
+            self._link = None
+
+    def _subjects(self, header: FrameHeader) -> list[str]:
+        """Return the subjects of a worker's messages."""
+        kinds = ["rows", "vectors"] if self.config.vectors else ["rows"]
+        return [subject_of(self.config.prefix, kind, header) for kind in kinds]
+
+    def _new(self, header: FrameHeader, chunks: list[Chunk]) -> Iterator[Message]:
+        """Yield the messages of a frame that the stream does not have and may still take."""
+        for subject in self._subjects(header):
+            if subject not in self._last:
+                found = self._link.last(subject)
+                self._last[subject] = place_of(found) if found is not None else None
+        messages = rows_messages(self.config.prefix, header, chunks, self._scores, self.config.rows)
+        if self.config.vectors:
+            messages += vector_messages(self.config.prefix, header, chunks)
+        for made in messages:
+            if made.place is not None and made.place.is_behind(self._last[made.subject]):
+                self._count("messages_again")
+            elif made.subject not in self._stuck:
+                yield made
+
+    def _scores(self, chunk: Chunk) -> dict[str, list[float]]:
+        """Return what the probes score on a chunk's tokens, by name."""
+        found: dict[str, list[float]] = {}
+        for site, rows in zip(chunk.sites, chunk.rows, strict=True):
+            for probe in self._probes.get(site, []):
+                found |= dict(zip(probe.names, probe.scores(rows).T.tolist(), strict=True))
+        return found
+
+    def _count(self, name: str, amount: int = 1) -> None:
+        if self._context is not None and amount:
+            self._context.count(name, amount)
+
+    def _wrong(self, field: str, got: str, expected: str) -> UsageError:
+        return UsageError(explain(f"consumers.{self.name}.{field}", got=got, expected=expected))
+
+
+@hookimpl
+def capflow_consumers() -> list[type[Consumer]]:
+    """Bring the nats consumer."""
+    return [NatsConsumer]

@@ -1,0 +1,261 @@
+"""The link to NATS: a connection with an event loop and a thread of its own, which stores messages in one JetStream stream.
+
+What always holds: when `store` returns, the server has acknowledged every message of it. Messages on one subject are stored in
+their order, each when the one before is; on different subjects together, at most `UNDER_WAY_MAX` at a time. A server that is away is
+waited for, and a message of which no acknowledgement came is sent again: its id has the server take it once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import nats
+import nats.errors
+from nats.aio.client import Client
+from nats.js import JetStreamContext, api
+from nats.js import errors as js_errors
+
+from capflow.errors import CapflowError, UsageError, explain
+from capflow_consumers.natsmessages import OVERHEAD_BYTES, PART_BYTES_MAX, Message
+
+logger = logging.getLogger("capflow.consumer.nats")
+
+CONNECT_S = 5.0
+ACK_S = 5.0
+UNDER_WAY_MAX = 16  # messages
+_PAUSE_S = 0.1  # before a message is sent again
+_TELL_S = 5.0
+_BUFFER_BYTES = 2 * UNDER_WAY_MAX * (PART_BYTES_MAX + OVERHEAD_BYTES)  # the client's, while the server is away
+_DUPLICATES_S = 600.0  # of a stream that is made here
+
+_AWAY = (
+    nats.errors.TimeoutError,
+    nats.errors.ConnectionClosedError,
+    nats.errors.ConnectionReconnectingError,
+    nats.errors.OutboundBufferLimitError,
+    nats.errors.StaleConnectionError,
+    nats.errors.NoRespondersError,
+    js_errors.NoStreamResponseError,
+    js_errors.ServiceUnavailableError,
+    OSError,
+)
+
+_T = TypeVar("_T")
+
+
+class RefusedError(CapflowError):
+    """The server will not store a message."""
+
+
+class NatsLink:
+    """One connection, from `open` to `close`; its methods block, and are called on one thread.
+
+    give_up_s: for how long a server that is away is waited for; None for as long as it takes.
+    """
+
+    def __init__(self, servers: Iterable[str], stream: str, *, give_up_s: float | None, where: str) -> None:
+        self._servers = list(servers)
+        self._stream = stream
+        self._give_up_s = give_up_s
+        self._where = where
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="capflow-nats-link", daemon=True)
+        self._client = Client()  # replaced when it gave up; the loop's, like everything below
+        self._js: JetStreamContext | None = None
+        self._said = ""  # what the server said last that was wrong
+        self._denied = ""  # that a right is missing, or that capflow may not in
+        self._told_s = _TELL_S  # for how long something is away when that is logged next
+        self.reconnects = 0
+        self.sent_again = 0  # messages of which no acknowledgement came in time
+
+    def open(self, subjects: str, *, create: bool) -> None:
+        """Connect, and see to the stream; raises UsageError, or CapflowError when the server does not answer."""
+        self._thread.start()
+        try:
+            self._call(self._open(subjects, create=create))
+        except BaseException:
+            self.close()
+            raise
+
+    def store(self, messages: Iterable[Message]) -> dict[str, str]:
+        """Store messages; return why those of some subjects could not be, behind which none of that subject was."""
+        return self._call(self._store(messages))
+
+    def last(self, subject: str) -> dict[str, str] | None:
+        """Return the headers of the last message on a subject; None when there is none."""
+        return self._call(self._last(subject))
+
+    def close(self) -> None:
+        """Leave the server and end the thread."""
+        with contextlib.suppress(Exception):
+            self._call(asyncio.wait_for(self._client.close(), CONNECT_S))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    # The loop's thread.
+
+    async def _open(self, subjects: str, *, create: bool) -> None:
+        await self._connect()
+        config = await self._found(create, subjects)
+        if not any(_covers(pattern, subjects) for pattern in config.subjects or []):
+            raise self._wrong(
+                "stream", f"{self._stream} with {', '.join(config.subjects or [])}", f"one with {subjects}"
+            )
+        if config.no_ack:
+            raise self._wrong("stream", f"{self._stream}, which acknowledges nothing", "one without no_ack")
+        if config.storage == api.StorageType.MEMORY:
+            logger.warning("stream %s is in memory: what it holds is gone when the server is", self._stream)
+        if self._client.max_payload < PART_BYTES_MAX + OVERHEAD_BYTES:
+            expected = f"{PART_BYTES_MAX + OVERHEAD_BYTES} or more"
+            raise self._wrong("servers", f"a server with max_payload {self._client.max_payload}", expected)
+
+    async def _connect(self) -> None:
+        self._denied = self._said = ""
+        try:
+            self._client = await asyncio.wait_for(
+                nats.connect(
+                    self._servers,
+                    name="capflow",
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=_PAUSE_S,
+                    pending_size=_BUFFER_BYTES,
+                    error_cb=self._on_error,
+                    reconnected_cb=self._on_reconnected,
+                    allow_reconnect=True,
+                ),
+                CONNECT_S,
+            )
+        except (TimeoutError, nats.errors.Error, OSError, ValueError) as e:
+            got = self._denied or self._said or str(e) or "no answer"
+            servers = ", ".join(map(_shown, self._servers))
+            what = f"{self._where}.servers: {servers}"
+            raise CapflowError(explain(what, got=got, expected="a NATS server that lets capflow in")) from e
+        self._js = self._client.jetstream(timeout=ACK_S)
+
+    async def _found(self, create: bool, subjects: str) -> api.StreamConfig:
+        """Return the stream's configuration, of one made here if need be."""
+        js = self._stream_api()
+        found = None
+        try:
+            with contextlib.suppress(js_errors.NotFoundError):
+                found = await js.stream_info(self._stream)
+            if found is None and create:
+                found = await js.add_stream(name=self._stream, subjects=[subjects], duplicate_window=_DUPLICATES_S)
+        except js_errors.ServiceUnavailableError as e:
+            expected = "a server with JetStream (nats-server --jetstream)"
+            raise self._wrong("servers", _of(e), expected) from e
+        except (nats.errors.Error, ValueError) as e:
+            raise self._wrong("stream", f"{self._stream}: {self._denied or _of(e)}", "one that can be used") from e
+        if found is None:
+            raise self._wrong("stream", self._stream, "a stream that is there; make it, or add create=true")
+        return found.config
+
+    async def _store(self, messages: Iterable[Message]) -> dict[str, str]:
+        by_subject: dict[str, list[Message]] = {}
+        for message in messages:
+            by_subject.setdefault(message.subject, []).append(message)
+        room = asyncio.Semaphore(UNDER_WAY_MAX)
+
+        async def store_all(subject: str) -> str | None:
+            async with room:
+                for message in by_subject[subject]:
+                    try:
+                        await self._store_one(message)
+                    except (CapflowError, js_errors.NotFoundError) as e:
+                        return str(e)
+            return None
+
+        said = await asyncio.gather(*map(store_all, by_subject))
+        return {subject: error for subject, error in zip(by_subject, said, strict=True) if error is not None}
+
+    async def _store_one(self, message: Message) -> None:
+        """Return when the message is acknowledged; raises CapflowError when it never will be."""
+        await self._patiently(
+            lambda js: js.publish(message.subject, message.body, stream=self._stream, headers={**message.headers}),
+            message.subject,
+        )
+
+    async def _last(self, subject: str) -> dict[str, str] | None:
+        try:
+            found = await self._patiently(lambda js: js.get_last_msg(self._stream, subject), subject)
+        except js_errors.NotFoundError:
+            return None
+        return dict(found.headers or {})
+
+    async def _patiently(self, ask: Any, subject: str) -> Any:
+        """Ask the server until it answers; raises CapflowError when it refuses, or is away for too long."""
+        since = time.monotonic()
+        self._denied = ""
+        self._told_s = _TELL_S
+        while True:
+            try:
+                return await ask(self._stream_api())
+            except js_errors.NotFoundError:
+                raise
+            except _AWAY as e:
+                self.sent_again += 1
+                if self._denied:
+                    raise RefusedError(explain(subject, got=self._denied, expected="the right to use it")) from e
+                away_s = time.monotonic() - since
+                do = "give the stream room, or have it discard old messages" if _of(e).startswith("maximum ") else ""
+                why = explain(f"stream {self._stream} took nothing for {away_s:.1f} s", got=_of(e), do=do)
+                if self._give_up_s is not None and away_s >= self._give_up_s:
+                    raise CapflowError(why) from e
+                if away_s >= self._told_s:
+                    logger.warning("%s; waiting", why)
+                    self._told_s = away_s * 2
+                await asyncio.sleep(_PAUSE_S)
+                if self._client.is_closed:
+                    with contextlib.suppress(CapflowError):
+                        await self._connect()
+            except js_errors.APIError as e:
+                raise RefusedError(explain(f"stream {self._stream}", got=_of(e))) from e
+
+    def _stream_api(self) -> JetStreamContext:
+        assert self._js is not None
+        return self._js
+
+    async def _on_error(self, error: Exception) -> None:
+        self._said = _of(error)
+        if "violation" in self._said.lower():  # of permissions, or of authorization
+            self._denied = self._said
+
+    async def _on_reconnected(self) -> None:
+        self.reconnects += 1
+
+    def _wrong(self, field: str, got: str, expected: str) -> UsageError:
+        return UsageError(explain(f"{self._where}.{field}", got=got, expected=expected))
+
+
+def _of(error: Exception) -> str:
+    """Return what an error of the client's says."""
+    said = getattr(error, "description", None) or str(error)
+    return str(said) or type(error).__name__
+
+
+def _shown(server: str) -> str:
+    """Return a server's address without the password in it."""
+    parts = urlsplit(server)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def _covers(pattern: str, subjects: str) -> bool:
+    """Return whether a stream's subject takes every one of `PREFIX.>`."""
+    have, want = pattern.split("."), subjects.split(".")
+    for index, part in enumerate(have):
+        if part == ">":
+            return index < len(want)
+        if index >= len(want) or want[index] == ">" or part not in ("*", want[index]):
+            return False
+    return False

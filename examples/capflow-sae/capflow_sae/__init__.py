@@ -1,0 +1,1 @@
+"""A sparse autoencoder that is trained on rows while the model runs."""

@@ -1,0 +1,101 @@
+"""Analyse a sharded data set on many machines: Daft plans, Ray runs.
+
+    python examples/cluster.py rows/ --probe examples/code.safetensors --ray auto
+
+Prints the mean norm of the rows by layer, and the tokens that score highest on each probe of the file. `rows` is the root of what
+`filesystem:layout=sharded` wrote, or a URL that Daft reads (`s3://…`). Without `--ray` it runs here, in threads; `--ray auto` joins
+the cluster that this machine is part of, `--ray local` starts one of this machine alone.
+
+Only what a step needs is read: columns, and row groups of the probe's site. Vectors never leave the workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import daft
+import numpy as np
+from daft import DataType, col, lit
+
+from capflow.frame import DTYPES
+from capflow.probe import Probe
+
+
+def rows_of(vectors: daft.Series, dtype: str) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    """Return a column of vectors as `[n, hidden_size]` float32; bfloat16 lies in it as uint16."""
+    stored = vectors.to_arrow()
+    flat = stored.flatten().to_numpy(zero_copy_only=False)
+    if dtype == "bfloat16":
+        flat = flat.astype(np.uint16).view(DTYPES["bfloat16"])
+    return flat.reshape(len(stored), -1).astype(np.float32)
+
+
+@daft.udf(return_dtype=DataType.float64())
+def norm(vectors: daft.Series, dtype: str) -> Any:
+    """Return the length of each row."""
+    return np.linalg.norm(rows_of(vectors, dtype), axis=1).astype(np.float64)
+
+
+@daft.udf(return_dtype=DataType.float64())
+def score(vectors: daft.Series, dtype: str, weight: list[float], bias: float) -> Any:
+    """Return what a probe scores on each row."""
+    return (rows_of(vectors, dtype) @ np.array(weight, np.float32) + bias).astype(np.float64)
+
+
+def mean_norms(data: daft.DataFrame, dtype: str) -> daft.DataFrame:
+    """Return `hook`, `layer`, `rows` and `norm`, the mean length of the rows there."""
+    lengths = data.select("hook", "layer", norm(col("vector"), dtype).alias("norm"))
+    means = lengths.groupby("hook", "layer").agg(col("norm").count().alias("rows"), col("norm").mean())
+    return means.sort(["hook", "layer"])
+
+
+def top_positions(data: daft.DataFrame, dtype: str, probe: Probe, count: int) -> daft.DataFrame:
+    """Return the `count` positions that score highest on each probe: `probe`, `request`, `position`, `token_id`, `score`."""
+    here = data.where((col("hook") == probe.site.hook) & (col("layer") == probe.site.layer))
+    tops = []
+    for name, weight, bias in zip(probe.names, probe.weight.tolist(), probe.bias.tolist(), strict=True):
+        scored = here.select(
+            "request", "position", "token_id", score(col("vector"), dtype, weight, bias).alias("score")
+        )
+        top = scored.sort(["score", "request", "position"], desc=[True, False, False]).limit(count)
+        tops.append(top.select(lit(name).alias("probe"), "request", "position", "token_id", "score"))
+    whole = tops[0]
+    for top in tops[1:]:
+        whole = whole.concat(top)
+    return whole
+
+
+def open_shards(root: str) -> tuple[daft.DataFrame, str]:
+    """Return the shards that are sealed, and the dtype of their rows.
+
+    Shards of two dtypes have columns of two types, which Daft refuses; a column of uint16 is bfloat16.
+    """
+    pattern = root if root.endswith(".parquet") else f"{root.rstrip('/')}/*.parquet"
+    data = daft.read_parquet(pattern)
+    kind = str(data.schema()["vector"].dtype).lower()
+    names = {"uint16": "bfloat16", "float16": "float16", "float32": "float32"}
+    return data, next(name for stored, name in names.items() if stored in kind)
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description="Analyse a sharded data set with Daft, on Ray.")
+    parser.add_argument("rows", help="the root of a sharded data set, or its URL")
+    parser.add_argument("--probe", help="a probe file")
+    parser.add_argument("--top", type=int, default=10, help="how many positions (default: 10)")
+    parser.add_argument("--ray", help="auto, local, or a cluster's address; not given: no Ray")
+    given = parser.parse_args()
+    if given.ray:
+        import ray
+
+        ray.init(address=None if given.ray == "local" else given.ray, log_to_driver=False)
+        daft.context.set_runner_ray()
+    data, dtype = open_shards(given.rows)
+    mean_norms(data, dtype).show(1000)
+    if given.probe:
+        top_positions(data, dtype, Probe.load(given.probe), given.top).show(1000)
+
+
+if __name__ == "__main__":
+    main()
