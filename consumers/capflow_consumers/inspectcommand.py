@@ -39,7 +39,7 @@ def inspect(path: Path, png: Path | None, *, as_json: bool, quick: bool) -> None
         check_plot(png)
     dataset = open_dataset(path)
     surveyor = Surveyor(dataset, check=not quick)
-    with progress("captures", None if quick else len(dataset)) as step:
+    with progress("captures") as step:
         survey = surveyor.survey(step)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(survey)).decode())
