@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import sys
 from typing import NamedTuple
 from unittest import mock
@@ -17,6 +18,7 @@ from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
 
 SITES = (Site(2, "post_block"), Site(3, "post_block"), Site(3, "mlp_out"))
 REQUESTS = {"a": (4, 9), "b/c": (3, 3), "long": (40, 150)}  # prompt_length, computed_length
+_BOOTS = itertools.count()  # frames of one boot that come again are known
 
 
 def write(
@@ -30,6 +32,7 @@ def write(
         FilesystemConfig(str(root), hooks=sorted({site.hook for site in sites}), fsync=False, **options)
     )
     consumer.open(None)
+    boot = f"boot-{next(_BOOTS)}"
     consumer.on_session("engine-1", replace(make_model(hidden=hidden), sites=tuple(sites), dtype=dtype))
     for seq, (request, (prompt, computed)) in enumerate((requests or REQUESTS).items()):
         start, stop = (lost or {}).get(request, (computed, computed))
@@ -38,7 +41,9 @@ def write(
             if length:
                 span = (request, prompt, first, length)
                 consumer.on_frame(
-                    make_frame([span], sites, hidden=hidden, dtype=dtype, seq=1 + seq * 2 + part, texts=texts)
+                    make_frame(
+                        [span], sites, hidden=hidden, dtype=dtype, seq=1 + seq * 2 + part, texts=texts, boot=boot
+                    )
                 )
         rows = sum(length for _, length in spans) * len(sites)
         drops = tuple(Dropped(*drop) for drop in (dropped or {}).get(request, ()))
