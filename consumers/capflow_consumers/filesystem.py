@@ -41,7 +41,6 @@ from capflow_consumers.storeddtype import FLOAT16_MAX, converted, name_of
 from capflow_consumers.tokenlog import TokenLog
 from capflow_consumers.workdir import OnCollision, WorkDir
 
-_JSON = msgspec.json.Encoder()
 _RUNS_SHOWN_MAX = 8
 
 
@@ -284,7 +283,7 @@ class FilesystemConsumer(Consumer):
             layout=files.layout,
             capture=capture,
         )
-        return _result(store.publish(files, sidecar, _JSON.encode(sidecar), on_collision), sidecar)
+        return _result(store.publish(files, sidecar, layout.write_sidecar(sidecar), on_collision), sidecar)
 
     def _request(self, frame: Frame, rows: RequestRows) -> _Request:
         header = frame.header

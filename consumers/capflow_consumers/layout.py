@@ -11,17 +11,19 @@ aligned to 64 bytes and can be written before their number is known. It holds `r
 for bit as captured, or in the dtype that a spec asked for, then `positions` `[n]` int64, then `token_ids` `[n]` int32 (-1
 where the engine did not say).
 
-The sidecar is a `Sidecar` as JSON. A request's directory appears under its name in one rename, when everything in it is
+The sidecar is a `Sidecar` as JSON, with its own hash. A request's directory appears under its name in one rename, when everything in it is
 written, and is never changed after.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
+import xxhash
 
 from capflow.frame import DTYPES, Rank
 from capflow.result import Status
@@ -111,10 +113,26 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(Sidecar)
+_encoder = msgspec.json.Encoder()
+_CHECKED = re.compile(rb'(.*),"xxh3_64":"([0-9a-f]{16})"\}', re.DOTALL)
+
+
+def write_sidecar(sidecar: Sidecar) -> bytes:
+    """Return a sidecar as JSON whose last key, `xxh3_64`, is the hash of what stands before it."""
+    text = _encoder.encode(sidecar)[:-1]
+    return text + b',"xxh3_64":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}'
+
+
+def check_sidecar(text: bytes) -> None:
+    """Raise ValueError when a sidecar's hash is not its own."""
+    found = _CHECKED.fullmatch(text)
+    if found is None or xxhash.xxh3_64_hexdigest(found[1]).encode() != found[2]:
+        raise ValueError("another checksum of the sidecar")
 
 
 def read_sidecar(text: bytes) -> Sidecar:
     """Return the sidecar that JSON says; raises ValueError when it is none that can be trusted."""
+    check_sidecar(text)
     try:
         sidecar = _decoder.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:

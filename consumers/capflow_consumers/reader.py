@@ -243,7 +243,8 @@ def open_dataset(path: str | Path) -> Dataset:
 def _open_request(path: Path) -> RequestCapture:
     file = path / layout.SIDECAR_NAME
     try:
-        sidecar = _decoder.decode(file.read_bytes())
+        text = file.read_bytes()
+        sidecar = _decoder.decode(text)
     except (OSError, msgspec.MsgspecError) as e:
         raise damaged(file, str(e), "a sidecar") from e
     if sidecar.format != layout.FORMAT:
@@ -255,6 +256,10 @@ def _open_request(path: Path) -> RequestCapture:
         raise damaged(file, "a file that is no site's", "names like post_block.000.safetensors")
     if not {sidecar.dtype, *(entry.dtype for entry in sidecar.sites)} <= {None, *DTYPES}:
         raise damaged(file, "a dtype that rows do not have", f"one of {', '.join(DTYPES)}")
+    try:
+        layout.check_sidecar(text)
+    except ValueError as e:
+        raise damaged(file, str(e), "what was written") from e
     return DirectoryCapture(path, sidecar)
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from capflow import limits
 from capflow_consumers import parquet
 from capflow_consumers.disk import write
-from capflow_consumers.shardstream import Encoder, Kind, hashes_of, page_of, page_room, sealed_sidecar
+from capflow_consumers.shardstream import Encoder, Kind, hashes_of, page_of, page_room
 
 BATCH_BYTES_MAX = 64 * limits.MIB  # of rows, unless one has more
 IN_PLACE_BYTES_MIN = 2 * limits.MIB  # of rows of a batch that is its own row group; smaller ones are copied together
@@ -63,7 +63,7 @@ class ShardFile:
         row = np.zeros((1, self.kind.row_bytes), np.uint8)
         hashes = np.zeros(1, np.uint64)
         hashes_of(row, hashes)
-        parts = self._encoder.batch(nowhere, nowhere, hashes, row[0, :0], sealed_sidecar(sidecar))
+        parts = self._encoder.batch(nowhere, nowhere, hashes, row[0, :0], sidecar)
         rest = [] if self.kind.compressed else [row, bytes(-row.nbytes % 8)]
         self._batches.append(self._tip)
         self._tip = write(self._fd, [*parts, *rest], self._tip)
@@ -80,13 +80,9 @@ class ShardFile:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
 
     def cut(self) -> None:
-        """Take away what was put since the last commit, and a commit that is not known to be on the disk; raises OSError.
-
-        The batches lose their beginnings and are written over: others may have the file mapped, so it does not get shorter.
-        """
-        for begin in self._batches:
-            write(self._fd, [bytes(8)], begin)
+        """Take away what was put since the last commit, and a commit that is not known to be on the disk; raises OSError."""
         self._tip, self._batches = self.end, []
+        os.ftruncate(self._fd, self.end)
 
     def close(self) -> None:
         """Let go of the file."""

@@ -30,7 +30,7 @@ from capflow import limits
 from capflow.site import HOOKS
 from capflow_consumers import layout, parquet
 from capflow_consumers.disk import write
-from capflow_consumers.shardstream import END, Batch, Kind, chunk_of, decode, opened, rows_of, unsealed_sidecar
+from capflow_consumers.shardstream import END, Batch, Kind, chunk_of, decode, opened, rows_of
 
 FORMAT = 1
 BLOCK_BYTES = 4 * limits.MIB
@@ -140,7 +140,7 @@ def _pieces(file: Any, kind: Kind, schema: pa.Schema, entries: Sequence[Entry]) 
     for entry in entries:
         commit = decode(file, entry.batches[-1], kind, schema)
         assert commit.sidecar is not None
-        sidecar = layout.read_sidecar(unsealed_sidecar(commit.sidecar))
+        sidecar = layout.read_sidecar(commit.sidecar)
         first = 0
         for begin in entry.batches[:-1]:
             batch = decode(file, begin, kind, schema)

@@ -31,7 +31,6 @@ from capflow_consumers.shardstream import (
     hashes_of,
     opened,
     rows_of,
-    unsealed_sidecar,
 )
 
 PATTERN = "shard~*.parquet"
@@ -67,6 +66,8 @@ class Shard:
         self._located = shardseal.locate(self.file)
         self.sealed = self._located is not None
         if self._located is None:
+            if not self.path.parent.name.startswith(layout.PARTIAL_PREFIX):
+                raise damaged(self.path, "no index where it should end", "a whole shard")
             self.rescan()
         else:
             self._read_index(*self._located.index)
@@ -251,4 +252,4 @@ def site_digest(positions: Sequence[int], token_ids: Sequence[int], hashes: Sequ
 def _sidecar(batch: Batch) -> layout.Sidecar:
     if batch.sidecar is None:
         raise ValueError("no sidecar")
-    return layout.read_sidecar(unsealed_sidecar(batch.sidecar))
+    return layout.read_sidecar(batch.sidecar)

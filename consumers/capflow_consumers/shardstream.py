@@ -9,7 +9,7 @@ A batch has for each row `position`, `token_id`, `xxh3` (of the row's bytes) and
 wants before the vectors, which follow it in the file; where it is empty, sealing copies them into a page. With compression
 `page` holds a whole compressed page, and there are no vectors. A page begins with four numbers of 32 bits that say where in it
 its parts are: see `page_of`. A commit's only row has position -1, and `sidecar` the JSON of a
-`layout.Sidecar` and 16 hexadecimal digits, its xxh3.
+`layout.Sidecar`.
 
 What always holds: what comes before the end of a commit is whole. What comes behind the last one is of no request.
 """
@@ -32,7 +32,6 @@ HEAD = parquet.MAGIC + bytes(4)
 END = b"\xff\xff\xff\xff\0\0\0\0"
 """What ends an Arrow stream."""
 
-_DIGEST_LENGTH = 16
 _PAGE_HEAD = struct.Struct("<4I")
 
 
@@ -141,8 +140,11 @@ class Encoder:
             columns.append(self._vectors(vectors, count))
         self._sink.parts = []
         self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
-        address = vectors.ctypes.data
-        return [part for part in self._sink.parts if count == 0 or getattr(part, "address", 0) != address]
+        parts = self._sink.parts
+        if self.kind.compressed or count == 0:
+            return parts
+        where = [getattr(part, "address", 0) for part in parts].index(vectors.ctypes.data)
+        return parts[:where]  # behind the vectors there are the zeros
 
     def _vectors(self, values: npt.NDArray[np.uint8], count: int) -> Any:
         kind = parquet.vector_type(self.kind.dtype, self.kind.hidden_size)
@@ -203,7 +205,7 @@ def batches(file: Any, kind: Kind, schema: pa.Schema, begin: int) -> Iterator[tu
 
 def opened(file: Any) -> tuple[Kind, pa.Schema, int]:
     """Return what a mapped file is, its stream's schema, and where its first batch begins; raises ValueError when it is no shard."""
-    if bytes(file.slice(0, len(HEAD))) != HEAD:
+    if file.size < len(HEAD) or bytes(file.slice(0, len(HEAD))) != HEAD:
         raise ValueError("it does not begin as a shard does")
     reader = pa.BufferReader(file.slice(len(HEAD)))
     try:
@@ -261,19 +263,6 @@ def hashes_of(rows: npt.NDArray[np.uint8], into: npt.NDArray[np.uint64]) -> None
     """Put the xxh3 of each row `[n, row_bytes]` into an array."""
     digest = xxhash.xxh3_64_intdigest
     into[:] = [digest(row) for row in rows]
-
-
-def sealed_sidecar(sidecar: bytes) -> bytes:
-    """Return a sidecar with its hash, as a commit holds it."""
-    return sidecar + xxhash.xxh3_64_hexdigest(sidecar).encode()
-
-
-def unsealed_sidecar(text: bytes) -> bytes:
-    """Return the sidecar that a commit holds; raises ValueError when its hash is not its own."""
-    sidecar, digest = text[:-_DIGEST_LENGTH], text[-_DIGEST_LENGTH:]
-    if xxhash.xxh3_64_hexdigest(sidecar).encode() != digest:
-        raise ValueError("its hash is not that of the sidecar")
-    return sidecar
 
 
 _DTYPES = (np.dtype(np.int32), np.dtype(np.int32), np.dtype(np.uint64))
