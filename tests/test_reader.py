@@ -24,7 +24,7 @@ SITES = (Site(2, "post_block"), Site(3, "mlp_out"))
 def root(tmp_path):
     """A data set of two requests, `a` of 5 rows a site and `b/c` of 3, in bfloat16."""
     root = tmp_path / "root"
-    consumer = FilesystemConsumer(FilesystemConfig(str(root), capture="requests"))
+    consumer = FilesystemConsumer(FilesystemConfig(str(root), capture="requests", layout="per_file"))
     consumer.open(None)
     consumer.on_session("engine-1", make_model())
     consumer.on_frame(make_frame([("a", 4, 0, 5), ("b/c", 3, 0, 3)], SITES, dtype="bfloat16", texts=True))
