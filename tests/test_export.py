@@ -43,6 +43,10 @@ def read(file):
         return opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
 
 
+def name_of(site):
+    return f"{site.hook}.{site.layer:03d}"
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_each_request_becomes_a_file_with_all_that_it_has(tmp_path, dtype):
     root = write(tmp_path / "rows", dtype=dtype)
@@ -58,11 +62,11 @@ def test_each_request_becomes_a_file_with_all_that_it_has(tmp_path, dtype):
         assert len(tensors) == 3 * len(SITES)
         for site in SITES:
             rows = np.stack([row_of(name, site, p, dtype=dtype) for p in range(computed)])
-            assert str(tensors[str(site)].dtype) == f"torch.{dtype}"
-            assert tensors[str(site)].shape == rows.shape
-            assert tensors[str(site)].float().numpy().tobytes() == rows.astype(np.float32).tobytes()
-            assert tensors[f"{site}.positions"].tolist() == list(range(computed))
-            assert tensors[f"{site}.token_ids"].tolist() == [token_of(name, p) for p in range(computed)]
+            assert str(tensors[f"{name_of(site)}.rows"].dtype) == f"torch.{dtype}"
+            assert tensors[f"{name_of(site)}.rows"].shape == rows.shape
+            assert tensors[f"{name_of(site)}.rows"].float().numpy().tobytes() == rows.astype(np.float32).tobytes()
+            assert tensors[f"{name_of(site)}.positions"].tolist() == list(range(computed))
+            assert tensors[f"{name_of(site)}.token_ids"].tolist() == [token_of(name, p) for p in range(computed)]
 
 
 def test_rows_lie_in_the_files_bit_for_bit_and_aligned(root, tmp_path):
@@ -72,14 +76,14 @@ def test_rows_lie_in_the_files_bit_for_bit_and_aligned(root, tmp_path):
     rows = np.stack([row_of("a", SITES[1], p, dtype="bfloat16") for p in range(9)])
     assert rows.tobytes() in whole
     tensors = read(tmp_path / "out" / "a.safetensors")[1]
-    assert set(tensors) == {"post_block:3", "post_block:3.positions", "post_block:3.token_ids"}
+    assert set(tensors) == {f"post_block.003.{name}" for name in ("rows", "positions", "token_ids")}
 
 
 def test_every_capture_of_an_id_has_a_file(tmp_path):
     for computed in (4, 5, 6):
         write(tmp_path / "rows", {"r": (2, computed)}, on_collision="suffix")
     assert export(tmp_path / "rows", tmp_path / "out", "safetensors").returncode == 0
-    found = {path.stem: len(read(path)[1]["mlp_out:3"]) for path in (tmp_path / "out").glob("*.safetensors")}
+    found = {path.stem: len(read(path)[1]["mlp_out.003.rows"]) for path in (tmp_path / "out").glob("*.safetensors")}
     assert found == {"r": 4, "r~2": 5, "r~3": 6}
 
 
@@ -117,7 +121,7 @@ def test_an_export_that_was_killed_goes_on_and_is_whole(tmp_path):
     assert export(root, out, "safetensors").stdout.endswith("3 files written, 3 were there\n")
     assert not list(out.glob(".partial-*"))
     for name in requests:
-        assert len(read(out / f"{name}.safetensors")[1]["mlp_out:3"]) == 5
+        assert len(read(out / f"{name}.safetensors")[1]["mlp_out.003.rows"]) == 5
 
 
 # SAELens.

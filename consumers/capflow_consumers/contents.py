@@ -28,7 +28,7 @@ class SiteContents(msgspec.Struct):
 class Contents:
     """The wanted sites of the captures that were added, all sites where none is named.
 
-    Opens the headers of the wanted sites' files and reads no rows.
+    Takes the sidecars' word, and opens nothing else.
     """
 
     def __init__(self, path: Path, wanted: Iterable[Site] = ()) -> None:
@@ -38,18 +38,18 @@ class Contents:
         self._found: dict[Site, SiteContents] = {}
 
     def add(self, capture: RequestCapture) -> dict[Site, int]:
-        """Take in a capture; return how many rows it has at each wanted site where it has any. Raises CapflowError for damage."""
+        """Take in a capture; return how many rows it has at each wanted site."""
+        sidecar = capture.sidecar
         self._seen.update(capture.sites)
         counts = {}
-        for site in capture.sites:
-            if not self._wanted or site in self._wanted:
-                rows = capture[site].rows
-                counts[site] = len(rows)
-                told = self._found.setdefault(site, SiteContents())
-                told.rows += len(rows)
-                told.widths.add(rows.shape[1])
-                told.dtypes.add(rows.dtype.name)
-        return {site: count for site, count in counts.items() if count}
+        for entry in sidecar.sites:
+            if not self._wanted or entry.site in self._wanted:
+                counts[entry.site] = entry.rows
+                told = self._found.setdefault(entry.site, SiteContents())
+                told.rows += entry.rows
+                told.widths.add(sidecar.hidden_size)
+                told.dtypes.add(entry.dtype or sidecar.dtype)
+        return counts
 
     def sites(self, field: str) -> dict[Site, SiteContents]:
         """Return the wanted sites, in order.

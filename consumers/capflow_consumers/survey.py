@@ -103,10 +103,13 @@ class Surveyor:
     def survey(self, on_capture: Callable[[], object] = lambda: None) -> Survey:
         """Look at every capture, and return what was found. on_capture: called after each."""
         found = self._survey
+        whole = self._verify()
         try:
             for capture in self._dataset:
-                self._look(capture)
+                self._look(capture, verify=whole is not None)
                 on_capture()
+            if whole is not None and not found.damaged:  # in what no capture is read from
+                self._damage(str(whole))
         except CapflowError as e:  # where the next capture begins is not known
             self._damage(f"{e}; what comes after it was not looked at")
         found.bytes_on_disk = _size(self._dataset.path)
@@ -122,7 +125,16 @@ class Surveyor:
             _tell_norms(self._sites[site], norms)
         return found
 
-    def _look(self, capture: RequestCapture) -> None:
+    def _verify(self) -> CapflowError | None:
+        """Return the first damage that checksums show; where there is one, each capture has to be verified by itself."""
+        try:
+            if self._survey.checked:
+                self._dataset.verify()
+        except CapflowError as e:
+            return e
+        return None
+
+    def _look(self, capture: RequestCapture, *, verify: bool) -> None:
         found, sidecar = self._survey, capture.sidecar
         found.captures += 1
         found.prompt_tokens += capture.prompt_length
@@ -130,7 +142,7 @@ class Surveyor:
         self._ended[sidecar.status] += 1
         self._statuses[capture.status] += 1
         try:
-            if found.checked:
+            if verify:
                 capture.verify()
             positions = {site: self._look_at(capture, site) for site in capture.sites}
         except CapflowError as e:

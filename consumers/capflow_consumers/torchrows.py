@@ -10,6 +10,7 @@ The only module of the consumers that imports torch; nothing imports it but who 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import DTYPES
 from capflow.site import Site
 from capflow_consumers.contents import Contents, one_width
-from capflow_consumers.reader import Dataset, RequestCapture, open_dataset
+from capflow_consumers.reader import RequestCapture, Rows, open_dataset
 
 _SHARE_ROWS = 64
 """Rows that lie together are shared out so many at a time: the shares of two workers differ by at most these."""
@@ -62,7 +63,7 @@ class TorchRows(IterableDataset[Batch]):
         sites: Sequence[tuple[int, str] | str] = (),
         *,
         batch_rows: int = 1024,
-        shuffle_rows: int = 65_536,
+        shuffle_rows: int = 16_384,
         seed: int = 0,
         dtype: torch.dtype | None = None,
         rank: int | None = None,
@@ -77,16 +78,14 @@ class TorchRows(IterableDataset[Batch]):
         dataset = open_dataset(path)
         self._path = dataset.path
         contents = Contents(self._path, (Site.parse(site) if isinstance(site, str) else Site(*site) for site in sites))
-        self._captures: list[tuple[str, int]] = []
-        counts = []
-        for request in dataset.requests():
-            for number, capture in enumerate(dataset.captures(request)):
-                self._captures.append((request, number))
-                counts.append(contents.add(capture))
+        counts: dict[str, Counter[Site]] = {}
+        for capture in dataset:
+            counts.setdefault(capture.id, Counter()).update(contents.add(capture))
         found = contents.sites("sites")
         self.sites: tuple[Site, ...] = tuple(found)
         self.hidden_size = one_width(found)
-        self._counts = np.array([[count.get(site, 0) for site in self.sites] for count in counts], np.int64)
+        self._requests = list(counts)
+        self._counts = np.array([[count[site] for site in self.sites] for count in counts.values()], np.int64)
         self.rows_total = int(self._counts.sum())
         self._stored = _stored({name for told in found.values() for name in told.dtypes}, dtype)
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # seen by workers that persist
@@ -101,7 +100,7 @@ class TorchRows(IterableDataset[Batch]):
         workers, number = (worker.num_workers, worker.id) if worker is not None else (1, 0)
         shares, share = self.world_size * workers, self.rank * workers + number
         epoch = [self._seed, int(self._epoch)]
-        order = np.arange(len(self._captures))
+        order = np.arange(len(self._requests))
         if self._shuffle_rows:
             np.random.default_rng(epoch).shuffle(order)  # the same in every worker of every rank
         mine = np.random.default_rng([*epoch, 1 + share]) if self._shuffle_rows else None
@@ -120,28 +119,19 @@ class TorchRows(IterableDataset[Batch]):
     ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
         """Yield the rows `[n, hidden_size]` of a share, with `[n, 3]` of site, position and token id."""
         dataset = open_dataset(self._path)
-        start = 0  # of a capture's site, in the order of all rows
+        start = 0  # of a request's rows at a site, in the order of all rows
         for index in order:
-            request, number = self._captures[index]
-            capture = None
+            request = self._requests[index]
+            captures: list[RequestCapture] | None = None
             for site, count in enumerate(self._counts[index].tolist()):
                 spans = list(_spans(start, count, share, shares))
                 start += count
                 if spans:
-                    if capture is None:
-                        capture = self._capture(dataset, request, number)
-                    rows, positions, token_ids = capture[self.sites[site]]
-                    if len(rows) != count:
+                    captures = dataset.captures(request) if captures is None else captures
+                    found = [capture[self.sites[site]] for capture in captures if self.sites[site] in capture]
+                    if sum(len(rows) for rows, _, _ in found) != count:
                         raise self._changed(request)
-                    for first, last in spans:
-                        ids = token_ids[first:last]
-                        yield rows[first:last], np.stack([np.full_like(ids, site), positions[first:last], ids], axis=1)
-
-    def _capture(self, dataset: Dataset, request: str, number: int) -> RequestCapture:
-        captures = dataset.captures(request)
-        if number >= len(captures):
-            raise self._changed(request)
-        return captures[number]
+                    yield from _cut(found, site, spans)
 
     def _changed(self, request: str) -> CapflowError:
         what = f"{self._path}: request {request!r} is not what it was"
@@ -192,6 +182,20 @@ class _Buffer:
         above = np.setdiff1d(np.arange(self.filled, self.filled + count), picks, assume_unique=True)
         self._rows[holes], self._places[holes] = self._rows[above], self._places[above]
         return taken
+
+
+def _cut(
+    found: list[Rows], site: int, spans: list[tuple[int, int]]
+) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
+    """Yield what spans of the rows of several captures, one after another, are, as `TorchRows._parts` does."""
+    begin = 0
+    for rows, positions, token_ids in found:
+        for first, last in spans:
+            low, high = max(first - begin, 0), min(last - begin, len(rows))
+            if low < high:
+                ids = token_ids[low:high].astype(np.int64)
+                yield rows[low:high], np.stack([np.full_like(ids, site), positions[low:high], ids], axis=1)
+        begin += len(rows)
 
 
 def _spans(start: int, count: int, share: int, shares: int) -> Iterator[tuple[int, int]]:

@@ -1,13 +1,14 @@
 """Exports a data set as one plain safetensors file for each capture.
 
-`NAME.safetensors` has for each site `HOOK:LAYER` the rows `[n, hidden_size]` bit for bit as stored, `HOOK:LAYER.positions` `[n]`
-int64 and `HOOK:LAYER.token_ids` `[n]` int32; the header's `__metadata__` says of the request what `METADATA` names, as text. NAME is
-the directory name that the request's id has in a data set; a second capture of it has `~2`.
+`NAME.safetensors` has for each site, such as `post_block.012`, the rows `post_block.012.rows` `[n, hidden_size]` bit for bit as stored,
+`post_block.012.positions` `[n]` int64 and `post_block.012.token_ids` `[n]` int32; the header's `__metadata__` says of the request what
+`METADATA` names, as text. NAME is the directory name that the request's id has in a data set; a second capture of it has `~2`.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,14 +32,16 @@ def to_safetensors(
 ) -> int:
     """Write each capture that is not there yet; return how many were written. on_capture: called after each of them all."""
     written = 0
-    for request in dataset.requests():
-        for number, capture in enumerate(dataset.captures(request), 1):
-            name = slug(request) + (f"~{number}" if number > 1 else "") + ".safetensors"
-            if not destination.has(name):
-                with destination.writing(name) as path, path.open("wb") as stream:
-                    _write(capture, [site for site in sites if site in capture], stream)
-                written += 1
-            on_capture()
+    numbers: Counter[str] = Counter()
+    for capture in dataset:
+        numbers[capture.id] += 1
+        number = numbers[capture.id]
+        name = slug(capture.id) + (f"~{number}" if number > 1 else "") + ".safetensors"
+        if not destination.has(name):
+            with destination.writing(name) as path, path.open("wb") as stream:
+                _write(capture, [site for site in sites if site in capture], stream)
+            written += 1
+        on_capture()
     return written
 
 
@@ -47,7 +50,8 @@ def _write(capture: RequestCapture, sites: Sequence[Site], stream: Any) -> None:
     tensors: dict[str, npt.NDArray[Any]] = {}
     for site in sites:
         rows, positions, token_ids = capture[site]
-        tensors |= {f"{site}": rows, f"{site}.positions": positions, f"{site}.token_ids": token_ids}
+        name = f"{site.hook}.{site.layer:03d}"
+        tensors |= {f"{name}.rows": rows, f"{name}.positions": positions, f"{name}.token_ids": token_ids}
     sidecar = capture.sidecar
     told = {name: getattr(sidecar, name) for name in METADATA}
     header: dict[str, Any] = {
