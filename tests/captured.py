@@ -18,18 +18,29 @@ from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
 
 SITES = (Site(2, "post_block"), Site(3, "post_block"), Site(3, "mlp_out"))
 REQUESTS = {"a": (4, 9), "b/c": (3, 3), "long": (40, 150)}  # prompt_length, computed_length
+LAYOUTS = ("per_file", "packed", "sharded")
 _BOOTS = itertools.count()  # frames of one boot that come again are known
 
 
 def write(
-    root, requests=None, sites=SITES, *, dtype="bfloat16", hidden=8, texts=False, dropped=None, lost=None, **options
+    root,
+    requests=None,
+    sites=SITES,
+    *,
+    dtype="bfloat16",
+    hidden=8,
+    texts=False,
+    dropped=None,
+    lost=None,
+    layout="per_file",
+    **options,
 ):
     """Write a data set of requests, each with every row at every site, and return its root.
 
     dropped: by request, `(rows, reason)` that its worker counts as dropped. lost: by request, the positions `start, stop` that no frame brings.
     """
     consumer = FilesystemConsumer(
-        FilesystemConfig(str(root), hooks=sorted({site.hook for site in sites}), fsync=False, **options)
+        FilesystemConfig(str(root), hooks=sorted({site.hook for site in sites}), fsync=False, layout=layout, **options)
     )
     consumer.open(None)
     boot = f"boot-{next(_BOOTS)}"

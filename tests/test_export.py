@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from captured import REQUESTS, SITES, flip, run, write
+from captured import LAYOUTS, REQUESTS, SITES, flip, run, write
 from frames import row_of, token_of
 from safetensors import safe_open
 from sources import ROOT
@@ -47,9 +47,10 @@ def name_of(site):
     return f"{site.hook}.{site.layer:03d}"
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_each_request_becomes_a_file_with_all_that_it_has(tmp_path, dtype):
-    root = write(tmp_path / "rows", dtype=dtype)
+def test_each_request_becomes_a_file_with_all_that_it_has(tmp_path, dtype, layout):
+    root = write(tmp_path / "rows", dtype=dtype, layout=layout)
     done = export(root, tmp_path / "out", "safetensors")
     assert done.returncode == 0, done.stderr
     assert {path.stem for path in (tmp_path / "out").glob("*")} - {".capflow-export"} == {
@@ -79,9 +80,10 @@ def test_rows_lie_in_the_files_bit_for_bit_and_aligned(root, tmp_path):
     assert set(tensors) == {f"post_block.003.{name}" for name in ("rows", "positions", "token_ids")}
 
 
-def test_every_capture_of_an_id_has_a_file(tmp_path):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_capture_of_an_id_has_a_file(tmp_path, layout):
     for computed in (4, 5, 6):
-        write(tmp_path / "rows", {"r": (2, computed)}, on_collision="suffix")
+        write(tmp_path / "rows", {"r": (2, computed)}, on_collision="suffix", layout=layout)
     assert export(tmp_path / "rows", tmp_path / "out", "safetensors").returncode == 0
     found = {path.stem: len(read(path)[1]["mlp_out.003.rows"]) for path in (tmp_path / "out").glob("*.safetensors")}
     assert found == {"r": 4, "r~2": 5, "r~3": 6}

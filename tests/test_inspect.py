@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from captured import REQUESTS, SITES, flip, run, write
+from captured import LAYOUTS, REQUESTS, SITES, flip, run, write
 from frames import row_of
 
 import capflow
@@ -26,10 +26,16 @@ def root(tmp_path):
     return write(tmp_path / "rows")
 
 
+@pytest.fixture(params=LAYOUTS)
+def any_root(tmp_path, request):
+    return write(tmp_path / "rows", layout=request.param)
+
+
 # What is there.
 
 
-def test_everything_is_counted(root):
+def test_everything_is_counted(any_root):
+    root = any_root
     done = inspect(root, "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -43,8 +49,8 @@ def test_everything_is_counted(root):
     assert (told["damaged"], told["gaps"], told["dropped"]) == ([], [], {})
 
 
-def test_norms_are_those_of_the_rows(root):
-    told = json.loads(inspect(root, "--json").stdout)
+def test_norms_are_those_of_the_rows(any_root):
+    told = json.loads(inspect(any_root, "--json").stdout)
     for site in SITES:
         rows = [row_of(name, site, p, dtype="bfloat16") for name, (_, n) in REQUESTS.items() for p in range(n)]
         norms = np.linalg.norm(np.stack(rows).astype(np.float64), axis=1)
@@ -140,6 +146,22 @@ def test_a_truncated_file_is_found_also_by_a_quick_look(root, kept):
         assert done.returncode == 1
         assert "1 of 3 captures are damaged" in done.stderr
         assert str(file) in done.stderr
+
+
+@pytest.mark.parametrize("layout", ["packed", "sharded"])
+def test_no_flipped_bit_and_no_missing_end_goes_unseen(tmp_path, layout):
+    root = write(tmp_path / "rows", {"a": (2, 5), "b": (2, 3)}, layout=layout)
+    for file in (path for path in root.rglob("*") if path.is_file() and path.stat().st_size):
+        whole = file.read_bytes()
+        for index in range(0, len(whole), len(whole) // 25):
+            flip(file, index)
+            done = inspect(root)
+            assert done.returncode == 1, (file, index)
+            assert str(file) in done.stderr
+            file.write_bytes(whole[:index])
+            assert inspect(root).returncode == 1, (file, index)
+            file.write_bytes(whole)
+    assert inspect(root).returncode == 0
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b'{"format": 1}'])

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from captured import REQUESTS, SITES, write
+from captured import LAYOUTS, REQUESTS, SITES, write
 from frames import row_of, token_of
 from sources import ROOT
 
@@ -29,10 +29,10 @@ def root(tmp_path_factory):
     return write(tmp_path_factory.mktemp("set") / "rows")
 
 
-@pytest.fixture(scope="module")
-def many(tmp_path_factory):
+@pytest.fixture(scope="module", params=LAYOUTS)
+def many(tmp_path_factory, request):
     """942 tokens of 12 requests, at 3 sites."""
-    return write(tmp_path_factory.mktemp("set") / "rows", MANY)
+    return write(tmp_path_factory.mktemp("set") / "rows", MANY, layout=request.param)
 
 
 def all_of(requests, sites=SITES, dtype="bfloat16"):
