@@ -94,7 +94,8 @@ def test_rows_that_are_not_finite_are_counted_and_have_no_norm():
 def test_columns_widen_when_positions_outgrow_them():
     stats = NormStats()
     positions = np.arange(5000)
-    stats.add((positions[:, None] + 1.0).astype(np.float32), positions)
+    for some in np.split(positions, 10):
+        stats.add((some[:, None] + 1.0).astype(np.float32), some)
     assert stats.column_width == 8
     expected = (positions + 1.0).reshape(-1, 8).mean(axis=1)
     np.testing.assert_allclose(stats.column_norms, expected)

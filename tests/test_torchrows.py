@@ -203,10 +203,17 @@ def test_sites_of_several_dtypes_need_one_to_be_chosen(tmp_path):
     assert sum(len(batch.rows) for batch in rows) == 10
 
 
-def test_captures_of_one_id_all_come(tmp_path):
-    for computed in (4, 5):
-        write(tmp_path / "rows", {"r": (2, computed)}, SITES[:1], on_collision="suffix")
-    assert TorchRows(tmp_path / "rows").rows_total == sum(len(b.rows) for b in TorchRows(tmp_path / "rows")) == 9
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_captures_of_one_id_all_come(tmp_path, world_size):
+    expected = Counter()
+    for computed in (90, 150):
+        write(tmp_path / "rows", {"r": (2, computed)}, on_collision="suffix")
+        expected.update(all_of({"r": (2, computed)}))
+    found = Counter()
+    for rank in range(world_size):
+        rows = TorchRows(tmp_path / "rows", rank=rank, world_size=world_size)
+        found.update(items(rows, rows))
+    assert found == expected
 
 
 @pytest.mark.parametrize(
