@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -88,32 +89,50 @@ def test_every_row_comes_to_one_rank_and_the_shares_are_even(many, world_size, w
 
 
 @pytest.mark.long
-def test_ranks_of_torch_distributed_share_without_being_told(many):
+@pytest.mark.timeout(200)
+def test_ranks_of_torch_distributed_share_without_being_told(many, tmp_path):
     """Two processes of a gloo group, each with two workers of its own."""
     script = (
         "import sys, torch, torch.distributed as dist\n"
         "from torch.utils.data import DataLoader\n"
         "from capflow_consumers.torchrows import TorchRows\n"
-        "if __name__ == '__main__':\n"
-        "    dist.init_process_group('gloo')\n"
-        "    rows = TorchRows(sys.argv[1], shuffle_rows=100)\n"
-        "    count = torch.tensor(0); total = torch.tensor(0, dtype=torch.int64)\n"
-        "    for batch in DataLoader(rows, batch_size=None, num_workers=2):\n"
-        "        count += len(batch.rows); total += ((batch.sites + 1) * (batch.positions + 7) * batch.token_ids).sum()\n"
-        "    mine = int(count)\n"
-        "    dist.all_reduce(count); dist.all_reduce(total)\n"
-        "    print(rows.rank, rows.world_size, mine < int(count), int(count), int(total), flush=True)\n"
-        "    dist.destroy_process_group()\n"
+        "path, store, rank = sys.argv[1:]\n"
+        "dist.init_process_group('gloo', init_method=f'file://{store}', rank=int(rank), world_size=2)\n"
+        "rows = TorchRows(path, shuffle_rows=100)\n"
+        "count = torch.tensor(0); total = torch.tensor(0, dtype=torch.int64)\n"
+        "for batch in DataLoader(rows, batch_size=None, num_workers=2):\n"
+        "    count += len(batch.rows); total += ((batch.sites + 1) * (batch.positions + 7) * batch.token_ids).sum()\n"
+        "mine = int(count)\n"
+        "dist.all_reduce(count); dist.all_reduce(total)\n"
+        "print(rows.rank, rows.world_size, mine < int(count), int(count), int(total), flush=True)\n"
+        "dist.destroy_process_group()\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    command += [sys.executable, "-c", script, str(many)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(many), str(tmp_path / "store"), str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = [rank.communicate(timeout=150)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     everything = all_of(MANY)
     sites = TorchRows(many).sites
     total = sum((sites.index(site) + 1) * (p + 7) * token for _, site, p, token in everything)
-    expected = [f"{rank} 2 True {everything.total()} {total}" for rank in (0, 1)]
-    assert sorted(done.stdout.split("\n")[:-1]) == expected
+    assert said == [f"{rank} 2 True {everything.total()} {total}\n" for rank in (0, 1)]
+
+
+def test_ranks_of_torchrun_are_known_before_a_group_is(root, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    rows = TorchRows(root)
+    assert (rows.rank, rows.world_size) == (1, 4)
 
 
 def test_a_seed_an_epoch_and_a_share_make_the_order(many):
