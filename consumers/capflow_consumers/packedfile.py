@@ -20,7 +20,7 @@ from capflow_consumers.tokenlog import TokenLog
 class PackedFile(RequestFiles):
     """A request whose rows come into one file when it is over; those that come early wait in files of their sites."""
 
-    layout: ClassVar[layout.Layout] = "packed"
+    kept_as: ClassVar[layout.Layout] = "packed"
 
     def finish(
         self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]

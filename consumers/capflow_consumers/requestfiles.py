@@ -47,7 +47,7 @@ class RequestFiles:
     dtype: that of the rows as they are captured; dtypes: of the rows of a site as they come here, where it is another.
     """
 
-    layout: ClassVar[layout.Layout] = "per_file"
+    kept_as: ClassVar[layout.Layout] = "per_file"
 
     def __init__(
         self,
