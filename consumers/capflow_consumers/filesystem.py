@@ -69,7 +69,7 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tail_s: float = 1.0
     compression: Literal["none", "zstd"] = "none"
     shard_bytes: int = 1024 * limits.MIB
-    threads: int = 2
+    threads: int = 0
 
 
 class _Request:
