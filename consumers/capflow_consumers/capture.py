@@ -22,6 +22,10 @@ class Rows(NamedTuple):
     positions: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int32]
 
+    def part(self, start: int, stop: int) -> Rows:
+        """Return rows `start..stop`, views of these."""
+        return Rows(self.rows[start:stop], self.positions[start:stop], self.token_ids[start:stop])
+
 
 class RequestCapture(ABC):
     """One captured request; `capture[(12, "post_block")]` or `capture["post_block:12"]` gives a site's rows.

@@ -69,7 +69,7 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tail_s: float = 1.0
     compression: Literal["none", "zstd"] = "none"
     shard_bytes: int = 1024 * limits.MIB
-    threads: int = 2
+    threads: int = 0
 
 
 class _Request:
@@ -161,7 +161,10 @@ class FilesystemConsumer(Consumer):
             what, do = f"consumers.{self.name}.compression", "set layout=sharded, or remove it"
             raise UsageError(explain(what, got=config.compression, expected=f"none with {config.layout}", do=do))
         if config.on_collision == "overwrite" and config.layout == "sharded":
-            what, do = f"consumers.{self.name}.on_collision", "a shard only grows; the latest capture is the one that is read"
+            what, do = (
+                f"consumers.{self.name}.on_collision",
+                "a shard only grows; the latest capture is the one that is read",
+            )
             raise UsageError(explain(what, got=config.on_collision, expected="error or suffix with sharded", do=do))
         root = self._root
         existing = next(path for path in (root, *root.parents) if os.path.lexists(path))
@@ -280,7 +283,7 @@ class FilesystemConsumer(Consumer):
             sites=entries,
             texts=[layout.TokenRun(start, texts) for start, texts in request.tokens.texts()],
             sources=[layout.Source(*worker, *frames) for worker, frames in request.frames.frames.items()],
-            layout=files.layout,
+            layout=files.kept_as,
             capture=capture,
         )
         return _result(store.publish(files, sidecar, layout.write_sidecar(sidecar), on_collision), sidecar)
@@ -344,9 +347,7 @@ class FilesystemConsumer(Consumer):
         model = self._models.get(header.engine)
         dtypes = {str(site): dtype for site, dtype in files.dtypes.items() if dtype != files.dtype}
         name = model.name if model else ""
-        return About(
-            rows.id, header.engine, name, header.dtype, header.hidden_size, rows.prompt_length, dtypes
-        )
+        return About(rows.id, header.engine, name, header.dtype, header.hidden_size, rows.prompt_length, dtypes)
 
     def _write_out(self) -> None:
         """Move rows to files, largest requests first, until half of the bound is free."""

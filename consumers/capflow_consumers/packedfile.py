@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from capflow_consumers.tokenlog import TokenLog
 class PackedFile(RequestFiles):
     """A request whose rows come into one file when it is over; those that come early wait in files of their sites."""
 
-    layout: ClassVar[layout.Layout] = "packed"
+    kept_as: ClassVar[layout.Layout] = "packed"
 
     def finish(
         self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]
@@ -30,34 +31,29 @@ class PackedFile(RequestFiles):
         sites = list(self._gathered(pieces, tokens))
         shapes = [(s.site, self.dtype_of(s.site), len(s.positions), self.row_bytes(s.site)) for s in sites]
         header, begins = layout.packed_header(shapes, self.hidden_size)
+        bodies = [[*found.parts, found.positions, found.token_ids] for found in sites]
         fd = os.open(self.path / layout.PACKED_NAME, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
-            end = write(fd, [header], 0)
-            entries = []
-            for found, begin in zip(sites, begins, strict=True):
-                assert begin == end
-                body = [*found.parts, found.positions, found.token_ids]
-                hashing = self.workers.submit(_digest, body) if self.workers is not None else None
-                end = write(fd, body, end)
-                digest = hashing.result() if hashing is not None else _digest(body)
-                entries.append(
-                    layout.SiteFile(
-                        *found.site,
-                        layout.PACKED_NAME,
-                        len(found.positions),
-                        expected.get(found.site),
-                        end - begin,
-                        digest,
-                        self.dtype_of(found.site),
-                        self.rows_overflowed[found.site],
-                        begin,
-                    )
-                )
+            write(fd, [header, *itertools.chain.from_iterable(bodies)], 0)
         finally:
             os.close(fd)
-        for site in self.runs:
-            (self.path / layout.file_name(site)).unlink(missing_ok=True)
-        return entries
+        if self.early:
+            for found in sites:
+                (self.path / layout.file_name(found.site)).unlink(missing_ok=True)
+        return [
+            layout.SiteFile(
+                *site,
+                layout.PACKED_NAME,
+                rows,
+                expected.get(site),
+                layout.part_bytes(rows, row_bytes),
+                _digest(body),
+                dtype,
+                self.rows_overflowed[site],
+                begin,
+            )
+            for (site, dtype, rows, row_bytes), begin, body in zip(shapes, begins, bodies, strict=True)
+        ]
 
     def _files(self) -> list[Path]:
         return [self.path / layout.PACKED_NAME]

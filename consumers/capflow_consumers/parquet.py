@@ -31,6 +31,7 @@ _UTF8, _LIST, _UINT16, _UINT64 = 0, 3, 12, 14
 _DATA_PAGE, _DICTIONARY_PAGE = 0, 2
 _ZSTD = 6
 _NUMBERS = 1 << 16
+_BOUND_LENGTH_MAX = 256  # of a text in the statistics
 _DICTIONARY_WORTH_BYTES = 1 << 20  # of rows; the dictionary takes a quarter of it
 
 _VECTOR_TYPES: dict[str, tuple[int, Any]] = {
@@ -48,7 +49,7 @@ class Chunk(NamedTuple):
     """
 
     begin: int
-    bytes: int
+    nbytes: int
     data_page: int
     values: int
     plain_bytes: int
@@ -117,8 +118,8 @@ def texts(words: Sequence[str], index: npt.NDArray[Any]) -> tuple[bytes, Chunk]:
     )
     head = _dictionary_page(b"".join(len(word).to_bytes(4, "little") + word for word in encoded), len(words))
     pages = head + _data_page(bytes([width]) + runs, len(index), _RLE_DICTIONARY)
-    bounds = {"lowest": min(encoded), "highest": max(encoded)} if max(map(len, encoded)) <= 256 else {}
-    return pages, Chunk(0, len(pages), len(head), len(index), len(pages), **bounds)
+    lowest, highest = (min(encoded), max(encoded)) if max(map(len, encoded)) <= _BOUND_LENGTH_MAX else (None, None)
+    return pages, Chunk(0, len(pages), len(head), len(index), len(pages), lowest=lowest, highest=highest)
 
 
 def vector_head(kind: str, size: int, rows: int, crc: int, nbytes: int) -> Pages:
@@ -205,15 +206,13 @@ def vector_chunk(begin: int, length: int, values: int, pages: Pages, *, compress
 
 
 def _row_group(group: RowGroup, types: list[int], leaves: list[list[bytes]]) -> bytes:
-    chunks = [
-        _column_chunk(chunk, kind, path) for chunk, kind, path in zip(group.chunks, types, leaves, strict=True)
-    ]
+    chunks = [_column_chunk(chunk, kind, path) for chunk, kind, path in zip(group.chunks, types, leaves, strict=True)]
     return struct(
         (1, LIST, (STRUCT, chunks)),
         (2, I64, sum(chunk.plain_bytes for chunk in group.chunks)),
         (3, I64, group.rows),
         (5, I64, group.chunks[0].begin),
-        (6, I64, sum(chunk.bytes for chunk in group.chunks)),
+        (6, I64, sum(chunk.nbytes for chunk in group.chunks)),
     )
 
 
@@ -228,7 +227,7 @@ def _column_chunk(chunk: Chunk, kind: int, path: list[bytes]) -> bytes:
         (4, I32, _ZSTD if chunk.compressed else 0),
         (5, I64, chunk.values),
         (6, I64, chunk.plain_bytes),
-        (7, I64, chunk.bytes),
+        (7, I64, chunk.nbytes),
         (9, I64, chunk.begin + chunk.data_page),
         (11, I64, chunk.begin if chunk.data_page else None),
         (12, STRUCT, statistics),

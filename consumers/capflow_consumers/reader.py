@@ -158,8 +158,8 @@ class Dataset:
             rows = capture[found]
             while len(rows.rows) + held >= rows_max:
                 taken = rows_max - held
-                yield _batch([*parts, (capture.id, Rows(*(array[:taken] for array in rows)))])
-                rows, parts, held = Rows(*(array[taken:] for array in rows)), [], 0
+                yield _batch([*parts, (capture.id, rows.part(0, taken))])
+                rows, parts, held = rows.part(taken, len(rows.rows)), [], 0
             if len(rows.rows):
                 parts.append((capture.id, rows))
                 held += len(rows.rows)

@@ -47,7 +47,7 @@ class RequestFiles:
     dtype: that of the rows as they are captured; dtypes: of the rows of a site as they come here, where it is another.
     """
 
-    layout: ClassVar[layout.Layout] = "per_file"
+    kept_as: ClassVar[layout.Layout] = "per_file"
 
     def __init__(
         self,
@@ -67,11 +67,13 @@ class RequestFiles:
         self.workers = workers
         self.about: About | None = None  # what those are told who read while rows are appended; None tells nobody
         self.runs: dict[Site, Runs] = {}
+        self.early = False  # whether rows were written before the end
         self.rows_overflowed: Counter[Site] = Counter()  # counted by who converts the rows
 
     def append(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog) -> None:
         """Write rows behind those already in the files, and tell of them; raises OSError."""
         self.path.mkdir(exist_ok=True)
+        self.early = True
         for site, parts in pieces.items():
             offset = layout.HEADER_BYTES + self.rows(site) * self.row_bytes(site)
             fd = os.open(self.path / layout.file_name(site), os.O_WRONLY | os.O_CREAT, 0o666)

@@ -76,13 +76,14 @@ class RunningCapture:
         spans = [span for line in lines for span in line.spans]
         rows = sum(stop - start for start, stop in spans)
         row_bytes = self.about.hidden_size * dtype.itemsize
+        do = "look for it in the data set if it is over"
+        gone = UsageError(explain(f"{self.path}: no rows of {self.id} at a site", got=str(found), do=do))
+        if not spans:
+            raise gone
         try:
-            if not spans:
-                raise FileNotFoundError
             whole = np.memmap(self.path / layout.file_name(found), np.uint8, "r").view(np.ndarray)
         except FileNotFoundError:
-            do = "look for it in the data set if it is over"
-            raise UsageError(explain(f"{self.path}: no rows of {self.id} at a site", got=str(found), do=do)) from None
+            raise gone from None
         rows = min(rows, (len(whole) - layout.HEADER_BYTES) // row_bytes)  # where a network shows files late
         values = whole[layout.HEADER_BYTES : layout.HEADER_BYTES + rows * row_bytes]
         positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])[:rows]

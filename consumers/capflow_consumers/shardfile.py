@@ -24,7 +24,8 @@ from capflow_consumers.shardstream import Encoder, Kind, hashes_of, page_of, pag
 BATCH_BYTES_MAX = 64 * limits.MIB  # of rows, unless one has more
 IN_PLACE_BYTES_MIN = 2 * limits.MIB  # of rows of a batch that is its own row group; smaller ones are copied together
 
-Bytes = npt.NDArray[np.uint8]
+Bytes = Any
+"""An array of uint8."""
 
 
 class ShardFile:

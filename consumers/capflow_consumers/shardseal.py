@@ -59,8 +59,8 @@ class Index(msgspec.Struct, frozen=True, array_like=True):
 class Located(NamedTuple):
     """Where a shard's index and footer lie, as begin, length and xxh3."""
 
-    index: tuple[int, int, int]
-    footer: tuple[int, int, int]
+    index_at: tuple[int, int, int]
+    footer_at: tuple[int, int, int]
 
 
 class _Piece(NamedTuple):
@@ -104,7 +104,11 @@ def locate(file: Any) -> Located | None:
     magic, begin, length, index, about, own = _LOCATOR.unpack(bytes(file.slice(footer - _LOCATOR.size, _LOCATOR.size)))
     if magic != _MAGIC or own != xxhash.xxh3_64_intdigest(struct.pack("<2Q", begin, length)):
         return None
-    return Located((begin, length, index), (footer, size - footer, about)) if begin + length + _LOCATOR.size == footer else None
+    return (
+        Located((begin, length, index), (footer, size - footer, about))
+        if begin + length + _LOCATOR.size == footer
+        else None
+    )
 
 
 def blocks_of(file: Any, end: int) -> Iterator[memoryview]:
@@ -149,7 +153,7 @@ def _pieces(file: Any, kind: Kind, schema: pa.Schema, entries: Sequence[Entry]) 
 
 
 def _gather(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Piece], kind: Kind) -> int:
-    values = b"".join(memoryview(rows_of(piece.batch, kind)).cast("B") for piece in pieces)
+    values = b"".join(rows_of(piece.batch, kind).tobytes() for piece in pieces)
     count = sum(len(piece.batch.positions) for piece in pieces)
     pages = parquet.vector_pages(kind.dtype, kind.hidden_size, count, values, compressed=False)
     length = len(pages.bytes)

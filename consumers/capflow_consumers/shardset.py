@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from capflow_consumers.capture import RequestCapture, Rows, damaged
 from capflow_consumers.shardseal import Entry
 from capflow_consumers.shardstream import (
     Batch,
-    Kind,
     batches,
     decode,
     hashes_of,
@@ -70,7 +69,7 @@ class Shard:
                 raise damaged(self.path, "no index where it should end", "a whole shard")
             self.rescan()
         else:
-            self._read_index(*self._located.index)
+            self._read_index(*self._located.index_at)
 
     def capture(self, entry: Entry) -> ShardCapture:
         """Return a capture; raises CapflowError when what is there is not what was written."""
@@ -85,7 +84,7 @@ class Shard:
         if self._index is None or self._located is None:
             return
         _, footer = self._located
-        for number, block in enumerate(shardseal.blocks_of(self.file, self._located.index[0])):
+        for number, block in enumerate(shardseal.blocks_of(self.file, self._located.index_at[0])):
             if xxhash.xxh3_64_intdigest(block) != self._index.blocks[number]:
                 begin = number * shardseal.BLOCK_BYTES
                 raise damaged(self.path, f"another checksum of bytes {begin}..{begin + len(block)}", "what was written")
@@ -99,7 +98,9 @@ class Shard:
         self._index = _index_decoder.decode(text)
         if self._index.format != shardseal.FORMAT:
             got, expected = self._index.format, str(shardseal.FORMAT)
-            raise UsageError(explain(f"{self.path} format", got=got, expected=expected, do="read it with a newer capflow"))
+            raise UsageError(
+                explain(f"{self.path} format", got=got, expected=expected, do="read it with a newer capflow")
+            )
         self.entries = self._index.requests
 
     def rescan(self) -> None:
@@ -142,7 +143,9 @@ class ShardCapture(RequestCapture):
             begin += len(batch.positions)
         if sum(len(rows) for rows, _, _ in found) != entry.rows:
             raise damaged(self.path, f"{begin} rows of {self.id}", f"{self.sidecar.rows} as its sidecar says")
-        rows, positions, token_ids = found[0] if len(found) == 1 else (np.concatenate(a) for a in zip(*found, strict=True))
+        rows, positions, token_ids = (
+            found[0] if len(found) == 1 else (np.concatenate(a) for a in zip(*found, strict=True))
+        )
         rows = rows.view(DTYPES[kind.dtype]).reshape(entry.rows, kind.hidden_size)
         site = Rows(rows, positions.astype(np.int64), token_ids)
         for array in site:
@@ -241,12 +244,10 @@ class ShardSet:
         self._found = None
 
 
-def site_digest(positions: Sequence[int], token_ids: Sequence[int], hashes: Sequence[int]) -> str:
+def site_digest(positions: npt.NDArray[Any], token_ids: npt.NDArray[Any], hashes: npt.NDArray[Any]) -> str:
     """Return the xxh3 of what a shard has of a site beside its rows: positions and token ids int32, the rows' hashes uint64."""
-    digest = xxhash.xxh3_64(np.ascontiguousarray(positions, np.int32))
-    digest.update(np.ascontiguousarray(token_ids, np.int32))
-    digest.update(np.ascontiguousarray(hashes, np.uint64))
-    return digest.hexdigest()
+    columns = (positions, np.int32), (token_ids, np.int32), (hashes, np.uint64)
+    return xxhash.xxh3_64_hexdigest(b"".join(column.astype(dtype).tobytes() for column, dtype in columns))
 
 
 def _sidecar(batch: Batch) -> layout.Sidecar:

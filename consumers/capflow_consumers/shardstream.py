@@ -245,7 +245,7 @@ def chunk_of(batch: Batch, kind: Kind) -> parquet.Chunk | None:
     return parquet.vector_chunk(batch.page_begin + begin, length, values, pages, compressed=kind.compressed)
 
 
-def rows_of(batch: Batch, kind: Kind) -> npt.NDArray[np.uint8]:
+def rows_of(batch: Batch, kind: Kind) -> npt.NDArray[Any]:
     """Return a batch's rows `[n, row_bytes]`, mapped, or decompressed. Raises ValueError when they cannot be."""
     if batch.rows is not None:
         return batch.rows
@@ -265,7 +265,7 @@ def hashes_of(rows: npt.NDArray[np.uint8], into: npt.NDArray[np.uint64]) -> None
     into[:] = [digest(row) for row in rows]
 
 
-_DTYPES = (np.dtype(np.int32), np.dtype(np.int32), np.dtype(np.uint64))
+_DTYPES: tuple[np.dtype[Any], ...] = (np.dtype(np.int32), np.dtype(np.int32), np.dtype(np.uint64))
 
 
 def _in_first(value: npt.NDArray[np.uint8], count: int) -> Any:

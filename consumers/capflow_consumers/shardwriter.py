@@ -42,7 +42,15 @@ class ShardWriter:
     """The shards that one writer has open, one for each kind of rows. directory: the writer's hidden one; root: where sealed ones go."""
 
     def __init__(
-        self, root: Path, directory: Path, *, compressed: bool, bytes_max: int, sync: bool, sync_seals: bool, workers: Executor | None
+        self,
+        root: Path,
+        directory: Path,
+        *,
+        compressed: bool,
+        bytes_max: int,
+        sync: bool,
+        sync_seals: bool,
+        workers: Executor | None,
     ) -> None:
         self.root = root
         self.directory = directory
@@ -107,7 +115,7 @@ class ShardWriter:
         for shard in list(self._unsealed):
             shard.close()
             try:
-                if os.path.exists(shard.path):
+                if shard.path.exists():
                     entries = [Entry(*request) for request in shard.requests]
                     publish(shard.path, shard.end, entries, self.root, sync=self.sync_seals)
             except OSError as e:
@@ -128,7 +136,7 @@ class ShardWriter:
 class ShardRows(RequestFiles):
     """A request whose rows come into a shard when it is over; those that come early wait in files of their sites."""
 
-    layout: ClassVar[layout.Layout] = "sharded"
+    kept_as: ClassVar[layout.Layout] = "sharded"
 
     def __init__(
         self,

@@ -9,7 +9,6 @@ from pathlib import Path
 from capflow.errors import CapflowError, explain
 from capflow.site import Site
 from capflow_consumers import layout
-from capflow_consumers.packedfile import PackedFile
 from capflow_consumers.requestfiles import RequestFiles
 from capflow_consumers.shardset import ShardSet
 from capflow_consumers.shardwriter import ShardRows, ShardWriter
@@ -35,9 +34,7 @@ class Store:
 
     def files(self, dtype: str, hidden_size: int, dtypes: Mapping[Site, str]) -> RequestFiles:
         """Return what takes the rows of a request."""
-        return self._files(
-            self.work.new(), dtype, hidden_size, dtypes, fsync=self.work.fsync, workers=self._workers
-        )
+        return self._files(self.work.new(), dtype, hidden_size, dtypes, fsync=self.work.fsync, workers=self._workers)
 
     def captures(self, engine: str, request: str) -> Found:
         """Yield where captures of an engine's request lie, and their sidecars."""
@@ -95,9 +92,7 @@ class ShardStore(Store):
 
     def files(self, dtype: str, hidden_size: int, dtypes: Mapping[Site, str]) -> RequestFiles:
         """Return what takes the rows of a request."""
-        return ShardRows(
-            self.work.new(), dtype, hidden_size, dtypes, fsync=self.work.fsync, shards=self._writer
-        )
+        return ShardRows(self.work.new(), dtype, hidden_size, dtypes, fsync=self.work.fsync, shards=self._writer)
 
     def number(self, request: str, on_collision: OnCollision) -> int | None:
         """Return which capture of its id the next one of a request is; raises CapflowError when there may be none."""
