@@ -1,6 +1,6 @@
 """A hub with the filesystem consumer and its inbox, which kills itself at a named point of the inbox's spool.
 
-Run as `hub_crash_child.py ADDRESS DIRECTORY POINT AFTER`, see `spool_child.py`; it stops well when standard input ends.
+Run as `hub_crash_child.py ADDRESS DIRECTORY POINT AFTER LAYOUT`, see `spool_child.py`; it stops well when standard input ends.
 """
 
 import sys
@@ -16,7 +16,13 @@ INBOX_BYTES = 4 * 1024 * 1024  # so that segments are short, and no request too 
 
 def main():
     address, directory, point, after = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-    options = {"root": str(directory / "rows"), "on_collision": "suffix", "policy": "spill", "spool_bytes": INBOX_BYTES}
+    options = {
+        "root": str(directory / "rows"),
+        "layout": sys.argv[5],
+        "on_collision": "suffix",
+        "policy": "spill",
+        "spool_bytes": INBOX_BYTES,
+    }
     consumer = configure("filesystem", options | {"spool_dir": str(directory / "spool")}, load_plugins())
     hub = Hub(address, [consumer])
     hub.lanes[0].inbox._files = Killed(point, after)

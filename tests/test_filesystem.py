@@ -48,7 +48,7 @@ class Counts:
 def opened(root: Path, sites: tuple[Site, ...] = SITES[:1], **options: object) -> FilesystemConsumer:
     """Return a consumer that has met an engine with taps at these sites, and wants them all."""
     options = {"hooks": sorted({site.hook for site in sites}), **options}
-    consumer = FilesystemConsumer(FilesystemConfig(root=str(root), **{"fsync": False, **options}))
+    consumer = FilesystemConsumer(FilesystemConfig(root=str(root), **{"fsync": False, "layout": "per_file", **options}))
     consumer.check()
     consumer.open(Counts())
     consumer.on_session("engine-1", msgspec.structs.replace(make_model(), sites=sites))

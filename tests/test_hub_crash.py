@@ -65,11 +65,11 @@ class Worker:
         assert self.link.send(frame.header, frame.payload) is None
 
 
-def run_and_kill(address, directory, times, point, seed=0):
+def run_and_kill(address, directory, times, point, seed=0, layout="packed"):
     choose = random.Random(seed)
 
     def start(point, after):
-        command = [sys.executable, CHILD, address, directory, point, str(after)]
+        command = [sys.executable, CHILD, address, directory, point, str(after), layout]
         return subprocess.Popen(command, stdin=subprocess.PIPE)
 
     with worker_link(address, make_hello(model=make_model(1, HIDDEN)), wait=False) as link:
@@ -94,7 +94,7 @@ def run_and_kill(address, directory, times, point, seed=0):
             hub.stdin.close()
             assert hub.wait(60) == 0
     data = capflow.open(directory / "rows")
-    assert sorted(capture.path.name for capture in data) == sorted(worker.lengths)  # none twice: that would be r1~2
+    assert sorted(c.id for name in data.requests() for c in data.captures(name)) == sorted(worker.lengths)  # none twice
     for name, length in worker.lengths.items():
         capture = data[name]
         assert capture.status == "ok", (name, capture.error)
@@ -112,7 +112,13 @@ def test_a_hub_killed_at_a_point_loses_and_repeats_nothing(address, tmp_path, po
     assert run_and_kill(address, tmp_path, 1, point)
 
 
+@pytest.mark.parametrize("layout", ["per_file", "sharded"])
+def test_a_hub_killed_loses_and_repeats_nothing_in_any_layout(address, tmp_path, layout):
+    assert run_and_kill(address, tmp_path, 3, "after-write", seed=2, layout=layout)
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("layout", ["per_file", "packed", "sharded"])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_hub_killed_often_at_a_point_loses_and_repeats_nothing(address, tmp_path, point):
-    assert run_and_kill(address, tmp_path, 20, point, seed=1) > 20
+def test_a_hub_killed_often_at_a_point_loses_and_repeats_nothing(address, tmp_path, point, layout):
+    assert run_and_kill(address, tmp_path, 20, point, seed=1, layout=layout) > 20

@@ -24,7 +24,7 @@ SITES = (Site(2, "post_block"), Site(3, "mlp_out"))
 def root(tmp_path):
     """A data set of two requests, `a` of 5 rows a site and `b/c` of 3, in bfloat16."""
     root = tmp_path / "root"
-    consumer = FilesystemConsumer(FilesystemConfig(str(root), capture="requests"))
+    consumer = FilesystemConsumer(FilesystemConfig(str(root), capture="requests", layout="per_file"))
     consumer.open(None)
     consumer.on_session("engine-1", make_model())
     consumer.on_frame(make_frame([("a", 4, 0, 5), ("b/c", 3, 0, 3)], SITES, dtype="bfloat16", texts=True))
@@ -143,16 +143,19 @@ def test_reading_loads_neither_torch_nor_vllm_nor_zmq(root):
 
 def test_the_snippets_of_the_documentation_work_as_pasted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    consumer = FilesystemConsumer(FilesystemConfig("rows"))
-    consumer.open(None)
-    sites = (Site(12, "post_block"),)
-    consumer.on_frame(make_frame([("r1", 3, 0, 5)], sites, hidden=640, dtype="bfloat16", texts=True))
-    consumer.on_request_done(RequestDone("engine-1", "r1", "stop", 3, 5, 5, 5, ()))
-    consumer.close()
     text = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
-    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(snippets) == 4
-    exec("".join(snippets), {})  # noqa: S102 - our own documentation
+    for request, options, mark, count in (("r1", {}, "", 6), ("r2", {"layout": "sharded"}, " needs:shards", 1)):
+        consumer = FilesystemConsumer(FilesystemConfig("rows", **options))
+        consumer.open(None)
+        sites = (Site(12, "post_block"),)
+        consumer.on_frame(make_frame([(request, 3, 0, 5)], sites, hidden=640, dtype="bfloat16", texts=True))
+        consumer.on_request_done(RequestDone("engine-1", request, "stop", 3, 5, 5, 5, ()))
+        consumer.close()
+        snippets = re.findall(rf"```python{mark}\n(.*?)```", text, re.DOTALL)
+        assert len(snippets) == count
+        names = {}
+        exec("".join(snippets), names)  # noqa: S102 - our own documentation
+    assert names["vectors"].shape == (2, 640)
 
 
 def test_the_documentation_names_every_option_and_every_key_of_the_sidecar():

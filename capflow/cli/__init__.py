@@ -18,6 +18,8 @@ from capflow.errors import CapflowError, UsageError
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "abort": ("capflow.cli.act", "abort", "Stop a running request."),
     "doctor": ("capflow.cli.doctor", "doctor", "Show versions, what is missing, and whether a capture works here."),
+    "export": ("capflow_consumers.exportcommand", "export", "Write a captured data set in another format."),
+    "inspect": ("capflow_consumers.inspectcommand", "inspect", "Show what a captured data set holds; draw its norms."),
     "keys": ("capflow.cli.keys", "keys", "Make keys for TCP, and say whose may connect to a hub."),
     "plugins": ("capflow.cli.plugins", "plugins", "List the consumers and controllers that are installed."),
     "rollouts": ("capflow.cli.rollouts", "rollouts", "Answer prompts under vectors and scales, into a file."),

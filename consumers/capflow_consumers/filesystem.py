@@ -1,17 +1,19 @@
-"""The filesystem consumer: every request's rows in safetensors files of its own, readable with `capflow.open`.
+"""The filesystem consumer: every request's rows in files of its own or in shards with others, readable with `capflow.open`.
 
-`capflow_consumers.layout` is the format. Rows are collected in memory and written when their request is over; past
-`buffer_bytes_max` the requests with most rows are moved to their files early. A request's directory takes its name when
+`capflow_consumers.layout` and `shardstream` are the formats. Rows are collected in memory and written when their request is over; past
+`buffer_bytes_max` the requests with most rows are moved to files early, and with `tail_s` all are. A request is part of the data set when
 all of it is on the disk: who reads the root sees it whole or not at all, also after a kill or a power cut. Its sidecar says which frames it was
 made of; a hub that gives them again after a kill finds it there.
 """
 
 from __future__ import annotations
 
+import math
 import os
-import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -30,14 +32,15 @@ from capflow.site import Site
 from capflow.spec import CaptureSpec, StoredDtype, Wanted, join, read_layers
 from capflow_consumers import layout
 from capflow_consumers.framelog import FrameLog
+from capflow_consumers.packedfile import PackedFile
 from capflow_consumers.requestfiles import RequestFiles, Runs
 from capflow_consumers.rowbuffer import RowBuffer
-from capflow_consumers.slug import slug
+from capflow_consumers.running import About
+from capflow_consumers.store import ShardStore, Store
 from capflow_consumers.storeddtype import FLOAT16_MAX, converted, name_of
 from capflow_consumers.tokenlog import TokenLog
 from capflow_consumers.workdir import OnCollision, WorkDir
 
-_JSON = msgspec.json.Encoder()
 _RUNS_SHOWN_MAX = 8
 
 
@@ -46,7 +49,10 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     root: the directory of the data set, made when missing. hooks, layers, positions, max_rows, dtype: what to capture of
     every request, as in `CaptureSpec`; max_rows 0 is no bound. capture: `requests` to write only what requests ask for
-    themselves. fsync: whether a request is on the disk, and not only with the kernel, when its result says `ok`.
+    themselves. layout: how rows lie under the root. fsync: `true`, a request is on the disk, and not only with the kernel, when
+    its result says `ok`; `seal`, a shard is when it is sealed; `false`, nothing waits for the disk. tail_s: with `per_file`, how often
+    rows of running requests are written, seconds; 0 is never. compression and shard_bytes are of `sharded`. threads: that write beside
+    the consumer's own.
     """
 
     root: str
@@ -58,7 +64,12 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     capture: Literal["all", "requests"] = "all"
     on_collision: OnCollision = "error"
     buffer_bytes_max: int = 256 * limits.MIB
-    fsync: bool = True
+    layout: layout.Layout = "packed"
+    fsync: bool | Literal["seal"] = True
+    tail_s: float = 1.0
+    compression: Literal["none", "zstd"] = "none"
+    shard_bytes: int = 1024 * limits.MIB
+    threads: int = 0
 
 
 class _Request:
@@ -110,7 +121,10 @@ class FilesystemConsumer(Consumer):
     def __init__(self, config: FilesystemConfig) -> None:
         super().__init__(config)
         self.config: FilesystemConfig = config
-        self._work = WorkDir(Path(config.root).absolute(), fsync=config.fsync)
+        self._root = Path(config.root).absolute()
+        self._workers: ThreadPoolExecutor | None = None  # from `open` to `close`
+        self._store: Store | None = None  # likewise
+        self._told_at = 0.0  # when rows of running requests were last written, on the monotonic clock
         self._requests: dict[tuple[str, str], _Request] = {}
         self._models: dict[str, ModelInfo] = {}
         self._buffered_bytes = 0
@@ -137,12 +151,22 @@ class FilesystemConsumer(Consumer):
     def check(self) -> None:
         """Raise UsageError for options out of range and for a root that cannot be written."""
         self.spec()
-        if self.config.buffer_bytes_max < 0:
-            what = f"consumers.{self.name}.buffer_bytes_max"
-            raise UsageError(
-                explain(what, got=self.config.buffer_bytes_max, expected="0 or more", do="remove it to use the default")
+        config = self.config
+        bounds = {"buffer_bytes_max": 0, "tail_s": 0, "shard_bytes": limits.MIB, "threads": 0}
+        for name, least in bounds.items():
+            if not least <= (got := getattr(config, name)) < math.inf:
+                do = "remove it to use the default"
+                raise UsageError(explain(f"consumers.{self.name}.{name}", got=got, expected=f"{least} or more", do=do))
+        if config.compression != "none" and config.layout != "sharded":
+            what, do = f"consumers.{self.name}.compression", "set layout=sharded, or remove it"
+            raise UsageError(explain(what, got=config.compression, expected=f"none with {config.layout}", do=do))
+        if config.on_collision == "overwrite" and config.layout == "sharded":
+            what, do = (
+                f"consumers.{self.name}.on_collision",
+                "a shard only grows; the latest capture is the one that is read",
             )
-        root = self._work.root
+            raise UsageError(explain(what, got=config.on_collision, expected="error or suffix with sharded", do=do))
+        root = self._root
         existing = next(path for path in (root, *root.parents) if os.path.lexists(path))
         if not existing.is_dir():
             raise self._bad_root(f"{existing}, which is not a directory")
@@ -155,8 +179,21 @@ class FilesystemConsumer(Consumer):
     def open(self, context: Context) -> None:
         """Make the root, and clear away what dead writers left in it."""
         self._context = context
+        config = self.config
+        self._workers = ThreadPoolExecutor(config.threads, "capflow-filesystem") if config.threads else None
+        work = WorkDir(self._root, fsync=bool(config.fsync))
+        if config.layout == "sharded":
+            self._store = ShardStore(
+                work,
+                self._workers,
+                compressed=config.compression == "zstd",
+                shard_bytes=config.shard_bytes,
+                sync_requests=config.fsync is True,
+            )
+        else:
+            self._store = Store(work, PackedFile if config.layout == "packed" else RequestFiles, self._workers)
         try:
-            self._work.open()
+            self._store.open()
         except OSError as e:
             raise self._bad_root(str(e)) from e
 
@@ -192,7 +229,7 @@ class FilesystemConsumer(Consumer):
                 return self._publish(request, done)
             except (OSError, CapflowError) as e:
                 error = str(e)
-                shutil.rmtree(request.files.path, ignore_errors=True)
+                request.files.discard()
         self._count("requests_failed")
         return CaptureResult("error", error)
 
@@ -202,10 +239,24 @@ class FilesystemConsumer(Consumer):
             self._count("requests_unfinished", len(self._requests))
             self._requests.clear()
             self._buffered_bytes = 0
-        self._work.close()
+        if self._store is not None:
+            self._store.close()
+        if self._workers is not None:
+            self._workers.shutdown()
+
+    def on_idle(self) -> None:
+        """Write the rows of running requests out, for who reads along."""
+        now = time.monotonic()
+        if self.config.layout == "per_file" and 0 < self.config.tail_s <= now - self._told_at:
+            self._told_at = now
+            for request in list(self._requests.values()):
+                if request.buffer.nbytes:
+                    self._append(request)
 
     def _publish(self, request: _Request, done: RequestDone) -> CaptureResult:
-        files = request.files
+        files, store = request.files, self._stored
+        on_collision = self._on_collision(done)
+        capture = store.number(done.request, on_collision)
         expected = _expected(request.wanted, done)
         counts = {site: sum(stop - start for start, stop in spans) for site, spans in expected.items()}
         entries = files.finish(request.buffer.take(), request.tokens, counts)
@@ -232,9 +283,10 @@ class FilesystemConsumer(Consumer):
             sites=entries,
             texts=[layout.TokenRun(start, texts) for start, texts in request.tokens.texts()],
             sources=[layout.Source(*worker, *frames) for worker, frames in request.frames.frames.items()],
+            layout=files.kept_as,
+            capture=capture,
         )
-        files.write_sidecar(_JSON.encode(sidecar))
-        return _result(self._work.publish(files.path, slug(done.request), self._on_collision(done)), sidecar)
+        return _result(store.publish(files, sidecar, layout.write_sidecar(sidecar), on_collision), sidecar)
 
     def _request(self, frame: Frame, rows: RequestRows) -> _Request:
         header = frame.header
@@ -244,25 +296,16 @@ class FilesystemConsumer(Consumer):
             wanted = frame.wants(rows) if frame.wants is not None else self._wanted(header.engine, rows)
             request = self._requests[key] = _Request(self._files(header.dtype, header.hidden_size, wanted), wanted)
             request.published = self._published(header, rows.id)
+            request.files.about = self._about(header, rows, request.files) if self.config.layout == "per_file" else None
         elif (request.files.dtype, request.files.hidden_size) != (header.dtype, header.hidden_size):
             came = f"{header.dtype} rows of {header.hidden_size}"
             had = f"{request.files.dtype} of {request.files.hidden_size}, as the request's first"
             self._fail(request, explain("rows of another model", got=came, expected=had))
         return request
 
-    def _captures(self, engine: str, request: str) -> Iterator[tuple[Path, layout.Sidecar]]:
-        """Yield where captures of a request lie, and their sidecars."""
-        for path in self._work.published(slug(request)):
-            try:
-                sidecar = msgspec.json.decode((path / layout.SIDECAR_NAME).read_bytes(), type=layout.Sidecar)
-            except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-                continue  # not one of ours
-            if (sidecar.engine, sidecar.request) == (engine, request):
-                yield path, sidecar
-
     def _published(self, header: FrameHeader, request: str) -> tuple[Path, layout.Sidecar] | None:
         """Return where a request lies that this frame was written with, and its sidecar; None when there is none."""
-        for path, sidecar in self._captures(header.engine, request):
+        for path, sidecar in self._stored.captures(header.engine, request):
             for source in sidecar.sources:
                 mine = (source.boot, source.rank) == (header.boot, header.rank)
                 if mine and source.first <= header.seq <= source.last:
@@ -271,7 +314,7 @@ class FilesystemConsumer(Consumer):
 
     def _on_collision(self, done: RequestDone) -> OnCollision:
         """Return what to do when the name is taken: the rest of a request whose worker was taken to be gone lies beside its beginning."""
-        begun = any(sidecar.status == "error" for _, sidecar in self._captures(done.engine, done.request))
+        begun = any(sidecar.status == "error" for _, sidecar in self._stored.captures(done.engine, done.request))
         return "suffix" if begun else self.config.on_collision
 
     def _wanted(self, engine: str, rows: RequestRows) -> Wanted | None:
@@ -293,7 +336,18 @@ class FilesystemConsumer(Consumer):
 
     def _files(self, dtype: str, hidden_size: int, wanted: Wanted | None) -> RequestFiles:
         dtypes = {site: name_of(want.dtype, dtype) for site, want in (wanted or {}).items()}
-        return RequestFiles(self._work.new(), dtype, hidden_size, dtypes, fsync=self.config.fsync)
+        return self._stored.files(dtype, hidden_size, dtypes)
+
+    @property
+    def _stored(self) -> Store:
+        assert self._store is not None, "not open"
+        return self._store
+
+    def _about(self, header: FrameHeader, rows: RequestRows, files: RequestFiles) -> About:
+        model = self._models.get(header.engine)
+        dtypes = {str(site): dtype for site, dtype in files.dtypes.items() if dtype != files.dtype}
+        name = model.name if model else ""
+        return About(rows.id, header.engine, name, header.dtype, header.hidden_size, rows.prompt_length, dtypes)
 
     def _write_out(self) -> None:
         """Move rows to files, largest requests first, until half of the bound is free."""
@@ -301,17 +355,21 @@ class FilesystemConsumer(Consumer):
         for request in sorted(self._requests.values(), key=lambda request: request.buffer.nbytes, reverse=True):
             if self._buffered_bytes <= self.config.buffer_bytes_max // 2:
                 return
-            self._buffered_bytes -= request.buffer.nbytes
-            try:
-                request.files.append(request.buffer.take())
-            except OSError as e:  # this request's, and not the one's whose frame is being handled
-                self._fail(request, explain(f"{request.files.path} cannot be written", got=e.strerror))
+            self._append(request)
+
+    def _append(self, request: _Request) -> None:
+        """Move a request's rows to files."""
+        self._buffered_bytes -= request.buffer.nbytes
+        try:
+            request.files.append(request.buffer.take(), request.tokens)
+        except OSError as e:  # this request's, and not the one's whose frame is being handled
+            self._fail(request, explain(f"{request.files.path} cannot be written", got=e.strerror))
 
     def _fail(self, request: _Request, error: str) -> None:
         request.error = error
         self._buffered_bytes -= request.buffer.nbytes
         request.buffer.take()
-        shutil.rmtree(request.files.path, ignore_errors=True)
+        request.files.discard()
 
     def _bad_root(self, got: str) -> UsageError:
         expected = "a directory that can be made and written"
@@ -324,7 +382,8 @@ class FilesystemConsumer(Consumer):
 
 def _result(path: Path, sidecar: layout.Sidecar) -> CaptureResult:
     size = sum(entry.bytes for entry in sidecar.sites)
-    payload = {"path": str(path), "rows": sidecar.rows, "bytes": size, "files": len(sidecar.sites)}
+    files = len({entry.file for entry in sidecar.sites})
+    payload = {"path": str(path), "rows": sidecar.rows, "bytes": size, "files": files}
     return CaptureResult(sidecar.capture_status, sidecar.error, payload)
 
 

@@ -11,24 +11,32 @@ aligned to 64 bytes and can be written before their number is known. It holds `r
 for bit as captured, or in the dtype that a spec asked for, then `positions` `[n]` int64, then `token_ids` `[n]` int32 (-1
 where the engine did not say).
 
-The sidecar is a `Sidecar` as JSON. A request's directory appears under its name in one rename, when everything in it is
+The sidecar is a `Sidecar` as JSON, with its own hash. A request's directory appears under its name in one rename, when everything in it is
 written, and is never changed after.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
+import xxhash
 
-from capflow.frame import Rank
+from capflow.frame import DTYPES, Rank
 from capflow.result import Status
-from capflow.site import Site
+from capflow.site import HOOKS, Site
+
+Layout = Literal["per_file", "packed", "sharded"]
 
 FORMAT = 1
 HEADER_BYTES = 512
 SIDECAR_NAME = "request.json"
+PARTIAL_PREFIX = ".partial-"
+RUNNING_NAME = "running.jsonl"
+PACKED_NAME = "rows.safetensors"
 
 SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """The name that safetensors has for each dtype that rows travel in."""
@@ -50,6 +58,7 @@ class SiteFile(msgspec.Struct, frozen=True):
     xxh3_64: str
     dtype: str | None = None
     rows_overflowed: int = 0
+    offset: int = 0
 
     @property
     def site(self) -> Site:
@@ -99,6 +108,40 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     sites: list[SiteFile]
     texts: list[TokenRun]
     sources: list[Source] = []
+    layout: Layout = "per_file"
+    capture: int | None = None
+
+
+_decoder = msgspec.json.Decoder(Sidecar)
+_encoder = msgspec.json.Encoder()
+_CHECKED = re.compile(rb'(.*),"xxh3_64":"([0-9a-f]{16})"\}', re.DOTALL)
+
+
+def write_sidecar(sidecar: Sidecar) -> bytes:
+    """Return a sidecar as JSON whose last key, `xxh3_64`, is the hash of what stands before it."""
+    text = _encoder.encode(sidecar)[:-1]
+    return text + b',"xxh3_64":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}'
+
+
+def check_sidecar(text: bytes) -> None:
+    """Raise ValueError when a sidecar's hash is not its own."""
+    found = _CHECKED.fullmatch(text)
+    if found is None or xxhash.xxh3_64_hexdigest(found[1]).encode() != found[2]:
+        raise ValueError("another checksum of the sidecar")
+
+
+def read_sidecar(text: bytes) -> Sidecar:
+    """Return the sidecar that JSON says; raises ValueError when it is none that can be trusted."""
+    check_sidecar(text)
+    try:
+        sidecar = _decoder.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise ValueError(str(e)) from e
+    if any(entry.hook not in HOOKS for entry in sidecar.sites):
+        raise ValueError("a hook point that there is not")
+    if not {sidecar.dtype, *(entry.dtype for entry in sidecar.sites)} <= {None, *DTYPES}:
+        raise ValueError(f"a dtype that rows do not have, expected one of {', '.join(DTYPES)}")
+    return sidecar
 
 
 def file_name(site: Site) -> str:
@@ -109,15 +152,43 @@ def file_name(site: Site) -> str:
 def header(site: Site, dtype: str, rows: int, hidden_size: int, row_bytes: int) -> bytes:
     """Return the first `HEADER_BYTES` of a site's file."""
     tensors: dict[str, Any] = {"__metadata__": {"site": str(site)}}
+    _add_tensors(tensors, "", 0, dtype, rows, hidden_size, row_bytes)
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    length = HEADER_BYTES - 8
+    assert len(text) <= length
+    return length.to_bytes(8, "little") + text.ljust(length)
+
+
+def packed_header(sites: Sequence[tuple[Site, str, int, int]], hidden_size: int) -> tuple[bytes, list[int]]:
+    """Return the header of a packed file, and where each site's part begins in it.
+
+    sites: of each its dtype, its rows and a row's bytes. The header is filled up to a multiple of 64 bytes.
+    """
+    tensors: dict[str, Any] = {}
+    begins = []
     end = 0
+    for site, dtype, rows, row_bytes in sites:
+        begins.append(end)
+        end = _add_tensors(tensors, f"{site.hook}.{site.layer:03d}.", end, dtype, rows, hidden_size, row_bytes)
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    length = len(text) + -(len(text) + 8) % 64
+    return length.to_bytes(8, "little") + text.ljust(length), [length + 8 + begin for begin in begins]
+
+
+def part_bytes(rows: int, row_bytes: int) -> int:
+    """Return how long the tensors of one site are."""
+    return rows * (row_bytes + 12)
+
+
+def _add_tensors(
+    tensors: dict[str, Any], prefix: str, begin: int, dtype: str, rows: int, hidden_size: int, row_bytes: int
+) -> int:
+    """Describe the three tensors of a site that begins at `begin`; return where it ends."""
     for name, kind, shape, size in (
         ("rows", SAFETENSORS_DTYPES[dtype], [rows, hidden_size], rows * row_bytes),
         ("positions", "I64", [rows], rows * 8),
         ("token_ids", "I32", [rows], rows * 4),
     ):
-        tensors[name] = {"dtype": kind, "shape": shape, "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(tensors, separators=(",", ":")).encode()
-    length = HEADER_BYTES - 8
-    assert len(text) <= length
-    return length.to_bytes(8, "little") + text.ljust(length)
+        tensors[prefix + name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, begin + size]}
+        begin += size
+    return begin

@@ -1,12 +1,13 @@
-"""Reading a captured data set: `capflow.open(path)`.
+"""Reading a captured data set: `capflow.open(path)`, whatever layouts are in it.
 
-Needs numpy only. Rows are memory-mapped: opening a request reads its sidecar, and indexing a site reads that file's
-header. Nothing is checked against the checksums until `verify` is called.
+Needs neither torch nor vLLM. Rows are memory-mapped: opening a request reads its sidecar, and indexing a site what says where its rows
+lie. Nothing is checked against the checksums until `verify` is called.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,95 +18,43 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from capflow.errors import CapflowError, UsageError, explain
+from capflow.errors import UsageError, explain
 from capflow.frame import DTYPES
-from capflow.site import HOOKS, Site
+from capflow.site import HOOKS
 from capflow_consumers import layout
+from capflow_consumers.capture import JoinedCapture, RequestCapture, Rows, damaged, joined, site_of
+from capflow_consumers.running import RunningCapture, running
+from capflow_consumers.shardset import PATTERN, ShardSet
 from capflow_consumers.slug import slug
+
+__all__ = ["Dataset", "JoinedCapture", "RequestCapture", "RowBatch", "Rows", "RunningCapture", "open_dataset"]
 
 _decoder = msgspec.json.Decoder(layout.Sidecar)
 _READ_BYTES = 1 << 22
+_LATER = re.compile(r"(.+)~(\d+)")
 
 assert DTYPES["bfloat16"] == ml_dtypes.bfloat16
 
 
-class Rows(NamedTuple):
-    """A site's rows: `rows` `[n, hidden_size]` as stored, `positions` `[n]` int64, `token_ids` `[n]` int32."""
+class RowBatch(NamedTuple):
+    """Rows of one site: `rows` `[n, hidden_size]`, whose `requests` `[n]`, at which `positions` `[n]` int64, of which `token_ids` `[n]` int32."""
 
     rows: npt.NDArray[Any]
+    requests: list[str]
     positions: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int32]
 
 
-class RequestCapture:
-    """One request's directory; `capture[(12, "post_block")]` or `capture["post_block:12"]` gives a site's rows."""
+class DirectoryCapture(RequestCapture):
+    """A request with a directory of its own."""
 
-    def __init__(self, path: Path, sidecar: layout.Sidecar) -> None:
-        self.path = path
-        self.sidecar = sidecar
-        self._files = {entry.site: entry for entry in sidecar.sites}
-
-    def __repr__(self) -> str:
-        about = f"{len(self._files)} sites, {self.sidecar.rows} rows, {self.prompt_length} prompt tokens"
-        return f"<capture {self.id!r}: {about}, {self.status}>"
-
-    @property
-    def id(self) -> str:
-        """The request's id, exactly."""
-        return self.sidecar.request
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        """The sites that have rows."""
-        return tuple(self._files)
-
-    @property
-    def prompt_length(self) -> int:
-        """How many tokens the prompt has."""
-        return self.sidecar.prompt_length
-
-    @property
-    def computed_length(self) -> int:
-        """How many tokens were computed: position `computed_length - 1` is the last that can have a row."""
-        return self.sidecar.computed_length
-
-    @property
-    def status(self) -> str:
-        """`ok` when every promised row is here; else `partial_error` or `error`, and `error` says what is missing."""
-        return self.sidecar.capture_status
-
-    @property
-    def error(self) -> str | None:
-        """What is missing."""
-        return self.sidecar.error
-
-    @property
-    def budget_reached(self) -> bool:
-        """Whether `max_rows` left out positions that were asked for and that the request has."""
-        return self.sidecar.budget_reached
-
-    @property
-    def texts(self) -> dict[int, str]:
-        """The token's text at each position where it is known."""
-        return {run.start + i: text for run in self.sidecar.texts for i, text in enumerate(run.texts)}
-
-    def __contains__(self, site: object) -> bool:
-        return _site(site) in self._files
-
-    def __getitem__(self, site: tuple[int, str] | str) -> Rows:
-        """Return a site's rows, memory-mapped and read-only; raises UsageError when it has none."""
-        entry = self._files.get(_site(site))
-        if entry is None:
-            have = ", ".join(map(str, self._files)) or "none"
-            raise UsageError(
-                explain(f"{self.path}: no rows at a site", got=str(_site(site)), expected=f"one of {have}")
-            )
+    def _rows(self, entry: layout.SiteFile) -> Rows:
         file = self.path / entry.file
-        dtype = entry.dtype or self.sidecar.dtype
-        row_bytes = self.sidecar.hidden_size * DTYPES[dtype].itemsize
-        self._check_header(file, entry, dtype, row_bytes)
+        begin = self._begin(entry)
+        dtype, row_bytes = self._dtype(entry)
+        self._check_header(file, entry)
         whole = np.memmap(file, np.uint8, "r").view(np.ndarray)
-        ends = np.cumsum([layout.HEADER_BYTES, entry.rows * row_bytes, entry.rows * 8, entry.rows * 4])
+        ends = np.cumsum([begin, entry.rows * row_bytes, entry.rows * 8, entry.rows * 4])
         rows, positions, token_ids = (whole[start:end] for start, end in itertools.pairwise(ends))
         shape = (entry.rows, self.sidecar.hidden_size)
         return Rows(rows.view(DTYPES[dtype]).reshape(shape), positions.view(np.int64), token_ids.view(np.int32))
@@ -114,58 +63,122 @@ class RequestCapture:
         """Read every file; raise CapflowError naming the first that is not what was written."""
         for entry in self.sidecar.sites:
             file = self.path / entry.file
+            packed = self.sidecar.layout == "packed"
+            if packed:
+                self._check_header(file, entry)
             digest = xxhash.xxh3_64()
+            left = entry.bytes if packed else -1
             try:
                 with file.open("rb") as stream:
-                    while part := stream.read(_READ_BYTES):
+                    stream.seek(entry.offset)
+                    while part := stream.read(min(left, _READ_BYTES) if packed else _READ_BYTES):
                         digest.update(part)
+                        left -= len(part)
             except OSError as e:
-                raise _damaged(file, e.strerror or str(e), "the file") from e
+                raise damaged(file, e.strerror or str(e), "the file") from e
             if digest.hexdigest() != entry.xxh3_64:
-                raise _damaged(file, f"checksum {digest.hexdigest()}", entry.xxh3_64)
+                raise damaged(file, f"checksum {digest.hexdigest()}", entry.xxh3_64)
 
-    def _check_header(self, file: Path, entry: layout.SiteFile, dtype: str, row_bytes: int) -> None:
-        expected = layout.header(entry.site, dtype, entry.rows, self.sidecar.hidden_size, row_bytes)
+    def _begin(self, entry: layout.SiteFile) -> int:
+        return entry.offset if self.sidecar.layout == "packed" else layout.HEADER_BYTES
+
+    def _dtype(self, entry: layout.SiteFile) -> tuple[str, int]:
+        dtype = entry.dtype or self.sidecar.dtype
+        return dtype, self.sidecar.hidden_size * DTYPES[dtype].itemsize
+
+    def _check_header(self, file: Path, entry: layout.SiteFile) -> None:
+        expected, length = self._header(entry)
         try:
             with file.open("rb") as stream:
-                header = stream.read(layout.HEADER_BYTES)
+                header = stream.read(len(expected))
             size = file.stat().st_size
         except OSError as e:
-            raise _damaged(file, e.strerror or str(e), "the file") from e
-        if header != expected or size != layout.HEADER_BYTES + entry.rows * (row_bytes + 12):
-            raise _damaged(
-                file, f"{size} bytes or a header", f"{entry.bytes} bytes and the header the sidecar describes"
-            )
+            raise damaged(file, e.strerror or str(e), "the file") from e
+        if header != expected or size != length:
+            raise damaged(file, f"{size} bytes or a header", f"{length} bytes and the header the sidecar describes")
+
+    def _header(self, entry: layout.SiteFile) -> tuple[bytes, int]:
+        """Return how the file of a site begins, and how long it is."""
+        sidecar = self.sidecar
+        if sidecar.layout == "packed":
+            shapes = []
+            for other in sidecar.sites:
+                dtype, row_bytes = self._dtype(other)
+                shapes.append((other.site, dtype, other.rows, row_bytes))
+            header, begins = layout.packed_header(shapes, sidecar.hidden_size)
+            if begins != [other.offset for other in sidecar.sites]:
+                raise damaged(self.path / layout.SIDECAR_NAME, "sites at other places", "one behind the other")
+            return header, len(header) + sum(layout.part_bytes(shape[2], shape[3]) for shape in shapes)
+        dtype, row_bytes = self._dtype(entry)
+        header = layout.header(entry.site, dtype, entry.rows, sidecar.hidden_size, row_bytes)
+        return header, len(header) + layout.part_bytes(entry.rows, row_bytes)
 
 
 class Dataset:
     """A root directory; `ds.requests()` names what is in it, `ds[request_id]` opens one.
 
-    Requests published while it is open are seen. An id captured several times (`on_collision=suffix`) stands for its
-    last capture; `captures` gives all of them.
+    Requests that are finished while it is open are seen, those in shards that are not sealed too. An id captured several times
+    (`on_collision=suffix`) stands for its last capture; `captures` gives all of them. Captures that hold parts of one request are
+    read as one.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._shards = ShardSet(path)
+        self._shards.refresh()
 
     def requests(self) -> list[str]:
-        """Return the ids of the requests, each once, in the order of their directories' names."""
-        return list(dict.fromkeys(capture.id for capture in self))
+        """Return the ids of the requests, each once: those with directories in the order of these names, then those in shards."""
+        self._shards.refresh()
+        directories = (_open_request(path).id for path in self._directories())
+        return list(dict.fromkeys(itertools.chain(directories, self._shards.ids())))
 
     def captures(self, request_id: str) -> list[RequestCapture]:
-        """Return every capture of an id, first to last."""
-        name = slug(request_id)
-        found = []
-        number = 1
-        while (path := self.path / (name if number == 1 else f"{name}~{number}")).is_dir():
-            found.append(_open_request(path))
-            number += 1
-        return found
+        """Return every capture of an id, first to last, parts of one request each by itself."""
+        self._shards.refresh()
+        return self._captures(request_id)
+
+    def running(self) -> list[RunningCapture]:
+        """Return the requests that run and of which rows can be read already: see the option `tail_s`."""
+        return list(running(self.path))
+
+    def batches(self, site: tuple[int, str] | str, rows_max: int) -> Iterator[RowBatch]:
+        """Yield the rows that requests have at a site, request after request, in batches of `rows_max` and a last one of fewer.
+
+        A batch from within one request is a view of the file.
+        """
+        if rows_max < 1:
+            raise UsageError(explain("rows_max", got=rows_max, expected="1 or more"))
+        found = site_of(site)
+        parts: list[tuple[str, Rows]] = []
+        held = 0
+        for capture in self:
+            if found not in capture:
+                continue
+            rows = capture[found]
+            while len(rows.rows) + held >= rows_max:
+                taken = rows_max - held
+                yield _batch([*parts, (capture.id, rows.part(0, taken))])
+                rows, parts, held = rows.part(taken, len(rows.rows)), [], 0
+            if len(rows.rows):
+                parts.append((capture.id, rows))
+                held += len(rows.rows)
+        if parts:
+            yield _batch(parts)
 
     def __iter__(self) -> Iterator[RequestCapture]:
-        for path in sorted(self.path.iterdir()):
-            if not path.name.startswith(".") and (path / layout.SIDECAR_NAME).is_file():
-                yield _open_request(path)
+        """Yield every capture."""
+        self._shards.refresh()
+        seen = set()
+        for path in self._directories():
+            later = _LATER.fullmatch(path.name)
+            if later is None or not (self.path / later[1] / layout.SIDECAR_NAME).is_file():
+                first = _open_request(path)
+                seen.add(first.id)
+                yield from joined(self._captures(first.id))
+        for request_id in dict.fromkeys(self._shards.ids()):
+            if request_id not in seen:
+                yield from joined(self._shards.find(request_id))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -174,25 +187,45 @@ class Dataset:
         return f"<data set {str(self.path)!r}: {len(self)} captures>"
 
     def __contains__(self, request_id: object) -> bool:
-        return isinstance(request_id, str) and (self.path / slug(request_id) / layout.SIDECAR_NAME).is_file()
+        if not isinstance(request_id, str):
+            return False
+        if (self.path / slug(request_id) / layout.SIDECAR_NAME).is_file() or self._shards.find(request_id):
+            return True
+        self._shards.refresh()
+        return bool(self._shards.find(request_id))
 
     def __getitem__(self, request_id: str) -> RequestCapture:
         """Return the capture of a request; raises UsageError when there is none."""
         if request_id not in self:
             do = "requests() lists what is there; a request appears when it is over"
             raise UsageError(explain(f"{self.path}: no such request", got=request_id, do=do))
-        return self.captures(request_id)[-1]
+        return joined(self._captures(request_id))[-1]
 
     def verify(self) -> None:
         """Check every file of every request; raise CapflowError naming the first that is damaged."""
         for capture in self:
             capture.verify()
+        self._shards.verify()
+
+    def _captures(self, request_id: str) -> list[RequestCapture]:
+        name = slug(request_id)
+        found: list[RequestCapture] = []
+        number = 1
+        while (path := self.path / (name if number == 1 else f"{name}~{number}")).is_dir():
+            found.append(_open_request(path))
+            number += 1
+        return [*found, *self._shards.find(request_id)]
+
+    def _directories(self) -> Iterator[Path]:
+        for path in sorted(self.path.iterdir()):
+            if not path.name.startswith(".") and (path / layout.SIDECAR_NAME).is_file():
+                yield path
 
 
 def open_dataset(path: str | Path) -> Dataset:
     """Return the data set that the filesystem consumer wrote to `path`.
 
-    Raises UsageError when there is no such directory, or something else is in it.
+    Raises UsageError when there is no such directory, or something else is in it, and CapflowError when a shard is damaged.
     """
     root = Path(path).absolute()
     if not root.is_dir():
@@ -201,35 +234,39 @@ def open_dataset(path: str | Path) -> Dataset:
     if (root / layout.SIDECAR_NAME).is_file():
         do = f"open {root.parent} and index it with the request's id"
         raise UsageError(explain(f"{root}", got="one request's directory", expected="the root above it", do=do))
-    if (root / ".lock").is_file() or any(root.glob(f"*/{layout.SIDECAR_NAME}")):
+    if (root / ".lock").is_file() or any(root.glob(PATTERN)) or any(root.glob(f"*/{layout.SIDECAR_NAME}")):
         return Dataset(root)
-    expected = f"directories with a {layout.SIDECAR_NAME}, as the filesystem consumer writes"
+    expected = f"directories with a {layout.SIDECAR_NAME}, or shards, as the filesystem consumer writes"
     raise UsageError(explain(f"{root} is not a captured data set", expected=expected))
 
 
 def _open_request(path: Path) -> RequestCapture:
     file = path / layout.SIDECAR_NAME
     try:
-        sidecar = _decoder.decode(file.read_bytes())
+        text = file.read_bytes()
+        sidecar = _decoder.decode(text)
     except (OSError, msgspec.MsgspecError) as e:
-        raise _damaged(file, str(e), "a sidecar") from e
+        raise damaged(file, str(e), "a sidecar") from e
     if sidecar.format != layout.FORMAT:
         do = f"read it with capflow {sidecar.capflow}"
         raise UsageError(explain(f"{file} format", got=sidecar.format, expected=str(layout.FORMAT), do=do))
-    if any(entry.hook not in HOOKS or entry.file != layout.file_name(entry.site) for entry in sidecar.sites):
-        raise _damaged(file, "a file that is no site's", "names like post_block.000.safetensors")
+    packed = sidecar.layout == "packed"
+    names = (layout.PACKED_NAME if packed else layout.file_name(entry.site) for entry in sidecar.sites)
+    if any(entry.hook not in HOOKS or entry.file != name for entry, name in zip(sidecar.sites, names, strict=True)):
+        raise damaged(file, "a file that is no site's", "names like post_block.000.safetensors")
     if not {sidecar.dtype, *(entry.dtype for entry in sidecar.sites)} <= {None, *DTYPES}:
-        raise _damaged(file, "a dtype that rows do not have", f"one of {', '.join(DTYPES)}")
-    return RequestCapture(path, sidecar)
+        raise damaged(file, "a dtype that rows do not have", f"one of {', '.join(DTYPES)}")
+    try:
+        layout.check_sidecar(text)
+    except ValueError as e:
+        raise damaged(file, str(e), "what was written") from e
+    return DirectoryCapture(path, sidecar)
 
 
-def _site(value: object) -> Site:
-    if isinstance(value, str):
-        return Site.parse(value)
-    if isinstance(value, tuple) and len(value) == 2:
-        return Site(*value)
-    raise UsageError(explain("site", got=value, expected='(layer, hook) or "hook:layer"'))
-
-
-def _damaged(file: Path, got: str, expected: str) -> CapflowError:
-    return CapflowError(explain(str(file), got=got, expected=expected, do="restore it from a copy or capture it again"))
+def _batch(parts: list[tuple[str, Rows]]) -> RowBatch:
+    requests = [request for request, rows in parts for _ in range(len(rows.rows))]
+    if len(parts) == 1:
+        rows, positions, token_ids = parts[0][1]
+    else:
+        rows, positions, token_ids = (np.concatenate(arrays) for arrays in zip(*(p[1] for p in parts), strict=True))
+    return RowBatch(rows, requests, positions, token_ids)

@@ -1,4 +1,4 @@
-"""One request's files while they are written, in a directory that nobody else looks into.
+"""One request's files while they are written, in a hidden directory: layout `per_file`, and what comes early with any.
 
 Rows may come in several parts: each is appended behind the last, and `finish` writes what follows the rows, and the header.
 No file is open between calls, so that any number of requests can be under way.
@@ -6,90 +6,139 @@ No file is open between calls, so that any number of requests can be under way.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import mmap
 import os
-import platform
-import re
-import sys
+import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from capflow.frame import DTYPES
 from capflow.site import Site
 from capflow_consumers import layout
+from capflow_consumers.disk import sync_directory, sync_files, write
 from capflow_consumers.rowbuffer import Piece
+from capflow_consumers.running import About, tell
 from capflow_consumers.tokenlog import TokenLog
-
-_PARTS_PER_CALL_MAX = 1024  # IOV_MAX of Linux
 
 Runs = list[tuple[int, int]]
 """`(start, stop)` of the positions written, in the order of the rows."""
 
 
+class SiteRows(NamedTuple):
+    """All rows of a site: parts `[k, row_bytes]` one after another, positions `[n]` int64, token_ids `[n]` int32."""
+
+    site: Site
+    parts: list[npt.NDArray[np.uint8]]
+    positions: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int32]
+
+
 class RequestFiles:
-    """The files of one request in `path`, which is made when the first is.
+    """The files of one request in `path`, which is made when the first is; workers, where there are some, write them beside each other.
 
     dtype: that of the rows as they are captured; dtypes: of the rows of a site as they come here, where it is another.
     """
 
-    def __init__(self, path: Path, dtype: str, hidden_size: int, dtypes: Mapping[Site, str], *, fsync: bool) -> None:
+    kept_as: ClassVar[layout.Layout] = "per_file"
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: str,
+        hidden_size: int,
+        dtypes: Mapping[Site, str],
+        *,
+        fsync: bool,
+        workers: Executor | None = None,
+    ) -> None:
         self.path = path
         self.dtype = dtype
         self.hidden_size = hidden_size
         self.dtypes = dtypes
         self.fsync = fsync
+        self.workers = workers
+        self.about: About | None = None  # what those are told who read while rows are appended; None tells nobody
         self.runs: dict[Site, Runs] = {}
+        self.early = False  # whether rows were written before the end
         self.rows_overflowed: Counter[Site] = Counter()  # counted by who converts the rows
 
-    def append(self, pieces: Mapping[Site, Sequence[Piece]]) -> None:
-        """Write rows behind those already in the files; raises OSError."""
+    def append(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog) -> None:
+        """Write rows behind those already in the files, and tell of them; raises OSError."""
         self.path.mkdir(exist_ok=True)
+        self.early = True
         for site, parts in pieces.items():
             offset = layout.HEADER_BYTES + self.rows(site) * self.row_bytes(site)
             fd = os.open(self.path / layout.file_name(site), os.O_WRONLY | os.O_CREAT, 0o666)
             try:
-                _write(fd, [part.rows for part in parts], offset)
+                write(fd, [part.rows for part in parts], offset)
             finally:
                 os.close(fd)
             self._extend(site, parts)
+        if self.about is not None:
+            tell(self.path, self.about, pieces, tokens)
 
     def finish(
         self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]
     ) -> list[layout.SiteFile]:
         """Write the last rows, the positions, token ids and headers; return what is in the files. Raises OSError."""
         self.path.mkdir(exist_ok=True)
-        tails: dict[tuple[tuple[int, int], ...], list[Any]] = {}  # sites mostly share their positions
-        entries = []
+        jobs = [
+            (site, [*parts, positions, token_ids], before, expected.get(site))
+            for before, (site, parts, positions, token_ids) in self._all(pieces, tokens)
+        ]
+        if self.workers is None:
+            return [self._finish_file(*job) for job in jobs]
+        return list(self.workers.map(self._finish_file, *zip(*jobs, strict=True)))
+
+    def write_sidecar(self, sidecar: bytes) -> None:
+        """Write the sidecar and make the directory's entries last; raises OSError."""
+        self.path.mkdir(exist_ok=True)
+        (self.path / layout.RUNNING_NAME).unlink(missing_ok=True)
+        fd = os.open(self.path / layout.SIDECAR_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            write(fd, [sidecar], 0)
+            if self.fsync:
+                sync_files(fd, self._files())
+        finally:
+            os.close(fd)
+        if self.fsync:
+            sync_directory(self.path)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _files(self) -> list[Path]:
+        return [self.path / layout.file_name(site) for site in self.runs]
+
+    def _all(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog) -> Iterator[tuple[int, SiteRows]]:
+        """Yield of each site how many rows are in its file, and its other rows with the positions and tokens of all."""
+        tails: dict[tuple[tuple[int, int], ...], tuple[Any, Any]] = {}  # sites mostly share their positions
         for site in sorted({*self.runs, *pieces}):
             parts = pieces.get(site, ())
             before = self.rows(site)
             self._extend(site, parts)
             key = tuple(self.runs[site])
             if key not in tails:
-                tails[key] = [_positions(key), np.concatenate([tokens.ids(*run) for run in key])]
-            body = [*(part.rows for part in parts), *tails[key]]
-            entries.append(self._finish_file(site, body, before, expected.get(site)))
-        return entries
+                tails[key] = _positions(key), np.concatenate([tokens.ids(*run) for run in key])
+            yield before, SiteRows(site, [part.rows for part in parts], *tails[key])
 
-    def write_sidecar(self, sidecar: bytes) -> None:
-        """Write the sidecar and make the directory's entries last; raises OSError."""
-        self.path.mkdir(exist_ok=True)
-        fd = os.open(self.path / layout.SIDECAR_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            _write(fd, [sidecar], 0)
-            if self.fsync:
-                sync_files(fd, [self.path / layout.file_name(site) for site in self.runs])
-        finally:
-            os.close(fd)
-        if self.fsync:
-            sync_directory(self.path)
+    def _gathered(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog) -> Iterator[SiteRows]:
+        """Yield the rows of each site, those that were written early mapped."""
+        for before, rows in self._all(pieces, tokens):
+            if before:
+                shape = (before, self.row_bytes(rows.site))
+                early = np.memmap(self.path / layout.file_name(rows.site), np.uint8, "r", layout.HEADER_BYTES, shape)
+                rows.parts.insert(0, early)
+            yield rows
 
     def dtype_of(self, site: Site) -> str:
         """Return the dtype of a site's rows in its file."""
@@ -110,12 +159,12 @@ class RequestFiles:
         fd = os.open(self.path / name, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             if before:
-                end = _write(fd, body, layout.HEADER_BYTES + before * row_bytes)
-                _write(fd, [header], 0)
+                end = write(fd, body, layout.HEADER_BYTES + before * row_bytes)
+                write(fd, [header], 0)
                 with mmap.mmap(fd, end, access=mmap.ACCESS_READ) as whole:
                     digest = xxhash.xxh3_64_hexdigest(whole)
             else:
-                end = _write(fd, [header, *body], 0)
+                end = write(fd, [header, *body], 0)
                 hasher = xxhash.xxh3_64(header)
                 for part in body:
                     hasher.update(part)
@@ -134,57 +183,5 @@ class RequestFiles:
                 runs.append((start, stop))
 
 
-def sync_files(fd: int, others: Sequence[Path]) -> None:
-    """Get an open file and others of its file system onto the disk; raises OSError.
-
-    One `syncfs` does it where it reports errors (Linux 5.8): a journal commit for each of many files took 5 to 8 times
-    as long. It waits for what others wrote to the same file system, too.
-    """
-    if _syncfs is not None:
-        if _syncfs(fd) != 0:
-            raise OSError(ctypes.get_errno(), "syncfs failed")
-        return
-    os.fsync(fd)
-    for path in others:
-        other = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(other)
-        finally:
-            os.close(other)
-
-
-def _find_syncfs() -> Any:
-    if sys.platform != "linux" or tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (5, 8):
-        return None
-    return getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
-
-
-_syncfs = _find_syncfs()
-
-
-def sync_directory(path: Path) -> None:
-    """Make the entries of a directory survive a power cut."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _positions(runs: Sequence[tuple[int, int]]) -> Any:
     return np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in runs])
-
-
-def _write(fd: int, parts: Sequence[Any], offset: int) -> int:
-    """Write the parts one after another from `offset` on; return where they end."""
-    views = [memoryview(part).cast("B") for part in parts]
-    index = 0
-    while index < len(views):
-        written = os.pwritev(fd, views[index : index + _PARTS_PER_CALL_MAX], offset)
-        offset += written
-        while index < len(views) and written >= len(views[index]):
-            written -= len(views[index])
-            index += 1
-        if written:
-            views[index] = views[index][written:]
-    return offset

@@ -3,6 +3,7 @@
     ROOT/.lock                   held while a writer starts, so that one does not take another's new directory for a dead one's
     ROOT/.partial-…/lock         held by the writer for as long as it lives, and let go by the kernel however it dies
     ROOT/.partial-…/N/           a request under way
+    ROOT/.partial-…/shard~…      a shard under way; a dead writer's is sealed before its directory goes
     ROOT/.partial-…/replaced/    a request that is being overwritten, put back if the writer dies between its two renames
 
 What always holds: a name under the root that does not begin with a dot is a whole request.
@@ -22,12 +23,15 @@ from pathlib import Path
 from typing import Literal
 
 from capflow.errors import CapflowError, explain
-from capflow_consumers.requestfiles import sync_directory
+from capflow_consumers import layout
+from capflow_consumers.disk import sync_directory
+from capflow_consumers.shardset import PATTERN
+from capflow_consumers.shardwriter import recover
 
 OnCollision = Literal["error", "overwrite", "suffix"]
 """What to do when the request's name is taken. `error`: keep the old and report. `suffix`: publish as `NAME~2`, `NAME~3`, …"""
 
-PREFIX = ".partial-"
+PREFIX = layout.PARTIAL_PREFIX
 
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
 _OVERWRITE_TRIES = 10
@@ -51,12 +55,13 @@ class WorkDir:
                 _remove_if_dead(stale, self.root)
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self.root))
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)  # a reader may look whether it is held
 
-    def close(self) -> None:
-        """Remove the hidden directory with every request that is under way."""
+    def close(self, *, keep: bool = False) -> None:
+        """Remove the hidden directory with every request that is under way; with `keep`, leave it to the next writer."""
         if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
+            if not keep:
+                shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
 
@@ -119,7 +124,7 @@ def _rename(source: Path, target: Path) -> bool:
 
 
 def _remove_if_dead(stale: Path, root: Path) -> None:
-    """Remove a hidden directory whose writer is gone, after putting back what it was replacing."""
+    """Remove a hidden directory whose writer is gone, after sealing its shards and putting back what it was replacing."""
     with contextlib.suppress(FileNotFoundError):
         fd = os.open(stale / "lock", os.O_RDWR)
         try:
@@ -128,6 +133,8 @@ def _remove_if_dead(stale: Path, root: Path) -> None:
             return
         finally:
             os.close(fd)
+    for shard in sorted(stale.glob(PATTERN)):
+        recover(shard, root)
     for old in stale.glob("replaced/*"):
         if not (root / old.name).exists():
             old.rename(root / old.name)

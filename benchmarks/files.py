@@ -1,0 +1,247 @@
+"""What the filesystem consumer costs over writing and reading files, layout by layout.
+
+    PYTHONPATH=.:consumers python3 benchmarks/files.py --directory DISK
+
+Writing: the consumer is given frames of whole requests and told of their ends, as by a hub; beside it a loop writes the rows of the same frames
+into one file, under the same fsync policy: with `fsync` both have each request on the disk before the next. The clock runs until the consumer
+is closed, its shards sealed. `per_file` is compared with as many files opened, written with as many bytes, and renamed.
+Reading: every byte of a sharded set looked at through `capflow.open`, against `cat` to /dev/null, the page cache dropped before each;
+then one site of a request that is drawn, in a set that was just opened and in one that is open. All take turns; a line is the
+medians and the ratio of these.
+
+Predicted, on two cores and a disk of 150 to 400 MB/s. Synced, packed and sharded wait for the disk: 0.9. Not synced, a request is copied
+out of its frame (3 GB/s), hashed row by row (2 GB/s) and its CRC32 taken (2 GB/s) beside the copy into the page cache (1 GB/s), the last
+two on other threads: 0.7 for sharded, 0.8 for packed, which only hashes. per_file: 200 us of Python a request, 20 us a file more than a
+bare one: 0.3 with one site, 0.7 with 18. Random access: a dictionary, one page of the file for each batch, a page for a row: below 1 ms
+in an open set; opening reads 30 us a shard and 1 us a request. Sequentially 0.9 of cat, which waits for the same disk.
+Goals: 0.85 for writing, 0.8 for per_file and for reading, milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+import capflow
+from capflow import limits
+from capflow.frame import Block, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.message import ModelInfo
+from capflow.result import RequestDone
+from capflow.site import Site
+from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
+
+HIDDEN = 640
+MODEL_DTYPE = "bfloat16"
+
+
+def frames(count: int, layers: int, tokens: int) -> Iterator[tuple[Frame, RequestDone]]:
+    """Yield requests, each a frame with all of its rows and its end; the payload is the same of all."""
+    sites = tuple(Site(layer, "post_block") for layer in range(layers))
+    payload = np.random.default_rng(0).bytes(layers * tokens * HIDDEN * 2)
+    for number in range(count):
+        name = f"r{number}"
+        rows = RequestRows(name, tokens, 0, tuple(range(tokens)))
+        header = FrameHeader(
+            engine="engine",
+            boot="boot",
+            rank=Rank(0, 0, 0),
+            seq=number + 1,
+            step=number,
+            time_ns=0,
+            dtype=MODEL_DTYPE,
+            hidden_size=HIDDEN,
+            requests=(rows,),
+            blocks=(Block(sites, tokens, (Span(0, 0, tokens, 0),)),),
+            payload_bytes=len(payload),
+        )
+        total = layers * tokens
+        yield Frame(header, payload), RequestDone("engine", name, "stop", tokens, tokens, total, total, ())
+
+
+def consumed(directory: Path, requests: list[tuple[Frame, RequestDone]], *, fsync: bool, **options: object) -> float:
+    """Return how long the consumer takes, seconds."""
+    consumer = FilesystemConsumer(FilesystemConfig(root=str(directory), fsync=fsync, **options))  # type: ignore[arg-type]
+    consumer.open(None)  # type: ignore[arg-type]
+    sites = requests[0][0].header.blocks[0].sites
+    consumer.on_session("engine", ModelInfo("model", len(sites), HIDDEN, MODEL_DTYPE, sites))
+    begun = time.perf_counter()
+    for frame, done in requests:
+        consumer.on_frame(frame)
+        result = consumer.on_request_done(done)
+        assert result.status == "ok", result
+    consumer.close()
+    return time.perf_counter() - begun
+
+
+def plain(directory: Path, requests: list[tuple[Frame, RequestDone]], *, fsync: bool) -> float:
+    """Return how long a loop takes that writes the requests' rows into one file."""
+    fd = os.open(directory / "plain", os.O_WRONLY | os.O_CREAT)
+    begun = time.perf_counter()
+    for frame, _ in requests:
+        written = 0
+        while written < len(frame.payload):
+            written += os.write(fd, memoryview(frame.payload)[written:])
+        if fsync:
+            os.fdatasync(fd)
+    took = time.perf_counter() - begun
+    os.close(fd)
+    return took
+
+
+def bare(directory: Path, count: int, nbytes: int) -> float:
+    """Return how long it takes to open, write and rename as many files."""
+    body = bytes(nbytes)
+    begun = time.perf_counter()
+    for number in range(count):
+        fd = os.open(directory / f".{number}", os.O_WRONLY | os.O_CREAT)
+        os.write(fd, body)
+        os.close(fd)
+        os.rename(directory / f".{number}", directory / f"{number}")  # noqa: PTH104  as bare as it gets
+    return time.perf_counter() - begun
+
+
+def turn(directory: Path, run: Callable[[Path], float]) -> float:
+    """Return how long a run takes in a directory of its own, with the disk at rest."""
+    os.sync()
+    place = Path(tempfile.mkdtemp(dir=directory))
+    try:
+        return run(place)
+    finally:
+        shutil.rmtree(place)
+
+
+def compare(name: str, unit: str, amount: float, turns: int, runs: dict[str, Callable[[], float]]) -> None:
+    """Print the medians of how much each run does in a second, the first being what the others are compared with."""
+    seconds: dict[str, list[float]] = {what: [] for what in runs}
+    for _ in range(turns):
+        for what, run in runs.items():
+            seconds[what].append(run())
+    medians = {what: statistics.median(took) for what, took in seconds.items()}
+    base = next(iter(medians.values()))
+    for what, took in medians.items():
+        spread = f"{amount / max(seconds[what]):.0f}-{amount / min(seconds[what]):.0f}"
+        print(f"{name:34} {what:10} {amount / took:8.0f} {unit:8} {base / took:5.2f}   {spread}", flush=True)
+
+
+def writing(directory: Path, turns: int, megabytes: int) -> None:
+    for layers, tokens in ((18, 160), (18, 2560)):
+        nbytes = layers * tokens * HIDDEN * 2
+        requests = list(frames(max(4, megabytes * limits.MIB // nbytes), layers, tokens))
+        total = len(requests) * nbytes / 1e6
+        for fsync in (True, False):
+            runs = {"plain": lambda f=fsync, r=requests: turn(directory, lambda place: plain(place, r, fsync=f))}
+            for layout in ("packed", "sharded"):
+                runs[layout] = lambda f=fsync, x=layout, r=requests: turn(
+                    directory, lambda place: consumed(place, r, fsync=f, layout=x)
+                )
+            name = f"write {nbytes / 1e6:.1f} MB a request" + (", synced" if fsync else "")
+            compare(name, "MB/s", total, turns, runs)
+
+
+def small(directory: Path, turns: int) -> None:
+    for layers in (1, 18):
+        requests = list(frames(1000, layers, 1))
+        files = len(requests) * (layers + 1)
+        runs = {
+            "bare": lambda n=files: turn(directory, lambda place: bare(place, n, 512 + HIDDEN * 2 + 12)),
+            "per_file": lambda r=requests: turn(
+                directory, lambda place: consumed(place, r, fsync=False, layout="per_file", threads=0)
+            ),
+        }
+        compare(f"1,000 requests of {layers + 1} files", "files/s", files, turns, runs)
+
+
+def drop(root: Path) -> None:
+    """Take a data set out of the page cache."""
+    for path in root.iterdir():
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def sequential(root: Path) -> float:
+    drop(root)
+    begun = time.perf_counter()
+    seen = 0
+    for capture in capflow.open(root):
+        for site in capture.sites:
+            rows = capture[site].rows
+            np.bitwise_xor.reduce(rows.view(np.uint64), axis=None)
+            seen += rows.nbytes
+    took = time.perf_counter() - begun
+    assert seen > 0
+    return took
+
+
+def cat(root: Path) -> float:
+    drop(root)
+    begun = time.perf_counter()
+    subprocess.run(f"cat {root}/*.parquet > /dev/null", shell=True, check=True)  # noqa: S602  our own path
+    return time.perf_counter() - begun
+
+
+def reading(directory: Path, turns: int, megabytes: int) -> None:
+    layers, tokens = 18, 160
+    nbytes = layers * tokens * HIDDEN * 2
+    root = Path(tempfile.mkdtemp(dir=directory))
+    count = megabytes * limits.MIB // nbytes
+    for begin in range(0, count, 64):  # a hub's life each, so that not all are in memory
+        batch = [(f, d) for f, d in frames(min(count, begin + 64), layers, tokens)][begin:]
+        consumed(root, batch, fsync=False, layout="sharded")
+    os.sync()
+    shards = len(list(root.glob("*.parquet")))
+    total = count * nbytes / 1e6
+    runs = {"cat": lambda: cat(root), "capflow": lambda: sequential(root)}
+    compare(f"read {total / 1e3:.1f} GB in {shards} shards", "MB/s", total, turns, runs)
+    choose = np.random.default_rng(1)
+    times: dict[str, list[float]] = {"open and one site": [], "one site, cold": [], "one site, cached": []}
+    dataset = capflow.open(root)
+    for _ in range(40):
+        name, layer = f"r{choose.integers(count)}", int(choose.integers(layers))
+        drop(root)
+        begun = time.perf_counter()
+        capflow.open(root)[name][layer, "post_block"].rows[-1].tobytes()
+        times["open and one site"].append(time.perf_counter() - begun)
+        drop(root)
+        for what in ("one site, cold", "one site, cached"):
+            begun = time.perf_counter()
+            dataset[name][layer, "post_block"].rows.tobytes()
+            times[what].append(time.perf_counter() - begun)
+    for what, took in times.items():
+        print(
+            f"random access, {what:20} {statistics.median(took) * 1e3:8.2f} ms, at most {max(took) * 1e3:.1f} ms",
+            flush=True,
+        )
+    shutil.rmtree(root)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--megabytes", type=int, default=400, help="that each turn writes")
+    parser.add_argument("--set-megabytes", type=int, default=4000, help="of the set that is read")
+    parser.add_argument("--only", choices=("write", "small", "read"), action="append")
+    args = parser.parse_args()
+    args.directory.mkdir(parents=True, exist_ok=True)
+    wanted = args.only or ["write", "small", "read"]
+    if "write" in wanted:
+        writing(args.directory, args.turns, args.megabytes)
+    if "small" in wanted:
+        small(args.directory, args.turns)
+    if "read" in wanted:
+        reading(args.directory, max(3, args.turns // 2), args.set_megabytes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""A captured request as it is read: what its sidecar says, and its rows by site, wherever they lie."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.site import Site
+from capflow_consumers import layout
+
+
+class Rows(NamedTuple):
+    """A site's rows: `rows` `[n, hidden_size]` as stored, `positions` `[n]` int64, `token_ids` `[n]` int32."""
+
+    rows: npt.NDArray[Any]
+    positions: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int32]
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Return rows `start..stop`, views of these."""
+        return Rows(self.rows[start:stop], self.positions[start:stop], self.token_ids[start:stop])
+
+
+class RequestCapture(ABC):
+    """One captured request; `capture[(12, "post_block")]` or `capture["post_block:12"]` gives a site's rows.
+
+    path: the request's directory, or the shard that it is in.
+    """
+
+    def __init__(self, path: Path, sidecar: layout.Sidecar) -> None:
+        self.path = path
+        self.sidecar = sidecar
+        self._entries = {entry.site: entry for entry in sidecar.sites}
+
+    def __repr__(self) -> str:
+        about = f"{len(self.sites)} sites, {self.sidecar.rows} rows, {self.prompt_length} prompt tokens"
+        return f"<capture {self.id!r}: {about}, {self.status}>"
+
+    @property
+    def id(self) -> str:
+        """The request's id, exactly."""
+        return self.sidecar.request
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites that have rows."""
+        return tuple(self._entries)
+
+    @property
+    def prompt_length(self) -> int:
+        """How many tokens the prompt has."""
+        return self.sidecar.prompt_length
+
+    @property
+    def computed_length(self) -> int:
+        """How many tokens were computed: position `computed_length - 1` is the last that can have a row."""
+        return self.sidecar.computed_length
+
+    @property
+    def status(self) -> str:
+        """`ok` when every promised row is here; else `partial_error` or `error`, and `error` says what is missing."""
+        return self.sidecar.capture_status
+
+    @property
+    def error(self) -> str | None:
+        """What is missing."""
+        return self.sidecar.error
+
+    @property
+    def budget_reached(self) -> bool:
+        """Whether `max_rows` left out positions that were asked for and that the request has."""
+        return self.sidecar.budget_reached
+
+    @property
+    def texts(self) -> dict[int, str]:
+        """The token's text at each position where it is known."""
+        return {run.start + i: text for run in self.sidecar.texts for i, text in enumerate(run.texts)}
+
+    def __contains__(self, site: object) -> bool:
+        return site_of(site) in self._entries
+
+    def __getitem__(self, site: tuple[int, str] | str) -> Rows:
+        """Return a site's rows, read-only, memory-mapped unless they are compressed; raises UsageError when it has none."""
+        entry = self._entries.get(site_of(site))
+        if entry is None:
+            have = ", ".join(map(str, self.sites)) or "none"
+            raise UsageError(
+                explain(f"{self.path}: no rows at a site", got=str(site_of(site)), expected=f"one of {have}")
+            )
+        return self._rows(entry)
+
+    @abstractmethod
+    def _rows(self, entry: layout.SiteFile) -> Rows:
+        """Return the rows of one of the sidecar's sites; raises CapflowError when they cannot be those that were written."""
+
+    @abstractmethod
+    def verify(self) -> None:
+        """Read every row; raise CapflowError naming the first file that is not what was written."""
+
+
+class JoinedCapture(RequestCapture):
+    """A request whose captures have each a part of its rows; `path` is the last one's."""
+
+    def __init__(self, parts: Sequence[RequestCapture]) -> None:
+        self.parts = tuple(parts)
+        super().__init__(parts[-1].path, _joined_sidecar([part.sidecar for part in parts]))
+
+    def _rows(self, entry: layout.SiteFile) -> Rows:
+        found = [part[entry.site] for part in self.parts if entry.site in part]
+        if len(found) == 1:
+            return found[0]
+        rows, positions, token_ids = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        order = np.argsort(positions, kind="stable")
+        joined = Rows(rows[order], positions[order], token_ids[order])
+        for array in joined:
+            array.flags.writeable = False
+        return joined
+
+    def verify(self) -> None:
+        """Verify each part."""
+        for part in self.parts:
+            part.verify()
+
+
+def joined(captures: Sequence[RequestCapture]) -> list[RequestCapture]:
+    """Return captures of one id with those that are parts of one request made one.
+
+    A part is what a worker sent after it was taken to be gone, or what other pipeline stages of the same engine have of the same tokens.
+    """
+    groups: list[list[RequestCapture]] = []
+    for capture in captures:
+        if groups and all(_belong(part.sidecar, capture.sidecar) for part in groups[-1]):
+            groups[-1].append(capture)
+        else:
+            groups.append([capture])
+    return [group[0] if len(group) == 1 else JoinedCapture(group) for group in groups]
+
+
+def site_of(value: object) -> Site:
+    """Return the site that `(layer, hook)` or `"hook:layer"` names; raises UsageError."""
+    if isinstance(value, str):
+        return Site.parse(value)
+    if isinstance(value, tuple) and len(value) == 2:
+        return Site(*value)
+    raise UsageError(explain("site", got=value, expected='(layer, hook) or "hook:layer"'))
+
+
+def damaged(file: Path, got: str, expected: str) -> CapflowError:
+    """Return the error of a file that is not what was written."""
+    return CapflowError(explain(str(file), got=got, expected=expected, do="restore it from a copy or capture it again"))
+
+
+def _belong(first: layout.Sidecar, later: layout.Sidecar) -> bool:
+    same = ("engine", "model", "dtype", "hidden_size", "prompt_length")
+    if any(getattr(first, name) != getattr(later, name) for name in same):
+        return False
+    workers = [{(source.boot, source.rank) for source in sidecar.sources} for sidecar in (first, later)]
+    if first.status == "error" and workers[0] & workers[1]:
+        had = {entry.site: entry.rows for entry in first.sites}
+        return all(had.get(e.site, 0) + e.rows <= (e.rows_expected or 0) for e in later.sites)
+    stages = [{source.rank.pp for source in sidecar.sources} for sidecar in (first, later)]
+    return first.computed_length == later.computed_length and all(stages) and not stages[0] & stages[1]
+
+
+def _joined_sidecar(sidecars: Sequence[layout.Sidecar]) -> layout.Sidecar:
+    """Return what the parts' sidecars say together: whole when each site has as many rows as one of them expected of it."""
+    sites: dict[Site, layout.SiteFile] = {}
+    for entry in (entry for sidecar in sidecars for entry in sidecar.sites):
+        had = sites.get(entry.site)
+        sites[entry.site] = entry if had is None else _added(had, entry)
+    last = sidecars[-1]
+    dropped = [drop for sidecar in sidecars for drop in sidecar.dropped]
+    whole = last.status != "error" and not dropped and all(e.rows == e.rows_expected for e in sites.values())
+    errors = "; ".join(dict.fromkeys(sidecar.error for sidecar in sidecars if sidecar.error))
+    texts = {run.start: run for sidecar in sidecars for run in sidecar.texts}
+    return layout.Sidecar(
+        **{
+            name: getattr(last, name)
+            for name in layout.Sidecar.__struct_fields__
+            if name not in {"capture_status", "error", "dropped", "rows", "sites", "texts", "sources"}
+        },
+        capture_status="ok" if whole else "partial_error",
+        error=None if whole else errors or None,
+        dropped=dropped,
+        rows=sum(sidecar.rows for sidecar in sidecars),
+        sites=[sites[site] for site in sorted(sites)],
+        texts=[texts[start] for start in sorted(texts)],
+        sources=[source for sidecar in sidecars for source in sidecar.sources],
+    )
+
+
+def _added(had: layout.SiteFile, entry: layout.SiteFile) -> layout.SiteFile:
+    expected = None if entry.rows_expected is None else max(had.rows_expected or 0, entry.rows_expected)
+    return layout.SiteFile(
+        *entry.site,
+        entry.file,
+        had.rows + entry.rows,
+        expected,
+        had.bytes + entry.bytes,
+        "",
+        entry.dtype,
+        had.rows_overflowed + entry.rows_overflowed,
+    )

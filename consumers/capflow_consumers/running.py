@@ -1,0 +1,136 @@
+"""What tells a reader of the rows of a request that runs: `running.jsonl`, beside the files that they are appended to.
+
+    {"request": …, "engine": …, "model": …, "dtype": …, "dtypes": …, "hidden_size": …, "prompt_length": …}
+    {"sites": ["post_block:12", …], "spans": [[0, 6]], "token_ids": […]}         for each time that rows were appended
+    …
+
+What always holds: a line ends when the rows of which it tells are in the files, one after another. So who believes whole lines only
+sees whole rows only. The file is gone before the request has a name in the data set.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from capflow.errors import UsageError, explain
+from capflow.frame import DTYPES
+from capflow.site import Site
+from capflow_consumers import layout
+from capflow_consumers.capture import Rows, site_of
+from capflow_consumers.rowbuffer import Piece
+from capflow_consumers.tokenlog import TokenLog
+
+Spans = tuple[tuple[int, int], ...]
+
+
+class About(msgspec.Struct, frozen=True):
+    """A request that runs; dtypes: of the rows of sites that have another than `dtype`, by `hook:layer`."""
+
+    request: str
+    engine: str
+    model: str
+    dtype: str
+    hidden_size: int
+    prompt_length: int
+    dtypes: dict[str, str] = {}
+
+
+class Added(msgspec.Struct, frozen=True):
+    """Rows that were appended to the files of some sites, at the positions of the spans, and their tokens."""
+
+    sites: list[str]
+    spans: Spans
+    token_ids: list[int]
+
+
+_encoder = msgspec.json.Encoder()
+_about_decoder = msgspec.json.Decoder(About)
+_added_decoder = msgspec.json.Decoder(Added)
+
+
+class RunningCapture:
+    """The rows of a request that runs, as far as they were written when it was opened; indexed like a capture. about: what is known of it."""
+
+    def __init__(self, path: Path, about: About, added: Sequence[Added]) -> None:
+        self.path = path
+        self.about = about
+        self._added = added
+        self.sites = tuple(sorted({Site.parse(site) for lines in added for site in lines.sites}))
+
+    @property
+    def id(self) -> str:
+        """The request's id, exactly."""
+        return self.about.request
+
+    def __getitem__(self, site: tuple[int, str] | str) -> Rows:
+        """Return the rows of a site so far, memory-mapped; raises UsageError when there are none, or the request is not there any more."""
+        found = site_of(site)
+        lines = [line for line in self._added if str(found) in line.sites]
+        dtype = DTYPES[self.about.dtypes.get(str(found), self.about.dtype)]
+        spans = [span for line in lines for span in line.spans]
+        rows = sum(stop - start for start, stop in spans)
+        row_bytes = self.about.hidden_size * dtype.itemsize
+        do = "look for it in the data set if it is over"
+        gone = UsageError(explain(f"{self.path}: no rows of {self.id} at a site", got=str(found), do=do))
+        if not spans:
+            raise gone
+        try:
+            whole = np.memmap(self.path / layout.file_name(found), np.uint8, "r").view(np.ndarray)
+        except FileNotFoundError:
+            raise gone from None
+        rows = min(rows, (len(whole) - layout.HEADER_BYTES) // row_bytes)  # where a network shows files late
+        values = whole[layout.HEADER_BYTES : layout.HEADER_BYTES + rows * row_bytes]
+        positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])[:rows]
+        token_ids = np.array([token for line in lines for token in line.token_ids], np.int32)[:rows]
+        return Rows(values.view(dtype).reshape(rows, -1), positions, token_ids)
+
+
+def tell(directory: Path, about: About, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog) -> None:
+    """Tell of rows that were appended; raises OSError."""
+    groups: dict[Spans, list[str]] = {}
+    for site, parts in pieces.items():
+        spans = tuple(span for part in parts for span in part.spans)
+        groups.setdefault(spans, []).append(str(site))
+    fd = os.open(directory / layout.RUNNING_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        lines = [] if os.fstat(fd).st_size else [_encoder.encode(about)]
+        for spans, sites in groups.items():
+            token_ids = [int(token) for span in spans for token in tokens.ids(*span)]
+            lines.append(_encoder.encode(Added(sites, spans, token_ids)))
+        os.write(fd, b"".join(line + b"\n" for line in lines))
+    finally:
+        os.close(fd)
+
+
+def running(root: Path) -> Iterator[RunningCapture]:
+    """Yield the requests under a root that run and have rows in files; those of dead writers are not among them."""
+    for writer in sorted(root.glob(layout.PARTIAL_PREFIX + "*")):
+        if _lives(writer):
+            for file in sorted(writer.glob(f"*/{layout.RUNNING_NAME}")):
+                try:
+                    first, *lines = file.read_bytes().split(b"\n")[:-1]
+                    about = _about_decoder.decode(first)
+                    added = [_added_decoder.decode(line) for line in lines]
+                except (OSError, ValueError, msgspec.MsgspecError):  # over meanwhile, or no line of it is whole
+                    continue
+                yield RunningCapture(file.parent, about, added)
+
+
+def _lives(writer: Path) -> bool:
+    try:
+        fd = os.open(writer / "lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,204 @@
+"""What makes a Parquet file of a shard's stream: row groups that point into it, and behind it the rest, the index and the footer.
+
+    stream, its end                 as `capflow_consumers.shardstream` describes it
+    vectors                         of the small batches, copied together into larger row groups
+    the other columns               of each row group: who, where, and the rows' hashes
+    index                           the requests, and the hashes of all blocks before it, as msgpack
+    locator                         where the index lies, and the hashes of index and footer
+    footer                          Parquet's
+
+What always holds: sealing changes nothing of the stream, so that one that is cut short is done again from the stream.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+import capflow
+from capflow import limits
+from capflow.site import HOOKS
+from capflow_consumers import layout, parquet
+from capflow_consumers.disk import write
+from capflow_consumers.shardstream import END, Batch, Kind, chunk_of, decode, opened, rows_of
+
+FORMAT = 1
+BLOCK_BYTES = 4 * limits.MIB
+GATHERED_BYTES_MAX = 64 * limits.MIB  # of rows in one row group of small batches
+
+_LOCATOR = struct.Struct("<8s5Q")
+_MAGIC = b"capflow1"
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One capture: the request's id, its engine, and where its batches begin, its commit's last."""
+
+    request: str
+    engine: str
+    batches: list[int]
+
+
+class Index(msgspec.Struct, frozen=True, array_like=True):
+    """What is in a shard; blocks: the xxh3 of each `BLOCK_BYTES` of what comes before the index."""
+
+    format: int
+    requests: list[Entry]
+    blocks: list[int]
+
+
+class Located(NamedTuple):
+    """Where a shard's index and footer lie, as begin, length and xxh3."""
+
+    index_at: tuple[int, int, int]
+    footer_at: tuple[int, int, int]
+
+
+class _Piece(NamedTuple):
+    """A batch, whose it is, and how many rows of it came in batches before."""
+
+    sidecar: layout.Sidecar
+    first: int
+    batch: Batch
+
+
+def seal(path: Path, end: int, entries: Sequence[Entry]) -> int:
+    """Make a Parquet file of a stream that ends at `end`; return how long it is. Raises OSError."""
+    with path.open("r+b") as file:
+        fd = file.fileno()
+        os.ftruncate(fd, end)
+        with mmap.mmap(fd, end, access=mmap.ACCESS_READ) as whole:
+            groups, tip, kind = _groups(fd, pa.py_buffer(whole), write(fd, [END], end), entries)
+        with mmap.mmap(fd, tip, access=mmap.ACCESS_READ) as whole:
+            blocks = [xxhash.xxh3_64_intdigest(block) for block in blocks_of(whole, tip)]
+        index = msgspec.msgpack.encode(Index(FORMAT, list(entries), blocks))
+        columns = parquet.schema(kind.dtype, kind.hidden_size, kind.about())
+        footer = parquet.footer(columns, groups, f"capflow {capflow.__version__}")
+        locator = _LOCATOR.pack(
+            _MAGIC,
+            tip,
+            len(index),
+            xxhash.xxh3_64_intdigest(index),
+            xxhash.xxh3_64_intdigest(footer),
+            xxhash.xxh3_64_intdigest(struct.pack("<2Q", tip, len(index))),
+        )
+        return write(fd, [index, locator, footer], tip)
+
+
+def locate(file: Any) -> Located | None:
+    """Return where index and footer of a mapped file lie; None when it is not a whole shard."""
+    size = file.size
+    tail = bytes(file.slice(size - 8)) if size > 8 + _LOCATOR.size else b""
+    footer = size - 8 - int.from_bytes(tail[:4], "little")
+    if tail[4:] != parquet.MAGIC or footer < _LOCATOR.size:
+        return None
+    magic, begin, length, index, about, own = _LOCATOR.unpack(bytes(file.slice(footer - _LOCATOR.size, _LOCATOR.size)))
+    if magic != _MAGIC or own != xxhash.xxh3_64_intdigest(struct.pack("<2Q", begin, length)):
+        return None
+    return (
+        Located((begin, length, index), (footer, size - footer, about))
+        if begin + length + _LOCATOR.size == footer
+        else None
+    )
+
+
+def blocks_of(file: Any, end: int) -> Iterator[memoryview]:
+    """Yield the blocks of a file up to a place, the last one shorter."""
+    view = memoryview(file)
+    for begin in range(0, end, BLOCK_BYTES):
+        yield view[begin : min(end, begin + BLOCK_BYTES)]
+
+
+def _groups(fd: int, file: Any, tip: int, entries: Sequence[Entry]) -> tuple[list[parquet.RowGroup], int, Kind]:
+    """Write what row groups want behind the stream; return them and where that ends."""
+    kind, schema, _ = opened(file)
+    groups: list[parquet.RowGroup] = []
+    small: list[_Piece] = []
+    small_bytes = 0
+    for piece in _pieces(file, kind, schema, entries):
+        chunk = chunk_of(piece.batch, kind)
+        if chunk is not None:
+            tip = _add(fd, tip, groups, [piece], chunk)
+            continue
+        nbytes = len(piece.batch.positions) * kind.row_bytes
+        if small and small_bytes + nbytes > GATHERED_BYTES_MAX:
+            tip = _gather(fd, tip, groups, small, kind)
+            small, small_bytes = [], 0
+        small.append(piece)
+        small_bytes += nbytes
+    if small:
+        tip = _gather(fd, tip, groups, small, kind)
+    return groups, tip, kind
+
+
+def _pieces(file: Any, kind: Kind, schema: pa.Schema, entries: Sequence[Entry]) -> Iterator[_Piece]:
+    for entry in entries:
+        commit = decode(file, entry.batches[-1], kind, schema)
+        assert commit.sidecar is not None
+        sidecar = layout.read_sidecar(commit.sidecar)
+        first = 0
+        for begin in entry.batches[:-1]:
+            batch = decode(file, begin, kind, schema)
+            yield _Piece(sidecar, first, batch)
+            first += len(batch.positions)
+
+
+def _gather(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Piece], kind: Kind) -> int:
+    values = b"".join(rows_of(piece.batch, kind).tobytes() for piece in pieces)
+    count = sum(len(piece.batch.positions) for piece in pieces)
+    pages = parquet.vector_pages(kind.dtype, kind.hidden_size, count, values, compressed=False)
+    length = len(pages.bytes)
+    chunk = parquet.vector_chunk(tip, length, count * kind.hidden_size, pages, compressed=False)
+    return _add(fd, write(fd, [pages.bytes], tip), groups, pieces, chunk)
+
+
+def _add(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Piece], vectors: parquet.Chunk) -> int:
+    """Write the other columns of a row group."""
+    chunks = []
+    for pages, chunk in _columns(pieces):
+        chunks.append(chunk._replace(begin=tip))
+        tip = write(fd, [pages], tip)
+    rows = sum(len(piece.batch.positions) for piece in pieces)
+    groups.append(parquet.RowGroup(rows, [*chunks, vectors]))
+    return tip
+
+
+def _columns(pieces: list[_Piece]) -> Iterator[tuple[bytes, parquet.Chunk]]:
+    """Yield the pages of the columns before the vectors, in the schema's order."""
+    counts = [len(piece.batch.positions) for piece in pieces]
+    sites = [_sites(piece) for piece in pieces]
+    positions = np.concatenate([piece.batch.positions for piece in pieces])
+    prompts = np.repeat([piece.sidecar.prompt_length for piece in pieces], counts)
+    yield _texts([piece.sidecar.request for piece in pieces], counts)
+    yield parquet.numbers(np.repeat(np.array([piece.sidecar.capture or 1 for piece in pieces], np.int32), counts))
+    yield _texts([piece.sidecar.model for piece in pieces], counts)
+    yield parquet.texts(["prompt", "generated"], (positions >= prompts).astype(np.int64))
+    yield parquet.numbers(np.concatenate([layers for layers, _ in sites]))
+    yield parquet.texts(HOOKS, np.concatenate([hooks for _, hooks in sites]))
+    yield parquet.numbers(positions)
+    yield parquet.numbers(np.concatenate([piece.batch.token_ids for piece in pieces]))
+    yield parquet.numbers(np.concatenate([piece.batch.hashes for piece in pieces]))
+
+
+def _texts(words: list[str], counts: list[int]) -> tuple[bytes, parquet.Chunk]:
+    different = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    return parquet.texts(list(different), np.repeat([different[word] for word in words], counts))
+
+
+def _sites(piece: _Piece) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Return the layer and the hook's number of each row."""
+    sites = piece.sidecar.sites
+    ends = np.cumsum([entry.rows for entry in sites])
+    which = np.searchsorted(ends, np.arange(piece.first, piece.first + len(piece.batch.positions)), side="right")
+    layers = np.array([entry.layer for entry in sites], np.int32)
+    hooks = np.array([HOOKS.index(entry.hook) for entry in sites])
+    return layers[which], hooks[which]

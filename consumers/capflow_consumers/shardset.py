@@ -1,0 +1,256 @@
+"""The shards of a data set: which captures are in them, also in those that are still written, and their rows.
+
+What always holds: a capture is seen when its commit is written, and not before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from capflow.errors import UsageError, explain
+from capflow.frame import DTYPES
+from capflow_consumers import layout, shardseal
+from capflow_consumers.capture import RequestCapture, Rows, damaged
+from capflow_consumers.shardseal import Entry
+from capflow_consumers.shardstream import (
+    Batch,
+    batches,
+    decode,
+    hashes_of,
+    opened,
+    rows_of,
+)
+
+PATTERN = "shard~*.parquet"
+
+_index_decoder = msgspec.msgpack.Decoder(shardseal.Index)
+
+
+class Shard:
+    """A mapped shard; entries: its captures. sealed: whether it is a whole Parquet file; end: where its last commit ends, where it is not."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries: list[Entry] = []
+        self.sealed = False
+        self.end = 0
+        self._begin = 0
+        self._located: shardseal.Located | None = None
+        self._index: shardseal.Index | None = None
+
+    def open(self) -> None:
+        """Map the file and read its index, or its stream where it has none; raises CapflowError, and OSError when it is gone."""
+        fd = os.open(self.path, os.O_RDONLY)
+        try:
+            size = os.fstat(fd).st_size
+            self.file = pa.py_buffer(mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b"")
+        finally:
+            os.close(fd)
+        try:
+            self.kind, self.schema, begin = opened(self.file)
+        except ValueError as e:
+            raise damaged(self.path, str(e), "a shard") from e
+        self._begin = begin
+        self._located = shardseal.locate(self.file)
+        self.sealed = self._located is not None
+        if self._located is None:
+            if not self.path.parent.name.startswith(layout.PARTIAL_PREFIX):
+                raise damaged(self.path, "no index where it should end", "a whole shard")
+            self.rescan()
+        else:
+            self._read_index(*self._located.index_at)
+
+    def capture(self, entry: Entry) -> ShardCapture:
+        """Return a capture; raises CapflowError when what is there is not what was written."""
+        try:
+            sidecar = _sidecar(decode(self.file, entry.batches[-1], self.kind, self.schema))
+        except ValueError as e:
+            raise damaged(self.path, f"{e} at byte {entry.batches[-1]}", f"the sidecar of {entry.request}") from e
+        return ShardCapture(self, entry, sidecar)
+
+    def verify(self) -> None:
+        """Read the whole file; raise CapflowError when a bit of it is not what was written."""
+        if self._index is None or self._located is None:
+            return
+        _, footer = self._located
+        for number, block in enumerate(shardseal.blocks_of(self.file, self._located.index_at[0])):
+            if xxhash.xxh3_64_intdigest(block) != self._index.blocks[number]:
+                begin = number * shardseal.BLOCK_BYTES
+                raise damaged(self.path, f"another checksum of bytes {begin}..{begin + len(block)}", "what was written")
+        if xxhash.xxh3_64_intdigest(self.file.slice(*footer[:2])) != footer[2]:
+            raise damaged(self.path, "another checksum of the footer", "what was written")
+
+    def _read_index(self, begin: int, length: int, digest: int) -> None:
+        text = self.file.slice(begin, length)
+        if xxhash.xxh3_64_intdigest(text) != digest:
+            raise damaged(self.path, "another checksum of the index", "what was written")
+        self._index = _index_decoder.decode(text)
+        if self._index.format != shardseal.FORMAT:
+            got, expected = self._index.format, str(shardseal.FORMAT)
+            raise UsageError(
+                explain(f"{self.path} format", got=got, expected=expected, do="read it with a newer capflow")
+            )
+        self.entries = self._index.requests
+
+    def rescan(self) -> None:
+        """Find the captures in the stream, whatever the index says; one whose commit is damaged is left out."""
+        self.end = begin = self._begin
+        self.entries = []
+        mine: list[int] = []
+        for place, batch in batches(self.file, self.kind, self.schema, begin):
+            mine.append(place)
+            if batch.sidecar is not None:
+                self.end = batch.end
+                try:
+                    sidecar = _sidecar(batch)
+                except ValueError:
+                    pass
+                else:
+                    self.entries.append(Entry(sidecar.request, sidecar.engine, mine))
+                mine = []
+
+
+class ShardCapture(RequestCapture):
+    """A request in a shard."""
+
+    def __init__(self, shard: Shard, entry: Entry, sidecar: layout.Sidecar) -> None:
+        super().__init__(shard.path, sidecar)
+        self.entry = entry
+        self._shard = shard
+        self._batches: list[Batch] | None = None
+
+    def _rows(self, entry: layout.SiteFile) -> Rows:
+        kind = self._shard.kind
+        first, last = entry.offset, entry.offset + entry.rows
+        found: list[tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]] = []
+        begin = 0
+        for batch in self._decoded():
+            low, high = max(first - begin, 0), min(last - begin, len(batch.positions))
+            if low < high:
+                rows = self._bytes(batch)[low:high]
+                found.append((rows, batch.positions[low:high], batch.token_ids[low:high]))
+            begin += len(batch.positions)
+        if sum(len(rows) for rows, _, _ in found) != entry.rows:
+            raise damaged(self.path, f"{begin} rows of {self.id}", f"{self.sidecar.rows} as its sidecar says")
+        rows, positions, token_ids = (
+            found[0] if len(found) == 1 else (np.concatenate(a) for a in zip(*found, strict=True))
+        )
+        rows = rows.view(DTYPES[kind.dtype]).reshape(entry.rows, kind.hidden_size)
+        site = Rows(rows, positions.astype(np.int64), token_ids)
+        for array in site:
+            array.flags.writeable = False
+        return site
+
+    def verify(self) -> None:
+        """Compare every row with its hash, and every site's positions, tokens and hashes with the sidecar's."""
+        batches = self._decoded()
+        for number, batch in enumerate(batches):
+            hashes = np.empty(len(batch.hashes), np.uint64)
+            hashes_of(self._bytes(batch), hashes)
+            if (bad := np.flatnonzero(hashes != batch.hashes)).size:
+                what = f"another checksum of row {bad[0]} of batch {number} of {self.id}"
+                raise damaged(self.path, what, "the row that was written")
+        columns = [np.concatenate(arrays) for arrays in zip(*(b[:3] for b in batches), strict=True)] if batches else []
+        for entry in self.sidecar.sites:
+            part = slice(entry.offset, entry.offset + entry.rows)
+            if site_digest(*(column[part] for column in columns)) != entry.xxh3_64:
+                raise damaged(self.path, f"another checksum of {entry.site} of {self.id}", entry.xxh3_64)
+
+    def _bytes(self, batch: Batch) -> npt.NDArray[np.uint8]:
+        try:
+            return rows_of(batch, self._shard.kind)
+        except ValueError as e:
+            raise damaged(self.path, str(e), f"rows of {self.id}") from e
+
+    def _decoded(self) -> list[Batch]:
+        shard = self._shard
+        if self._batches is None:
+            try:
+                self._batches = [
+                    decode(shard.file, begin, shard.kind, shard.schema) for begin in self.entry.batches[:-1]
+                ]
+            except ValueError as e:
+                raise damaged(self.path, str(e), f"the rows of {self.id}") from e
+        return self._batches
+
+
+class ShardSet:
+    """The shards under a root; `refresh` finds those that came. Captures come in the order in which their shards were begun."""
+
+    def __init__(self, root: Path, *, sealed_only: bool = False) -> None:
+        self.root = root
+        self.sealed_only = sealed_only
+        self._shards: dict[str, Shard] = {}
+        self._found: dict[str, list[tuple[Shard, Entry]]] | None = None
+
+    def refresh(self) -> None:
+        """Look for shards that are new, sealed since, or have grown; raises CapflowError for a damaged one."""
+        growing = () if self.sealed_only else self.root.glob(f"{layout.PARTIAL_PREFIX}*/{PATTERN}")
+        paths = {path.name: path for path in growing}
+        paths |= {path.name: path for path in self.root.glob(PATTERN)}
+        if self._shards.keys() - paths.keys():
+            self._shards = {name: shard for name, shard in self._shards.items() if name in paths}
+            self._found = None
+        for name, path in paths.items():
+            known = self._shards.get(name)
+            if known is None or not known.sealed or known.path != path:
+                self._open(name, path, known)
+
+    def find(self, request_id: str) -> list[ShardCapture]:
+        """Return the captures of an id in the shards that are known."""
+        if self._found is None:
+            self._found = {}
+            for shard, entry in self._entries():
+                self._found.setdefault(entry.request, []).append((shard, entry))
+        return [shard.capture(entry) for shard, entry in self._found.get(request_id, ())]
+
+    def ids(self) -> Iterator[str]:
+        """Yield the id of each capture."""
+        for _, entry in self._entries():
+            yield entry.request
+
+    def verify(self) -> None:
+        """Check every shard as a whole."""
+        for shard in self._shards.values():
+            shard.verify()
+
+    def _entries(self) -> Iterator[tuple[Shard, Entry]]:
+        for name in sorted(self._shards):
+            yield from zip(itertools.repeat(self._shards[name]), self._shards[name].entries)
+
+    def _open(self, name: str, path: Path, known: Shard | None) -> None:
+        shard = Shard(path)
+        try:
+            if known is not None and known.path == path and known.file.size == path.stat().st_size:
+                return
+            shard.open()
+        except FileNotFoundError:  # sealed meanwhile, and elsewhere
+            sealed = self.root / name
+            if path != sealed and sealed.exists():
+                self._open(name, sealed, known)
+            return
+        self._shards[name] = shard
+        self._found = None
+
+
+def site_digest(positions: npt.NDArray[Any], token_ids: npt.NDArray[Any], hashes: npt.NDArray[Any]) -> str:
+    """Return the xxh3 of what a shard has of a site beside its rows: positions and token ids int32, the rows' hashes uint64."""
+    columns = (positions, np.int32), (token_ids, np.int32), (hashes, np.uint64)
+    return xxhash.xxh3_64_hexdigest(b"".join(column.astype(dtype).tobytes() for column, dtype in columns))
+
+
+def _sidecar(batch: Batch) -> layout.Sidecar:
+    if batch.sidecar is None:
+        raise ValueError("no sidecar")
+    return layout.read_sidecar(batch.sidecar)

@@ -1,0 +1,238 @@
+"""Layout `sharded`: where the requests of one writer go, shard after shard.
+
+    ROOT/.partial-…/shard~N-….parquet    a shard that is written, an Arrow stream
+    ROOT/shard~N-….parquet               a sealed one, a Parquet file
+
+What always holds: a name under the root is that of a whole Parquet file; a shard whose writer died has in it what was committed, and
+is sealed by the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from capflow.errors import CapflowError
+from capflow.frame import DTYPES
+from capflow.site import Site
+from capflow_consumers import layout, shardseal
+from capflow_consumers.disk import sync_directory
+from capflow_consumers.requestfiles import RequestFiles, SiteRows
+from capflow_consumers.rowbuffer import Piece
+from capflow_consumers.shardfile import ShardFile
+from capflow_consumers.shardseal import Entry
+from capflow_consumers.shardset import PATTERN, Shard, site_digest
+from capflow_consumers.shardstream import Kind
+from capflow_consumers.tokenlog import TokenLog
+
+logger = logging.getLogger("capflow.consumer")
+
+_NUMBER = re.compile(r"shard~(\d+)-")
+
+
+class ShardWriter:
+    """The shards that one writer has open, one for each kind of rows. directory: the writer's hidden one; root: where sealed ones go."""
+
+    def __init__(
+        self,
+        root: Path,
+        directory: Path,
+        *,
+        compressed: bool,
+        bytes_max: int,
+        sync: bool,
+        sync_seals: bool,
+        workers: Executor | None,
+    ) -> None:
+        self.root = root
+        self.directory = directory
+        self.compressed = compressed
+        self.bytes_max = bytes_max
+        self.sync = sync
+        self.sync_seals = sync_seals
+        self.workers = workers
+        self._held: dict[str, list[tuple[ShardFile, layout.Sidecar]]] = {}  # what is in shards not sealed, by request
+        self._open: dict[Kind, ShardFile] = {}
+        self.seals = 0  # how many shards were sealed
+        self._unsealed: list[ShardFile] = []  # of which nothing more can be made now
+
+    def shard(self, kind: Kind) -> ShardFile:
+        """Return the shard that takes rows of a kind; raises OSError."""
+        shard = self._open.get(kind)
+        if shard is None:
+            number = 1 + max((int(found[1]) for name in self._names() if (found := _NUMBER.match(name))), default=0)
+            path = self.directory / f"shard~{number:06d}-{secrets.token_hex(3)}.parquet"
+            shard = ShardFile(path, kind, self.workers)
+            shard.create()
+            if self.sync:
+                sync_directory(self.directory)
+                sync_directory(self.root)
+            self._open[kind] = shard
+        return shard
+
+    def commit(self, shard: ShardFile, sidecar: layout.Sidecar, text: bytes) -> Path:
+        """Make what was put a request, and seal a shard that is large enough; return where the request will be. Raises OSError."""
+        shard.commit(sidecar.request, sidecar.engine, text, sync=self.sync)
+        self._held.setdefault(sidecar.request, []).append((shard, sidecar))
+        if shard.end >= self.bytes_max:
+            self._give_up(shard)
+            self._seal_all()
+        return self.root / shard.path.name
+
+    def captures(self, request: str) -> Iterator[tuple[Path, layout.Sidecar]]:
+        """Yield the captures of a request in shards that are not sealed, and where they will be."""
+        for shard, sidecar in self._held.get(request, ()):
+            yield self.root / shard.path.name, sidecar
+
+    def cut(self, shard: ShardFile) -> None:
+        """Take away what was put and not committed, or take nothing more into the shard."""
+        try:
+            shard.cut()
+            shard.check()
+        except OSError:
+            self._give_up(shard)
+
+    def close(self) -> bool:
+        """Seal what is open; return whether nothing is left that the next writer must seal."""
+        for shard in list(self._open.values()):
+            self._give_up(shard)
+        self._seal_all()
+        return not self._unsealed
+
+    def _give_up(self, shard: ShardFile) -> None:
+        self._open.pop(shard.kind, None)
+        self._unsealed.append(shard)
+
+    def _seal_all(self) -> None:
+        for shard in list(self._unsealed):
+            shard.close()
+            try:
+                if shard.path.exists():
+                    entries = [Entry(*request) for request in shard.requests]
+                    publish(shard.path, shard.end, entries, self.root, sync=self.sync_seals)
+            except OSError as e:
+                logger.error("%s cannot be sealed: %s; the next hub does it", shard.path, e.strerror or e)
+                continue
+            self._unsealed.remove(shard)
+            self.seals += 1
+            for request, _, _ in shard.requests:
+                self._held[request] = [held for held in self._held.get(request, ()) if held[0] is not shard]
+                if not self._held[request]:
+                    del self._held[request]
+
+    def _names(self) -> Iterator[str]:
+        for directory in (self.root, self.directory):
+            yield from (path.name for path in directory.glob(PATTERN))
+
+
+class ShardRows(RequestFiles):
+    """A request whose rows come into a shard when it is over; those that come early wait in files of their sites."""
+
+    kept_as: ClassVar[layout.Layout] = "sharded"
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: str,
+        hidden_size: int,
+        dtypes: Mapping[Site, str],
+        *,
+        fsync: bool,
+        shards: ShardWriter,
+    ) -> None:
+        super().__init__(path, dtype, hidden_size, dtypes, fsync=fsync)
+        self.shard: ShardFile | None = None  # that has rows of it, which are not committed
+        self._shards = shards
+
+    def finish(
+        self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]
+    ) -> list[layout.SiteFile]:
+        """Put the rows into a shard; return what they are. Raises OSError."""
+        sites = list(self._gathered(pieces, tokens))
+        dtypes = {self.dtype_of(found.site) for found in sites} or {self.dtype}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"  # which holds every number of the others
+        kind = Kind(dtype, self.hidden_size or 1, self._shards.compressed)
+        shard = self.shard = self._shards.shard(kind)
+        parts = [part for found in sites for part in self._as(dtype, found)]
+        counts = [len(found.positions) for found in sites]
+        positions = np.concatenate([np.zeros(0, np.int32), *(found.positions for found in sites)]).astype(np.int32)
+        token_ids = np.concatenate([np.zeros(0, np.int32), *(found.token_ids for found in sites)])
+        hashes = shard.put(parts, positions, token_ids)
+        ends = np.cumsum(counts).tolist()
+        entries = []
+        for found, count, end in zip(sites, counts, ends, strict=True):
+            mine = slice(end - count, end)
+            digest = site_digest(positions[mine], token_ids[mine], hashes[mine])
+            wanted, overflowed = expected.get(found.site), self.rows_overflowed[found.site]
+            name, size = shard.path.name, count * kind.row_bytes
+            entries.append(
+                layout.SiteFile(*found.site, name, count, wanted, size, digest, dtype, overflowed, end - count)
+            )
+        return entries
+
+    def discard(self) -> None:
+        """Take the rows out of the shard."""
+        super().discard()
+        if self.shard is not None:
+            self._shards.cut(self.shard)
+            self.shard = None
+
+    def commit(self, sidecar: layout.Sidecar, text: bytes) -> Path:
+        """Make the rows that were put a request of their shard; return the name that this will have. Raises OSError."""
+        assert self.shard is not None
+        path = self._shards.commit(self.shard, sidecar, text)
+        self.shard = None
+        super().discard()
+        return path
+
+    def _as(self, dtype: str, found: SiteRows) -> list[Any]:
+        """Return a site's rows as bytes of a dtype."""
+        mine = self.dtype_of(found.site)
+        if mine == dtype:
+            return found.parts
+        return [part.view(DTYPES[mine]).astype(DTYPES[dtype]).view(np.uint8) for part in found.parts]
+
+
+def publish(path: Path, end: int, entries: Sequence[Entry], root: Path, *, sync: bool) -> None:
+    """Seal a shard and give it its name under the root; one without requests is removed. Raises OSError."""
+    if not entries:
+        path.unlink()
+        return
+    shardseal.seal(path, end, entries)
+    if sync:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    path.rename(root / path.name)
+    if sync:
+        sync_directory(root)
+
+
+def recover(path: Path, root: Path) -> None:
+    """Seal what a dead writer left of a shard: every request in it that is whole. Raises OSError."""
+    shard = Shard(path)
+    whole = []
+    try:
+        shard.open()
+        shard.rescan()
+    except CapflowError as e:
+        logger.warning("%s holds no request: %s", path, e)
+    for entry in shard.entries:
+        try:
+            shard.capture(entry).verify()
+        except CapflowError as e:
+            logger.warning("request %s is not kept: %s", entry.request, e)
+        else:
+            whole.append(entry)
+    publish(path, shard.end, whole, root, sync=True)
+    logger.info("%s has %d requests that a writer left who did not seal it", root / path.name, len(whole))

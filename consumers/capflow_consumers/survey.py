@@ -1,0 +1,234 @@
+"""What a captured data set holds: requests, models, sites, norms, and what of it is damaged or missing.
+
+What always holds: one request is looked at after another, and of its rows a part at a time, so that memory does not grow with the
+data set. Damage is a finding, not an error: what is damaged is named, and left out of the norms.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from capflow.errors import CapflowError, explain
+from capflow.site import Site
+from capflow_consumers.contents import in_order
+from capflow_consumers.normstats import NormStats
+from capflow_consumers.reader import Dataset, RequestCapture
+
+LISTED_MAX = 100
+"""How many damages and gaps are told of one by one; all are counted."""
+
+_RUNS_SHOWN_MAX = 8
+
+
+class SiteSurvey(msgspec.Struct):
+    """One site over all captures.
+
+    rows_missing: of those that were promised. norm_*: of its rows, None without rows. shape: `[rows, hidden_size]`.
+    """
+
+    site: str
+    captures: int = 0
+    rows: int = 0
+    rows_missing: int = 0
+    bytes: int = 0
+    dtypes: list[str] = []
+    hidden_sizes: list[int] = []
+    norm_mean: float | None = None
+    norm_median: float | None = None
+    norm_min: float | None = None
+    norm_max: float | None = None
+    rows_not_finite: int = 0
+
+
+class Gap(msgspec.Struct, frozen=True):
+    """What one capture lacks.
+
+    missing: by site, positions as `first..last` where they can be told, else how many rows; dropped: rows by reason.
+    """
+
+    request: str
+    status: str
+    error: str | None
+    missing: dict[str, str]
+    dropped: dict[str, int]
+
+
+class Survey(msgspec.Struct):
+    """What a data set holds.
+
+    bytes: of rows; bytes_on_disk: of every file below the root. models: captures by model; ended: captures by how the request ended;
+    statuses: captures by whether all rows are here. positions: one more than the last that has a row. damaged: what could not be read, or
+    is not what was written. checked: whether rows were read; without, there are no norms, and only damage to what describes them is found.
+    """
+
+    path: str
+    checked: bool
+    captures: int = 0
+    rows: int = 0
+    bytes: int = 0
+    bytes_on_disk: int = 0
+    prompt_tokens: int = 0
+    positions: int = 0
+    models: dict[str, int] = {}
+    ended: dict[str, int] = {}
+    statuses: dict[str, int] = {}
+    sites: list[SiteSurvey] = []
+    captures_damaged: int = 0
+    damaged: list[str] = []
+    captures_with_gaps: int = 0
+    rows_missing: int = 0
+    dropped: dict[str, int] = {}
+    gaps: list[Gap] = []
+
+
+class Surveyor:
+    """Looks through a data set; `survey()` is what it found and `norms` the norms of each site."""
+
+    def __init__(self, dataset: Dataset, *, check: bool = True) -> None:
+        self.norms: dict[Site, NormStats] = {}
+        self._dataset = dataset
+        self._survey = Survey(str(dataset.path), check)
+        self._sites: dict[Site, SiteSurvey] = {}
+        self._models: Counter[str] = Counter()
+        self._ended: Counter[str] = Counter()
+        self._statuses: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+
+    def survey(self, on_capture: Callable[[], object] = lambda: None) -> Survey:
+        """Look at every capture, and return what was found. on_capture: called after each."""
+        found = self._survey
+        whole = self._verify()
+        try:
+            for capture in self._dataset:
+                self._look(capture, verify=whole is not None)
+                on_capture()
+            if whole is not None and not found.damaged:  # in what no capture is read from
+                self._damage(str(whole))
+        except CapflowError as e:  # where the next capture begins is not known
+            self._damage(f"{e}; what comes after it was not looked at")
+        found.bytes_on_disk = _size(self._dataset.path)
+        for counts, name in (
+            (self._models, "models"),
+            (self._ended, "ended"),
+            (self._statuses, "statuses"),
+            (self._dropped, "dropped"),
+        ):
+            setattr(found, name, dict(counts.most_common()))
+        found.sites = [self._sites[site] for site in in_order(self._sites)]
+        for site, norms in self.norms.items():
+            _tell_norms(self._sites[site], norms)
+        return found
+
+    def _verify(self) -> CapflowError | None:
+        """Return the first damage that checksums show; where there is one, each capture has to be verified by itself."""
+        try:
+            if self._survey.checked:
+                self._dataset.verify()
+        except CapflowError as e:
+            return e
+        return None
+
+    def _look(self, capture: RequestCapture, *, verify: bool) -> None:
+        found, sidecar = self._survey, capture.sidecar
+        found.captures += 1
+        found.prompt_tokens += capture.prompt_length
+        self._models[sidecar.model or "unknown"] += 1
+        self._ended[sidecar.status] += 1
+        self._statuses[capture.status] += 1
+        try:
+            if verify:
+                capture.verify()
+            positions = {site: self._look_at(capture, site) for site in capture.sites}
+        except CapflowError as e:
+            self._damage(f"request {capture.id!r}: {e}")
+            return
+        self._look_for_gaps(capture, positions)
+
+    def _look_at(self, capture: RequestCapture, site: Site) -> npt.NDArray[np.int64]:
+        """Count and measure the rows of a site; return their positions."""
+        rows, positions, _ = capture[site]
+        ahead = len(positions) > 1 and bool((positions[1:] <= positions[:-1]).any())
+        if ahead or (len(positions) and not 0 <= int(positions[0]) <= int(positions[-1]) < capture.computed_length):
+            expected = f"rising from 0 to below {capture.computed_length}"
+            raise CapflowError(explain(f"positions of {site}", got=shown(positions), expected=expected))
+        told = self._sites.setdefault(site, SiteSurvey(str(site)))
+        told.captures += 1
+        told.rows += len(rows)
+        told.bytes += rows.nbytes
+        told.dtypes = sorted({*told.dtypes, rows.dtype.name})
+        told.hidden_sizes = sorted({*told.hidden_sizes, rows.shape[1]})
+        found = self._survey
+        found.rows += len(rows)
+        found.bytes += rows.nbytes
+        if len(positions):
+            found.positions = max(found.positions, int(positions[-1]) + 1)
+        if found.checked:
+            self.norms.setdefault(site, NormStats()).add(rows, positions)
+        return positions
+
+    def _look_for_gaps(self, capture: RequestCapture, positions: dict[Site, npt.NDArray[np.int64]]) -> None:
+        dropped: Counter[str] = Counter()
+        for rows, reason in capture.sidecar.dropped:
+            dropped[reason] += rows
+        missing = {}
+        every: npt.NDArray[np.int64] | None = None
+        for entry in capture.sidecar.sites:
+            lacks = (entry.rows_expected or 0) - entry.rows
+            if lacks > 0:
+                if every is None:
+                    every = np.unique(np.concatenate(list(positions.values())))
+                absent = np.setdiff1d(every, positions[entry.site])
+                missing[str(entry.site)] = shown(absent) if len(absent) == lacks else f"{lacks} rows"
+                self._sites[entry.site].rows_missing += lacks
+                self._survey.rows_missing += lacks
+        self._dropped.update(dropped)
+        if missing or dropped or capture.status != "ok":
+            self._survey.captures_with_gaps += 1
+            if len(self._survey.gaps) < LISTED_MAX:
+                self._survey.gaps.append(Gap(capture.id, capture.status, capture.error, missing, dict(dropped)))
+
+    def _damage(self, what: str) -> None:
+        self._survey.captures_damaged += 1
+        if len(self._survey.damaged) < LISTED_MAX:
+            self._survey.damaged.append(what)
+
+
+def shown(positions: npt.NDArray[np.int64]) -> str:
+    """Return positions as they stand in a message, `0..3 7 9..12`."""
+    if not len(positions):
+        return "none"
+    ends = np.flatnonzero(np.diff(positions) != 1)
+    firsts, lasts = positions[np.r_[0, ends + 1]], positions[np.r_[ends, len(positions) - 1]]
+    runs = zip(firsts[:_RUNS_SHOWN_MAX].tolist(), lasts[:_RUNS_SHOWN_MAX].tolist(), strict=True)
+    more = len(firsts) - _RUNS_SHOWN_MAX
+    text = " ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
+    return text + (f" and {more} more" if more > 0 else "")
+
+
+def _tell_norms(told: SiteSurvey, norms: NormStats) -> None:
+    told.rows_not_finite = norms.rows_not_finite
+    if norms.rows > norms.rows_not_finite:
+        told.norm_mean, told.norm_median = norms.mean, norms.median
+        told.norm_min, told.norm_max = norms.min, norms.max
+
+
+def _size(root: Path) -> int:
+    return sum(_sizes(root))
+
+
+def _sizes(directory: Path) -> Iterator[int]:
+    """Yield the sizes of the files below a directory; what goes away meanwhile has none."""
+    try:
+        for path in directory.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                yield from _sizes(path)
+            else:
+                yield path.lstat().st_size
+    except OSError:
+        return

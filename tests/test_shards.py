@@ -1,0 +1,265 @@
+"""Shards as other tools see them, and what is in a torn one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import duckdb
+import ml_dtypes
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import xxhash
+from frames import make_frame, row_of, token_of
+from test_filesystem import done, opened
+
+import capflow
+from capflow.errors import CapflowError
+from capflow.site import Site
+from capflow_consumers import shardfile
+from capflow_consumers.shardset import PATTERN
+
+SITES = (Site(1, "mlp_in"), Site(0, "post_block"))  # in the order in which they lie
+HIDDEN = 64
+LENGTHS = {"a": 6, "b/ü": 40, "c": 3}
+NUMPY = {"bfloat16": np.uint16, "float16": np.float16, "float32": np.float32}
+
+
+def write(root, dtype, **options):
+    consumer = opened(root, SITES, layout="sharded", **options)
+    for seq, (request, length) in enumerate(LENGTHS.items(), 1):
+        consumer.on_frame(make_frame([(request, 4, 0, length)], sorted(SITES), dtype=dtype, hidden=HIDDEN, seq=seq))
+        result = consumer.on_request_done(done(request, computed_length=length, rows=2 * length))
+        assert result.status == "ok"
+    consumer.close()
+    (path,) = root.glob(PATTERN)
+    return path
+
+
+def expected(dtype):
+    """Return the rows of a shard as (request, layer, hook, position, token_id, phase, bytes)."""
+    return [
+        (
+            request,
+            site.layer,
+            site.hook,
+            position,
+            token_of(request, position),
+            "prompt" if position < 4 else "generated",
+            row_of(request, site, position, HIDDEN, dtype).tobytes(),
+        )
+        for request, length in LENGTHS.items()
+        for site in sorted(SITES)
+        for position in range(length)
+    ]
+
+
+COLUMNS = ["request", "layer", "hook", "position", "token_id", "phase"]
+
+
+def rows_of(columns, vectors, dtype):
+    """Return the same of what a tool gave."""
+    values = [np.asarray(vector).astype(NUMPY[dtype]).tobytes() for vector in vectors]
+    return list(zip(*columns, values, strict=True))
+
+
+@pytest.fixture(params=["in place", "gathered", "zstd", "zstd large"])
+def options(request, monkeypatch):
+    """Both ways in which vectors come to lie in a page, with a dictionary and without."""
+    if request.param in {"in place", "zstd large"}:
+        monkeypatch.setattr(shardfile, "IN_PLACE_BYTES_MIN", 0)
+    if request.param == "zstd large":
+        monkeypatch.setattr("capflow_consumers.parquet._DICTIONARY_WORTH_BYTES", 0)
+    return {"compression": "zstd"} if request.param.startswith("zstd") else {}
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+def test_pyarrow_reads_a_shard_and_finds_every_checksum_right(tmp_path, dtype, options):
+    path = write(tmp_path, dtype, **options)
+    table = pq.ParquetFile(path, page_checksum_verification=True).read()
+    vectors = table["vector"].combine_chunks()
+    assert pa.types.is_fixed_size_list(vectors.type)
+    assert table.schema.metadata[b"capflow.dtype"] == dtype.encode()
+    got = rows_of([table[name].to_pylist() for name in COLUMNS], vectors.to_pylist(), dtype)
+    assert got == expected(dtype)
+    assert table["xxh3"].to_pylist() == [xxhash.xxh3_64_intdigest(row[-1]) for row in got]
+    assert set(table["model"].to_pylist()) == {"test-model"}
+    for request, length in LENGTHS.items():
+        for site in SITES:
+            rows = capflow.open(tmp_path)[request][site].rows
+            assert rows.tobytes() == b"".join(row[-1] for row in got if row[:3] == (request, *site))
+            assert len(rows) == length
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+def test_duckdb_opens_a_shard_as_it_is(tmp_path, dtype, options):
+    path = write(tmp_path, dtype, **options)
+    found = duckdb.sql(f"select {', '.join(COLUMNS)}, vector from '{path}'").fetchall()  # noqa: S608
+    assert rows_of(list(zip(*found, strict=True))[:-1], [row[-1] for row in found], dtype) == expected(dtype)
+    (one,) = duckdb.sql(
+        f"select token_id from '{path}' where request = 'b/ü' and hook = 'mlp_in' and position = 39"  # noqa: S608
+    ).fetchall()
+    assert one == (token_of("b/ü", 39),)
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+def test_polars_opens_a_shard_as_it_is(tmp_path, dtype, options):
+    polars = pytest.importorskip("polars")
+    path = write(tmp_path, dtype, **options)
+    found = polars.read_parquet(path)
+    assert rows_of([found[name].to_list() for name in COLUMNS], found["vector"].to_list(), dtype) == expected(dtype)
+    assert polars.scan_parquet(path).filter(polars.col("request") == "b/ü").collect().height == 80
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # Daft does not know Parquet's float16
+def test_daft_opens_a_shard_as_it_is(tmp_path, dtype, options):
+    daft = pytest.importorskip("daft")
+    found = daft.read_parquet(str(write(tmp_path, dtype, **options))).to_arrow()
+    vectors = found["vector"].to_pylist()
+    assert rows_of([found[name].to_pylist() for name in COLUMNS], vectors, dtype) == expected(dtype)
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+def test_datasets_opens_a_shard_as_it_is(tmp_path, dtype, options, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets")
+    path = write(tmp_path / "root", dtype, **options)
+    found = datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+    assert found.features["vector"].length == HIDDEN
+    assert rows_of([found[name] for name in COLUMNS], found["vector"], dtype) == expected(dtype)
+
+
+def test_bfloat16_is_made_of_uint16_again_without_loss(tmp_path):
+    path = write(tmp_path, "bfloat16")
+    vectors = pq.read_table(path)["vector"].combine_chunks().values.to_numpy()
+    rows = vectors.view(ml_dtypes.bfloat16).reshape(-1, HIDDEN)
+    assert rows[0].tobytes() == row_of("a", min(SITES), 0, HIDDEN, "bfloat16").tobytes()
+
+
+@pytest.mark.parametrize("hidden", [1, 3, 8])
+def test_rows_of_any_width(tmp_path, hidden, options):
+    consumer = opened(tmp_path, SITES, layout="sharded", **options)
+    consumer.on_frame(make_frame([("a", 4, 0, 5)], SITES, dtype="bfloat16", hidden=hidden))
+    consumer.on_request_done(done("a", computed_length=5, rows=10))
+    consumer.close()
+    (path,) = tmp_path.glob(PATTERN)
+    vectors = pq.ParquetFile(path, page_checksum_verification=True).read()["vector"].to_pylist()
+    rows = np.concatenate([capflow.open(tmp_path)["a"][site].rows for site in sorted(SITES)])
+    assert np.array(vectors, np.uint16).tobytes() == rows.tobytes()
+    assert np.array_equal(rows[0], row_of("a", min(SITES), 0, hidden, "bfloat16"))
+
+
+def test_a_request_larger_than_a_batch_is_in_several(tmp_path, monkeypatch):
+    monkeypatch.setattr(shardfile, "BATCH_BYTES_MAX", 7 * HIDDEN * 4)
+    path = write(tmp_path, "float32")
+    dataset = capflow.open(tmp_path)
+    assert len(dataset["b/ü"].entry.batches) == 1 + 12  # a commit, and 80 rows in sevens
+    dataset.verify()
+    rows, positions, token_ids = dataset["b/ü"]["mlp_in:1"]
+    assert positions.tolist() == list(range(40))
+    assert token_ids.tolist() == [token_of("b/ü", p) for p in range(40)]
+    assert rows.tobytes() == b"".join(row_of("b/ü", Site(1, "mlp_in"), p, HIDDEN).tobytes() for p in range(40))
+    assert pq.read_metadata(path).num_rows == 2 * sum(LENGTHS.values())
+
+
+@pytest.fixture
+def torn(tmp_path):
+    """The shard of a writer that is gone, with five requests in it."""
+    consumer = opened(tmp_path / "living", SITES, layout="sharded")
+    for seq in range(5):
+        consumer.on_frame(make_frame([(f"r{seq}", 4, 0, 10)], SITES, hidden=HIDDEN, seq=seq + 1, boot="b"))
+        consumer.on_request_done(done(f"r{seq}", computed_length=10, rows=20))
+    shutil.copytree(tmp_path / "living", tmp_path / "root")
+    consumer.close()
+    (path,) = (tmp_path / "root").glob(f".partial-*/{PATTERN}")
+    return path
+
+
+@pytest.mark.parametrize(("left", "whole"), [(1.0, 5), (0.999, 4), (0.5, 2), (0.1, 0), (0.0, 0)])
+def test_a_torn_shard_keeps_its_whole_requests(torn, left, whole):
+    root = torn.parent.parent
+    os.truncate(torn, int(torn.stat().st_size * left))
+    names = [f"r{number}" for number in range(whole)]
+    if left > 0.0:
+        assert capflow.open(root).requests() == names  # as it lies
+    opened(root, SITES, layout="packed").close()  # whatever comes next seals it
+    dataset = capflow.open(root)
+    assert dataset.requests() == names
+    dataset.verify()
+    assert not list(root.glob(".partial-*"))
+    assert sum(pq.read_metadata(path).num_rows for path in root.glob(PATTERN)) == 20 * whole
+    for name in names:
+        rows = dataset[name][SITES[0]].rows
+        assert rows.tobytes() == b"".join(row_of(name, SITES[0], p, HIDDEN).tobytes() for p in range(10))
+
+
+def test_a_torn_shard_is_an_arrow_stream_of_whole_batches(torn):
+    with pa.memory_map(str(torn)) as file:
+        file.seek(8)
+        stream = pa.ipc.open_stream(file)
+        batches = [stream.read_next_batch() for _ in range(10)]
+    assert [len(batch) for batch in batches] == [20, 1] * 5
+    assert batches[0]["position"].to_pylist() == [*range(10)] * 2
+
+
+def test_a_request_whose_rows_a_power_cut_spoiled_is_not_kept(torn):
+    root = torn.parent.parent
+    shard = capflow.open(root)["r2"]
+    begin = shard.entry.batches[0]
+    with torn.open("r+b") as file:
+        file.seek(begin + 2000)
+        file.write(bytes(512))
+    opened(root, SITES, layout="sharded").close()
+    dataset = capflow.open(root)
+    assert dataset.requests() == ["r0", "r1", "r3", "r4"]
+    dataset.verify()
+    assert not [row for row in pq.read_table(next(root.glob(PATTERN)))["request"].to_pylist() if row == "r2"]
+
+
+def test_every_byte_of_a_shard_is_checked(tmp_path):
+    path = write(tmp_path, "bfloat16")
+    whole = path.read_bytes()
+    unnoticed = []
+    for place in [*range(0, len(whole), 487), *range(len(whole) - 700, len(whole), 7)]:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        try:
+            capflow.open(tmp_path).verify()
+        except CapflowError:
+            continue
+        unnoticed.append(place)
+    assert unnoticed == []
+
+
+def test_a_row_that_was_changed_is_named(tmp_path):
+    path = write(tmp_path, "float32")
+    whole = bytearray(path.read_bytes())
+    place = whole.index(row_of("c", SITES[0], 1, HIDDEN).tobytes())
+    whole[place] ^= 1
+    path.write_bytes(whole)
+    with pytest.raises(CapflowError, match=r"another checksum of row \d of batch 0 of c"):
+        capflow.open(tmp_path)["c"].verify()
+    capflow.open(tmp_path)["a"].verify()
+
+
+def test_capture_numbers_tell_captures_of_one_id_apart(tmp_path):
+    for boot in ("b", "c"):
+        consumer = opened(tmp_path, layout="sharded", on_collision="suffix")
+        consumer.on_frame(make_frame([("r1", 4, 0, 4)], boot=boot))
+        consumer.on_request_done(done())
+        consumer.close()
+    found = duckdb.sql(f"select distinct request, capture from '{tmp_path}/*.parquet' order by 2").fetchall()  # noqa: S608
+    assert found == [("r1", 1), ("r1", 2)]
+
+
+def test_two_hubs_write_shards_to_one_root(tmp_path):
+    consumers = [opened(tmp_path, layout="sharded") for _ in range(2)]
+    for number, consumer in enumerate(consumers):
+        consumer.on_frame(make_frame([(f"r{number}", 4, 0, 4)]))
+        consumer.on_request_done(done(f"r{number}"))
+    dataset = capflow.open(tmp_path)
+    assert sorted(dataset.requests()) == ["r0", "r1"]
+    for consumer in consumers:
+        consumer.close()
+    assert sorted(dataset.requests()) == ["r0", "r1"]
