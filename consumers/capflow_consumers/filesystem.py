@@ -12,7 +12,6 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -33,15 +32,14 @@ from capflow.spec import CaptureSpec, StoredDtype, Wanted, join, read_layers
 from capflow_consumers import layout
 from capflow_consumers.framelog import FrameLog
 from capflow_consumers.packedfile import PackedFile
-from capflow_consumers.requestfiles import RequestFiles, Runs
+from capflow_consumers.promises import expected_of, problems_of
+from capflow_consumers.requestfiles import RequestFiles
 from capflow_consumers.rowbuffer import RowBuffer
 from capflow_consumers.running import About
 from capflow_consumers.store import ShardStore, Store
-from capflow_consumers.storeddtype import FLOAT16_MAX, converted, name_of
+from capflow_consumers.storeddtype import converted, name_of
 from capflow_consumers.tokenlog import TokenLog
 from capflow_consumers.workdir import OnCollision, WorkDir
-
-_RUNS_SHOWN_MAX = 8
 
 
 class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -257,11 +255,11 @@ class FilesystemConsumer(Consumer):
         files, store = request.files, self._stored
         on_collision = self._on_collision(done)
         capture = store.number(done.request, on_collision)
-        expected = _expected(request.wanted, done)
+        expected = expected_of(request.wanted, done)
         counts = {site: sum(stop - start for start, stop in spans) for site, spans in expected.items()}
         entries = files.finish(request.buffer.take(), request.tokens, counts)
         rows = sum(entry.rows for entry in entries)
-        problems = _problems(files, rows, expected, done)
+        problems = problems_of(files, rows, expected, done)
         status: Status = "ok" if not problems else "partial_error" if rows else "error"
         error = "; ".join(problems) or None
         model = self._models.get(done.engine)
@@ -385,42 +383,6 @@ def _result(path: Path, sidecar: layout.Sidecar) -> CaptureResult:
     files = len({entry.file for entry in sidecar.sites})
     payload = {"path": str(path), "rows": sidecar.rows, "bytes": size, "files": files}
     return CaptureResult(sidecar.capture_status, sidecar.error, payload)
-
-
-def _expected(wanted: Wanted | None, done: RequestDone) -> dict[Site, Runs]:
-    """Return the positions that each wanted site must have rows of."""
-    found = {
-        positions: list(positions.at(done.prompt_length).runs(0, done.computed_length))
-        for positions in {want.positions for want in (wanted or {}).values()}
-    }
-    return {site: runs for site, want in (wanted or {}).items() if (runs := found[want.positions])}
-
-
-def _problems(files: RequestFiles, rows: int, expected: Mapping[Site, Runs], done: RequestDone) -> Sequence[str]:
-    """Return what the files lack of what was promised, one message each."""
-    runs = files.runs
-    problems = [f"{dropped.rows} rows lost: {dropped.reason}" for dropped in done.dropped]
-    if done.status == "error":
-        problems.append("the request did not end")
-    if rows != done.rows:
-        problems.append(explain("rows written", got=rows, expected=f"{done.rows} as delivered"))
-    for site, spans in sorted(expected.items()):
-        got = runs.get(site, [])
-        if got != spans:
-            problems.append(explain(f"positions of {site}", got=_shown(got), expected=_shown(spans)))
-    problems += [
-        f"{count} rows of {site} have numbers beyond {FLOAT16_MAX:g}, the largest of float16; they are stored as infinite"
-        for site, count in sorted(files.rows_overflowed.items())
-        if count
-    ]
-    return problems
-
-
-def _shown(runs: Runs) -> str:
-    """Return runs as they stand in a message."""
-    first = " ".join(f"{start}..{stop}" for start, stop in runs[:_RUNS_SHOWN_MAX])
-    more = len(runs) - _RUNS_SHOWN_MAX
-    return (first or "none") + (f" and {more} more" if more > 0 else "")
 
 
 @hookimpl

@@ -29,7 +29,7 @@ Bytes = Any
 
 
 class ShardFile:
-    """A shard at `path`, made by `create`; end: where the last request's commit ends. workers: threads, two of which write and check while this one hashes."""
+    """A shard at `path`, made by `create`; end: where the last request's commit ends. workers: threads, one of which writes while this one hashes."""
 
     def __init__(self, path: Path, kind: Kind, workers: Executor | None) -> None:
         self.path = path
@@ -106,10 +106,9 @@ class ShardFile:
             begin = self._tip + sum(len(part) for part in parts)
             self._batches.append(self._tip)
             writing = self._submit(write, self._fd, [*rows, bytes(-nbytes % 8)], begin)
-            crc = self._submit(_crc, kind, count, rows) if in_place else None
             _hash(rows, hashes)
-            if crc is not None:
-                head = parquet.vector_head(kind.dtype, kind.hidden_size, count, crc.result(), nbytes)
+            if in_place:  # here, and not on another thread, which would wait for the interpreter's lock at each part
+                head = parquet.vector_head(kind.dtype, kind.hidden_size, count, _crc(kind, count, rows), nbytes)
                 page[:] = page_of(head, len(page))
             end = writing.result()
             write(self._fd, parts, self._tip)

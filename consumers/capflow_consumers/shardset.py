@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from capflow.errors import UsageError, explain
+from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import DTYPES
 from capflow_consumers import layout, shardseal
 from capflow_consumers.capture import RequestCapture, Rows, damaged
@@ -235,6 +235,10 @@ class ShardSet:
             if known is not None and known.path == path and known.file.size == path.stat().st_size:
                 return
             shard.open()
+        except CapflowError:
+            if path.parent == self.root:
+                raise
+            return  # it has just been begun, and holds nothing yet
         except FileNotFoundError:  # sealed meanwhile, and elsewhere
             sealed = self.root / name
             if path != sealed and sealed.exists():
