@@ -23,7 +23,7 @@ LAYERS = (
         "steercheck",
     },
     {"steering", "program", "probe", "consumer", "hookspecs"},
-    {"queue", "session", "address", "keys", "plugins", "spool"},
+    {"queue", "session", "address", "keys", "plugins", "spool", "recording"},
     {
         "transport",
         "transport.sockets",
@@ -51,6 +51,9 @@ LAYERS = (
         "tapping",
         "exchange",
         "hub",
+        "localpeer",
+        "replay",
+        "datasetreplay",
         "metrics",
         "endpoint",
     },
@@ -175,7 +178,7 @@ def test_consumers_import_capflow_and_themselves(name):
 
 
 def plugin_modules():
-    return {"duckdb", "filesystem", "gate", "log"}
+    return {"duckdb", "filesystem", "gate", "log", "record"}
 
 
 @pytest.mark.parametrize("name", sorted(plugin_modules()))
