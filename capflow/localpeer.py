@@ -28,7 +28,7 @@ def _reject(act: Act) -> Outcome:
 class LocalPeer:
     """A worker or a scheduler, from its making to `close`; one thread drives it. Raises CapflowError with the hub's reason when it is refused.
 
-    stopped: whether to wait for the hub no longer. on_act: answers the actions that a scheduler is sent, when `hear` is called.
+    seq: the number of the last frame of this boot, sent by a process that is gone. stopped: whether to wait for the hub no longer. on_act: answers the actions that a scheduler is sent, when `hear` is called.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class LocalPeer:
         hub: Hub,
         hello: Hello,
         *,
+        seq: int = 0,
         stopped: Callable[[], bool] = lambda: False,
         on_act: Callable[[Act], Outcome] = _reject,
     ) -> None:
@@ -43,7 +44,7 @@ class LocalPeer:
         self._hub = hub
         self._stopped = stopped
         self._on_act = on_act
-        self._session = PeerSession(hello)
+        self._session = PeerSession(hello, seq=seq)
         self._heard: queue.SimpleQueue[Parts] = queue.SimpleQueue()  # filled by the hub's thread
         self._peer = b"local" + os.urandom(8)
         hub.attach(self._peer, self._heard.put)

@@ -6,6 +6,7 @@ consumer as a hub does. `conformance` is a whole test class in one line:
     TestLoudest = conformance(Loudest, {"path": "out.jsonl"})
 """
 
+from capflow.testing.conformance import conformance
 from capflow.testing.frames import assert_rows, make_finished, make_frame, make_hello, make_model, row_of, token_of
 from capflow.testing.hub import Engine, MemoryHub
 
@@ -13,6 +14,7 @@ __all__ = [
     "Engine",
     "MemoryHub",
     "assert_rows",
+    "conformance",
     "make_finished",
     "make_frame",
     "make_hello",

@@ -26,11 +26,12 @@ from capflow.fanout import Lane
 from capflow.frame import Dropped, Frame, Rank, rows_of
 from capflow.hub import Hub
 from capflow.localpeer import LocalPeer
-from capflow.message import Act, ModelInfo
+from capflow.message import Act, Hello, ModelInfo
 from capflow.plugins import ConfiguredConsumer
 from capflow.result import CaptureResult
 from capflow.site import Site
-from capflow.testing.frames import BOOT, make_finished, make_frame, make_hello, make_model
+from capflow.spec import CaptureSpec
+from capflow.testing.frames import BOOT, make_finished, make_frame, make_hello
 
 T = TypeVar("T")
 
@@ -47,7 +48,6 @@ class MemoryHub:
         made = [c if isinstance(c, ConfiguredConsumer) else ConfiguredConsumer.of(c) for c in consumers]
         self.hub = Hub(private_address("testing"), made)
         self.drained: bool | None = None  # whether everything was handled and closed in time; once it is over
-        self._engines: list[Engine] = []
 
     @property
     def lanes(self) -> Sequence[Lane]:
@@ -62,14 +62,16 @@ class MemoryHub:
         boot: str = BOOT,
         stage: int = 0,
         sites: Iterable[Site | tuple[int, str]] | None = None,
+        capture: CaptureSpec | None = None,
+        seq: int = 0,
     ) -> Engine:
-        """Return an engine that has connected, or one pipeline stage of it. sites: those of its frames; by default all of the model.
+        """Return an engine that has connected, or one pipeline stage of it.
 
-        Raises CapflowError when the hub refuses it: a consumer wants what the model does not have.
+        sites: those of its frames; by default all of the model. capture: what each of its requests brings. seq: the last frame
+        that an earlier hub had of this boot. Raises CapflowError when the hub refuses it: a consumer wants what the model lacks.
         """
-        engine = Engine(self, name, model or make_model(), boot, stage, sites)
-        self._engines.append(engine)
-        return engine
+        hello = make_hello(name, boot, rank=Rank(stage, 0, 0), model=model)
+        return Engine(self, hello, sites, capture, seq)
 
     def results(self, request: str) -> dict[str, CaptureResult]:
         """Return what became of a request, by consumer, when all are done with it. Raises CapflowError when that does not come."""
@@ -124,33 +126,46 @@ class Engine:
     def __init__(
         self,
         hub: MemoryHub,
-        name: str,
-        model: ModelInfo,
-        boot: str,
-        stage: int,
+        hello: Hello,
         sites: Iterable[Site | tuple[int, str]] | None,
+        capture: CaptureSpec | None,
+        seq: int,
     ) -> None:
-        self.name = name
-        self.model = model
-        self.sites = tuple(Site(*site) for site in (model.sites if sites is None else sites))
+        assert hello.model is not None
+        self.name = hello.engine
+        self.model = hello.model
+        self.sites = tuple(Site(*site) for site in (self.model.sites if sites is None else sites))
+        self.capture = capture
         self._acts: list[Action] = []
         self._scheduler: LocalPeer | None = None
-        if stage == 0:
-            hello = make_hello(name, f"{boot}-scheduler", role="scheduler", model=model)
-            self._scheduler = LocalPeer(hub.hub, hello, on_act=self._act)
-        self.worker = LocalPeer(hub.hub, make_hello(name, boot, rank=Rank(stage, 0, 0), model=model))
+        if hello.rank.pp == 0:
+            scheduler = make_hello(self.name, f"{hello.boot}-scheduler", role="scheduler", model=self.model)
+            self._scheduler = LocalPeer(hub.hub, scheduler, on_act=self._act)
+        self.worker = LocalPeer(hub.hub, hello, seq=seq)
         self._rows: Counter[str] = Counter()  # by request, until it is finished
         self._lengths: dict[str, tuple[int, int]] = {}  # prompt, and computed so far; likewise
 
     def step(self, requests: Sequence[tuple[str, int, int, int]], **frame: Any) -> Frame:
         """Send the rows of a step: requests are `(id, prompt_length, start, length)`, the rest is `make_frame`'s. Return the frame."""
+        made = self.made(requests, **frame)
+        self.send(made)
+        return made
+
+    def made(self, requests: Sequence[tuple[str, int, int, int]], **frame: Any) -> Frame:
+        """Return the frame that `step` sends; it counts as sent."""
         options = {"sites": self.sites, "hidden": self.model.hidden_size, "dtype": self.model.dtype} | frame
+        if self.capture is not None:
+            options["captures"] = {id: self.capture for id, *_ in requests} | options.get("captures", {})
         made = make_frame(requests, **options, **self._of())
         self._rows.update(rows_of(made.header))
         for id, prompt_length, start, length in requests:
             self._lengths[id] = (prompt_length, start + length)
-        self.send(made)
         return made
+
+    def promise(self, request: str, prompt_length: int, start: int, length: int) -> None:
+        """Count rows of a request that an earlier hub was sent."""
+        self._rows[request] += length * len(self.sites)
+        self._lengths[request] = (prompt_length, start + length)
 
     def finish(
         self,
@@ -164,7 +179,7 @@ class Engine:
         prompt_length, computed = self._lengths.pop(request, (prompt_length, 0))
         dropped = tuple(Dropped(rows, reason) for rows, reason in lost)
         rows = self._rows.pop(request, 0)
-        over = make_finished(request, prompt_length, computed, rows=rows, status=status, dropped=dropped)
+        over = make_finished(request, prompt_length, computed, rows=rows, status=status, dropped=dropped, capture=self.capture)
         made = make_frame([], finished=[over], **self._of())
         self.send(made)
         return made
