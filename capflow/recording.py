@@ -61,7 +61,9 @@ class Recorder:
         self.path = path
         self._spool = Spool(path, bytes_max=bytes_max, segment_bytes=min(limits.SEGMENT_BYTES_MAX, bytes_max))
         self._last: dict[Source, int] = {}  # the last frame of each
-        self._done: set[tuple[str, str]] = set()  # engine and request: ends from before it was opened, which may be told again
+        self._done: set[tuple[str, str]] = (
+            set()
+        )  # engine and request: ends from before it was opened, which may be told again
 
     def open(self) -> None:
         """Take the directory, which is made when missing. Raises CapflowError when another process writes it."""

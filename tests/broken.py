@@ -5,6 +5,7 @@ import struct
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -32,7 +33,7 @@ class Counting(Consumer):
         return CaptureSpec({"post_block": "all"})
 
     def open(self, context):
-        self.file = Path(self.config.path).open("a+", encoding="utf-8")
+        self.file = Path(self.config.path).open("a+", encoding="utf-8")  # noqa: SIM115  open until `close`
         self.file.seek(0)
         self.kept = {(line["engine"], line["request"]): line for line in map(json.loads, self.file)}
 
@@ -46,7 +47,10 @@ class Counting(Consumer):
     def take(self, frame, chunk):
         count, total = self.rows.get(self.key(frame, chunk), (0, 0))
         length = chunk.rows.shape[1]
-        self.rows[self.key(frame, chunk)] = count + length * len(chunk.sites), total + sum(chunk.token_ids) * len(chunk.sites)
+        self.rows[self.key(frame, chunk)] = (
+            count + length * len(chunk.sites),
+            total + sum(chunk.token_ids) * len(chunk.sites),
+        )
 
     def on_request_done(self, done):
         rows, tokens = self.rows.pop((done.engine, done.request), (0, 0))
@@ -184,7 +188,7 @@ class ThreadsStay(Counting):
 
 
 class FilesStay(Counting):
-    left = []
+    left: ClassVar[list[object]] = []
 
     def close(self):
         self.left.append(self.file)

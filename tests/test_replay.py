@@ -233,7 +233,9 @@ class TestARecordingThatWasCutShort:
         assert kinds == ["Engine", "Frame", "RequestDone", "Frame"]
         with MemoryHub(record(path)) as hub:
             engine = hub.engine()
-            engine.step([("r1", 4, 0, 4)])  # what was acknowledged is sent again all the same: it is known by its number
+            engine.step(
+                [("r1", 4, 0, 4)]
+            )  # what was acknowledged is sent again all the same: it is known by its number
             engine.finish("r1")
             engine.step([("r2", 4, 0, 2)])
             engine.step([("r2", 4, 2, 2)])
@@ -254,7 +256,9 @@ class TestARecordingThatWasCutShort:
             engine.finish("r1")
         (segment,) = path.glob("*.spool")
         data = bytearray(segment.read_bytes())
-        payload = next(said for said in recording.read(path) if isinstance(said, Frame) and said.header.seq == 2).payload
+        payload = next(
+            said for said in recording.read(path) if isinstance(said, Frame) and said.header.seq == 2
+        ).payload
         data[data.index(bytes(payload)) + 3] ^= 4
         segment.write_bytes(data)
         assert [said.first for said in recording.read(path) if isinstance(said, Lost)] == [3]
@@ -357,7 +361,10 @@ class TestCommands:
             (["{}/none", "--consumer", "log"], "none: got"),
             (["{}", "--consumer", "log"], "expected a recording (capflow record) or a data set"),
             (["{}/rec"], "--consumer: got none, expected at least one"),
-            (["{}/rec", "--consumer", "log", "--speed", "fast"], "--speed: got fast, expected full, recorded or a factor"),
+            (
+                ["{}/rec", "--consumer", "log", "--speed", "fast"],
+                "--speed: got fast, expected full, recorded or a factor",
+            ),
             (["{}/rec", "--consumer", "log", "--speed", "0"], "--speed: got 0, expected"),
             (["{}/rec", "--consumer", "log", "--ask"], "--ask: got a recording, expected a data set"),
             (
@@ -400,7 +407,9 @@ class TestCommands:
     def test_record_keeps_what_engines_send_until_it_is_stopped(self, tmp_path, address):
         command = [sys.executable, "-m", "capflow", "record", str(tmp_path / "rec"), "--address", address]
         environment = os.environ | {"COLUMNS": "200"}
-        with subprocess.Popen([*command, "--capture", "layers=0+1"], stderr=subprocess.PIPE, text=True, env=environment) as child:
+        with subprocess.Popen(
+            [*command, "--capture", "layers=0+1"], stderr=subprocess.PIPE, text=True, env=environment
+        ) as child:
             try:
                 assert "listening" in child.stderr.readline()
                 with worker_link(address, make_hello()) as link:

@@ -18,7 +18,7 @@ from capflow.cli.run import run
     help="Options of the consumer `record`: hooks, layers, positions, capture, …; see `capflow plugins`.",
 )
 @click.pass_context
-def record(context: click.Context, path: str, capture: str, consumers: tuple[str, ...], **options: Any) -> None:
+def record(context: click.Context, /, path: str, capture: str, consumers: tuple[str, ...], **options: Any) -> None:
     """Keep raw frames in the directory PATH, for `capflow replay`.
 
     It is `capflow run --consumer record:path=PATH` and takes all of its options: alone it waits for engines until Ctrl-C, with --model

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -103,7 +103,7 @@ def replay(
         text = f"replayed {replayed.frames} frames, {replayed.rows} rows"
         if replayed.records_lost:
             text += f"; {replayed.records_lost} records of {path} are damaged"
-        counts = {"frames": replayed.frames, "rows": replayed.rows, "records_lost": replayed.records_lost}
+        counts: dict[str, Any] = {"frames": replayed.frames, "rows": replayed.rows, "records_lost": replayed.records_lost}
         running.tell("replayed", text, **counts)
         if stay:
             running.wait()

@@ -22,9 +22,10 @@ BOOT = "boot-1"
 FIRST = Rank(0, 0, 0)
 
 
-def row_of(request: str, site: Site, position: int, hidden: int = 8, dtype: str = "float32") -> npt.NDArray[Any]:
+def row_of(request: str, site: Site | tuple[int, str], position: int, hidden: int = 8, dtype: str = "float32") -> npt.NDArray[Any]:
     """Return the one row that a request has at a site and a position, `[hidden]`; exact in each dtype but bfloat16."""
-    where = zlib.crc32(f"{request}/{site.hook}/{site.layer}/{position}".encode()) % 2039  # exact in float16
+    layer, hook = site
+    where = zlib.crc32(f"{request}/{hook}/{layer}/{position}".encode()) % 2039  # exact in float16
     row = np.arange(hidden, dtype=np.float32) / 16 + where / 8
     return row.astype(DTYPES[dtype])
 
@@ -54,15 +55,15 @@ def make_frame(
 
     Rows are `row_of(...)`; a request of length 0 is not in the frame. captures: the specs that requests brought.
     """
-    sites = tuple(Site(*site) for site in sites)
+    places = tuple(Site(*site) for site in sites)
     asked = [request for request in requests if request[3] > 0]
     rows_total = sum(length for *_, length in asked)
-    rows = np.empty((len(sites), rows_total, hidden), dtype=DTYPES[dtype])
+    rows = np.empty((len(places), rows_total, hidden), dtype=DTYPES[dtype])
     spans, parts, row = [], [], 0
     for index, (request, prompt_length, start, length) in enumerate(asked):
         spans.append(Span(index, start, length, row))
         for offset in range(length):
-            for number, site in enumerate(sites):
+            for number, site in enumerate(places):
                 rows[number, row + offset] = row_of(request, site, start + offset, hidden, dtype)
         tokens = tuple(token_of(request, position) for position in range(start, start + length))
         parts.append(
@@ -86,7 +87,7 @@ def make_frame(
         dtype=dtype,
         hidden_size=hidden,
         requests=tuple(parts),
-        blocks=(Block(sites, rows_total, tuple(spans)),) if asked else (),
+        blocks=(Block(places, rows_total, tuple(spans)),) if asked else (),
         finished=tuple(finished),
         step_tokens=rows_total if step_tokens is None else step_tokens,
         step_requests=len(asked),
@@ -146,4 +147,4 @@ def assert_rows(chunk: Chunk, dtype: str = "float32") -> int:
                 chunk.rows[number, offset].astype(np.float32), expected.astype(np.float32), err_msg=str(site)
             )
     assert chunk.token_ids == tuple(token_of(chunk.request.id, chunk.start + i) for i in range(length))
-    return count * length
+    return int(count * length)

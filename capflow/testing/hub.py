@@ -51,7 +51,7 @@ class MemoryHub:
 
     @property
     def lanes(self) -> Sequence[Lane]:
-        """What the hub counts of each consumer: `errors`, `rows`, `dropped`, `counts`, …"""
+        """What the hub counts of each consumer: `errors`, `rows`, `dropped`, `counts` and more."""
         return self.hub.lanes
 
     def engine(
@@ -153,13 +153,13 @@ class Engine:
 
     def made(self, requests: Sequence[tuple[str, int, int, int]], **frame: Any) -> Frame:
         """Return the frame that `step` sends; it counts as sent."""
-        options = {"sites": self.sites, "hidden": self.model.hidden_size, "dtype": self.model.dtype} | frame
+        options: dict[str, Any] = {"sites": self.sites, "hidden": self.model.hidden_size, "dtype": self.model.dtype} | frame
         if self.capture is not None:
-            options["captures"] = {id: self.capture for id, *_ in requests} | options.get("captures", {})
+            options["captures"] = {request: self.capture for request, *_ in requests} | options.get("captures", {})
         made = make_frame(requests, **options, **self._of())
         self._rows.update(rows_of(made.header))
-        for id, prompt_length, start, length in requests:
-            self._lengths[id] = (prompt_length, start + length)
+        for request, prompt_length, start, length in requests:
+            self._lengths[request] = (prompt_length, start + length)
         return made
 
     def promise(self, request: str, prompt_length: int, start: int, length: int) -> None:
@@ -179,7 +179,9 @@ class Engine:
         prompt_length, computed = self._lengths.pop(request, (prompt_length, 0))
         dropped = tuple(Dropped(rows, reason) for rows, reason in lost)
         rows = self._rows.pop(request, 0)
-        over = make_finished(request, prompt_length, computed, rows=rows, status=status, dropped=dropped, capture=self.capture)
+        over = make_finished(
+            request, prompt_length, computed, rows=rows, status=status, dropped=dropped, capture=self.capture
+        )
         made = make_frame([], finished=[over], **self._of())
         self.send(made)
         return made
@@ -212,4 +214,3 @@ class Engine:
     def _of(self) -> dict[str, Any]:
         hello = self.worker.hello
         return {"engine": hello.engine, "boot": hello.boot, "rank": hello.rank, "seq": self.worker.seq + 1}
-

@@ -104,7 +104,7 @@ def trial(subject: Subject, directory: Path, **options: Any) -> Iterator[Trial]:
 
 def outcome(trial: Trial, request: str) -> Any:
     """Return a request's result, without what differs from run to run: texts with a slash are taken for places."""
-    return _comparable(msgspec.to_builtins(trial.result(request)))
+    return _comparable(msgspec.to_builtins(trial.result(request), enc_hook=str))
 
 
 def _comparable(value: Any) -> Any:
