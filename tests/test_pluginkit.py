@@ -8,6 +8,7 @@ import site
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 from test_replay import record, run
@@ -128,4 +129,9 @@ def test_a_place_that_cannot_be_written_is_named(capsys):
 def test_a_directory_may_be_named(tmp_path):
     with tempfile.TemporaryDirectory() as base:
         assert run(["plugin", "new", "mine", "--directory", f"{base}/here"]) == 0
-        assert sorted(os.listdir(f"{base}/here")) == ["README.md", "capflow_mine.py", "pyproject.toml", "test_capflow_mine.py"]
+        assert sorted(path.name for path in Path(base, "here").iterdir()) == [
+            "README.md",
+            "capflow_mine.py",
+            "pyproject.toml",
+            "test_capflow_mine.py",
+        ]

@@ -103,7 +103,11 @@ def replay(
         text = f"replayed {replayed.frames} frames, {replayed.rows} rows"
         if replayed.records_lost:
             text += f"; {replayed.records_lost} records of {path} are damaged"
-        counts: dict[str, Any] = {"frames": replayed.frames, "rows": replayed.rows, "records_lost": replayed.records_lost}
+        counts: dict[str, Any] = {
+            "frames": replayed.frames,
+            "rows": replayed.rows,
+            "records_lost": replayed.records_lost,
+        }
         running.tell("replayed", text, **counts)
         if stay:
             running.wait()

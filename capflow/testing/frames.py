@@ -22,7 +22,9 @@ BOOT = "boot-1"
 FIRST = Rank(0, 0, 0)
 
 
-def row_of(request: str, site: Site | tuple[int, str], position: int, hidden: int = 8, dtype: str = "float32") -> npt.NDArray[Any]:
+def row_of(
+    request: str, site: Site | tuple[int, str], position: int, hidden: int = 8, dtype: str = "float32"
+) -> npt.NDArray[Any]:
     """Return the one row that a request has at a site and a position, `[hidden]`; exact in each dtype but bfloat16."""
     layer, hook = site
     where = zlib.crc32(f"{request}/{hook}/{layer}/{position}".encode()) % 2039  # exact in float16

@@ -153,7 +153,11 @@ class Engine:
 
     def made(self, requests: Sequence[tuple[str, int, int, int]], **frame: Any) -> Frame:
         """Return the frame that `step` sends; it counts as sent."""
-        options: dict[str, Any] = {"sites": self.sites, "hidden": self.model.hidden_size, "dtype": self.model.dtype} | frame
+        options: dict[str, Any] = {
+            "sites": self.sites,
+            "hidden": self.model.hidden_size,
+            "dtype": self.model.dtype,
+        } | frame
         if self.capture is not None:
             options["captures"] = {request: self.capture for request, *_ in requests} | options.get("captures", {})
         made = make_frame(requests, **options, **self._of())
