@@ -109,6 +109,8 @@ class Replay:
         if header.seq <= worker.recorded:
             return
         self._rest(self._pace.due(header, time.monotonic()))
+        if self._stopped():
+            return
         rows = rows_of(header)
         worker.given.update(rows)
         self.frames += 1
@@ -131,9 +133,9 @@ class Replay:
         if model is None:
             return  # the record that names it is lost, and was counted
         if len(done.finished) < model.stages:
-            if ranks or ended:
+            if ranks:
                 self._end_pending()
-                self._lose(done.engine)
+                self._lose(done.engine, next(iter(ranks.values())).dp)
             return
         replica = next(iter(ranks.values())).dp if ranks else 0
         for stage, finished in enumerate(done.finished):
@@ -167,15 +169,16 @@ class Replay:
             self._schedulers[engine] = LocalPeer(self._hub, hello, stopped=self._stopped)
         return model
 
-    def _lose(self, engine: str) -> None:
-        """Have an engine go away: what it has not ended is over, with status `error`."""
-        for key in [key for key in self._workers if key[0] == engine]:
+    def _lose(self, engine: str, replica: int | None = None) -> None:
+        """Have an engine, or one replica of it, go away: what it has not ended is over, with status `error`."""
+        for key in [key for key in self._workers if key[0] == engine and replica in (None, key[1].dp)]:
             self._workers.pop(key).link.close()
-        if engine in self._schedulers:
+        if engine in self._schedulers and not any(name == engine for name, _ in self._workers):
             self._schedulers.pop(engine).close()
-        for requests in (self._told, self._ended):
-            for request in [request for request in requests if request[0] == engine]:
-                del requests[request]
+        for request, ranks in list(self._told.items()):
+            if request[0] == engine and replica in (None, *(rank.dp for rank in ranks.values())):
+                del self._told[request]
+                self._ended.pop(request, None)
 
 
 class _Worker:

@@ -175,7 +175,7 @@ class ArraysInResults(Counting):
 
 class Slow(Counting):
     def on_frame(self, frame):
-        time.sleep(0.03)
+        time.sleep(0.012)
         super().on_frame(frame)
 
 

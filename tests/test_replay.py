@@ -155,6 +155,27 @@ class TestARecordingReplayed:
         replay(tmp_path / "rec", watcher)
         assert [tuple(lost) for lost in watcher.done["r1"].dropped] == [(1, "not_recorded")]
 
+    def test_a_replica_that_dies_takes_only_its_own_requests_along(self, tmp_path):
+        def told(watcher):
+            return {name: (done.status, done.rows) for name, done in watcher.done.items()}
+
+        live, again = Watcher(), Watcher()
+        with MemoryHub(live, record(tmp_path / "rec")) as hub:
+            replicas = [hub.engine(replica=replica, boot=f"boot-{replica}") for replica in (0, 1)]
+            for step in range(3):
+                for number, replica in enumerate(replicas):
+                    replica.step([(f"r{number}", 3, step, 1)])
+            replicas[1].settle()
+            replicas[1].worker.close()
+            eventually(lambda: "r1" in live.done)
+            replicas[0].step([("r0", 3, 3, 1)])
+            replicas[0].finish("r0")
+            assert hub.stop()
+        assert told(live) == {"r1": ("error", 12), "r0": ("stop", 16)}
+        replay(tmp_path / "rec", again)
+        assert told(again) == told(live)
+        assert again.positions == live.positions
+
     def test_an_engine_that_a_consumer_cannot_use_is_refused_with_the_reason(self, tmp_path):
         with MemoryHub(record(tmp_path / "rec")) as hub:
             hub.engine().step([("r1", 4, 0, 4)])
@@ -403,6 +424,23 @@ class TestCommands:
         assert run(["replay", str(recorded / "rec"), "--consumer", f"filesystem:root={recorded}/again"]) == 0
         assert tree(recorded / "again") == tree(recorded / "set")
         assert "replayed 1 frames, 80 rows" in capsys.readouterr().err
+
+    def test_ctrl_c_ends_a_replay_that_waits(self, tmp_path):
+        with MemoryHub(record(tmp_path / "rec")) as hub:
+            engine = hub.engine()
+            for step in range(3):
+                engine.step([("r1", 4, step, 1)])
+        words = ["replay", str(tmp_path / "rec"), "--consumer", "log", "--steps-per-s", "0.001"]
+        with subprocess.Popen([sys.executable, "-m", "capflow", *words], stderr=subprocess.PIPE, text=True) as child:
+            try:
+                assert "listening" in child.stderr.readline()
+                assert "connected" in child.stderr.readline()
+                child.send_signal(signal.SIGINT)
+                said = child.stderr.read()
+                assert child.wait(30) == 0, said
+            finally:
+                child.kill()
+        assert "replayed 0 frames" in said or "replayed 1 frames" in said
 
     def test_record_keeps_what_engines_send_until_it_is_stopped(self, tmp_path, address):
         command = [sys.executable, "-m", "capflow", "record", str(tmp_path / "rec"), "--address", address]

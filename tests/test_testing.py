@@ -4,7 +4,7 @@ import inspect
 import time
 
 import pytest
-from broken import BROKEN, Counting, ThreadsStay, lines
+from broken import BROKEN, Counting, Slow, ThreadsStay, lines
 from waiting import eventually
 
 from capflow import limits
@@ -17,7 +17,7 @@ from capflow.testing.conformance import Conformance
 
 RULES = [name for name, _ in inspect.getmembers(Conformance, inspect.isfunction) if name.startswith("test_")]
 
-TestCounting = conformance(Counting, {"path": "counts.jsonl"}, kept=lines)
+TestCounting = pytest.mark.long(conformance(Counting, {"path": "counts.jsonl"}, kept=lines))
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def threads_end():
 
 
 def rules_of(consumer):
-    return conformance(consumer, {"path": "counts.jsonl"}, kept=lines, handle_s_max=2.0)()
+    return conformance(consumer, {"path": "counts.jsonl"}, kept=lines, handle_s_max=1.0 if consumer is Slow else 10.0)()
 
 
 @pytest.mark.parametrize("consumer", BROKEN, ids=lambda consumer: consumer.__name__)

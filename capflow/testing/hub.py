@@ -31,7 +31,7 @@ from capflow.plugins import ConfiguredConsumer
 from capflow.result import CaptureResult
 from capflow.site import Site
 from capflow.spec import CaptureSpec
-from capflow.testing.frames import BOOT, make_finished, make_frame, make_hello
+from capflow.testing.frames import BOOT, FIRST, make_finished, make_frame, make_hello
 
 T = TypeVar("T")
 
@@ -61,16 +61,17 @@ class MemoryHub:
         model: ModelInfo | None = None,
         boot: str = BOOT,
         stage: int = 0,
+        replica: int = 0,
         sites: Iterable[Site | tuple[int, str]] | None = None,
         capture: CaptureSpec | None = None,
         seq: int = 0,
     ) -> Engine:
-        """Return an engine that has connected, or one pipeline stage of it.
+        """Return an engine that has connected, or one pipeline stage or replica of it.
 
         sites: those of its frames; by default all of the model. capture: what each of its requests brings. seq: the last frame
         that an earlier hub had of this boot. Raises CapflowError when the hub refuses it: a consumer wants what the model lacks.
         """
-        hello = make_hello(name, boot, rank=Rank(stage, 0, 0), model=model)
+        hello = make_hello(name, boot, rank=Rank(stage, replica, 0), model=model)
         return Engine(self, hello, sites, capture, seq)
 
     def results(self, request: str) -> dict[str, CaptureResult]:
@@ -138,7 +139,7 @@ class Engine:
         self.capture = capture
         self._acts: list[Action] = []
         self._scheduler: LocalPeer | None = None
-        if hello.rank.pp == 0:
+        if hello.rank == FIRST:
             scheduler = make_hello(self.name, f"{hello.boot}-scheduler", role="scheduler", model=self.model)
             self._scheduler = LocalPeer(hub.hub, scheduler, on_act=self._act)
         self.worker = LocalPeer(hub.hub, hello, seq=seq)
