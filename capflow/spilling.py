@@ -264,7 +264,7 @@ class SpillingLane(Lane):
         idle_at = time.monotonic() + limits.IDLE_S
         while not self._discarding:
             written = self._written.is_set()
-            item = self.inbox.take(0.0 if written else max(0.0, idle_at - time.monotonic()))
+            item = self.inbox.take(max(0.0, idle_at - time.monotonic()))
             if item is not None:
                 self._safely(item)
                 self._handled = item.number
