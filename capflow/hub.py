@@ -26,6 +26,7 @@ from capflow.fanout import Lane
 from capflow.guard import Guard
 from capflow.health import HubState, problems
 from capflow.keys import AllowList, find_key, read_key
+from capflow.message import Beat, encode
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
 from capflow.session import Parts
 from capflow.transport import Router
@@ -86,6 +87,7 @@ class Hub:
         self._thread = threading.Thread(target=self._run, name="capflow-hub", daemon=True)
         self._open = contextlib.ExitStack()  # the address's lock and the router, from `start` to `stop`
         self._router: Router | None = None  # from `start`
+        self._attached: dict[bytes, Callable[[Parts], None]] = {}  # peers in this process, until they are detached
         self._started = 0.0  # when
         self._turned_at = 0.0  # when the thread last looked around; written by it
 
@@ -167,6 +169,18 @@ class Hub:
         self._posted.append(call)
         if self._router is not None:
             self._router.waker.wake()
+
+    def attach(self, peer: bytes, take: Callable[[Parts], None]) -> None:
+        """Let a peer in this process take, on the hub's thread, what is sent to its connection; `receive` takes what it says."""
+        self._attached[peer] = take
+
+    def detach(self, peer: bytes) -> None:
+        """Forget a peer in this process, once it said Bye."""
+        self.post(lambda: self._attached.pop(peer, None) and None)
+
+    def receive(self, peer: bytes, parts: Parts) -> None:
+        """Take a message of a peer in this process; those of one thread are taken in order."""
+        self.post(functools.partial(self._exchange.receive, peer, parts))
 
     def uptime_s(self, now: float) -> float:
         """Return how many seconds ago the hub began; 0 when it has not."""
@@ -255,6 +269,8 @@ class Hub:
             now = self._turned_at = time.monotonic()
             if now >= self._tick_at:
                 self._tick_at = now + _TICK_S
+                for peer in self._attached.keys() & self.roster.peers.keys():  # who is in this process is alive
+                    self._exchange.receive(peer, [encode(Beat())])
                 self._safely(functools.partial(self._exchange.tick, now))
         self._exchange.goodbye()
 
@@ -265,6 +281,9 @@ class Hub:
             logger.exception("the hub failed at something and goes on", extra={"event": "hub_failed"})
 
     def _send(self, peer: bytes, parts: Parts) -> None:
+        if (take := self._attached.get(peer)) is not None:
+            take(parts)
+            return
         assert self._router is not None
         if not self._router.send(peer, parts):
             self.post(functools.partial(self._exchange.give_up, peer))

@@ -23,7 +23,7 @@ LAYERS = (
         "steercheck",
     },
     {"steering", "program", "probe", "consumer", "hookspecs"},
-    {"queue", "session", "address", "keys", "plugins", "spool"},
+    {"queue", "session", "address", "keys", "plugins", "spool", "recording", "pluginkit"},
     {
         "transport",
         "transport.sockets",
@@ -51,12 +51,16 @@ LAYERS = (
         "tapping",
         "exchange",
         "hub",
+        "localpeer",
+        "replay",
+        "datasetreplay",
         "metrics",
         "endpoint",
     },
+    {"testing"},
     {"cli", "__main__"},
 )
-"""The core, lowest first; a module imports from its own layer and those below. `cli` and `spool` stand for all of their modules."""
+"""The core, lowest first; a module imports from its own layer and those below. `cli`, `spool` and `testing` stand for all of their modules."""
 
 ENGINE_ONLY = {"torch", "triton", "vllm", "transformers", "accelerate", "gguf"}
 HUB_ONLY = {
@@ -98,7 +102,7 @@ def inside(name, packages):
 
 def layer(name):
     core = name.removeprefix("capflow.")
-    core = next((package for package in ("cli", "spool") if inside(core, {package})), core)
+    core = next((package for package in ("cli", "spool", "testing") if inside(core, {package})), core)
     found = [index for index, names in enumerate(LAYERS) if core in names]
     assert found, f"{name} has no layer: give it one in LAYERS"
     return found[0]
@@ -184,7 +188,7 @@ def test_consumers_import_capflow_and_themselves(name):
 
 
 def plugin_modules():
-    return {"duckdb", "filesystem", "gate", "log", "nats"}
+    return {"duckdb", "filesystem", "gate", "log", "nats", "record"}
 
 
 @pytest.mark.parametrize("name", sorted(plugin_modules()))

@@ -1,0 +1,31 @@
+"""`capflow plugin`: what helps to write one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.group()
+def plugin() -> None:
+    """Write a plugin of your own."""
+
+
+@plugin.command()
+@click.argument("name")
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    help="Where to write it; it must not be there. Default: capflow-NAME.",
+)
+def new(name: str, directory: Path | None) -> None:
+    """Write a package with a consumer NAME that works, and its tests."""
+    from capflow.pluginkit import Names, write_plugin
+    from capflow.plugins import load_plugins
+
+    names = Names.of(name, load_plugins())
+    directory = Path(f"capflow-{name}") if directory is None else directory
+    for path in write_plugin(names, directory):
+        click.echo(path)
+    click.echo(f"\ninstall it and test it:  pip install -e '{directory}[test]' && pytest {directory}")

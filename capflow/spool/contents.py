@@ -1,0 +1,47 @@
+"""The contents of a spool, read from the first record to the last without taking the spool or changing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.spool import items
+from capflow.spool.files import Files
+from capflow.spool.reader import Lost, Record
+from capflow.spool.survey import LOCK, opened, stops, survey
+
+
+def records(directory: Path) -> Iterator[Record | Lost]:
+    """Yield every record that counts and is not done with, in order, and which of them cannot be read.
+
+    A process may write the spool meanwhile: what it writes after this began is not read.
+    Raises UsageError when the directory is no spool, CapflowError when it cannot be read.
+    """
+    if not (directory / LOCK).is_file():
+        what = "a directory without a spool" if directory.is_dir() else "no directory"
+        raise UsageError(explain(f"spool {directory}", got=what, expected="the directory of a spool"))
+    files = Files()
+    try:
+        remains = survey(files, directory)
+        expected = remains.cursor.acked + 1
+        for segment, stop in zip(remains.segments, stops(remains.segments), strict=True):
+            with opened(files, segment.path) as fd:
+                for item in items.scan(files, fd, segment.size, segment.salt):
+                    if isinstance(item, items.Damage) or item.header.kind != items.RECORD:
+                        continue
+                    number = item.header.id
+                    if not expected <= number < min(stop, remains.last + 1):
+                        continue
+                    if number > expected:
+                        yield Lost(expected, number - 1, "damaged")
+                    head, body = items.read(files, fd, item)
+                    if head is None or body is None:
+                        yield Lost(number, number, "damaged", head)
+                    else:
+                        yield Record(number, head, body)
+                    expected = number + 1
+    except OSError as e:
+        raise CapflowError(explain(f"spool {directory} cannot be read", got=e.strerror or str(e))) from e
+    if expected <= remains.last:
+        yield Lost(expected, remains.last, "damaged")

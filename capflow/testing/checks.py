@@ -1,0 +1,39 @@
+"""What the rules hold results and processes against; each raises AssertionError with what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+def compare(expected: Any, got: Any, what: str) -> None:
+    """Hold a result, or what is kept, against that of a request that runs alone."""
+    assert got == expected, f"{what}: got {got}, expected {expected}, as when it runs alone"
+
+
+def check_plain(result: Any) -> None:
+    """Hold a result to plain JSON values."""
+    try:
+        encoded = msgspec.json.encode(result)
+    except (TypeError, ValueError) as e:
+        raise AssertionError(
+            f"the result cannot be told to anyone: {e}; got {result!r}, expected plain JSON values"
+        ) from e
+    payload = msgspec.json.decode(encoded)["payload"]
+    assert isinstance(payload, dict), f"the payload is {result.payload!r}, expected a dict"
+    for key, value in result.payload.items():
+        plain = isinstance(value, float) or payload.get(key) == value
+        assert plain, f"payload[{key!r}] is {value!r}, expected a plain JSON value"
+
+
+def open_below(directory: Path) -> list[str]:
+    """Return the files below a directory that this process has open."""
+    held = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            held.append(str(descriptor.readlink()))
+        except OSError:
+            continue
+    return sorted(path for path in held if path.startswith(f"{directory}/"))

@@ -1,0 +1,152 @@
+"""Builders of valid frames, whose rows say where they belong.
+
+The row of a request's position at a site is `row_of(request, site, position, hidden)`: any row that is
+misplaced, repeated or taken from another request differs from what the tests expect.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from capflow.frame import DTYPES, Block, Chunk, Finished, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.message import Hello, ModelInfo
+from capflow.site import HOOKS, Site
+from capflow.spec import CaptureSpec
+
+BOOT = "boot-1"
+FIRST = Rank(0, 0, 0)
+
+
+def row_of(
+    request: str, site: Site | tuple[int, str], position: int, hidden: int = 8, dtype: str = "float32"
+) -> npt.NDArray[Any]:
+    """Return the one row that a request has at a site and a position, `[hidden]`; exact in each dtype but bfloat16."""
+    layer, hook = site
+    where = zlib.crc32(f"{request}/{hook}/{layer}/{position}".encode()) % 2039  # exact in float16
+    row = np.arange(hidden, dtype=np.float32) / 16 + where / 8
+    return row.astype(DTYPES[dtype])
+
+
+def token_of(request: str, position: int) -> int:
+    """Return the token id of a request's position."""
+    return zlib.crc32(f"{request}/{position}".encode()) % 50_000
+
+
+def make_frame(
+    requests: Sequence[tuple[str, int, int, int]] = (("r1", 4, 0, 4),),
+    sites: Iterable[Site | tuple[int, str]] = ((0, "post_block"),),
+    *,
+    hidden: int = 8,
+    dtype: str = "float32",
+    seq: int = 1,
+    finished: Iterable[Finished] = (),
+    engine: str = "engine-1",
+    boot: str = BOOT,
+    rank: Rank = FIRST,
+    step: int | None = None,
+    texts: bool = False,
+    captures: dict[str, CaptureSpec] | None = None,
+    step_tokens: int | None = None,
+) -> Frame:
+    """Return a sealed frame of one block: `requests` are `(id, prompt_length, start, length)`.
+
+    Rows are `row_of(...)`; a request of length 0 is not in the frame. captures: the specs that requests brought.
+    """
+    places = tuple(Site(*site) for site in sites)
+    asked = [request for request in requests if request[3] > 0]
+    rows_total = sum(length for *_, length in asked)
+    rows = np.empty((len(places), rows_total, hidden), dtype=DTYPES[dtype])
+    spans, parts, row = [], [], 0
+    for index, (request, prompt_length, start, length) in enumerate(asked):
+        spans.append(Span(index, start, length, row))
+        for offset in range(length):
+            for number, site in enumerate(places):
+                rows[number, row + offset] = row_of(request, site, start + offset, hidden, dtype)
+        tokens = tuple(token_of(request, position) for position in range(start, start + length))
+        parts.append(
+            RequestRows(
+                id=request,
+                prompt_length=prompt_length,
+                start=start,
+                token_ids=tokens,
+                texts=tuple(f" {token}" for token in tokens) if texts else (),
+                capture=(captures or {}).get(request),
+            )
+        )
+        row += length
+    header = FrameHeader(
+        engine=engine,
+        boot=boot,
+        rank=rank,
+        seq=seq,
+        step=seq if step is None else step,
+        time_ns=1_700_000_000_000_000_000 + seq,
+        dtype=dtype,
+        hidden_size=hidden,
+        requests=tuple(parts),
+        blocks=(Block(places, rows_total, tuple(spans)),) if asked else (),
+        finished=tuple(finished),
+        step_tokens=rows_total if step_tokens is None else step_tokens,
+        step_requests=len(asked),
+    )
+    return Frame.seal(header, rows.reshape(-1).view(np.uint8) if asked else b"")
+
+
+def make_finished(
+    request: str = "r1",
+    prompt_length: int = 4,
+    computed_length: int = 4,
+    *,
+    rows: int | None = None,
+    status: str = "stop",
+    dropped: tuple[Any, ...] = (),
+    capture: CaptureSpec | None = None,
+) -> Finished:
+    """Return a Finished; `rows` is one per computed token unless given."""
+    return Finished(
+        id=request,
+        status=status,
+        prompt_length=prompt_length,
+        computed_length=computed_length,
+        rows=computed_length if rows is None else rows,
+        dropped=dropped,
+        capture=capture,
+    )
+
+
+def make_model(num_layers: int = 4, hidden: int = 8, *, stages: int = 1, hooks: Sequence[str] = HOOKS) -> ModelInfo:
+    """Return a model that is tapped everywhere."""
+    sites = tuple(Site(layer, hook) for layer in range(num_layers) for hook in hooks)
+    return ModelInfo("test-model", num_layers, hidden, "float32", sites, stages)
+
+
+def make_hello(
+    engine: str = "engine-1",
+    boot: str = BOOT,
+    *,
+    role: Any = "worker",
+    rank: Rank = FIRST,
+    model: ModelInfo | None = None,
+) -> Hello:
+    """Return what a worker (or scheduler) of a model tapped everywhere says first."""
+    return Hello(role=role, engine=engine, boot=boot, rank=rank, model=model or make_model())
+
+
+def assert_rows(chunk: Chunk, dtype: str = "float32") -> int:
+    """Assert that every row of a chunk is the row of its place; return how many rows there are."""
+    count, length, hidden = chunk.rows.shape
+    assert count == len(chunk.sites)
+    assert len(chunk.token_ids) == length
+    for number, site in enumerate(chunk.sites):
+        for offset in range(length):
+            expected = row_of(chunk.request.id, site, chunk.start + offset, hidden, dtype)
+            np.testing.assert_array_equal(
+                chunk.rows[number, offset].astype(np.float32), expected.astype(np.float32), err_msg=str(site)
+            )
+    assert chunk.token_ids == tuple(token_of(chunk.request.id, chunk.start + i) for i in range(length))
+    return int(count * length)
