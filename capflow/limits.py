@@ -20,6 +20,7 @@ DROPPED_REASONS_MAX = 64  # for which one worker dropped rows of one request
 HIDDEN_SIZE_MAX = 65_536
 POSITIONS_LISTED_MAX = 1_024  # in one spec; it travels with every frame of its request
 POSITION_MAX = 2**31 - 1
+PROBES_PER_FILE_MAX = 4_096  # or features of an autoencoder; each is a row of scores for every token
 STEERING_NAME_LENGTH_MAX = 256  # characters of a module's name
 STEERING_MODULES_MAX = 64  # that one request may name
 REQUESTS_PER_FRAME_MAX = 8_192

@@ -22,7 +22,7 @@ LAYERS = (
         "message",
         "steercheck",
     },
-    {"steering", "program", "probe", "consumer", "hookspecs"},
+    {"steering", "program", "probefile", "probe", "probekinds", "consumer", "hookspecs"},
     {"queue", "session", "address", "keys", "plugins", "spool"},
     {
         "transport",

@@ -4,13 +4,19 @@
 |---|---|---|
 | requests | finished request | capture, engine, request_id, model, prompt_length, computed_length, status, rows, started_at, finished_at, capture_status |
 | tokens | token computed of a request | capture, engine, request_id, position, token_id, text, phase |
-| probes | probe, and again when its threshold or file changes | name, site_layer, site_hook, threshold, file, xxh3_64 |
-| scores | row scored with a probe | capture, engine, request_id, position, probe, layer, hook, score |
+| probes | probe, and again when its threshold or file changes | name, kind, pool, site_layer, site_hook, threshold, file, xxh3_64 |
+| scores | row scored with a probe of pool `token` | capture, engine, request_id, position, probe, layer, hook, score |
+| pools | request in a transaction, and probe of another pool | capture, engine, request_id, probe, layer, hook, rows, total, highest, position, last |
+| vectors | row, with the option `vectors` | capture, engine, request_id, position, layer, hook, vector |
+| actions | action on a request that was answered while the consumer ran | id, answered_at, engine, request_id, kind, sites, asked_by, outcome, step, reason |
 | marks | request in a transaction, and worker | capture, engine, request_id, boot, rank, first_frame, last_frame |
 
 `capture` numbers the captured requests of the file: ids come again when an engine is restarted, captures never do. Times are UTC.
-phase is `prompt` or `generated`. text is NULL where the engine has no tokenizer. The view `fired` joins them: the tokens of
-finished requests at which a probe's score was at or above its threshold, which is the last one the file was opened with.
+phase is `prompt` or `generated`. text is NULL where the engine has no tokenizer. `VIEWS` are the questions that are asked
+most, of finished requests; a probe's threshold and pool are the last that the file was opened with.
+
+A row of `pools` is what the rows of one transaction add: how many they were, the sum and the highest of their scores, and the score `last` at the last
+`position` of them. The view `request_scores` makes of them, and of `scores`, one row for each request and probe.
 
 `marks` says which frames of which worker (`rank` is pipeline stage, data-parallel replica, tensor-parallel rank, with dots between) a
 capture's rows came in so far; it is committed with them, so that a frame that comes again after a kill is known.
@@ -30,7 +36,7 @@ import xxhash
 
 from capflow.errors import UsageError, explain
 from capflow.frame import Rank
-from capflow.probe import Probe
+from capflow.probe import Scorer
 from capflow_consumers.framelog import FrameLog
 
 _KEY = [("capture", "BIGINT"), ("engine", "VARCHAR"), ("request_id", "VARCHAR")]
@@ -50,6 +56,8 @@ TABLES: dict[str, list[tuple[str, str]]] = {
     "tokens": [*_KEY, ("position", "BIGINT"), ("token_id", "INTEGER"), ("text", "VARCHAR"), ("phase", "VARCHAR")],
     "probes": [
         ("name", "VARCHAR"),
+        ("kind", "VARCHAR"),
+        ("pool", "VARCHAR"),
         ("site_layer", "INTEGER"),
         ("site_hook", "VARCHAR"),
         ("threshold", "DOUBLE"),
@@ -64,6 +72,30 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("hook", "VARCHAR"),
         ("score", "FLOAT"),
     ],
+    "pools": [
+        *_KEY,
+        ("probe", "VARCHAR"),
+        ("layer", "INTEGER"),
+        ("hook", "VARCHAR"),
+        ("rows", "BIGINT"),
+        ("total", "DOUBLE"),
+        ("highest", "FLOAT"),
+        ("position", "BIGINT"),
+        ("last", "FLOAT"),
+    ],
+    "vectors": [*_KEY, ("position", "BIGINT"), ("layer", "INTEGER"), ("hook", "VARCHAR"), ("vector", "FLOAT[]")],
+    "actions": [
+        ("id", "VARCHAR"),
+        ("answered_at", "TIMESTAMP"),
+        ("engine", "VARCHAR"),
+        ("request_id", "VARCHAR"),
+        ("kind", "VARCHAR"),
+        ("sites", "VARCHAR[]"),
+        ("asked_by", "VARCHAR"),
+        ("outcome", "VARCHAR"),
+        ("step", "BIGINT"),
+        ("reason", "VARCHAR"),
+    ],
     "marks": [*_KEY, ("boot", "VARCHAR"), ("rank", "VARCHAR"), ("first_frame", "BIGINT"), ("last_frame", "BIGINT")],
 }
 
@@ -75,15 +107,52 @@ GROUP BY ALL
 ORDER BY capture
 """
 
-_FIRED = """
-CREATE OR REPLACE VIEW fired AS
-SELECT capture, requests.engine, requests.request_id, position, phase, token_id, text, probe, score, threshold
-FROM scores
-JOIN tokens USING (capture, position)
-JOIN requests USING (capture)
-JOIN (SELECT name AS probe, last(threshold ORDER BY rowid) AS threshold FROM probes GROUP BY name) USING (probe)
-WHERE score >= threshold
-"""
+_PROBES_NOW = """(
+    SELECT name AS probe, last(pool ORDER BY rowid) AS pool, last(threshold ORDER BY rowid) AS threshold
+    FROM probes GROUP BY name
+)"""
+
+VIEWS: dict[str, str] = {
+    "fired": f"""
+        SELECT capture, requests.engine, requests.request_id, position, phase, token_id, text, probe, score, threshold
+        FROM scores
+        JOIN tokens USING (capture, position)
+        JOIN requests USING (capture)
+        JOIN {_PROBES_NOW} USING (probe)
+        WHERE score >= threshold
+    """,
+    "top_tokens": """
+        SELECT probe, row_number() OVER ranked AS rank, score, capture, requests.request_id, position, phase, text
+        FROM scores JOIN tokens USING (capture, position) JOIN requests USING (capture)
+        WINDOW ranked AS (PARTITION BY probe ORDER BY score DESC, capture, position)
+        QUALIFY rank <= 100
+        ORDER BY probe, rank
+    """,
+    "request_scores": f"""
+        SELECT capture, engine, request_id, probe, layer, hook, rows, mean, highest, last, pool,
+               CASE pool WHEN 'mean' THEN mean WHEN 'max' THEN highest WHEN 'last' THEN last END AS score, threshold
+        FROM (
+            SELECT capture, probe, layer, hook, sum(rows)::BIGINT AS rows, sum(total) / sum(rows) AS mean,
+                   max(highest) AS highest, arg_max(last, position) AS last
+            FROM (
+                SELECT capture, probe, layer, hook, rows, total, highest, position, last FROM pools
+                UNION ALL
+                SELECT capture, probe, layer, hook, 1, score, score, position, score FROM scores
+            )
+            GROUP BY capture, probe, layer, hook
+        )
+        JOIN (SELECT capture, engine, request_id FROM requests) USING (capture)
+        JOIN {_PROBES_NOW} USING (probe)
+    """,
+    "layer_scores": """
+        SELECT layer, hook, probe, phase, count(*) AS tokens, avg(score) AS mean, stddev_pop(score) AS deviation,
+               max(score) AS highest
+        FROM scores JOIN tokens USING (capture, position) JOIN (SELECT capture FROM requests) USING (capture)
+        GROUP BY layer, hook, probe, phase
+        ORDER BY layer, hook, probe, phase
+    """,
+}
+"""The questions that are asked most, all of finished requests."""
 
 
 class Stored(NamedTuple):
@@ -125,20 +194,20 @@ class Database:
             raise
         return cls(path, connection, last or 0, engines)
 
-    def add_probe(self, probe: Probe, file: str) -> None:
+    def add_probe(self, probe: Scorer) -> None:
         """Record a file's probes; raises UsageError when the database has scores of others of the same name."""
         new = []
-        for name, weight, bias, threshold in zip(probe.names, probe.weight, probe.bias, probe.thresholds, strict=True):
-            digest = xxhash.xxh3_64_hexdigest(weight.tobytes() + bias.tobytes())
-            row = (name, probe.site.layer, probe.site.hook, threshold, file, digest)
+        fixed = (probe.kind, probe.pool, probe.site.layer, probe.site.hook)
+        for index, name in enumerate(probe.names):
+            digest = xxhash.xxh3_64_hexdigest(b"".join(probe.parts(index)))
+            row = (name, *fixed, probe.thresholds[index], probe.where, digest)
             query = "SELECT * FROM probes WHERE name = ? ORDER BY rowid DESC LIMIT 1"
             had = self._connection.execute(query, [name]).fetchone()
-            if had and (had[1:3], had[5]) != (row[1:3], digest):
+            if had and (had[1:5], had[7]) != (fixed, digest):
                 do = "give the probe another name, or use another database"
-                what = f"{file}: the database has scores of another probe {name}"
-                raise UsageError(
-                    explain(what, got=f"{probe.site} {digest}", expected=f"{had[2]}:{had[1]} {had[5]}", do=do)
-                )
+                what = f"{probe.where}: the database has scores of another probe {name}"
+                got, expected = _described(fixed, digest), _described(had[1:5], had[7])
+                raise UsageError(explain(what, got=got, expected=expected, do=do))
             if had != row:
                 new.append(row)
         if new:
@@ -173,6 +242,11 @@ class Database:
         self._connection.close()
 
 
+def _described(probe: tuple[str, str, int, str], digest: str) -> str:
+    kind, pool, layer, hook = probe
+    return f"{hook}:{layer} {digest}, {kind}, pool {pool}"
+
+
 def _make_tables(connection: Any, path: Path, where: str) -> None:
     query = "SELECT column_name, data_type FROM duckdb_columns() WHERE table_name = ? AND schema_name = 'main' ORDER BY column_index"
     for name, columns in TABLES.items():
@@ -183,7 +257,8 @@ def _make_tables(connection: Any, path: Path, where: str) -> None:
             got = f"{path}, whose table {name} has {', '.join(column for column, _ in had)}"
             expected = f"a new file, or one whose table {name} has {', '.join(column for column, _ in columns)}"
             raise UsageError(explain(where, got=got, expected=expected))
-    connection.execute(_FIRED)
+    for name, query in VIEWS.items():
+        connection.execute(f"CREATE OR REPLACE VIEW {name} AS {query}")
 
 
 def _why(path: Path, error: str, where: str) -> str:

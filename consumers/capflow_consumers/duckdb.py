@@ -32,25 +32,31 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import Frame, FrameHeader
 from capflow.hookspecs import hookimpl
 from capflow.message import ModelInfo
-from capflow.probe import Probe
+from capflow.probe import Probe, Scorer
+from capflow.probekinds import load_probe
 from capflow.result import CaptureResult, RequestDone, Status
 from capflow.site import Site
 from capflow.spec import CaptureSpec
 from capflow_consumers.database import Database, Stored
-from capflow_consumers.pendingrows import PendingRows, ScoredPart, ScoredRequest
+from capflow_consumers.pendingrows import PendingRows
+from capflow_consumers.scoredrequest import ScoredRequest
+
+
+_VECTOR_BYTES_MAX = 64 * limits.MIB  # of vectors that wait to be written
 
 
 class DuckdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer duckdb:`.
 
-    path: the file, made when missing. probes: probe files. site: also capture this site of every request.
-    positions: which tokens to score. batch_rows, flush_s: how many rows, and for how long, are kept before they are
+    path: the file, made when missing. probes: probe files. site: also capture this site of every request. vectors: write the rows of
+    these sites too. positions: which tokens to score. batch_rows, flush_s: how many rows, and for how long, are kept before they are
     written. memory_bytes_max: what DuckDB itself may use.
     """
 
     path: str
     probes: list[str] = []
     site: str = ""
+    vectors: bool = False
     positions: str = "all"
     batch_rows: int = 50_000
     flush_s: float = 1.0
@@ -58,7 +64,7 @@ class DuckdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DuckdbConsumer(Consumer):
-    """Scores rows with linear probes and records tokens and scores."""
+    """Scores rows with probes and records tokens and scores."""
 
     name: ClassVar[str] = "duckdb"
     Config: ClassVar[type[msgspec.Struct]] = DuckdbConfig
@@ -78,28 +84,30 @@ class DuckdbConsumer(Consumer):
             str, dict[str, Stored]
         ] = {}  # captures from before the file was opened, by engine and request, until they come again
         self._captures = 0
-        self._pending = PendingRows()
         self._pending_since = 0.0
 
     @cached_property
-    def _probes(self) -> list[Probe]:
-        return [Probe.load(path) for path in self.config.probes]
+    def _probes(self) -> list[Scorer]:
+        return [load_probe(path) for path in self.config.probes]
 
     @cached_property
-    def _by_site(self) -> dict[Site, Probe]:
-        """The probes of each site as one matrix."""
-        sites: dict[Site, list[Probe]] = {}
+    def _by_site(self) -> dict[Site, list[Scorer]]:
+        """The probes of each site, linear ones that are pooled alike as one matrix; and the site of the option, which may have none."""
+        sites: dict[Site, list[Scorer]] = {Site.parse(self.config.site): []} if self.config.site else {}
         for probe in self._probes:
             sites.setdefault(probe.site, []).append(probe)
-        return {site: _stack(probes) for site, probes in sites.items()}
+        return {site: _stacked(probes) for site, probes in sites.items()}
+
+    @cached_property
+    def _pending(self) -> PendingRows:
+        return PendingRows(self._by_site, vectors=self.config.vectors)
 
     def spec(self) -> CaptureSpec | None:
         """Return the sites of the probes and the option `site`; None when there are none."""
-        sites = {*self._by_site, *([Site.parse(self.config.site)] if self.config.site else [])}
-        if not sites:
+        if not self._by_site:
             return None
         hooks: dict[str, list[int]] = {}
-        for site in sorted(sites):
+        for site in sorted(self._by_site):
             hooks.setdefault(site.hook, []).append(site.layer)
         return CaptureSpec.parse({"hooks": hooks, "positions": self.config.positions}, where=f"consumers.{self.name}")
 
@@ -135,7 +143,7 @@ class DuckdbConsumer(Consumer):
         database = Database.open(self._path, memory_bytes_max=self.config.memory_bytes_max, where=where)
         try:
             for probe in self._probes:
-                database.add_probe(probe, probe.where)
+                database.add_probe(probe)
         except Exception:
             database.close()
             raise
@@ -154,7 +162,7 @@ class DuckdbConsumer(Consumer):
             raise
 
     def on_frame(self, frame: Frame) -> None:
-        """Score the rows, in one product for each site, and keep the tokens."""
+        """Keep the rows, to be scored, and the tokens."""
         header = frame.header
         if header.engine in self._unfit:
             raise UsageError(self._unfit[header.engine])
@@ -164,23 +172,15 @@ class DuckdbConsumer(Consumer):
                 request = self._request(header, rows.id)
                 request.frames.add(header)
                 self._pending.add_tokens(request, rows, stored=request.stored.has(header))
-        scored: dict[Site, list[ScoredPart]] = {}
         for chunk in frame.chunks():
             request = self._request(header, chunk.request.id)
             request.rows += len(chunk.sites) * chunk.rows.shape[1]
+            stored = request.stored.has(header)
             for site, values in zip(chunk.sites, chunk.rows, strict=True):
-                probe = self._by_site.get(site)
-                if probe is None:
-                    continue
-                if request.stored.has(header):
-                    request.scores += len(values) * len(probe.names)
-                else:
-                    scored.setdefault(site, []).append((request, chunk.start, values))
-        for site, parts in scored.items():
-            self._pending.add_scores(self._by_site[site], parts)
+                self._pending.add_rows(request, site, chunk.start, values, stored=stored)
         if not waiting:
             self._pending_since = self._clock()
-        if self._pending.count >= self.config.batch_rows:
+        if self._pending.count >= self.config.batch_rows or self._pending.nbytes >= _VECTOR_BYTES_MAX:
             self._flush_or_fail()
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:
@@ -283,18 +283,29 @@ class DuckdbConsumer(Consumer):
             raise CapflowError(error) from e
 
 
-def _stack(probes: list[Probe]) -> Probe:
-    first = probes[0]
+def _stacked(probes: list[Scorer]) -> list[Scorer]:
+    """Return the probes of one site with the linear ones that are pooled alike made one; raises UsageError when their widths differ."""
+    alike: dict[str, list[Probe]] = {}
+    stacked: list[Scorer] = []
     for probe in probes:
-        if probe.hidden_size != first.hidden_size:
-            expected = f"{first.hidden_size}, as {first.where} at the same site"
+        if probe.hidden_size != probes[0].hidden_size:
+            expected = f"{probes[0].hidden_size}, as {probes[0].where} at the same site"
             raise UsageError(explain(f"{probe.where}: weight", got=f"{probe.hidden_size} numbers", expected=expected))
+        if isinstance(probe, Probe):
+            alike.setdefault(probe.pool, []).append(probe)
+        else:
+            stacked.append(probe)
+    return stacked + [_stack(found) for found in alike.values()]
+
+
+def _stack(probes: list[Probe]) -> Probe:
     return Probe(
-        site=first.site,
+        site=probes[0].site,
         names=tuple(name for probe in probes for name in probe.names),
         weight=np.concatenate([probe.weight for probe in probes]),
         bias=np.concatenate([probe.bias for probe in probes]),
         thresholds=tuple(threshold for probe in probes for threshold in probe.thresholds),
+        pool=probes[0].pool,
     )
 
 
