@@ -115,3 +115,9 @@ HTTP_CLIENTS_MAX = 16
 HTTP_S_MAX = 10.0  # one request, whole
 
 assert RECONNECT_S_MIN < RECONNECT_S_MAX < SILENCE_S_MAX <= DEAD_S_MAX
+
+# What a consumer answers about its database.
+QUERIES_MAX = 4  # at once
+QUERY_S_MAX = 60.0  # one, whole
+SQL_BYTES_MAX = 1 * MIB
+QUERY_ROWS_DEFAULT = 10_000

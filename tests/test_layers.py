@@ -35,7 +35,7 @@ LAYERS = (
         "transport.taplink",
         "transport.zap",
     },
-    {"client", "launch"},
+    {"client", "launch", "sqlport", "sqlquery"},
     {
         "ledger",
         "relay",

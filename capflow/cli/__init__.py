@@ -20,6 +20,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "doctor": ("capflow.cli.doctor", "doctor", "Show versions, what is missing, and whether a capture works here."),
     "keys": ("capflow.cli.keys", "keys", "Make keys for TCP, and say whose may connect to a hub."),
     "plugins": ("capflow.cli.plugins", "plugins", "List the consumers and controllers that are installed."),
+    "probe": ("capflow.cli.probe", "probe", "Fit a probe on labelled captures, and judge one."),
+    "query": ("capflow.cli.query", "query", "Ask SQL of the duckdb consumer, running or not."),
     "rollouts": ("capflow.cli.rollouts", "rollouts", "Answer prompts under vectors and scales, into a file."),
     "run": ("capflow.cli.run", "run", "Run a hub with consumers, alone or with a model."),
     "serve": ("capflow.cli.serve", "serve", "Serve a model with vLLM's OpenAI-compatible server, tapped."),

@@ -26,6 +26,7 @@ Tables are only ever appended to and have no indexes. One `append` is one transa
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ import xxhash
 from capflow.errors import UsageError, explain
 from capflow.frame import Rank
 from capflow.probe import Scorer
+from capflow.sqlquery import SETTINGS, SqlQuery
 from capflow_consumers.framelog import FrameLog
 
 _KEY = [("capture", "BIGINT"), ("engine", "VARCHAR"), ("request_id", "VARCHAR")]
@@ -164,20 +166,22 @@ class Stored(NamedTuple):
 
 
 class Database:
-    """An open file; nobody else can open it until `close`."""
+    """An open file; nobody else can open it until `close`, and nothing but it can be reached from its SQL."""
 
     def __init__(self, path: Path, connection: Any, last_capture: int, engines: set[str]) -> None:
         self.path = path
         self.last_capture = last_capture
         self.engines = engines  # of which captures were here when it was opened
         self._connection = connection
+        self._reading = connection.cursor()  # runs nothing itself: connections of queries are made of it
+        self._reading_lock = threading.Lock()  # guards that
 
     @classmethod
     def open(cls, path: Path, *, memory_bytes_max: int, where: str) -> Database:
         """Open or make the file; raises UsageError when it is not one, is in use, or has other tables of these names."""
         try:
             connection = duckdb.connect(
-                str(path), config={"threads": "1", "memory_limit": f"{memory_bytes_max // 1024}KiB"}
+                str(path), config={"threads": "1", "memory_limit": f"{memory_bytes_max // 1024}KiB", **SETTINGS}
             )
         except duckdb.Error as e:
             raise UsageError(_why(path, str(e), where)) from e
@@ -237,8 +241,14 @@ class Database:
             self._connection.execute("ROLLBACK")
             raise
 
+    def query(self, sql: str) -> SqlQuery:
+        """Return a query on what is committed; called on any thread."""
+        with self._reading_lock:
+            return SqlQuery(self._reading.cursor(), sql)
+
     def close(self) -> None:
         """Write everything into the one file, and let others open it."""
+        self._reading.close()
         self._connection.close()
 
 

@@ -14,6 +14,7 @@ says `ok` when its rows are committed.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -37,6 +38,7 @@ from capflow.probekinds import load_probe
 from capflow.result import CaptureResult, RequestDone, Status
 from capflow.site import Site
 from capflow.spec import CaptureSpec
+from capflow.sqlport import SqlPort
 from capflow_consumers.database import Database, Stored
 from capflow_consumers.pendingrows import PendingRows
 from capflow_consumers.scoredrequest import ScoredRequest
@@ -76,6 +78,7 @@ class DuckdbConsumer(Consumer):
         self._clock = clock
         self._path = Path(config.path).absolute()
         self._database: Database | None = None
+        self._port: SqlPort | None = None  # as long as the database
         self._context: Context | None = None
         self._models: dict[str, ModelInfo] = {}
         self._unfit: dict[str, str] = {}  # why no rows of an engine can be scored
@@ -114,10 +117,7 @@ class DuckdbConsumer(Consumer):
     def look(self) -> tuple[str, str]:
         """Return the database file, and a command that says what the probes fired on, or how many tokens there are."""
         sql = "FROM fired LIMIT 20" if self.config.probes else "FROM requests"
-        return (
-            self.config.path,
-            f"python -c \"import duckdb; duckdb.connect('{self.config.path}').sql('{sql}').show()\"",
-        )
+        return self.config.path, f"capflow query '{sql}' --path {shlex.quote(self.config.path)}"
 
     def check(self) -> None:
         """Raise UsageError for options out of range, files that are no probes, and a path that cannot be a file."""
@@ -147,6 +147,12 @@ class DuckdbConsumer(Consumer):
         except Exception:
             database.close()
             raise
+        self._port = SqlPort(self._path, database.query)
+        try:
+            self._port.open()
+        except Exception:
+            database.close()
+            raise
         self._captures = database.last_capture
         self._database = database
 
@@ -166,21 +172,24 @@ class DuckdbConsumer(Consumer):
         header = frame.header
         if header.engine in self._unfit:
             raise UsageError(self._unfit[header.engine])
-        waiting = self._pending.count
+        pending, worker = self._pending, (header.boot, header.rank)
+        waiting = pending.count
+        parts: dict[str, tuple[ScoredRequest, bool]] = {}  # of this frame, and whether the file has them
         for rows in header.requests:
             if frame.wants is None or frame.wants(rows):
                 request = self._request(header, rows.id)
-                request.frames.add(header)
-                self._pending.add_tokens(request, rows, stored=request.stored.has(header))
+                stored = request.stored.has(header)
+                request.frames.note(worker, header.seq, header.seq)
+                pending.add_tokens(request, rows, stored=stored)
+                parts[rows.id] = request, stored
         for chunk in frame.chunks():
-            request = self._request(header, chunk.request.id)
+            request, stored = parts[chunk.request.id]
             request.rows += len(chunk.sites) * chunk.rows.shape[1]
-            stored = request.stored.has(header)
             for site, values in zip(chunk.sites, chunk.rows, strict=True):
-                self._pending.add_rows(request, site, chunk.start, values, stored=stored)
+                pending.add_rows(request, site, chunk.start, values, stored=stored)
         if not waiting:
             self._pending_since = self._clock()
-        if self._pending.count >= self.config.batch_rows or self._pending.nbytes >= _VECTOR_BYTES_MAX:
+        if pending.count >= self.config.batch_rows or pending.nbytes >= _VECTOR_BYTES_MAX:
             self._flush_or_fail()
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:
@@ -232,6 +241,8 @@ class DuckdbConsumer(Consumer):
                 if self._pending.count:
                     self._flush_or_fail()
             finally:
+                if self._port is not None:
+                    self._port.close()
                 self._database.close()
                 self._database = None
 

@@ -17,7 +17,7 @@ from capflow.site import Site
 from capflow_consumers.scoredrequest import ScoredRequest
 
 _STAGE_BYTES = 8 * limits.MIB
-_SCORED_ROWS = 1_024  # at a time: what they become in float32 stays in the processor's cache
+_PRODUCT = 1 << 18  # multiplications at once: no more than one thread does, for the engine needs the others
 
 Rows = npt.NDArray[Any]
 Part = tuple[ScoredRequest, int, int]
@@ -53,10 +53,10 @@ class RowStage:
         while at < count:
             if self._filled == len(self._rows):
                 self._score()
-            size = min(count - at, len(self._rows) - self._filled)
-            self._rows[self._filled : self._filled + size] = rows[at : at + size]
-            self._filled += size
-            at += size
+            stop = min(self._filled + count - at, len(self._rows))
+            self._rows[self._filled : stop] = rows[at : at + stop - self._filled]
+            at += stop - self._filled
+            self._filled = stop
 
     def take(self) -> tuple[list[Part], list[Rows], Rows | None]:
         """Return the parts, the scores `[n, k]` of each scorer and, if kept, the rows `[n, hidden_size]`; forget them."""
@@ -68,8 +68,9 @@ class RowStage:
         return parts, scores, vectors
 
     def _score(self) -> None:
-        for at in range(0, self._filled, _SCORED_ROWS):
-            rows = as_float32(self._rows[at : min(at + _SCORED_ROWS, self._filled)])
+        size = max(16, _PRODUCT // max(1, self._rows.shape[1] * self.columns))
+        for at in range(0, self._filled, size):
+            rows = as_float32(self._rows[at : min(at + size, self._filled)])
             for found, scorer in zip(self._scores, self.scorers, strict=True):
                 found.append(scorer.scores(rows))
             if self._vectors:
