@@ -8,7 +8,7 @@
 | scores | row scored with a probe of pool `token` | capture, engine, request_id, position, probe, layer, hook, score |
 | pools | request in a transaction, and probe of another pool | capture, engine, request_id, probe, layer, hook, rows, total, highest, position, last |
 | vectors | row, with the option `vectors` | capture, engine, request_id, position, layer, hook, vector |
-| actions | action on a request that was answered while the consumer ran | id, answered_at, engine, request_id, kind, sites, asked_by, outcome, step, reason |
+| actions | action asked for through the hub | capture, engine, request_id, id, answered_at, kind, sites, asked_by, outcome, step, reason |
 | marks | request in a transaction, and worker | capture, engine, request_id, boot, rank, first_frame, last_frame |
 
 `capture` numbers the captured requests of the file: ids come again when an engine is restarted, captures never do. Times are UTC.
@@ -87,10 +87,9 @@ TABLES: dict[str, list[tuple[str, str]]] = {
     ],
     "vectors": [*_KEY, ("position", "BIGINT"), ("layer", "INTEGER"), ("hook", "VARCHAR"), ("vector", "FLOAT[]")],
     "actions": [
+        *_KEY,
         ("id", "VARCHAR"),
         ("answered_at", "TIMESTAMP"),
-        ("engine", "VARCHAR"),
-        ("request_id", "VARCHAR"),
         ("kind", "VARCHAR"),
         ("sites", "VARCHAR[]"),
         ("asked_by", "VARCHAR"),
@@ -245,6 +244,13 @@ class Database:
         """Return a query on what is committed; called on any thread."""
         with self._reading_lock:
             return SqlQuery(self._reading.cursor(), sql)
+
+    def add_action(self, action: pa.Table) -> None:
+        """Insert an action, on the disk when this returns, unless it is there. Raises duckdb.Error."""
+        query = "SELECT count(*) FROM actions WHERE id = ?"
+        (known,) = self._connection.execute(query, action["id"].to_pylist()).fetchone()
+        if not known:
+            self.append({"actions": action})
 
     def close(self) -> None:
         """Write everything into the one file, and let others open it."""

@@ -28,6 +28,7 @@ import numpy as np
 import pyarrow as pa
 
 from capflow import limits
+from capflow.action import Answered
 from capflow.consumer import Consumer, ConsumerPolicy, Context
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import Frame, FrameHeader
@@ -228,6 +229,28 @@ class DuckdbConsumer(Consumer):
         except CapflowError as e:
             return CaptureResult("error", str(e))
         return CaptureResult(status, "; ".join(problems) or None, payload)
+
+    def on_action(self, answered: Answered) -> None:
+        """Commit what came of an action, once."""
+        request = self._requests.get((answered.engine, answered.request))
+        line = {
+            "capture": pa.array([request.capture if request is not None else None], pa.int64()),
+            "engine": [answered.engine],
+            "request_id": [answered.request],
+            "id": [answered.id],
+            "answered_at": [_time(answered.time_ns)],
+            "kind": [answered.kind],
+            "sites": pa.array([[str(site) for site in answered.sites]], pa.list_(pa.string())),
+            "asked_by": [answered.asked_by],
+            "outcome": ["rejected" if answered.step is None else "applied"],
+            "step": pa.array([answered.step], pa.int64()),
+            "reason": pa.array([answered.reason or None], pa.string()),
+        }
+        assert self._database is not None
+        try:
+            self._database.add_action(pa.table(line))
+        except duckdb.Error as e:
+            raise CapflowError(explain(f"{self._path} cannot be written", got=str(e))) from e
 
     def on_idle(self) -> None:
         """Write what has waited for `flush_s`."""
