@@ -49,9 +49,11 @@ class Nothing:
     """A context for a consumer that has no hub."""
 
     def act(self, action: object) -> None:
+        """Refuse: nobody acts here."""
         raise AssertionError(action)
 
     def count(self, name: str, amount: int = 1) -> None:
+        """Refuse: what is counted here went wrong."""
         raise AssertionError((name, amount))
 
 
@@ -78,7 +80,9 @@ def frames(together: int, length: int, tokens: int) -> tuple[list[Frame], list[R
     return made, ends
 
 
-def scored(file: Path, probes: Path, made: list[Frame], ends: list[RequestDone]) -> tuple[float, list[dict[str, pa.Table]]]:
+def scored(
+    file: Path, probes: Path, made: list[Frame], ends: list[RequestDone]
+) -> tuple[float, list[dict[str, pa.Table]]]:
     """Return how long the consumer took, and what it appended."""
     appended: list[dict[str, pa.Table]] = []
 

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,7 @@ class ProbeFile:
         except (SafetensorError, OSError) as e:
             raise UsageError(explain(self.where, got=str(e), expected="a safetensors file")) from e
 
-    def _tensor(self, file: safe_open, name: str) -> Float32s:
+    def _tensor(self, file: Any, name: str) -> Float32s:
         dtype = file.get_slice(name).get_dtype()
         if dtype not in DTYPES:
             raise self.wrong(name, f"dtype {dtype}", f"one of {', '.join(DTYPES)}")

@@ -61,7 +61,9 @@ def test_consumers_are_told_of_every_action_and_what_came_of_it(address, policy,
         frame = make_frame()
         assert worker.send(frame.header, frame.payload) is None
         eventually(lambda: told.rows["r1"])
-        thread = answering(link, [lambda act: Applied(act.id, 7), lambda act: Rejected(act.id, "no"), lambda act: Applied(act.id, 9)])
+        thread = answering(
+            link, [lambda act: Applied(act.id, 7), lambda act: Rejected(act.id, "no"), lambda act: Applied(act.id, 9)]
+        )
         assert client.act(STEER, 20).step == 7
         assert client.act(Unsteer("unknown"), 20).reason == "no"
         deaf.context.act(Abort("r1"))

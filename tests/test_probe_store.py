@@ -130,7 +130,9 @@ def test_networks_and_features_are_scored_beside_linear_probes(tmp_path):
         found = query(tmp_path, f"SELECT score FROM scores WHERE probe LIKE '{name}%' ORDER BY position, probe")
         np.testing.assert_allclose(np.ravel(found), expected.ravel(), rtol=1e-4, atol=1e-4)
     expected = scores_of(load_probe(tmp_path / "sae.safetensors"), "r1", 9).max(axis=0)
-    found = query(tmp_path, "SELECT score FROM request_scores WHERE probe IN ('sae.3', 'sae.11') ORDER BY probe = 'sae.11'")
+    found = query(
+        tmp_path, "SELECT score FROM request_scores WHERE probe IN ('sae.3', 'sae.11') ORDER BY probe = 'sae.11'"
+    )
     np.testing.assert_allclose(np.ravel(found), expected, rtol=1e-4, atol=1e-4)
     kinds = query(tmp_path, "SELECT kind, pool, count(*) FROM probes GROUP BY ALL ORDER BY ALL")
     assert kinds == [("linear", "token", 2), ("mlp", "token", 1), ("sae", "max", 2)]

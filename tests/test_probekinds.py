@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import ml_dtypes
@@ -27,7 +28,7 @@ def saved(tmp_path, tensors, **metadata):
 def network(widths, seed=0):
     rng = np.random.default_rng(seed)
     tensors = {}
-    for i, (into, out) in enumerate(zip(widths, widths[1:], strict=False)):
+    for i, (into, out) in enumerate(itertools.pairwise(widths)):
         tensors[f"weight.{i}"] = rng.normal(size=(out, into)).astype(np.float32)
         tensors[f"bias.{i}"] = rng.normal(size=out).astype(np.float32)
     return tensors

@@ -15,11 +15,11 @@ import pyarrow as pa
 import pytest
 from frames import make_frame
 from test_duckdb import OPENER, SITES, done, opened, probe_file
+from waiting import eventually
 
 from capflow import limits
 from capflow.errors import CapflowError, UsageError
 from capflow.sqlport import asked, port_path, running_ports
-from waiting import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,9 @@ def test_the_running_store_answers_and_the_file_after_it(store, tmp_path):
     store.close()
     assert running_ports() == []
     closed = run(sql, "--path", path, "--format", "csv")
-    assert closed.stdout.splitlines() == ['"request_id","position","probe"', '"r1",0,"p.a"', '"r1",0,"p.b"'], closed.stderr
+    assert closed.stdout.splitlines() == ['"request_id","position","probe"', '"r1",0,"p.a"', '"r1",0,"p.b"'], (
+        closed.stderr
+    )
     assert closed.stderr == ""
     table = run(sql, "--path", path).stdout
     assert "│ r1" in table

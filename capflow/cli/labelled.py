@@ -40,8 +40,7 @@ class LabelledRows:
         data = capflow.open(path)
         requests, rows, total = [], [], 0
         for request in labels:
-            capture = data[request] if request in data else None
-            if capture is None or site not in capture:
+            if request not in data or site not in (capture := data[request]):
                 continue
             found = capture[site]
             places = positions.at(capture.prompt_length)
@@ -52,11 +51,15 @@ class LabelledRows:
                 total += rows[-1].nbytes
             if total > _BYTES_MAX:
                 do = "choose fewer rows with --positions, or label fewer requests"
-                raise UsageError(explain(f"{path}: rows", got=f"{total} bytes", expected=f"at most {_BYTES_MAX}", do=do))
+                raise UsageError(
+                    explain(f"{path}: rows", got=f"{total} bytes", expected=f"at most {_BYTES_MAX}", do=do)
+                )
         read = cls(tuple(requests), tuple(rows), np.array([labels[request] for request in requests], bool))
         if not requests:
             expected = f"rows at {site} of the {len(labels)} requests that are labelled"
-            raise UsageError(explain(str(path), got="none", expected=expected, do="`request` is the id as it was captured"))
+            raise UsageError(
+                explain(str(path), got="none", expected=expected, do="`request` is the id as it was captured")
+            )
         read.check_both(str(path), 1)
         return read
 
@@ -70,8 +73,7 @@ class LabelledRows:
     def part(self, numbers: Iterable[int]) -> LabelledRows:
         """Return some of the requests."""
         chosen = sorted(numbers)
-        picked = (tuple(field[i] for i in chosen) for field in (self.requests, self.rows))
-        requests, rows = picked
+        requests, rows = tuple(self.requests[i] for i in chosen), tuple(self.rows[i] for i in chosen)
         return LabelledRows(requests, rows, self.labels[chosen])
 
     def examples(self, pool: Pool) -> tuple[npt.NDArray[np.float32], Bools]:
@@ -87,5 +89,9 @@ class LabelledRows:
         scores = [scorer.scores(rows) for rows in self.rows]
         if scorer.pool == "token":
             return np.concatenate(scores), np.repeat(self.labels, [len(rows) for rows in self.rows])
-        pools = {"mean": lambda s: s.mean(axis=0, dtype=np.float64), "max": lambda s: s.max(axis=0), "last": lambda s: s[-1]}
+        pools = {
+            "mean": lambda s: s.mean(axis=0, dtype=np.float64),
+            "max": lambda s: s.max(axis=0),
+            "last": lambda s: s[-1],
+        }
         return np.stack([pools[scorer.pool](found) for found in scores]), self.labels

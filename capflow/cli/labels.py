@@ -22,8 +22,14 @@ def read_labels(path: Path, positive: str | None) -> dict[str, bool]:
     """Return for each request whether its label is the positive one; raises UsageError naming the file and the line."""
     labels: dict[str, str] = {}
     for number, found in _lines(path):
-        request, label = (found.get(field) for field in ("request", "label")) if isinstance(found, dict) else (None, None)
-        if not isinstance(request, str) or not isinstance(label, str | int | bool) or set(found) != {"request", "label"}:
+        request, label = (
+            (found.get(field) for field in ("request", "label")) if isinstance(found, dict) else (None, None)
+        )
+        if (
+            not isinstance(request, str)
+            or not isinstance(label, str | int | bool)
+            or set(found) != {"request", "label"}
+        ):
             raise _wrong(f"{path}: line {number}", found, _EXPECTED)
         if labels.setdefault(request, str(label).lower()) != str(label).lower():
             raise _wrong(f"{path}: line {number}", f"another label of {request}", "one label for each request")
@@ -33,7 +39,9 @@ def read_labels(path: Path, positive: str | None) -> dict[str, bool]:
     wanted = positive.lower() if positive is not None else next((name for name in different if name in _POSITIVE), None)
     if wanted not in different:
         do = f"name what the probe is to fire on: --positive {different[0]}"
-        raise UsageError(explain("--positive", got=positive or "nothing", expected=f"one of {', '.join(different)}", do=do))
+        raise UsageError(
+            explain("--positive", got=positive or "nothing", expected=f"one of {', '.join(different)}", do=do)
+        )
     return {request: label == wanted for request, label in labels.items()}
 
 

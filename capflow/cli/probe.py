@@ -41,7 +41,14 @@ def probe() -> None:
 @click.option(
     "--pool", type=click.Choice(["token", "mean", "max", "last"]), default="token", show_default=True, help="What has one score: each token, or a request."
 )  # fmt: skip
-@click.option("--held-out", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.25, show_default=True, metavar="SHARE", help="Of the requests, to judge the probe by.")
+@click.option(
+    "--held-out",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.25,
+    show_default=True,
+    metavar="SHARE",
+    help="Of the requests, to judge the probe by.",
+)
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of the choice of these.")
 @click.option("--name", metavar="NAME", help="The probe's name. Default: the file's.")
 def fit(
@@ -98,7 +105,9 @@ def evaluate(data: Path, labels: Path, positive: str | None, positions: str, as_
     rows = _read(data, labels, positive, scorer.site, positions)
     width = rows.rows[0].shape[1]
     if scorer.hidden_size != width:
-        raise UsageError(explain(f"{file}: weight", got=f"{scorer.hidden_size} numbers", expected=f"{width}, as {data}"))
+        raise UsageError(
+            explain(f"{file}: weight", got=f"{scorer.hidden_size} numbers", expected=f"{width}, as {data}")
+        )
     _print(probefit.judge(rows, scorer), "labelled", as_json)
 
 
@@ -119,6 +128,10 @@ def _print(judged: Sequence[Judgement], which: str, as_json: bool) -> None:
         if as_json:
             click.echo(json.dumps(found._asdict()))
             continue
-        what = f"{found.count} tokens of {found.requests} requests" if found.pool == "token" else f"{found.count} requests"
+        what = (
+            f"{found.judged} tokens of {found.requests} requests"
+            if found.pool == "token"
+            else f"{found.judged} requests"
+        )
         figures = f"accuracy {found.accuracy:.3f}, AUROC {found.auroc:.3f}"
         click.echo(f"{found.probe}: {figures}; {which}: {what}, {found.positive} positive")

@@ -22,8 +22,15 @@ FORMATS = ("table", "csv", "jsonl", "arrow")
 
 @click.command()
 @click.argument("sql")
-@click.option("--path", type=click.Path(path_type=Path), metavar="FILE", help="The database. Default: that of the one store that runs.")
-@click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True, help="How to print the rows.")
+@click.option(
+    "--path",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The database. Default: that of the one store that runs.",
+)
+@click.option(
+    "--format", "form", type=click.Choice(FORMATS), default="table", show_default=True, help="How to print the rows."
+)
 @click.option(
     "--rows", type=click.IntRange(1), default=limits.QUERY_ROWS_DEFAULT, show_default=True, metavar="N", help="Print at most N."
 )  # fmt: skip
@@ -34,7 +41,7 @@ def query(sql: str, path: Path | None, form: str, rows: int) -> None:
     """
     with _answer(sql, path, rows + 1) as batches:
         first = _First(batches, rows)
-        _print(first, form, click.get_binary_stream("stdout"))
+        _print(first, form, sys.stdout.buffer)
     if first.more:
         click.echo(f"capflow: there are more than {rows} rows; --rows N prints more", err=True)
 
@@ -91,12 +98,15 @@ def _print(batches: _First, form: str, out: BinaryIO) -> None:
         import duckdb
 
         table = pa.Table.from_batches([first, *found])
-        duckdb.from_arrow(table).show(max_rows=max(1, table.num_rows), max_width=shutil.get_terminal_size()[0] if sys.stdout.isatty() else 200)
+        duckdb.from_arrow(table).show(
+            max_rows=max(1, table.num_rows), max_width=shutil.get_terminal_size()[0] if sys.stdout.isatty() else 200
+        )
         return
     if form == "jsonl":
         for batch in (first, *found):
-            for row in batch.to_pylist():
-                out.write(json.dumps(row, default=str, ensure_ascii=False).encode() + b"\n")
+            out.writelines(
+                json.dumps(row, default=str, ensure_ascii=False).encode() + b"\n" for row in batch.to_pylist()
+            )
         return
     with _writer(form, out, first.schema) as writer:
         writer.write_batch(first)

@@ -1,6 +1,6 @@
 """The duckdb consumer: what every token scores on your probes, in one DuckDB file to query.
 
-`capflow_consumers.database` documents the tables, and `capflow.probe` the probe files:
+`capflow_consumers.schema` documents the tables, and `capflow.probe` and `capflow.probekinds` the probe files:
 
     capflow run --consumer duckdb:path=scores.duckdb,probes=happy.safetensors+sad.safetensors
 
@@ -43,7 +43,6 @@ from capflow.sqlport import SqlPort
 from capflow_consumers.database import Database, Stored
 from capflow_consumers.pendingrows import PendingRows
 from capflow_consumers.scoredrequest import ScoredRequest
-
 
 _VECTOR_BYTES_MAX = 64 * limits.MIB  # of vectors that wait to be written
 
