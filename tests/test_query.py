@@ -14,11 +14,13 @@ import duckdb
 import pyarrow as pa
 import pytest
 from frames import make_frame
+from hubs import worker_link
 from test_duckdb import OPENER, SITES, done, opened, probe_file
 from waiting import eventually
 
 from capflow import limits
 from capflow.errors import CapflowError, UsageError
+from capflow.launch import HubProcess
 from capflow.sqlport import asked, port_path, running_ports
 
 
@@ -75,6 +77,23 @@ def test_the_running_store_answers_and_the_file_after_it(store, tmp_path):
         [sys.executable, "-m", "capflow", "query", sql, "--path", str(path), "--format", "arrow"], capture_output=True, check=True
     )  # fmt: skip
     assert pa.ipc.open_stream(io.BytesIO(stream.stdout)).read_all().to_pylist() == expected
+
+
+def test_a_hub_that_runs_answers_of_what_it_was_sent(tmp_path):
+    probe_file(tmp_path, "p")
+    path = tmp_path / "s.duckdb"
+    hub = HubProcess([f"duckdb:path={path},probes={tmp_path}/p.safetensors,flush_s=0.1"])
+    hub.start(60)
+    try:
+        with worker_link(hub.address) as worker:
+            frame = make_frame(sites=SITES)
+            assert worker.send(frame.header, frame.payload) is None
+            counts = "SELECT count(*) AS n FROM scores"
+            eventually(lambda: ask(path, counts).to_pylist() == [{"n": 8}])
+            assert run(counts, "--format", "csv").stdout.split() == ['"n"', "8"]
+    finally:
+        hub.stop()
+    assert run(counts, "--path", path, "--format", "csv").stdout.split() == ['"n"', "8"]
 
 
 def test_an_answer_is_bounded_and_says_so(store, tmp_path):

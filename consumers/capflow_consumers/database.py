@@ -59,7 +59,9 @@ class Database:
         except duckdb.Error as e:
             raise UsageError(_why(path, str(e), where)) from e
         try:
+            connection.execute("BEGIN")
             _make_tables(connection, path, where)
+            connection.execute("COMMIT")
             query = "SELECT max(capture) FROM (SELECT capture FROM requests UNION ALL SELECT capture FROM marks)"
             (last,) = connection.execute(query).fetchone()
             engines = {engine for (engine,) in connection.execute("SELECT DISTINCT engine FROM marks").fetchall()}

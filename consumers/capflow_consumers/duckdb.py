@@ -24,7 +24,6 @@ from typing import ClassVar, cast
 
 import duckdb
 import msgspec
-import numpy as np
 import pyarrow as pa
 
 from capflow import limits
@@ -34,7 +33,7 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import Frame, FrameHeader
 from capflow.hookspecs import hookimpl
 from capflow.message import ModelInfo
-from capflow.probe import Probe, Scorer
+from capflow.probe import Scorer
 from capflow.probekinds import load_probe
 from capflow.result import CaptureResult, RequestDone, Status
 from capflow.site import Site
@@ -43,6 +42,7 @@ from capflow.sqlport import SqlPort
 from capflow_consumers.database import Database, Stored
 from capflow_consumers.pendingrows import PendingRows
 from capflow_consumers.scoredrequest import ScoredRequest
+from capflow_consumers.stacking import stacked
 
 _VECTOR_BYTES_MAX = 64 * limits.MIB  # of vectors that wait to be written
 
@@ -99,7 +99,7 @@ class DuckdbConsumer(Consumer):
         sites: dict[Site, list[Scorer]] = {Site.parse(self.config.site): []} if self.config.site else {}
         for probe in self._probes:
             sites.setdefault(probe.site, []).append(probe)
-        return {site: _stacked(probes) for site, probes in sites.items()}
+        return {site: stacked(probes) for site, probes in sites.items()}
 
     @cached_property
     def _pending(self) -> PendingRows:
@@ -314,32 +314,6 @@ class DuckdbConsumer(Consumer):
             for request in requests:
                 request.error = error
             raise CapflowError(error) from e
-
-
-def _stacked(probes: list[Scorer]) -> list[Scorer]:
-    """Return the probes of one site with the linear ones that are pooled alike made one; raises UsageError when their widths differ."""
-    alike: dict[str, list[Probe]] = {}
-    stacked: list[Scorer] = []
-    for probe in probes:
-        if probe.hidden_size != probes[0].hidden_size:
-            expected = f"{probes[0].hidden_size}, as {probes[0].where} at the same site"
-            raise UsageError(explain(f"{probe.where}: weight", got=f"{probe.hidden_size} numbers", expected=expected))
-        if isinstance(probe, Probe):
-            alike.setdefault(probe.pool, []).append(probe)
-        else:
-            stacked.append(probe)
-    return stacked + [_stack(found) for found in alike.values()]
-
-
-def _stack(probes: list[Probe]) -> Probe:
-    return Probe(
-        site=probes[0].site,
-        names=tuple(name for probe in probes for name in probe.names),
-        weight=np.concatenate([probe.weight for probe in probes]),
-        bias=np.concatenate([probe.bias for probe in probes]),
-        thresholds=tuple(threshold for probe in probes for threshold in probe.thresholds),
-        pool=probes[0].pool,
-    )
 
 
 def _time(nanoseconds: int) -> datetime:
