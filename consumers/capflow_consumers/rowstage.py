@@ -44,12 +44,21 @@ class RowStage:
     def add(self, request: ScoredRequest, start: int, rows: Rows) -> None:
         """Copy rows `[n, hidden_size]` of a request, which begin at a position."""
         count = len(rows)
+        self.parts.append((request, start, count))
+        stop = self._filled + count
+        if rows.dtype is self._rows.dtype and stop <= len(self._rows) and rows.shape[1] == self._rows.shape[1]:
+            self._rows[self._filled : stop] = rows
+            self._filled = stop
+        else:
+            self._add_some(rows)
+
+    def _add_some(self, rows: Rows) -> None:
+        """Copy rows for which there is no room, or that are of another model, scoring what is there."""
+        at, count = 0, len(rows)
         if rows.dtype != self._rows.dtype or rows.shape[1] != self._rows.shape[1]:
             self._score()
             capacity = max(1, _STAGE_BYTES // (rows.shape[1] * rows.dtype.itemsize))
             self._rows = np.empty((capacity, rows.shape[1]), rows.dtype)
-        self.parts.append((request, start, count))
-        at = 0
         while at < count:
             if self._filled == len(self._rows):
                 self._score()
