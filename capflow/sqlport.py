@@ -186,9 +186,18 @@ def running_ports() -> list[Path]:
     found = []
     for path in sorted(runtime_directory().glob("sql-*.sock")):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            if connection.connect_ex(str(path)) == 0:
+            if _connect(connection, path):
                 found.append(path)
     return found
+
+
+def _connect(connection: socket.socket, path: Path) -> bool:
+    """Return whether somebody listens there."""
+    try:
+        connection.connect(str(path))
+    except OSError:  # nothing there, a dead process's, or no path for a socket
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -198,10 +207,10 @@ def asked(port: Path, sql: str, rows: int) -> Iterator[Iterator[Any] | None]:
     Raises UsageError for SQL that is none, CapflowError for a query that fails.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        if connection.connect_ex(str(port)) != 0:
+        if not _connect(connection, port):
             yield None
             return
-        connection.settimeout(limits.QUERY_S_MAX)
+        connection.settimeout(limits.QUERY_S_MAX + limits.SILENCE_S_MAX)
         with connection.makefile("rb") as answer:
             try:
                 connection.sendall(json.dumps({"sql": sql, "rows": rows}).encode() + b"\n")

@@ -183,6 +183,22 @@ def test_a_killed_store_leaves_a_socket_that_stops_nobody(tmp_path):
     assert not port_path(path).exists()
 
 
+def test_a_store_without_a_place_for_its_socket_records_all_the_same(tmp_path, monkeypatch, caplog):
+    runtime = tmp_path / ("x" * 100)
+    runtime.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    probe_file(tmp_path, "p")
+    consumer = opened(tmp_path, "p")
+    assert "consumer duckdb: nobody can query it while it runs: socket for queries" in caplog.text
+    consumer.on_frame(make_frame(sites=SITES))
+    assert consumer.on_request_done(done(rows=12)).status == "ok"
+    consumer.close()
+    assert (
+        run("SELECT count(*) AS n FROM scores", "--path", tmp_path / "scores.duckdb", "--format", "csv").stdout
+        == '"n"\n8\n'
+    )
+
+
 SLOW = "SELECT count(*) FROM range(100_000_000_000) a"
 
 

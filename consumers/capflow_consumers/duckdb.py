@@ -14,6 +14,7 @@ says `ok` when its rows are committed.
 
 from __future__ import annotations
 
+import logging
 import shlex
 import time
 from collections.abc import Callable
@@ -43,6 +44,8 @@ from capflow_consumers.database import Database, Stored
 from capflow_consumers.pendingrows import PendingRows
 from capflow_consumers.scoredrequest import ScoredRequest
 from capflow_consumers.stacking import stacked
+
+logger = logging.getLogger("capflow.consumer")
 
 _VECTOR_BYTES_MAX = 64 * limits.MIB  # of vectors that wait to be written
 
@@ -147,12 +150,12 @@ class DuckdbConsumer(Consumer):
         except Exception:
             database.close()
             raise
-        self._port = SqlPort(self._path, database.query)
         try:
-            self._port.open()
-        except Exception:
-            database.close()
-            raise
+            port = SqlPort(self._path, database.query)
+            port.open()
+            self._port = port
+        except CapflowError as e:
+            logger.warning("consumer %s: nobody can query it while it runs: %s", self.name, e)
         self._captures = database.last_capture
         self._database = database
 
