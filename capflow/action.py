@@ -6,12 +6,15 @@ Each is answered once, `Applied` or `Rejected`.
 
 from __future__ import annotations
 
+import time
+import uuid
 from typing import Annotated
 
 import msgspec
 
 from capflow import limits
 from capflow.bounded import Count, Name, Text
+from capflow.site import Site
 from capflow.vector import SteeringVector
 
 
@@ -56,3 +59,37 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
 
 
 Outcome = Applied | Rejected
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """An action that was asked for through a hub, and what came of it; what consumers are told.
+
+    id: of no other action. engine: that runs the request, empty when the hub does not know. kind: `steer`, `unsteer` or `abort`; sites: where vectors are
+    added. asked_by: the consumer's name, or `client`, with a key's public half behind a space. time_ns: when it was answered. step: when it was
+    applied, None when it was rejected, for the reason.
+    """
+
+    id: str
+    engine: str
+    request: str
+    kind: str
+    sites: tuple[Site, ...]
+    asked_by: str
+    time_ns: int
+    step: int | None
+    reason: str
+
+    @classmethod
+    def of(cls, action: Action, outcome: Outcome, *, engine: str, asked_by: str) -> Answered:
+        """Return what became of an action just now."""
+        return cls(
+            uuid.uuid4().hex,
+            engine,
+            action.request,
+            str(action.__struct_config__.tag),
+            tuple(vector.site for vector in action.vectors) if isinstance(action, Steer) else (),
+            asked_by,
+            time.time_ns(),
+            outcome.step if isinstance(outcome, Applied) else None,
+            outcome.reason if isinstance(outcome, Rejected) else "",
+        )

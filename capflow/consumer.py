@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from capflow.action import Action
+from capflow.action import Action, Answered
 from capflow.frame import Frame
 from capflow.message import ModelInfo
 from capflow.result import CaptureResult, RequestDone
@@ -92,6 +92,13 @@ class Consumer(ABC):
         Called for every request of which this consumer was promised rows.
         """
         return None
+
+    def on_action(self, answered: Answered) -> None:
+        """An action on a request, asked for through this hub by anyone, was applied or rejected.
+
+        What controllers do inside the workers is not told, nor the steering that a request brings itself. A consumer with policy
+        `spill` may be told of one again after a kill, by the same id.
+        """
 
     def look(self) -> tuple[str, str] | None:
         """Return where what was consumed lies and a command that shows it, for the table at the end of a run."""

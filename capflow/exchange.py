@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from capflow import limits
-from capflow.action import Action, Applied, Outcome, Rejected
+from capflow.action import Action, Answered, Applied, Outcome, Rejected
 from capflow.counts import Counts
 from capflow.errors import RemoteProtocolError, UsageError
 from capflow.fanout import Lane
@@ -227,7 +227,7 @@ class Exchange:
                 logger.warning("consumer %s: %s", consumer, outcome.reason, extra=event)
 
         lane = next(lane for lane in self.lanes if lane.name == consumer)
-        self._post(lambda: self._act("", action, answer))
+        self._post(lambda: self._act("", action, answer, consumer))
 
     # Messages.
 
@@ -462,10 +462,17 @@ class Exchange:
             if self.roster.peers.get(peer) is known:  # it may have said Hello again since, as someone else
                 self._say(peer, ActionOutcome(outcome))
 
-        self._act(act.id, act.action, answer)
+        self._act(act.id, act.action, answer, f"client {known.session.user}".rstrip())
 
-    def _act(self, own_id: str, action: Action, answer: Callable[[Outcome], None]) -> None:
+    def _act(self, own_id: str, action: Action, answer: Callable[[Outcome], None], asked_by: str) -> None:
         """Pass an action to the engine that runs its request, or, not knowing that, to every one."""
+
+        def answered(outcome: Outcome) -> None:
+            told = Answered.of(action, outcome, engine=request.engine if request else "", asked_by=asked_by)
+            for lane in self.lanes:
+                lane.tell(told)
+            answer(outcome)
+
         schedulers = dict(self.roster.schedulers())
         request = self.ledger.find(action.request)
         mine = {
@@ -474,7 +481,7 @@ class Exchange:
             if request is not None and (hello.engine, hello.rank.dp) == (request.engine, request.replica)
         }
         now = time.monotonic()
-        asked = self.relay.ask(own_id, action, mine or schedulers, now, answer)
+        asked = self.relay.ask(own_id, action, mine or schedulers, now, answered)
         if asked is not None:
             act, peers = asked
             for peer in peers:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 from capflow import limits
-from capflow.action import Action
+from capflow.action import Action, Answered
 from capflow.consumer import Consumer
 from capflow.errors import CapflowError, explain
 from capflow.frame import DTYPES
@@ -133,6 +133,11 @@ class Lane:
         """Tell the consumer, after everything before, that an engine connected."""
         self.queue.force(_Session(engine, model))
 
+    def tell(self, answered: Answered) -> None:
+        """Tell the consumer, if it minds them, what came of an action."""
+        if type(self.consumer).on_action is not Consumer.on_action:
+            self.queue.force(answered)
+
     def close(self) -> None:
         """Take nothing more; the consumer is closed when it has handled what it has."""
         self.queue.close()
@@ -215,7 +220,7 @@ class Lane:
                 idle_at = time.monotonic() + limits.IDLE_S
         self._guard("close", self.consumer.close)
 
-    def _handle(self, item: _Rows | _Done | _Session) -> None:
+    def _handle(self, item: _Rows | _Done | _Session | Answered) -> None:
         match item:
             case _Rows(delivery, taken, at):
                 if self._discarding:
@@ -232,6 +237,8 @@ class Lane:
                     taken()
             case _Session(engine, model):
                 self._guard("on_session", self.consumer.on_session, engine, model)
+            case Answered():
+                self._guard("on_action", self.consumer.on_action, item)
 
     def _give(self, delivery: Delivery) -> None:
         header = delivery.frame.header

@@ -10,6 +10,7 @@ A directory of its own below the one that it is given, named after the consumer 
 | `L` | engine, or one replica of it, is gone: its open requests are over | `[engine, replica]`, nil for all | |
 | `D` | consumer is done with a request: no record of it before this one is given again | `[engine, request]` | |
 | `M` | for how long hubs ran without an engine that the inbox has frames of | `[engine, seconds]` | |
+| `A` | action that was answered | `Answered` of `capflow.action` | |
 | `C` | checkpoint | `{engines, marks, unkept}` | |
 
 A checkpoint says what records before it may have said and still holds: the engines with their models; `marks`, the number of the last
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from capflow import limits
+from capflow.action import Answered
 from capflow.frame import Frame, FrameHeader, Rank, RequestRows
 from capflow.message import ModelInfo
 from capflow.spool import Files, FullError, InUseError, Lost, Spool
@@ -115,7 +117,7 @@ class Item(NamedTuple):
     """One thing that came out, and the number of its record."""
 
     number: int
-    what: Frame | Known | Gone | Done | Missed | Checkpoint | Lost
+    what: Frame | Known | Gone | Done | Missed | Answered | Checkpoint | Lost
     again: bool  # it was put in by an earlier process
 
 
@@ -125,6 +127,7 @@ _KINDS: dict[bytes, type[Any]] = {
     b"L": Gone,
     b"D": Done,
     b"M": Missed,
+    b"A": Answered,
     b"C": Checkpoint,
 }
 _decoders = {kind: msgspec.msgpack.Decoder(what) for kind, what in _KINDS.items()}
@@ -284,7 +287,7 @@ class Inbox:
         """Note that a frame is not needed here if it comes again."""
         self._mark((header.engine, header.boot, header.rank), header.seq)
 
-    def put(self, what: Known | Gone | Done | Missed, timeout_s: float = 0.0) -> int:
+    def put(self, what: Known | Gone | Done | Missed | Answered, timeout_s: float = 0.0) -> int:
         """Take anything else; return its record's number. Raises FullError."""
         return self.spool.put(_bytes[type(what)] + _encoder.encode(what), b"", timeout_s)
 

@@ -20,6 +20,7 @@ DROPPED_REASONS_MAX = 64  # for which one worker dropped rows of one request
 HIDDEN_SIZE_MAX = 65_536
 POSITIONS_LISTED_MAX = 1_024  # in one spec; it travels with every frame of its request
 POSITION_MAX = 2**31 - 1
+PROBES_PER_FILE_MAX = 4_096  # or features of an autoencoder; each is a row of scores for every token
 STEERING_NAME_LENGTH_MAX = 256  # characters of a module's name
 STEERING_MODULES_MAX = 64  # that one request may name
 REQUESTS_PER_FRAME_MAX = 8_192
@@ -114,3 +115,9 @@ HTTP_CLIENTS_MAX = 16
 HTTP_S_MAX = 10.0  # one request, whole
 
 assert RECONNECT_S_MIN < RECONNECT_S_MAX < SILENCE_S_MAX <= DEAD_S_MAX
+
+# What a consumer answers about its database.
+QUERIES_MAX = 4  # at once
+QUERY_S_MAX = 60.0  # one, whole
+SQL_BYTES_MAX = 1 * MIB
+QUERY_ROWS_DEFAULT = 10_000

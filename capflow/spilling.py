@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from capflow import limits
-from capflow.action import Action
+from capflow.action import Action, Answered
 from capflow.errors import RemoteProtocolError
 from capflow.fanout import Lane
 from capflow.frame import Frame, FrameHeader, Rank, RequestRows, lessened, rows_of
@@ -185,7 +185,7 @@ class SpillingLane(Lane):
                 match item:
                     case _Kept(frame, taken):
                         self._put_frame(frame, taken)
-                    case Known() | Gone() | Missed():
+                    case Known() | Gone() | Missed() | Answered():
                         self._insist(functools.partial(self.inbox.put, item))
                 del item
             self._put_owed()
@@ -315,6 +315,8 @@ class SpillingLane(Lane):
                     self._greeted(engine, model)
                 case Gone(engine, replica):
                     self._gone_now(engine, replica)
+                case Answered() as answered:
+                    self._guard("on_action", self.consumer.on_action, answered)
                 case Lost() as lost:
                     self._damaged(lost, item.number)
         except RemoteProtocolError as e:

@@ -250,7 +250,7 @@ class DuckdbCheck:
         self.oracle.judge(self.found, "duckdb", [self.site])
 
     def _check(self, db: duckdb.DuckDBPyConnection, table: str, column: str) -> None:
-        query = f"SELECT request_id, list(position), list({column}) FROM {table} GROUP BY request_id"  # noqa: S608
+        query = f"SELECT request_id, list(position), list({column}) FROM {table} GROUP BY request_id"
         for request_id, listed, values in db.execute(query).fetchall():
             at, seed = np.array(listed), seed_of(request_id)
             positions = set(listed)

@@ -18,11 +18,12 @@ from capflow.errors import UsageError
 from capflow.frame import Dropped, Frame
 from capflow.positions import Positions
 from capflow.probe import Probe
+from capflow.probekinds import load_probe
 from capflow.result import RequestDone
 from capflow.site import Site
 from capflow.spec import Want
-from capflow_consumers.database import TABLES
 from capflow_consumers.duckdb import DuckdbConfig, DuckdbConsumer
+from capflow_consumers.schema import TABLES, VIEWS
 
 SITES = (Site(0, "post_block"), Site(1, "post_block"), Site(1, "mlp_in"))
 
@@ -450,6 +451,18 @@ def test_the_queries_in_the_documentation_run_and_find_what_fired(tmp_path):
     assert len(queries) >= 4
     for sql in queries:
         assert query(tmp_path, sql), sql
-    for table, columns in TABLES.items():
-        for column, kind in columns:
-            assert re.search(rf"^\| `{table}` \|.*`{column}`", text, re.MULTILINE), (table, column, kind)
+    listed = {
+        line[0]: [name for cell in line[1:] for name in re.findall(r"`(\w+)`", cell)]
+        for line in (re.findall(r"^\| `(\w+)` \|(.*)\|$", text, re.MULTILINE))
+    }
+    for table in [*TABLES, *VIEWS]:
+        assert listed[table] == [column for column, *_ in query(tmp_path, f"DESCRIBE {table}")], table
+
+
+def test_the_snippets_in_the_documentation_write_probes(tmp_path, monkeypatch):
+    text = (Path(__file__).parent.parent / "docs" / "querying.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    for body in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(body, "querying.md", "exec"), {})  # noqa: S102
+    names = [load_probe(path).names for path in sorted(tmp_path.glob("*.safetensors"))]
+    assert names == [("emotions.17", "emotions.2048"), ("happy",)]

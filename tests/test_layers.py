@@ -22,7 +22,7 @@ LAYERS = (
         "message",
         "steercheck",
     },
-    {"steering", "program", "probe", "consumer", "hookspecs"},
+    {"steering", "program", "probefile", "probe", "probekinds", "consumer", "hookspecs"},
     {"queue", "session", "address", "keys", "plugins", "spool", "recording", "pluginkit"},
     {
         "transport",
@@ -35,7 +35,7 @@ LAYERS = (
         "transport.taplink",
         "transport.zap",
     },
-    {"client", "launch"},
+    {"client", "launch", "sqlport", "sqlquery"},
     {
         "ledger",
         "relay",

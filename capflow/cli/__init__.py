@@ -23,6 +23,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "keys": ("capflow.cli.keys", "keys", "Make keys for TCP, and say whose may connect to a hub."),
     "plugin": ("capflow.cli.plugin", "plugin", "Write a package with a consumer of your own."),
     "plugins": ("capflow.cli.plugins", "plugins", "List the consumers and controllers that are installed."),
+    "probe": ("capflow.cli.probe", "probe", "Fit a probe on labelled captures, and judge one."),
+    "query": ("capflow.cli.query", "query", "Ask SQL of the duckdb consumer, running or not."),
     "record": ("capflow.cli.record", "record", "Keep raw frames, to replay them."),
     "replay": ("capflow.cli.replay", "replay", "Give a recording or a data set to consumers, as if engines were live."),
     "rollouts": ("capflow.cli.rollouts", "rollouts", "Answer prompts under vectors and scales, into a file."),

@@ -12,3 +12,9 @@ def check_vllm(purpose: str = "", *, option: str = "") -> None:
     if find_spec("vllm") is None:
         what = f"{option}: vLLM is not installed" if option else "vLLM is not installed"
         raise UsageError(explain(what, do=f"pip install 'capflow[vllm]' (GPU) or 'capflow[cpu]' {purpose}".rstrip()))
+
+
+def check_sklearn() -> None:
+    """Raise UsageError when scikit-learn is not installed."""
+    if find_spec("sklearn") is None:
+        raise UsageError(explain("scikit-learn is not installed", do="pip install 'capflow[probe]'"))

@@ -1,25 +1,11 @@
-"""The DuckDB file that the duckdb consumer writes: its tables, and how rows get into them.
-
-| table | one row for each | columns |
-|---|---|---|
-| requests | finished request | capture, engine, request_id, model, prompt_length, computed_length, status, rows, started_at, finished_at, capture_status |
-| tokens | token computed of a request | capture, engine, request_id, position, token_id, text, phase |
-| probes | probe, and again when its threshold or file changes | name, site_layer, site_hook, threshold, file, xxh3_64 |
-| scores | row scored with a probe | capture, engine, request_id, position, probe, layer, hook, score |
-| marks | request in a transaction, and worker | capture, engine, request_id, boot, rank, first_frame, last_frame |
-
-`capture` numbers the captured requests of the file: ids come again when an engine is restarted, captures never do. Times are UTC.
-phase is `prompt` or `generated`. text is NULL where the engine has no tokenizer. The view `fired` joins them: the tokens of
-finished requests at which a probe's score was at or above its threshold, which is the last one the file was opened with.
-
-`marks` says which frames of which worker (`rank` is pipeline stage, data-parallel replica, tensor-parallel rank, with dots between) a
-capture's rows came in so far; it is committed with them, so that a frame that comes again after a kill is known.
+"""The DuckDB file that the duckdb consumer writes: how rows get into it, and queries at them. `capflow_consumers.schema` has its tables.
 
 Tables are only ever appended to and have no indexes. One `append` is one transaction.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,42 +16,10 @@ import xxhash
 
 from capflow.errors import UsageError, explain
 from capflow.frame import Rank
-from capflow.probe import Probe
+from capflow.probe import Scorer
+from capflow.sqlquery import SETTINGS, SqlQuery
 from capflow_consumers.framelog import FrameLog
-
-_KEY = [("capture", "BIGINT"), ("engine", "VARCHAR"), ("request_id", "VARCHAR")]
-
-TABLES: dict[str, list[tuple[str, str]]] = {
-    "requests": [
-        *_KEY,
-        ("model", "VARCHAR"),
-        ("prompt_length", "BIGINT"),
-        ("computed_length", "BIGINT"),
-        ("status", "VARCHAR"),
-        ("rows", "BIGINT"),
-        ("started_at", "TIMESTAMP"),
-        ("finished_at", "TIMESTAMP"),
-        ("capture_status", "VARCHAR"),
-    ],
-    "tokens": [*_KEY, ("position", "BIGINT"), ("token_id", "INTEGER"), ("text", "VARCHAR"), ("phase", "VARCHAR")],
-    "probes": [
-        ("name", "VARCHAR"),
-        ("site_layer", "INTEGER"),
-        ("site_hook", "VARCHAR"),
-        ("threshold", "DOUBLE"),
-        ("file", "VARCHAR"),
-        ("xxh3_64", "VARCHAR"),
-    ],
-    "scores": [
-        *_KEY,
-        ("position", "BIGINT"),
-        ("probe", "VARCHAR"),
-        ("layer", "INTEGER"),
-        ("hook", "VARCHAR"),
-        ("score", "FLOAT"),
-    ],
-    "marks": [*_KEY, ("boot", "VARCHAR"), ("rank", "VARCHAR"), ("first_frame", "BIGINT"), ("last_frame", "BIGINT")],
-}
+from capflow_consumers.schema import TABLES, VIEWS
 
 _STORED = """
 SELECT capture, marks.request_id, boot, rank, min(first_frame), max(last_frame), any_value(capture_status)
@@ -73,16 +27,6 @@ FROM marks LEFT JOIN requests USING (capture)
 WHERE marks.engine = ?
 GROUP BY ALL
 ORDER BY capture
-"""
-
-_FIRED = """
-CREATE OR REPLACE VIEW fired AS
-SELECT capture, requests.engine, requests.request_id, position, phase, token_id, text, probe, score, threshold
-FROM scores
-JOIN tokens USING (capture, position)
-JOIN requests USING (capture)
-JOIN (SELECT name AS probe, last(threshold ORDER BY rowid) AS threshold FROM probes GROUP BY name) USING (probe)
-WHERE score >= threshold
 """
 
 
@@ -95,25 +39,29 @@ class Stored(NamedTuple):
 
 
 class Database:
-    """An open file; nobody else can open it until `close`."""
+    """An open file; nobody else can open it until `close`, and nothing but it can be reached from its SQL."""
 
     def __init__(self, path: Path, connection: Any, last_capture: int, engines: set[str]) -> None:
         self.path = path
         self.last_capture = last_capture
         self.engines = engines  # of which captures were here when it was opened
         self._connection = connection
+        self._reading = connection.cursor()  # runs nothing itself: connections of queries are made of it
+        self._reading_lock = threading.Lock()  # guards that
 
     @classmethod
     def open(cls, path: Path, *, memory_bytes_max: int, where: str) -> Database:
         """Open or make the file; raises UsageError when it is not one, is in use, or has other tables of these names."""
         try:
             connection = duckdb.connect(
-                str(path), config={"threads": "1", "memory_limit": f"{memory_bytes_max // 1024}KiB"}
+                str(path), config={"threads": "1", "memory_limit": f"{memory_bytes_max // 1024}KiB", **SETTINGS}
             )
         except duckdb.Error as e:
             raise UsageError(_why(path, str(e), where)) from e
         try:
+            connection.execute("BEGIN")
             _make_tables(connection, path, where)
+            connection.execute("COMMIT")
             query = "SELECT max(capture) FROM (SELECT capture FROM requests UNION ALL SELECT capture FROM marks)"
             (last,) = connection.execute(query).fetchone()
             engines = {engine for (engine,) in connection.execute("SELECT DISTINCT engine FROM marks").fetchall()}
@@ -125,20 +73,20 @@ class Database:
             raise
         return cls(path, connection, last or 0, engines)
 
-    def add_probe(self, probe: Probe, file: str) -> None:
+    def add_probe(self, probe: Scorer) -> None:
         """Record a file's probes; raises UsageError when the database has scores of others of the same name."""
         new = []
-        for name, weight, bias, threshold in zip(probe.names, probe.weight, probe.bias, probe.thresholds, strict=True):
-            digest = xxhash.xxh3_64_hexdigest(weight.tobytes() + bias.tobytes())
-            row = (name, probe.site.layer, probe.site.hook, threshold, file, digest)
+        fixed = (probe.kind, probe.pool, probe.site.layer, probe.site.hook)
+        for index, name in enumerate(probe.names):
+            digest = xxhash.xxh3_64_hexdigest(b"".join(probe.parts(index)))
+            row = (name, *fixed, probe.thresholds[index], probe.where, digest)
             query = "SELECT * FROM probes WHERE name = ? ORDER BY rowid DESC LIMIT 1"
             had = self._connection.execute(query, [name]).fetchone()
-            if had and (had[1:3], had[5]) != (row[1:3], digest):
+            if had and (had[1:5], had[7]) != (fixed, digest):
                 do = "give the probe another name, or use another database"
-                what = f"{file}: the database has scores of another probe {name}"
-                raise UsageError(
-                    explain(what, got=f"{probe.site} {digest}", expected=f"{had[2]}:{had[1]} {had[5]}", do=do)
-                )
+                what = f"{probe.where}: the database has scores of another probe {name}"
+                got, expected = _described(fixed, digest), _described(had[1:5], had[7])
+                raise UsageError(explain(what, got=got, expected=expected, do=do))
             if had != row:
                 new.append(row)
         if new:
@@ -168,9 +116,27 @@ class Database:
             self._connection.execute("ROLLBACK")
             raise
 
+    def query(self, sql: str) -> SqlQuery:
+        """Return a query on what is committed; called on any thread."""
+        with self._reading_lock:
+            return SqlQuery(self._reading.cursor(), sql)
+
+    def add_action(self, action: pa.Table) -> None:
+        """Insert an action, on the disk when this returns, unless it is there. Raises duckdb.Error."""
+        query = "SELECT count(*) FROM actions WHERE id = ?"
+        (known,) = self._connection.execute(query, action["id"].to_pylist()).fetchone()
+        if not known:
+            self.append({"actions": action})
+
     def close(self) -> None:
         """Write everything into the one file, and let others open it."""
+        self._reading.close()
         self._connection.close()
+
+
+def _described(probe: tuple[str, str, int, str], digest: str) -> str:
+    kind, pool, layer, hook = probe
+    return f"{hook}:{layer} {digest}, {kind}, pool {pool}"
 
 
 def _make_tables(connection: Any, path: Path, where: str) -> None:
@@ -183,7 +149,8 @@ def _make_tables(connection: Any, path: Path, where: str) -> None:
             got = f"{path}, whose table {name} has {', '.join(column for column, _ in had)}"
             expected = f"a new file, or one whose table {name} has {', '.join(column for column, _ in columns)}"
             raise UsageError(explain(where, got=got, expected=expected))
-    connection.execute(_FIRED)
+    for name, query in VIEWS.items():
+        connection.execute(f"CREATE OR REPLACE VIEW {name} AS {query}")
 
 
 def _why(path: Path, error: str, where: str) -> str:

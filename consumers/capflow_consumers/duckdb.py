@@ -1,6 +1,6 @@
 """The duckdb consumer: what every token scores on your probes, in one DuckDB file to query.
 
-`capflow_consumers.database` documents the tables, and `capflow.probe` the probe files:
+`capflow_consumers.schema` documents the tables, and `capflow.probe` and `capflow.probekinds` the probe files:
 
     capflow run --consumer duckdb:path=scores.duckdb,probes=happy.safetensors+sad.safetensors
 
@@ -14,6 +14,8 @@ says `ok` when its rows are committed.
 
 from __future__ import annotations
 
+import logging
+import shlex
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -23,34 +25,43 @@ from typing import ClassVar, cast
 
 import duckdb
 import msgspec
-import numpy as np
 import pyarrow as pa
 
 from capflow import limits
+from capflow.action import Answered
 from capflow.consumer import Consumer, ConsumerPolicy, Context
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import Frame, FrameHeader
 from capflow.hookspecs import hookimpl
 from capflow.message import ModelInfo
-from capflow.probe import Probe
+from capflow.probe import Scorer
+from capflow.probekinds import load_probe
 from capflow.result import CaptureResult, RequestDone, Status
 from capflow.site import Site
 from capflow.spec import CaptureSpec
+from capflow.sqlport import SqlPort
 from capflow_consumers.database import Database, Stored
-from capflow_consumers.pendingrows import PendingRows, ScoredPart, ScoredRequest
+from capflow_consumers.pendingrows import PendingRows
+from capflow_consumers.scoredrequest import ScoredRequest
+from capflow_consumers.stacking import stacked
+
+logger = logging.getLogger("capflow.consumer")
+
+_VECTOR_BYTES_MAX = 64 * limits.MIB  # of vectors that wait to be written
 
 
 class DuckdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer duckdb:`.
 
-    path: the file, made when missing. probes: probe files. site: also capture this site of every request.
-    positions: which tokens to score. batch_rows, flush_s: how many rows, and for how long, are kept before they are
+    path: the file, made when missing. probes: probe files. site: also capture this site of every request. vectors: write the rows of
+    these sites too. positions: which tokens to score. batch_rows, flush_s: how many rows, and for how long, are kept before they are
     written. memory_bytes_max: what DuckDB itself may use.
     """
 
     path: str
     probes: list[str] = []
     site: str = ""
+    vectors: bool = False
     positions: str = "all"
     batch_rows: int = 50_000
     flush_s: float = 1.0
@@ -58,7 +69,7 @@ class DuckdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DuckdbConsumer(Consumer):
-    """Scores rows with linear probes and records tokens and scores."""
+    """Scores rows with probes and records tokens and scores."""
 
     name: ClassVar[str] = "duckdb"
     Config: ClassVar[type[msgspec.Struct]] = DuckdbConfig
@@ -70,6 +81,7 @@ class DuckdbConsumer(Consumer):
         self._clock = clock
         self._path = Path(config.path).absolute()
         self._database: Database | None = None
+        self._port: SqlPort | None = None  # as long as the database
         self._context: Context | None = None
         self._models: dict[str, ModelInfo] = {}
         self._unfit: dict[str, str] = {}  # why no rows of an engine can be scored
@@ -78,38 +90,37 @@ class DuckdbConsumer(Consumer):
             str, dict[str, Stored]
         ] = {}  # captures from before the file was opened, by engine and request, until they come again
         self._captures = 0
-        self._pending = PendingRows()
         self._pending_since = 0.0
 
     @cached_property
-    def _probes(self) -> list[Probe]:
-        return [Probe.load(path) for path in self.config.probes]
+    def _probes(self) -> list[Scorer]:
+        return [load_probe(path) for path in self.config.probes]
 
     @cached_property
-    def _by_site(self) -> dict[Site, Probe]:
-        """The probes of each site as one matrix."""
-        sites: dict[Site, list[Probe]] = {}
+    def _by_site(self) -> dict[Site, list[Scorer]]:
+        """The probes of each site, linear ones that are pooled alike as one matrix; and the site of the option, which may have none."""
+        sites: dict[Site, list[Scorer]] = {Site.parse(self.config.site): []} if self.config.site else {}
         for probe in self._probes:
             sites.setdefault(probe.site, []).append(probe)
-        return {site: _stack(probes) for site, probes in sites.items()}
+        return {site: stacked(probes) for site, probes in sites.items()}
+
+    @cached_property
+    def _pending(self) -> PendingRows:
+        return PendingRows(self._by_site, vectors=self.config.vectors)
 
     def spec(self) -> CaptureSpec | None:
         """Return the sites of the probes and the option `site`; None when there are none."""
-        sites = {*self._by_site, *([Site.parse(self.config.site)] if self.config.site else [])}
-        if not sites:
+        if not self._by_site:
             return None
         hooks: dict[str, list[int]] = {}
-        for site in sorted(sites):
+        for site in sorted(self._by_site):
             hooks.setdefault(site.hook, []).append(site.layer)
         return CaptureSpec.parse({"hooks": hooks, "positions": self.config.positions}, where=f"consumers.{self.name}")
 
     def look(self) -> tuple[str, str]:
         """Return the database file, and a command that says what the probes fired on, or how many tokens there are."""
         sql = "FROM fired LIMIT 20" if self.config.probes else "FROM requests"
-        return (
-            self.config.path,
-            f"python -c \"import duckdb; duckdb.connect('{self.config.path}').sql('{sql}').show()\"",
-        )
+        return self.config.path, f"capflow query '{sql}' --path {shlex.quote(self.config.path)}"
 
     def check(self) -> None:
         """Raise UsageError for options out of range, files that are no probes, and a path that cannot be a file."""
@@ -135,10 +146,16 @@ class DuckdbConsumer(Consumer):
         database = Database.open(self._path, memory_bytes_max=self.config.memory_bytes_max, where=where)
         try:
             for probe in self._probes:
-                database.add_probe(probe, probe.where)
+                database.add_probe(probe)
         except Exception:
             database.close()
             raise
+        try:
+            port = SqlPort(self._path, database.query)
+            port.open()
+            self._port = port
+        except CapflowError as e:
+            logger.warning("consumer %s: nobody can query it while it runs: %s", self.name, e)
         self._captures = database.last_capture
         self._database = database
 
@@ -154,33 +171,28 @@ class DuckdbConsumer(Consumer):
             raise
 
     def on_frame(self, frame: Frame) -> None:
-        """Score the rows, in one product for each site, and keep the tokens."""
+        """Keep the rows, to be scored, and the tokens."""
         header = frame.header
         if header.engine in self._unfit:
             raise UsageError(self._unfit[header.engine])
-        waiting = self._pending.count
+        pending, worker = self._pending, (header.boot, header.rank)
+        waiting = pending.count
+        parts: dict[str, tuple[ScoredRequest, bool]] = {}  # of this frame, and whether the file has them
         for rows in header.requests:
             if frame.wants is None or frame.wants(rows):
                 request = self._request(header, rows.id)
-                request.frames.add(header)
-                self._pending.add_tokens(request, rows, stored=request.stored.has(header))
-        scored: dict[Site, list[ScoredPart]] = {}
+                stored = request.stored.has(header)
+                request.frames.note(worker, header.seq, header.seq)
+                pending.add_tokens(request, rows, stored=stored)
+                parts[rows.id] = request, stored
         for chunk in frame.chunks():
-            request = self._request(header, chunk.request.id)
+            request, stored = parts[chunk.request.id]
             request.rows += len(chunk.sites) * chunk.rows.shape[1]
             for site, values in zip(chunk.sites, chunk.rows, strict=True):
-                probe = self._by_site.get(site)
-                if probe is None:
-                    continue
-                if request.stored.has(header):
-                    request.scores += len(values) * len(probe.names)
-                else:
-                    scored.setdefault(site, []).append((request, chunk.start, values))
-        for site, parts in scored.items():
-            self._pending.add_scores(self._by_site[site], parts)
+                pending.add_rows(request, site, chunk.start, values, stored=stored)
         if not waiting:
             self._pending_since = self._clock()
-        if self._pending.count >= self.config.batch_rows:
+        if pending.count >= self.config.batch_rows or pending.nbytes >= _VECTOR_BYTES_MAX:
             self._flush_or_fail()
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:
@@ -220,6 +232,28 @@ class DuckdbConsumer(Consumer):
             return CaptureResult("error", str(e))
         return CaptureResult(status, "; ".join(problems) or None, payload)
 
+    def on_action(self, answered: Answered) -> None:
+        """Commit what came of an action, once."""
+        request = self._requests.get((answered.engine, answered.request))
+        line = {
+            "capture": pa.array([request.capture if request is not None else None], pa.int64()),
+            "engine": [answered.engine],
+            "request_id": [answered.request],
+            "id": [answered.id],
+            "answered_at": [_time(answered.time_ns)],
+            "kind": [answered.kind],
+            "sites": pa.array([[str(site) for site in answered.sites]], pa.list_(pa.string())),
+            "asked_by": [answered.asked_by],
+            "outcome": ["rejected" if answered.step is None else "applied"],
+            "step": pa.array([answered.step], pa.int64()),
+            "reason": pa.array([answered.reason or None], pa.string()),
+        }
+        assert self._database is not None
+        try:
+            self._database.add_action(pa.table(line))
+        except duckdb.Error as e:
+            raise CapflowError(explain(f"{self._path} cannot be written", got=str(e))) from e
+
     def on_idle(self) -> None:
         """Write what has waited for `flush_s`."""
         if self._pending.count and self._clock() - self._pending_since >= self.config.flush_s:
@@ -232,6 +266,8 @@ class DuckdbConsumer(Consumer):
                 if self._pending.count:
                     self._flush_or_fail()
             finally:
+                if self._port is not None:
+                    self._port.close()
                 self._database.close()
                 self._database = None
 
@@ -281,21 +317,6 @@ class DuckdbConsumer(Consumer):
             for request in requests:
                 request.error = error
             raise CapflowError(error) from e
-
-
-def _stack(probes: list[Probe]) -> Probe:
-    first = probes[0]
-    for probe in probes:
-        if probe.hidden_size != first.hidden_size:
-            expected = f"{first.hidden_size}, as {first.where} at the same site"
-            raise UsageError(explain(f"{probe.where}: weight", got=f"{probe.hidden_size} numbers", expected=expected))
-    return Probe(
-        site=first.site,
-        names=tuple(name for probe in probes for name in probe.names),
-        weight=np.concatenate([probe.weight for probe in probes]),
-        bias=np.concatenate([probe.bias for probe in probes]),
-        thresholds=tuple(threshold for probe in probes for threshold in probe.thresholds),
-    )
 
 
 def _time(nanoseconds: int) -> datetime:

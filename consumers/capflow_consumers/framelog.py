@@ -23,5 +23,5 @@ class FrameLog:
 
     def has(self, header: FrameHeader) -> bool:
         """Return whether a frame was noted, or lies between two that were."""
-        had = self.frames.get((header.boot, header.rank))
+        had = self.frames.get((header.boot, header.rank)) if self.frames else None
         return had is not None and had[0] <= header.seq <= had[1]

@@ -1,11 +1,9 @@
-"""Tokens and scores that the duckdb consumer has not yet written, in the few pieces that they came in.
-
-Nothing is spread out into columns before it is written: a step of fifty requests is one matrix of scores.
-"""
+"""What the duckdb consumer scored and did not write yet, and the Arrow tables that it becomes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,73 +11,27 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from capflow.frame import RequestRows
-from capflow.probe import Probe
-from capflow_consumers.framelog import FrameLog
+from capflow.probe import Scorer
+from capflow.site import Site
+from capflow_consumers.rowstage import Part, Rows, RowStage
+from capflow_consumers.scoredrequest import ScoredRequest
 
-
-class ScoredRequest:
-    """One request from its first row to its result.
-
-    known: positions below it have their tokens recorded. frames: those with rows of it. stored: those of them whose rows were in the file when it
-    was opened; status: what the file says came of the request, None when it was not over.
-    """
-
-    __slots__ = (
-        "capture",
-        "engine",
-        "error",
-        "frames",
-        "id",
-        "known",
-        "rows",
-        "scores",
-        "started_ns",
-        "status",
-        "stored",
-        "tokens",
-    )
-
-    def __init__(self, capture: int, engine: str, request_id: str, started_ns: int) -> None:
-        self.capture = capture
-        self.engine = engine
-        self.frames = FrameLog()
-        self.stored = FrameLog()
-        self.status: str | None = None
-        self.id = request_id
-        self.started_ns = started_ns
-        self.known = 0
-        self.rows = 0
-        self.tokens = 0
-        self.scores = 0
-        self.error: str | None = None
-
-
-ScoredPart = tuple[ScoredRequest, int, npt.NDArray[Any]]
-"""Rows `[n, hidden_size]` of a request at positions `start, start+1, …`, as `(request, start, rows)`."""
-
-
-class _Scores:
-    """Scores `[n, k]` with the probes of one site: request i has rows `ends[i] .. ends[i+1]`, at `positions`."""
-
-    __slots__ = ("ends", "positions", "probe", "requests", "scores")
-
-    def __init__(self, probe: Probe, parts: list[ScoredPart]) -> None:
-        lengths = [len(rows) for _, _, rows in parts]
-        self.probe = probe
-        self.requests = [request for request, _, _ in parts]
-        self.ends = np.cumsum([0, *lengths])
-        starts = zip(parts, lengths, strict=True)
-        self.positions = np.concatenate([np.arange(start, start + length) for (_, start, _), length in starts])
-        self.scores = probe.scores(np.concatenate([rows for _, _, rows in parts]))
+Ints = npt.NDArray[np.int64]
+_Tokens = tuple[ScoredRequest, RequestRows, int]  # the last: tokens known already
 
 
 class PendingRows:
-    """What waits to be written. count: how many rows of tables that makes."""
+    """What waits to be written. count: how many rows of tables that makes; nbytes: of vectors.
 
-    def __init__(self) -> None:
+    scorers: the probes of each site whose rows are kept. vectors: whether the rows themselves are written.
+    """
+
+    def __init__(self, scorers: Mapping[Site, Sequence[Scorer]], *, vectors: bool) -> None:
         self.count = 0
-        self._tokens: list[tuple[ScoredRequest, RequestRows, int]] = []  # the last: tokens known already
-        self._scores: list[_Scores] = []
+        self.nbytes = 0
+        self._vectors = vectors
+        self._tokens: list[_Tokens] = []
+        self._stages = {site: RowStage(site, found, vectors=vectors) for site, found in scorers.items()}
 
     def add_tokens(self, request: ScoredRequest, rows: RequestRows, *, stored: bool) -> None:
         """Keep the tokens not seen: every pipeline stage tells of them, and again after a preemption. stored: the file has them."""
@@ -92,32 +44,124 @@ class PendingRows:
                 self._tokens.append((request, rows, first - rows.start))
                 self.count += stop - first
 
-    def add_scores(self, probe: Probe, parts: list[ScoredPart]) -> None:
-        """Score rows of one site, all in one product, and keep the scores."""
-        batch = _Scores(probe, parts)
-        for request, _, rows in parts:
-            request.scores += len(rows) * len(probe.names)
-        self._scores.append(batch)
-        self.count += batch.scores.size
+    def add_rows(self, request: ScoredRequest, site: Site, start: int, rows: Rows, *, stored: bool) -> None:
+        """Keep the scores of a request's rows `[n, hidden_size]`, which begin at a position. stored: the file has them."""
+        stage = self._stages.get(site)
+        if stage is None:
+            return
+        count = len(rows)
+        request.scores += count * stage.columns
+        if not stored:
+            stage.add(request, start, rows)
+            self.count += count * (stage.columns + self._vectors)
+            if self._vectors:
+                self.nbytes += count * rows.shape[1] * 4
 
     def take(self) -> tuple[dict[str, pa.Table], list[ScoredRequest]]:
         """Return the tables to append and the requests that have rows in them, and forget them."""
-        tables = {}
-        requests = list({id(request): request for request in self._requests()}.values())
-        if requests:
-            tables["marks"] = _mark_table(requests)
+        staged = [(stage, *stage.take()) for stage in self._stages.values() if stage.parts]
+        owners = itertools.chain((entry[0] for entry in self._tokens), *((part[0] for part in s[1]) for s in staged))
+        requests = _Requests({id(request): request for request in owners})
+        tables: dict[str, list[pa.Table]] = {}
+        if requests.all:
+            tables["marks"] = [_mark_table(requests.all)]
         if self._tokens:
-            tables["tokens"] = _token_table(self._tokens)
-        if self._scores:
-            tables["scores"] = _score_table(self._scores)
-        self._tokens, self._scores, self.count = [], [], 0
-        return tables, requests
+            tables["tokens"] = [_token_table(requests, self._tokens)]
+        for stage, parts, scores, vectors in staged:
+            span = _Span(requests, parts, stage.site)
+            for scorer, found in zip(stage.scorers, scores, strict=True):
+                name, table = ("scores", span.scores) if scorer.pool == "token" else ("pools", span.pools)
+                tables.setdefault(name, []).append(table(scorer, found))
+            if vectors is not None:
+                tables.setdefault("vectors", []).append(span.vectors(vectors))
+        self._tokens, self.count, self.nbytes = [], 0, 0
+        return {name: _joined(found) for name, found in tables.items()}, requests.all
 
-    def _requests(self) -> Iterator[ScoredRequest]:
-        for request, _, _ in self._tokens:
-            yield request
-        for batch in self._scores:
-            yield from batch.requests
+
+class _Requests:
+    """The requests of one batch, numbered."""
+
+    def __init__(self, found: dict[int, ScoredRequest]) -> None:
+        self.all = list(found.values())
+        self._numbers = {key: number for number, key in enumerate(found)}
+        self._captures = np.array([request.capture for request in self.all], np.int64)
+
+    def numbers(self, owners: Sequence[ScoredRequest]) -> Ints:
+        """Return the number of each of some requests."""
+        return np.array([self._numbers[id(owner)] for owner in owners], np.int64)
+
+    def columns(self, numbers: Ints) -> dict[str, Any]:
+        """Return the columns that say whose rows they are, one for each of some numbers."""
+        return {
+            "capture": self._captures[numbers],
+            "engine": _named(numbers, [request.engine for request in self.all]),
+            "request_id": _named(numbers, [request.id for request in self.all]),
+        }
+
+
+class _Span:
+    """A batch's rows at one site. numbers, positions: of the request and the place of each row."""
+
+    def __init__(self, requests: _Requests, parts: list[Part], site: Site) -> None:
+        self.requests = requests
+        self.site = site
+        lengths = np.array([count for _, _, count in parts], np.int64)
+        self.numbers = np.repeat(requests.numbers([request for request, _, _ in parts]), lengths)
+        self.positions = _running([start for _, start, _ in parts], lengths)
+
+    def scores(self, scorer: Scorer, scores: Rows) -> pa.Table:
+        """Return a row for each score."""
+        count, probes = scores.shape
+        return pa.table(
+            {
+                **self.requests.columns(np.repeat(self.numbers, probes)),
+                "position": np.repeat(self.positions, probes),
+                **self._probes(scorer, count),
+                "score": scores.ravel(),
+            }
+        )
+
+    def pools(self, scorer: Scorer, scores: Rows) -> pa.Table:
+        """Return a row for each request and probe: what these rows add to the request's pooled score."""
+        order = np.lexsort((self.positions, self.numbers))
+        numbers, ordered = self.numbers[order], scores[order]
+        firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        lasts = np.append(firsts[1:], len(numbers)) - 1
+        count, probes = len(firsts), scores.shape[1]
+        return pa.table(
+            {
+                **self.requests.columns(np.repeat(numbers[firsts], probes)),
+                **self._probes(scorer, count),
+                "rows": np.repeat(lasts - firsts + 1, probes),
+                "total": np.add.reduceat(ordered, firsts, axis=0, dtype=np.float64).ravel(),
+                "highest": np.maximum.reduceat(ordered, firsts, axis=0).ravel(),
+                "position": np.repeat(self.positions[order][lasts], probes),
+                "last": ordered[lasts].ravel(),
+            }
+        )
+
+    def vectors(self, rows: Rows) -> pa.Table:
+        """Return a row for each vector."""
+        count, width = rows.shape
+        return pa.table(
+            {
+                **self.requests.columns(self.numbers),
+                "position": self.positions,
+                **self._place(count),
+                "vector": pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), width),
+            }
+        )
+
+    def _probes(self, scorer: Scorer, count: int) -> dict[str, Any]:
+        """Return the columns of every probe of a scorer, `count` times over."""
+        probes = len(scorer.names)
+        return {"probe": _named(np.tile(np.arange(probes), count), scorer.names), **self._place(count * probes)}
+
+    def _place(self, count: int) -> dict[str, Any]:
+        return {
+            "layer": np.full(count, self.site.layer, np.int32),
+            "hook": _named(np.zeros(count, np.int32), [self.site.hook]),
+        }
 
 
 def _mark_table(requests: list[ScoredRequest]) -> pa.Table:
@@ -130,53 +174,37 @@ def _mark_table(requests: list[ScoredRequest]) -> pa.Table:
     return pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
 
 
-def _token_table(tokens: list[tuple[ScoredRequest, RequestRows, int]]) -> pa.Table:
-    counts = [len(rows.token_ids) - skip for _, rows, skip in tokens]
-    positions = np.concatenate([np.arange(r.start + skip, r.start + len(r.token_ids)) for _, r, skip in tokens])
-    prompt_lengths = np.repeat([rows.prompt_length for _, rows, _ in tokens], counts)
-    texts: list[str | None] = []
-    for (_, rows, skip), count in zip(tokens, counts, strict=True):
-        texts.extend(rows.texts[skip:] if rows.texts else [None] * count)
+def _token_table(requests: _Requests, tokens: list[_Tokens]) -> pa.Table:
+    lengths = np.array([len(rows.token_ids) - skip for _, rows, skip in tokens], np.int64)
+    positions = _running([rows.start + skip for _, rows, skip in tokens], lengths)
+    prompt_lengths = np.repeat([rows.prompt_length for _, rows, _ in tokens], lengths)
+    ids = itertools.chain.from_iterable(rows.token_ids[skip:] for _, rows, skip in tokens)
+    texts = itertools.chain.from_iterable(
+        rows.texts[skip:] if rows.texts else itertools.repeat(None, len(rows.token_ids) - skip)
+        for _, rows, skip in tokens
+    )
     return pa.table(
         {
-            **_key_columns([request for request, _, _ in tokens], counts),
+            **requests.columns(np.repeat(requests.numbers([request for request, _, _ in tokens]), lengths)),
             "position": positions,
-            "token_id": pa.array([t for _, rows, skip in tokens for t in rows.token_ids[skip:]], pa.int64()),
-            "text": pa.array(texts, pa.string()),
+            "token_id": np.fromiter(ids, np.int64, len(positions)),
+            "text": pa.array(list(texts), pa.string()),
             "phase": _named(np.where(positions < prompt_lengths, 0, 1), ["prompt", "generated"]),
         }
     )
 
 
-def _score_table(batches: list[_Scores]) -> pa.Table:
-    tables = []
-    for batch in batches:
-        count, probes = batch.scores.shape
-        lengths = np.diff(batch.ends) * probes
-        site = batch.probe.site
-        tables.append(
-            {
-                **_key_columns(batch.requests, lengths),
-                "position": np.repeat(batch.positions, probes),
-                "probe": _named(np.tile(np.arange(probes), count), list(batch.probe.names)),
-                "layer": np.full(count * probes, site.layer),
-                "hook": _named(np.zeros(count * probes, int), [site.hook]),
-                "score": batch.scores.ravel(),
-            }
-        )
-    return pa.concat_tables([pa.table(table) for table in tables]).unify_dictionaries()
+def _running(starts: Sequence[int], lengths: Ints) -> Ints:
+    """Return `start, start+1, …` for each length, one after another."""
+    ends = np.cumsum(lengths)
+    offsets = np.array(starts, np.int64) - (ends - lengths)
+    return np.repeat(offsets, lengths) + np.arange(ends[-1])
 
 
-def _key_columns(owners: list[ScoredRequest], lengths: Any) -> dict[str, Any]:
-    """Return the columns that say whose rows they are, `lengths[i]` rows being of `owners[i]`."""
-    index = np.repeat(np.arange(len(owners)), lengths)
-    return {
-        "capture": np.repeat([request.capture for request in owners], lengths),
-        "engine": _named(index, [request.engine for request in owners]),
-        "request_id": _named(index, [request.id for request in owners]),
-    }
-
-
-def _named(index: npt.NDArray[Any], names: list[str]) -> pa.Array:
+def _named(index: npt.NDArray[Any], names: Sequence[str]) -> pa.Array:
     """Return a text column of `names[index]`, each name stored once."""
     return pa.DictionaryArray.from_arrays(pa.array(index, pa.int32()), pa.array(names, pa.string()))
+
+
+def _joined(tables: list[pa.Table]) -> pa.Table:
+    return tables[0] if len(tables) == 1 else pa.concat_tables(tables).unify_dictionaries()

@@ -1,0 +1,170 @@
+"""What the duckdb consumer adds to DuckDB: scoring rows and writing them, against bare inserts of the same Arrow tables.
+
+    PYTHONPATH=. python3 benchmarks/duckdb_store.py --directory DISK
+
+Four linear probes at one site of 640 numbers, bfloat16. The consumer is given frames as the hub gives them, and the end of each request; every table
+that it appends is kept, and a bare connection with the same settings then inserts the same tables in the same transactions. They take turns; each line
+is the medians of their rates in token rows a second (a token row is one row of `tokens` and four of `scores`) and the ratio of these. After each turn the two
+files are compared.
+
+`prompts`: frames of 4 requests with 256 tokens each. `answers`: frames of 64 requests with one token each.
+
+Predicted, on two slow cores: an insert of 5 rows with text costs DuckDB 4 µs (200 ns a value-heavy row, one thread, and a write-ahead log). Of a row in `prompts`
+the consumer copies 1280 bytes, widens them, and multiplies 640 by 4: 0.7 µs; its columns cost 1 µs more: ratio 0.7, above 100k rows/s. In `answers`
+each row is a Python object with a token, a mark and a copy, 10 to 15 µs: ratio 0.25, 50k rows/s, which is what an engine of 64 requests makes
+in 780 steps a second. Goal, for prompts: 100k rows/s or 0.5 of the bare inserts, whichever is less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+from capflow.frame import DTYPES, Block, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.message import ModelInfo
+from capflow.probe import Probe
+from capflow.result import RequestDone
+from capflow.site import Site
+from capflow_consumers.database import Database
+from capflow_consumers.duckdb import DuckdbConfig, DuckdbConsumer
+
+HIDDEN = 640
+SITE = Site(12, "post_block")
+MODEL = ModelInfo("bench", 18, HIDDEN, "bfloat16", (SITE,), 1)
+SHAPES = {"prompts": (4, 256), "answers": (64, 1)}  # requests in a frame, and tokens of each
+REQUEST_TOKENS = 1024
+GOAL_ROWS, GOAL_RATIO = 100_000, 0.5
+
+
+class Nothing:
+    """A context for a consumer that has no hub."""
+
+    def act(self, action: object) -> None:
+        """Refuse: nobody acts here."""
+        raise AssertionError(action)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Refuse: what is counted here went wrong."""
+        raise AssertionError((name, amount))
+
+
+def frames(together: int, length: int, tokens: int) -> tuple[list[Frame], list[RequestDone]]:
+    """Return frames that make `tokens` rows, and the ends of their requests."""
+    count = together * length
+    rows = np.random.default_rng(0).normal(size=(count, HIDDEN)).astype(DTYPES["bfloat16"])
+    payload = rows.reshape(-1).view(np.uint8)
+    made, ends = [], []
+    for number in range(tokens // count):
+        turn, start = divmod(number * length, REQUEST_TOKENS)
+        names = [f"request-{turn}-{index}" for index in range(together)]
+        ids = range(start, start + length)
+        parts = tuple(RequestRows(name, 512, start, tuple(ids), tuple(f" w{i}" for i in ids)) for name in names)
+        spans = tuple(Span(index, start, length, index * length) for index in range(together))
+        header = FrameHeader(
+            engine="bench", boot="boot", rank=Rank(0, 0, 0), seq=number + 1, step=number, time_ns=time.time_ns(),
+            dtype="bfloat16", hidden_size=HIDDEN, requests=parts, blocks=(Block((SITE,), count, spans),),
+        )  # fmt: skip
+        made.append(Frame.seal(header, payload))
+        if start + length == REQUEST_TOKENS or number == tokens // count - 1:
+            done = start + length
+            ends += [RequestDone("bench", name, "length", 512, done, done, done, ()) for name in names]
+    return made, ends
+
+
+def scored(
+    file: Path, probes: Path, made: list[Frame], ends: list[RequestDone]
+) -> tuple[float, list[dict[str, pa.Table]]]:
+    """Return how long the consumer took, and what it appended."""
+    appended: list[dict[str, pa.Table]] = []
+
+    def append(self: Database, tables: Mapping[str, pa.Table]) -> None:
+        appended.append(dict(tables))
+        original(self, tables)
+
+    consumer = DuckdbConsumer(DuckdbConfig(str(file), probes=[str(probes)]))
+    consumer.check()
+    consumer.open(Nothing())
+    consumer.on_session("bench", MODEL)
+    original, Database.append = Database.append, append  # type: ignore[method-assign]
+    begun = time.perf_counter()
+    for frame in made:
+        consumer.on_frame(frame)
+    results = [consumer.on_request_done(done) for done in ends]
+    consumer.close()
+    took = time.perf_counter() - begun
+    Database.append = original  # type: ignore[method-assign]
+    assert {result.status for result in results} == {"ok"}
+    return took, appended
+
+
+def bare(file: Path, probes: Path, appended: list[dict[str, pa.Table]]) -> float:
+    """Return how long a bare connection takes for the same tables."""
+    database = Database.open(file, memory_bytes_max=DuckdbConfig("").memory_bytes_max, where="bench")
+    database.add_probe(Probe.load(probes))
+    connection = database._connection  # noqa: SLF001  the same tables and settings
+    begun = time.perf_counter()
+    for tables in appended:
+        connection.execute("BEGIN")
+        for name, rows in tables.items():
+            connection.register("new_rows", rows)
+            connection.execute(f"INSERT INTO {name} BY NAME SELECT * FROM new_rows")  # noqa: S608
+            connection.unregister("new_rows")
+        connection.execute("COMMIT")
+    connection.close()
+    return time.perf_counter() - begun
+
+
+def contents(file: Path) -> list[tuple[object, ...]]:
+    with duckdb.connect(str(file), read_only=True) as connection:
+        return connection.execute(
+            "SELECT count(*), count(DISTINCT (capture, position, probe)), sum(hash(score, position, capture)) FROM scores "
+            "UNION ALL SELECT count(*), count(DISTINCT (capture, position)), sum(hash(token_id, text)) FROM tokens"
+        ).fetchall()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The duckdb consumer against bare inserts of the same tables.")
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="where to write")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each (default: 7)")
+    parser.add_argument("--tokens", type=int, default=102_400, help="token rows in each turn (default: 102,400)")
+    arguments = parser.parse_args()
+    print("| frames | bare rows/s | consumer rows/s | spread | ratio | goal |")
+    print("|---|---|---|---|---|---|")
+    for shape, (together, length) in SHAPES.items():
+        made, ends = frames(together, length, arguments.tokens)
+        took: dict[str, list[float]] = {"bare": [], "consumer": []}
+        for turn in range(arguments.rounds + 1):  # the first warms up
+            directory = Path(tempfile.mkdtemp(dir=arguments.directory))
+            probes = directory / "four.safetensors"
+            rng = np.random.default_rng(1)
+            Probe.make(SITE, rng.normal(size=(4, HIDDEN)), names=list("abcd")).save(probes)
+            seconds, appended = scored(directory / "consumer.duckdb", probes, made, ends)
+            plainly = bare(directory / "bare.duckdb", probes, appended)
+            found = contents(directory / "consumer.duckdb")
+            assert found == contents(directory / "bare.duckdb")
+            assert found[0][0] == found[0][1] == 4 * arguments.tokens
+            shutil.rmtree(directory)
+            if turn:
+                took["bare"].append(plainly)
+                took["consumer"].append(seconds)
+        rates = {name: arguments.tokens / statistics.median(seconds) for name, seconds in took.items()}
+        low, high = (arguments.tokens / 1e3 / f(took["consumer"]) for f in (max, min))
+        goal = min(GOAL_ROWS, GOAL_RATIO * rates["bare"])
+        print(
+            f"| {shape} | {rates['bare']:,.0f} | {rates['consumer']:,.0f} | {low:.0f}-{high:.0f}k "
+            f"| {rates['consumer'] / rates['bare']:.2f} | {goal:,.0f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The file of labels that `capflow probe` reads: which requests show something, and which do not.
+
+JSON Lines, `{"request": "r1", "label": "glad"}` each, or CSV with the columns `request` and `label`, by the file's suffix. Labels are two
+different ones; which of them a probe is to fire on is 1, true, yes or positive unless it is said.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from capflow.errors import UsageError, explain
+
+_POSITIVE = ("1", "true", "yes", "positive")
+_EXPECTED = 'a request and a label, {"request": "…", "label": "…"}'
+
+
+def read_labels(path: Path, positive: str | None) -> dict[str, bool]:
+    """Return for each request whether its label is the positive one; raises UsageError naming the file and the line."""
+    labels: dict[str, str] = {}
+    for number, found in _lines(path):
+        request, label = (
+            (found.get(field) for field in ("request", "label")) if isinstance(found, dict) else (None, None)
+        )
+        if (
+            not isinstance(request, str)
+            or not isinstance(label, str | int | bool)
+            or set(found) != {"request", "label"}
+        ):
+            raise _wrong(f"{path}: line {number}", found, _EXPECTED)
+        if labels.setdefault(request, str(label).lower()) != str(label).lower():
+            raise _wrong(f"{path}: line {number}", f"another label of {request}", "one label for each request")
+    different = sorted(set(labels.values()))
+    if len(different) != 2:
+        raise _wrong(f"{path}: labels", ", ".join(different[:8]) or "none", "two different ones")
+    wanted = positive.lower() if positive is not None else next((name for name in different if name in _POSITIVE), None)
+    if wanted not in different:
+        do = f"name what the probe is to fire on: --positive {different[0]}"
+        raise UsageError(
+            explain("--positive", got=positive or "nothing", expected=f"one of {', '.join(different)}", do=do)
+        )
+    return {request: label == wanted for request, label in labels.items()}
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    if path.suffix not in (".csv", ".jsonl"):
+        raise _wrong("--labels", str(path), "a file named .csv or .jsonl")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as e:
+        raise _wrong(f"--labels {path}", str(e), "a file of labels in UTF-8") from e
+    if path.suffix == ".csv":
+        yield from enumerate(csv.DictReader(text.splitlines()), 2)
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError) as e:
+                raise _wrong(f"{path}: line {number}", line, _EXPECTED) from e
+
+
+def _wrong(what: str, got: Any, expected: str) -> UsageError:
+    return UsageError(explain(what, got=got, expected=expected))

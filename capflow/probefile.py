@@ -1,0 +1,107 @@
+"""A file of a direction, a probe or a dictionary: safetensors whose JSON header says what it is.
+
+The header's `__metadata__` maps text to text. `ProbeFile` reads it and the tensors, and names the file and the field in whatever is wrong
+with them; what the fields mean is said where they are used, in `capflow.probe` and `capflow.probekinds`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from capflow.errors import UsageError, explain
+from capflow.site import Site
+
+Float32s = npt.NDArray[np.float32]
+
+DTYPES = ("F64", "F32", "F16", "BF16")
+"""What tensors may be stored in; they are computed with in float32."""
+
+_SHOWN_MAX = 8
+
+
+class ProbeFile:
+    """A file's metadata and tensors, float32 each. Raises UsageError for a file that is none or has numbers that are none."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.where = os.fspath(path)
+        self.stem = Path(path).stem
+        if not Path(path).is_file():
+            raise UsageError(explain(self.where, got="no such file", expected="a safetensors file"))
+        try:
+            with safe_open(path, "numpy") as file:
+                self.metadata: Mapping[str, str] = file.metadata() or {}
+                self.tensors = {name: self._tensor(file, name) for name in sorted(file.keys())}
+        except (SafetensorError, OSError) as e:
+            raise UsageError(explain(self.where, got=str(e), expected="a safetensors file")) from e
+
+    def _tensor(self, file: Any, name: str) -> Float32s:
+        dtype = file.get_slice(name).get_dtype()
+        if dtype not in DTYPES:
+            raise self.wrong(name, f"dtype {dtype}", f"one of {', '.join(DTYPES)}")
+        with np.errstate(over="ignore"):  # what is too large for float32 is infinite, and refused
+            values = np.asarray(file.get_tensor(name)).astype(np.float32)
+        if not np.isfinite(values).all():
+            raise self.wrong(name, "NaN or infinity", "finite numbers")
+        return values
+
+    def expect(self, required: Collection[str], optional: Collection[str] = ()) -> None:
+        """Raise UsageError unless the file has the required tensors, and none beside these and the optional ones."""
+        names = set(self.tensors)
+        if not set(required) <= names or names - set(required) - set(optional):
+            got = ", ".join(sorted(names)[:_SHOWN_MAX]) or "none"
+            expected = " and maybe ".join(", ".join(part) for part in (required, optional) if part)
+            raise self.wrong("tensors", got, expected)
+
+    def expect_fields(self, *known: str) -> None:
+        """Raise UsageError when the metadata has a field that means nothing here, since it would not be minded."""
+        unknown = sorted(set(self.metadata) - {"site", "format", *known})  # torch's save_file writes format=pt
+        if unknown:
+            raise self.wrong("metadata", unknown[0], f"only site, {', '.join(known)}")
+
+    def site(self) -> Site:
+        """Return the site that the metadata names."""
+        try:
+            return Site.parse(self.metadata.get("site", "nothing"))
+        except UsageError as e:
+            do = 'give save_file metadata like {"site": "post_block:12"}'
+            raise UsageError(f"{self.where}: metadata {explain(str(e), do=do)}") from e
+
+    def choice(self, field: str, values: Collection[str], default: str) -> str:
+        """Return a field of the metadata that is one of some values."""
+        value = self.metadata.get(field, default)
+        if value not in values:
+            raise self.wrong(f"metadata {field}", value, f"one of {', '.join(values)}")
+        return value
+
+    def numbers(self, field: str, default: str = "0") -> tuple[float, ...]:
+        """Return a field of the metadata that is finite numbers, comma separated."""
+        text = self.metadata.get(field, default)
+        try:
+            numbers = tuple(float(part) for part in text.split(","))
+        except ValueError:
+            numbers = (math.nan,)
+        if not all(math.isfinite(number) for number in numbers):
+            raise self.wrong(f"metadata {field}", text, "finite numbers, comma separated")
+        return numbers
+
+    def thresholds(self, count: int) -> tuple[float, ...]:
+        """Return a threshold for each of the probes."""
+        numbers = self.numbers("threshold")
+        return numbers * count if len(numbers) == 1 else numbers
+
+    def names(self, default: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the probes' names."""
+        names = self.metadata.get("names")
+        return default if names is None else tuple(name.strip() for name in names.split(","))
+
+    def wrong(self, field: str, got: str, expected: str) -> UsageError:
+        """Return the error that says what is wrong with a field of the file."""
+        return UsageError(explain(f"{self.where}: {field}", got=got, expected=expected))

@@ -1,0 +1,85 @@
+"""One query on a DuckDB database that only reads: how that is held, whoever asks.
+
+A query is one statement that is a SELECT or an EXPLAIN (`FROM …`, `DESCRIBE`, `SUMMARIZE` and `SHOW` are SELECTs to DuckDB), in a transaction
+that is read-only. The connection is to be one that reaches nothing outside the database, `SETTINGS` being those that say so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from capflow.errors import CapflowError, UsageError, explain
+
+SETTINGS = {"enable_external_access": "false"}
+
+_BATCH_ROWS = 2_048  # DuckDB's own unit
+_KINDS = ("SELECT", "EXPLAIN")
+_WRONG_SQL = (duckdb.ProgrammingError, duckdb.DataError, duckdb.TransactionException, duckdb.PermissionException)
+
+
+class SqlQuery:
+    """A query on a connection of its own, which is closed at its end."""
+
+    def __init__(self, connection: Any, sql: str) -> None:
+        self._connection = connection
+        self._sql = sql
+        self._lock = threading.Lock()  # guards that nobody stops what is closed
+        self._closed = False
+
+    @classmethod
+    def on_file(cls, path: Path, sql: str) -> SqlQuery:
+        """Return a query on a file that nobody writes; raises UsageError for a path that is no database, CapflowError for one that is in use."""
+        if not path.is_file():
+            got = f"{path}, {'a directory' if path.is_dir() else 'where nothing is'}"
+            do = "name the file that the duckdb consumer writes, its option `path`"
+            raise UsageError(explain("query", got=got, expected="a DuckDB database", do=do))
+        try:
+            return cls(duckdb.connect(str(path), read_only=True, config=SETTINGS), sql)
+        except duckdb.Error as e:
+            if "lock" in str(e).lower():
+                do = "a hub answers for its own file, to its own user and XDG_RUNTIME_DIR; any other program must close it first"
+                raise CapflowError(explain(f"query: {path} is open in another process", got=_line(e), do=do)) from e
+            raise UsageError(explain("query", got=f"{path}: {_line(e)}", expected="a DuckDB database")) from e
+
+    def batches(self) -> Generator[Any]:
+        """Yield the answer as Arrow record batches, one at least; raises UsageError for SQL that is none or would write, CapflowError when it fails."""
+        try:
+            _check(self._sql)
+            self._connection.execute("BEGIN TRANSACTION READ ONLY")
+            reader = self._connection.sql(self._sql).to_arrow_reader(_BATCH_ROWS)
+            first = next(iter(reader), None)
+            yield pa.RecordBatch.from_pylist([], schema=reader.schema) if first is None else first
+            yield from reader
+        except duckdb.InterruptException as e:
+            raise CapflowError(explain("query: it was stopped", do="ask for less")) from e
+        except _WRONG_SQL as e:
+            raise UsageError(explain("query", got=_line(e))) from e
+        except (duckdb.Error, pa.ArrowException) as e:
+            raise CapflowError(explain("query", got=_line(e))) from e
+        finally:
+            with self._lock:
+                self._closed = True
+                self._connection.close()
+
+    def stop(self) -> None:
+        """Have `batches` end soon; called on any thread."""
+        with self._lock:
+            if not self._closed:
+                self._connection.interrupt()
+
+
+def _check(sql: str) -> None:
+    kinds = [statement.type.name for statement in duckdb.extract_statements(sql)]
+    if len(kinds) != 1 or kinds[0] not in _KINDS:
+        got = " and ".join(kinds) or "nothing"
+        raise UsageError(explain("query", got=got, expected="one SELECT", do="nothing is written here"))
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

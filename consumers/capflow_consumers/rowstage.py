@@ -1,0 +1,87 @@
+"""Rows of one site on their way to their scores: gathered from many frames, and scored in few large products.
+
+Rows are copied out of their frames, so that a frame's memory goes with it: a view of one row would keep the rows of every site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from capflow import limits
+from capflow.probe import Scorer, as_float32
+from capflow.site import Site
+from capflow_consumers.scoredrequest import ScoredRequest
+
+_STAGE_BYTES = 8 * limits.MIB
+_PRODUCT = 1 << 18  # multiplications at once: no more than one thread does, for the engine needs the others
+
+Rows = npt.NDArray[Any]
+Part = tuple[ScoredRequest, int, int]
+"""Rows of a request at positions `start, start+1, …`, as `(request, start, count)`."""
+
+
+class RowStage:
+    """A site's rows since `take`, as parts in the order in which they came, and what has been made of them.
+
+    scorers: the site's probes. vectors: whether the rows themselves are kept, as float32.
+    """
+
+    def __init__(self, site: Site, scorers: Sequence[Scorer], *, vectors: bool) -> None:
+        self.site = site
+        self.scorers = tuple(scorers)
+        self.columns = sum(len(scorer.names) for scorer in scorers)  # scores of one row
+        self.parts: list[Part] = []
+        self._vectors = vectors
+        self._kept: list[Rows] = []
+        self._scores: list[list[Rows]] = [[] for _ in self.scorers]
+        self._rows: Rows = np.empty((0, 0))  # gathered and not scored, up to `_filled`
+        self._filled = 0
+
+    def add(self, request: ScoredRequest, start: int, rows: Rows) -> None:
+        """Copy rows `[n, hidden_size]` of a request, which begin at a position."""
+        count = len(rows)
+        self.parts.append((request, start, count))
+        stop = self._filled + count
+        if rows.dtype is self._rows.dtype and stop <= len(self._rows) and rows.shape[1] == self._rows.shape[1]:
+            self._rows[self._filled : stop] = rows
+            self._filled = stop
+        else:
+            self._add_some(rows)
+
+    def _add_some(self, rows: Rows) -> None:
+        """Copy rows for which there is no room, or that are of another model, scoring what is there."""
+        at, count = 0, len(rows)
+        if rows.dtype != self._rows.dtype or rows.shape[1] != self._rows.shape[1]:
+            self._score()
+            capacity = max(1, _STAGE_BYTES // (rows.shape[1] * rows.dtype.itemsize))
+            self._rows = np.empty((capacity, rows.shape[1]), rows.dtype)
+        while at < count:
+            if self._filled == len(self._rows):
+                self._score()
+            stop = min(self._filled + count - at, len(self._rows))
+            self._rows[self._filled : stop] = rows[at : at + stop - self._filled]
+            at += stop - self._filled
+            self._filled = stop
+
+    def take(self) -> tuple[list[Part], list[Rows], Rows | None]:
+        """Return the parts, the scores `[n, k]` of each scorer and, if kept, the rows `[n, hidden_size]`; forget them."""
+        self._score()
+        parts = self.parts
+        scores = [np.concatenate(found) for found in self._scores]
+        vectors = np.concatenate(self._kept) if self._kept else None
+        self.parts, self._scores, self._kept = [], [[] for _ in self.scorers], []
+        return parts, scores, vectors
+
+    def _score(self) -> None:
+        size = max(16, _PRODUCT // max(1, self._rows.shape[1] * self.columns))
+        for at in range(0, self._filled, size):
+            rows = as_float32(self._rows[at : min(at + size, self._filled)])
+            for found, scorer in zip(self._scores, self.scorers, strict=True):
+                found.append(scorer.scores(rows))
+            if self._vectors:
+                self._kept.append(rows.copy() if rows.base is not None else rows)
+        self._filled = 0
