@@ -96,10 +96,10 @@ def test_pyarrow_reads_a_shard_and_finds_every_checksum_right(tmp_path, dtype, o
 @pytest.mark.parametrize("dtype", NUMPY)
 def test_duckdb_opens_a_shard_as_it_is(tmp_path, dtype, options):
     path = write(tmp_path, dtype, **options)
-    found = duckdb.sql(f"select {', '.join(COLUMNS)}, vector from '{path}'").fetchall()  # noqa: S608
+    found = duckdb.sql(f"select {', '.join(COLUMNS)}, vector from '{path}'").fetchall()
     assert rows_of(list(zip(*found, strict=True))[:-1], [row[-1] for row in found], dtype) == expected(dtype)
     (one,) = duckdb.sql(
-        f"select token_id from '{path}' where request = 'b/ü' and hook = 'mlp_in' and position = 39"  # noqa: S608
+        f"select token_id from '{path}' where request = 'b/ü' and hook = 'mlp_in' and position = 39"
     ).fetchall()
     assert one == (token_of("b/ü", 39),)
 
@@ -248,7 +248,7 @@ def test_capture_numbers_tell_captures_of_one_id_apart(tmp_path):
         consumer.on_frame(make_frame([("r1", 4, 0, 4)], boot=boot))
         consumer.on_request_done(done())
         consumer.close()
-    found = duckdb.sql(f"select distinct request, capture from '{tmp_path}/*.parquet' order by 2").fetchall()  # noqa: S608
+    found = duckdb.sql(f"select distinct request, capture from '{tmp_path}/*.parquet' order by 2").fetchall()
     assert found == [("r1", 1), ("r1", 2)]
 
 
