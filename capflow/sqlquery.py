@@ -49,6 +49,7 @@ class SqlQuery:
 
     def batches(self) -> Generator[Any]:
         """Yield the answer as Arrow record batches, one at least; raises UsageError for SQL that is none or would write, CapflowError when it fails."""
+        reader = None
         try:
             _check(self._sql)
             self._connection.execute("BEGIN TRANSACTION READ ONLY")
@@ -65,7 +66,10 @@ class SqlQuery:
         finally:
             with self._lock:
                 self._closed = True
-                self._connection.close()
+            if reader is not None:
+                self._connection.interrupt()  # what was not asked for
+                reader.close()
+            self._connection.close()
 
     def stop(self) -> None:
         """Have `batches` end soon; called on any thread."""
