@@ -335,6 +335,7 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(root, tmp_path):
         assert export(root, tmp_path / to, to, *(("--context-size", 64) if to == "saelens" else ())).returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("to", ["safetensors", "saelens"])
 def test_memory_does_not_grow_with_the_data_set(tmp_path, to):
     """A request of 96 MiB is exported by a process that may not have 64 MiB more than before."""

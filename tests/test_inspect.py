@@ -287,6 +287,7 @@ def test_without_matplotlib_the_extra_is_named(root, tmp_path, monkeypatch):
 # Size.
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_data_set(tmp_path):
     """A request of 96 MiB is looked through by a process that may not have 64 MiB more than before."""
     root = write(tmp_path / "rows", {"r": (1, 6144)}, SITES[:1], dtype="float32", hidden=4096)

@@ -349,6 +349,7 @@ def taken(link):
     return link.counters["unacked_frames"] + link.counters["queued_frames"] == 0
 
 
+@pytest.mark.long
 def test_a_hub_stops_though_the_server_is_away_and_the_next_one_goes_on(tmp_path, address):
     with natsd(tmp_path) as server, contextlib.ExitStack() as stack:
 

@@ -106,16 +106,18 @@ def test_duckdb_opens_a_shard_as_it_is(tmp_path, dtype, options):
 
 @pytest.mark.parametrize("dtype", NUMPY)
 def test_polars_opens_a_shard_as_it_is(tmp_path, dtype, options):
-    polars = pytest.importorskip("polars")
+    import polars as pl
+
     path = write(tmp_path, dtype, **options)
-    found = polars.read_parquet(path)
+    found = pl.read_parquet(path)
     assert rows_of([found[name].to_list() for name in COLUMNS], found["vector"].to_list(), dtype) == expected(dtype)
-    assert polars.scan_parquet(path).filter(polars.col("request") == "b/ü").collect().height == 80
+    assert pl.scan_parquet(path).filter(pl.col("request") == "b/ü").collect().height == 80
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # Daft does not know Parquet's float16
 def test_daft_opens_a_shard_as_it_is(tmp_path, dtype, options):
-    daft = pytest.importorskip("daft")
+    import daft
+
     found = daft.read_parquet(str(write(tmp_path, dtype, **options))).to_arrow()
     vectors = found["vector"].to_pylist()
     assert rows_of([found[name].to_pylist() for name in COLUMNS], vectors, dtype) == expected(dtype)
@@ -124,7 +126,8 @@ def test_daft_opens_a_shard_as_it_is(tmp_path, dtype, options):
 @pytest.mark.parametrize("dtype", NUMPY)
 def test_datasets_opens_a_shard_as_it_is(tmp_path, dtype, options, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     path = write(tmp_path / "root", dtype, **options)
     found = datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
     assert found.features["vector"].length == HIDDEN

@@ -162,6 +162,7 @@ def test_workers_that_persist_see_the_epoch_change(root):
     assert first == again != items(rows, loader)
 
 
+@pytest.mark.long
 def test_workers_that_are_spawned_read_the_same(root):
     rows = TorchRows(root, batch_rows=40, shuffle_rows=100)
     loader = DataLoader(rows, batch_size=None, num_workers=1, multiprocessing_context="spawn")
@@ -282,6 +283,7 @@ def test_a_capture_that_was_replaced_or_removed_is_an_error(tmp_path):
     assert sum(len(batch.rows) for batch in TorchRows(root)) == 3 * (9 + 3 + 20)
 
 
+@pytest.mark.long
 def test_memory_is_bounded_by_the_buffer(tmp_path):
     """A request of 96 MiB goes by in a process that may not have 64 MiB more than before."""
     root = write(tmp_path / "rows", {"r": (1, 6144)}, [Site(0, "post_block")], dtype="float32", hidden=4096)
