@@ -88,7 +88,7 @@ class Chaos:
             weight = np.zeros((1, HIDDEN), np.float32)
             weight[0, 0] = 1
             probe = self.directory / "first.safetensors"
-            Probe(SITES[DuckdbCheck.site], ("first",), weight, np.zeros(1, np.float32), (0.0,)).save(probe)
+            Probe.make(SITES[DuckdbCheck.site], weight, names=("first",)).save(probe)
             self.checks.append(DuckdbCheck(self.directory / "scores.duckdb", self.oracle))
             self.specs.append(f"duckdb:path={self.directory}/scores.duckdb,probes={probe},{policy}")
 

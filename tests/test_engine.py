@@ -328,7 +328,7 @@ def test_the_gate_steers_from_the_step_after_its_probe_fired(tiny, reference, tm
     threshold = float(scores[at]) - 1e-4
     fires = next(p for p in range(12, len(scores)) if scores[p] >= threshold)
     assert fires <= at
-    probe = Probe(Site(2, "post_block"), ("p",), weight[None], np.zeros(1, np.float32), (threshold,))
+    probe = Probe.make(Site(2, "post_block"), weight, names=("p",), threshold=threshold)
     probe.save(tmp_path / "p.safetensors")
     from safetensors.numpy import save_file
 

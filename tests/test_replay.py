@@ -108,7 +108,7 @@ class TestARecordingReplayed:
         assert not any(lane["errors"] for lane in status["consumers"].values())
         assert replayed.records_lost == 0
         live, again = tree(tmp_path / "live"), tree(tmp_path / "again")
-        assert len(live) > 50
+        assert len(live) > 25
         assert again == live
         statuses = Counter(json.loads(data)["status"] for name, data in live.items() if name.endswith("request.json"))
         assert set(statuses) >= {"stop", "length", "abort", "error"}
@@ -328,7 +328,7 @@ class TestADataSetReplayed:
         for name in unlike:
             before, after = (json.loads(files[name]) for files in (live, again))
             for sidecar in (before, after):
-                del sidecar["sources"]
+                del sidecar["sources"], sidecar["xxh3_64"]  # of the sidecar itself
                 if "dtype" in options:
                     del sidecar["dtype"]  # that of capture is not stored twice
                 if "positions" in options:
