@@ -66,8 +66,12 @@ def test_every_core_and_consumer_module_imports(bare):
         import importlib, pkgutil, capflow, capflow_consumers, capflow_dashboard
         for package in (capflow, capflow_consumers, capflow_dashboard):
             for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-                if not found.name.endswith("__main__"):
+                if found.name.endswith("__main__"):
+                    continue
+                try:
                     importlib.import_module(found.name)
+                except ModuleNotFoundError as e:  # what an extra brings, and only where that is used
+                    assert (found.name, e.name) == ("capflow_consumers.natslink", "nats")
         print("all")
         """,
     )
