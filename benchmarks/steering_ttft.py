@@ -1,6 +1,6 @@
 """What an inline vector adds to the time to the first token over HTTP: 36 layers of 4096 numbers, new ones with each request.
 
-    python benchmarks/steering_ttft.py [--requests N] [--json FILE]
+    python benchmarks/steering_ttft.py [--requests N] [--dtype float32] [--json FILE]
 
 One `capflow serve` with a random model of 36 layers as wide as an 8B model's but otherwise thin, so that what is measured is the
 way of the vector and little else: base64 in the body, JSON, checks, the way to the engine's process and into its bank, and the
@@ -83,6 +83,9 @@ def main() -> int:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=100, help="of each kind")
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="of the stream; bfloat16 is emulated on a CPU without AVX-512"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     import numpy as np
@@ -103,7 +106,7 @@ def main() -> int:
         "--host",
         "127.0.0.1",
     ]
-    command += ["--skip-tokenizer-init", "--max-model-len", "128", "--no-enable-prefix-caching"]
+    command += ["--skip-tokenizer-init", "--max-model-len", "128", "--no-enable-prefix-caching", "--dtype", args.dtype]
     one_thread = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"} | one_thread | os.environ
     server = subprocess.Popen(
@@ -126,7 +129,7 @@ def main() -> int:
     spread = {mode: statistics.quantiles(values, n=10) for mode, values in times.items()}
     added = median["steered"] - median["plain"]
     print(
-        f"{args.requests} requests each, {LAYERS} layers x {WIDTH}, float16; medians, and from the tenth to the ninth decile"
+        f"{args.requests} requests each, {LAYERS} layers x {WIDTH}, float16 in the body, {args.dtype} in the model; medians, and from the tenth to the ninth decile"
     )
     for mode in MODES:
         print(f"{mode:8} {median[mode]:7.2f} ms  ({spread[mode][0]:.2f} .. {spread[mode][-1]:.2f})")

@@ -18,7 +18,7 @@ from capflow import limits
 from capflow.frame import DTYPES, Block, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, Span
 from capflow.message import ModelInfo
 from capflow.recording import Engine, Said
-from capflow.site import Site
+from capflow.site import Site, layers_by_hook
 from capflow.spec import CaptureSpec
 
 _AT_ONCE = 8  # requests that run at a time
@@ -161,7 +161,5 @@ def _blocks(groups: list[_Group], start: int, stop: int, dtype: str) -> tuple[tu
 
 def _spec(sites: Iterable[Site]) -> CaptureSpec | None:
     """Return the spec that names these sites."""
-    hooks: dict[str, list[int | str]] = {}
-    for site in sites:
-        hooks.setdefault(site.hook, []).append(site.layer)
-    return CaptureSpec(hooks=dict(hooks)) if hooks else None
+    hooks = layers_by_hook(sites)
+    return CaptureSpec.parse({"hooks": hooks}) if hooks else None

@@ -57,6 +57,10 @@ class Rank(NamedTuple):
     tp: Place
 
 
+Source = tuple[str, str, Rank]
+"""One boot of one worker: engine, boot, rank."""
+
+
 class Span(NamedTuple):
     """Positions `start .. start+length` of request number `request` are rows `row .. row+length`."""
 
@@ -138,6 +142,11 @@ class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
     step_requests: Count = 0
     payload_bytes: int = 0
     xxh3: int = 0
+
+    @property
+    def source(self) -> Source:
+        """Whose frame it is; `seq` counts the frames of each."""
+        return self.engine, self.boot, self.rank
 
 
 class Chunk(NamedTuple):

@@ -176,7 +176,7 @@ class Hub:
 
     def detach(self, peer: bytes) -> None:
         """Forget a peer in this process, once it said Bye."""
-        self.post(lambda: self._attached.pop(peer, None) and None)
+        self.post(functools.partial(self._detach, peer))
 
     def receive(self, peer: bytes, parts: Parts) -> None:
         """Take a message of a peer in this process; those of one thread are taken in order."""
@@ -273,6 +273,9 @@ class Hub:
                     self._exchange.receive(peer, [encode(Beat())])
                 self._safely(functools.partial(self._exchange.tick, now))
         self._exchange.goodbye()
+
+    def _detach(self, peer: bytes) -> None:
+        self._attached.pop(peer, None)
 
     def _safely(self, call: Callable[[], None]) -> None:
         try:

@@ -24,13 +24,10 @@ import msgspec
 
 from capflow import limits
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.frame import Frame, FrameHeader, Rank
+from capflow.frame import Frame, FrameHeader, Source
 from capflow.message import ModelInfo
 from capflow.result import RequestDone
 from capflow.spool import Lost, Spool, records
-
-Source = tuple[str, str, Rank]
-"""One boot of one worker: engine, boot, rank."""
 
 
 class Engine(msgspec.Struct, frozen=True, array_like=True):
@@ -81,7 +78,7 @@ class Recorder:
 
     def frame(self, frame: Frame) -> bool:
         """Take a frame, all of it; return False when it is there already. Its payload must not change any more."""
-        source = source_of(frame.header)
+        source = frame.header.source
         if frame.header.seq <= self._last.get(source, 0):
             return False
         header, payload = frame.encode()
@@ -100,7 +97,7 @@ class Recorder:
             raise CapflowError(explain(f"recording {self.path}", got="a disk that does not answer"))
 
     def _frame(self, header: FrameHeader) -> None:
-        self._last[source_of(header)] = header.seq
+        self._last[header.source] = header.seq
         self._done.difference_update([(header.engine, part.id) for part in header.requests])
 
     def close(self) -> None:
@@ -143,11 +140,6 @@ def read(path: Path) -> Iterator[Said]:
             got = f"record {found.id}"
             raise UsageError(explain(str(path), got=got, expected="a record of a recording", do=do)) from None
         yield Frame(said, memoryview(found.body).cast("B")) if isinstance(said, FrameHeader) else said
-
-
-def source_of(header: FrameHeader) -> Source:
-    """Return whose frame it is."""
-    return header.engine, header.boot, header.rank
 
 
 def _decode(head: bytes) -> Engine | FrameHeader | RequestDone:

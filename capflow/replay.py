@@ -16,11 +16,11 @@ import msgspec
 
 from capflow import limits
 from capflow.errors import CapflowError, explain
-from capflow.frame import Dropped, Finished, Frame, FrameHeader, Rank, rows_of
+from capflow.frame import Dropped, Finished, Frame, FrameHeader, Rank, Source, rows_of
 from capflow.hub import Hub
 from capflow.localpeer import LocalPeer
 from capflow.message import Hello, ModelInfo
-from capflow.recording import Engine, Said, Source, source_of
+from capflow.recording import Engine, Said
 from capflow.result import RequestDone
 from capflow.spool import Lost
 from capflow.transport.workerlink import empty_header
@@ -43,8 +43,8 @@ class Pace:
             self._first = header.time_ns, now
         began_ns, began = self._first
         if self._steps_per_s is not None:
-            self._steps[source_of(header)] += 1
-            return began + (self._steps[source_of(header)] - 1) / self._steps_per_s
+            self._steps[header.source] += 1
+            return began + (self._steps[header.source] - 1) / self._steps_per_s
         return now if self._speed is None else began + (header.time_ns - began_ns) / 1e9 / self._speed
 
 
@@ -105,7 +105,7 @@ class Replay:
 
     def _frame(self, frame: Frame) -> None:
         header = frame.header
-        worker = self._worker(*source_of(header))
+        worker = self._worker(*header.source)
         if header.seq <= worker.recorded:
             return
         self._rest(self._pace.due(header, time.monotonic()))

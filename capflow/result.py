@@ -46,6 +46,12 @@ class RequestDone(msgspec.Struct, frozen=True):
     finished: tuple[Finished, ...] = ()
     budget_reached: bool = False
 
+    @property
+    def problems(self) -> list[str]:
+        """Why not every row came, one message each."""
+        lost = [f"{dropped.rows} rows lost: {dropped.reason}" for dropped in self.dropped]
+        return [*lost, "the request did not end"] if self.status == "error" else lost
+
 
 _WORST_FIRST: tuple[Status, ...] = ("error", "partial_error", "pending", "ok", "not_requested")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Literal, NamedTuple, get_args
 
 from capflow.errors import UsageError, explain
@@ -43,6 +43,14 @@ class Site(NamedTuple):
         if self not in tapped:
             do = f"start the engine with --sites {self} to tap it"
             raise UsageError(explain(field, got=f"no tap at {self}", expected="a tapped site", do=do))
+
+
+def layers_by_hook(sites: Iterable[Site]) -> dict[str, list[int]]:
+    """Return the layers of each hook that sites are at, as a capture spec names them."""
+    hooks: dict[str, list[int]] = {}
+    for site in sites:
+        hooks.setdefault(site.hook, []).append(site.layer)
+    return hooks
 
 
 def refusal_of_fixed(field: str, site: Site) -> str:

@@ -45,7 +45,6 @@ class Taps:
         self.frames = 0  # copies sent
         self.bytes = 0
         self.skipped_frames = 0
-        self.skipped_bytes = 0
 
     def __len__(self) -> int:
         return len(self._taps)
@@ -79,7 +78,6 @@ class Taps:
                 tap.skipped_frames += 1
                 tap.skipped_bytes += nbytes
                 self.skipped_frames += 1
-                self.skipped_bytes += nbytes
                 if not tap.behind:
                     tap.behind = True
                     event = {"event": "tap_behind", "tap": tap.name, "skipped_frames": tap.skipped_frames}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 import sys
@@ -103,7 +104,7 @@ def _print(batches: _First, form: str, out: BinaryIO) -> None:
         )
         return
     if form == "jsonl":
-        for batch in (first, *found):
+        for batch in itertools.chain([first], found):
             out.writelines(
                 json.dumps(row, default=str, ensure_ascii=False).encode() + b"\n" for row in batch.to_pylist()
             )

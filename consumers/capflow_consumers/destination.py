@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from capflow.errors import CapflowError, UsageError, explain
+from capflow_consumers.disk import sync
 
 _MARK = ".capflow-export.json"
 _PARTIAL = ".partial-"
@@ -63,9 +64,9 @@ class Destination:
         try:
             yield partial
             for file in partial.iterdir() if partial.is_dir() else (partial,):
-                _sync(file)
+                sync(file)
             partial.rename(self.path / name)
-            _sync(self.path)
+            sync(self.path)
         except OSError as e:
             raise self.failed(e) from e
         finally:
@@ -88,12 +89,3 @@ class Destination:
             differ = [name for name in Export.__struct_fields__ if getattr(begun, name) != getattr(self._export, name)]
             got = f"another export, whose {' and '.join(differ)} {'differs' if len(differ) == 1 else 'differ'}"
             raise UsageError(explain(f"{self.path}", got=got, do="remove the directory, or choose another name"))
-
-
-def _sync(path: Path) -> None:
-    """Have a file or a directory on the disk before anything is said of it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -37,7 +37,7 @@ from capflow.message import ModelInfo
 from capflow.probe import Scorer
 from capflow.probekinds import load_probe
 from capflow.result import CaptureResult, RequestDone, Status
-from capflow.site import Site
+from capflow.site import Site, layers_by_hook
 from capflow.spec import CaptureSpec
 from capflow.sqlport import SqlPort
 from capflow_consumers.database import Database, Stored
@@ -112,9 +112,7 @@ class DuckdbConsumer(Consumer):
         """Return the sites of the probes and the option `site`; None when there are none."""
         if not self._by_site:
             return None
-        hooks: dict[str, list[int]] = {}
-        for site in sorted(self._by_site):
-            hooks.setdefault(site.hook, []).append(site.layer)
+        hooks = layers_by_hook(sorted(self._by_site))
         return CaptureSpec.parse({"hooks": hooks, "positions": self.config.positions}, where=f"consumers.{self.name}")
 
     def look(self) -> tuple[str, str]:
@@ -204,9 +202,7 @@ class DuckdbConsumer(Consumer):
         if request.status is not None:  # given once more, after a kill
             self._count("requests_again")
             return CaptureResult(cast("Status", request.status), None, payload)
-        problems = [f"{dropped.rows} rows lost: {dropped.reason}" for dropped in done.dropped]
-        if done.status == "error":
-            problems.append("the request did not end")
+        problems = done.problems
         if request.error is not None:
             problems.append(request.error)
         if request.rows != done.rows:

@@ -28,7 +28,7 @@ from capflow.hookspecs import hookimpl
 from capflow.message import ModelInfo
 from capflow.probe import Probe
 from capflow.result import CaptureResult, RequestDone, Status
-from capflow.site import Site
+from capflow.site import Site, layers_by_hook
 from capflow.spec import CaptureSpec
 from capflow_consumers.natsmessages import (
     ID_HEADER,
@@ -106,9 +106,7 @@ class NatsConsumer(Consumer):
 
     def spec(self) -> CaptureSpec | None:
         """Return the sites of the probes and the option `sites`; None when there are none."""
-        hooks: dict[str, list[int]] = {}
-        for site in sorted({*self._probes, *map(Site.parse, self.config.sites)}):
-            hooks.setdefault(site.hook, []).append(site.layer)
+        hooks = layers_by_hook(sorted({*self._probes, *map(Site.parse, self.config.sites)}))
         if not hooks:
             return None
         return CaptureSpec.parse({"hooks": hooks, "positions": self.config.positions}, where=f"consumers.{self.name}")
@@ -197,9 +195,7 @@ class NatsConsumer(Consumer):
     def on_request_done(self, done: RequestDone) -> CaptureResult:
         """Send what became of the request, and wait until the stream has it."""
         request = self._requests.pop((done.engine, done.request), None) or _Request()
-        problems = [f"{dropped.rows} rows lost: {dropped.reason}" for dropped in done.dropped]
-        if done.status == "error":
-            problems.append("the request did not end")
+        problems = done.problems
         if request.error is not None:
             problems.append(request.error)
         status: Status = "ok" if not problems else "partial_error" if request.rows and not request.error else "error"

@@ -73,7 +73,6 @@ class NatsLink:
         self._denied = ""  # that a right is missing, or that capflow may not in
         self._told_s = _TELL_S  # for how long something is away when that is logged next
         self.reconnects = 0
-        self.sent_again = 0  # messages of which no acknowledgement came in time
 
     def open(self, subjects: str, *, create: bool) -> None:
         """Connect, and see to the stream; raises UsageError, or CapflowError when the server does not answer."""
@@ -204,7 +203,6 @@ class NatsLink:
             except js_errors.NotFoundError:
                 raise
             except _AWAY as e:
-                self.sent_again += 1
                 if self._denied:
                     raise RefusedError(explain(subject, got=self._denied, expected="the right to use it")) from e
                 away_s = time.monotonic() - since

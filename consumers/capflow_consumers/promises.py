@@ -26,9 +26,7 @@ def expected_of(wanted: Wanted | None, done: RequestDone) -> dict[Site, Runs]:
 def problems_of(files: RequestFiles, rows: int, expected: Mapping[Site, Runs], done: RequestDone) -> Sequence[str]:
     """Return what the files lack of what was promised, one message each."""
     runs = files.runs
-    problems = [f"{dropped.rows} rows lost: {dropped.reason}" for dropped in done.dropped]
-    if done.status == "error":
-        problems.append("the request did not end")
+    problems = done.problems
     if rows != done.rows:
         problems.append(explain("rows written", got=rows, expected=f"{done.rows} as delivered"))
     for site, spans in sorted(expected.items()):

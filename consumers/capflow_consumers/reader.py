@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,18 @@ class RowBatch(NamedTuple):
 
 class DirectoryCapture(RequestCapture):
     """A request with a directory of its own."""
+
+    @cached_property
+    def _packed_header(self) -> tuple[bytes, int]:
+        """How the one file of a packed request begins, and how long it is."""
+        shapes = []
+        for entry in self.sidecar.sites:
+            dtype, row_bytes = self._dtype(entry)
+            shapes.append((entry.site, dtype, entry.rows, row_bytes))
+        header, begins = layout.packed_header(shapes, self.sidecar.hidden_size)
+        if begins != [entry.offset for entry in self.sidecar.sites]:
+            raise damaged(self.path / layout.SIDECAR_NAME, "sites at other places", "one behind the other")
+        return header, len(header) + sum(layout.part_bytes(shape[2], shape[3]) for shape in shapes)
 
     def _rows(self, entry: layout.SiteFile) -> Rows:
         file = self.path / entry.file
@@ -99,18 +112,10 @@ class DirectoryCapture(RequestCapture):
 
     def _header(self, entry: layout.SiteFile) -> tuple[bytes, int]:
         """Return how the file of a site begins, and how long it is."""
-        sidecar = self.sidecar
-        if sidecar.layout == "packed":
-            shapes = []
-            for other in sidecar.sites:
-                dtype, row_bytes = self._dtype(other)
-                shapes.append((other.site, dtype, other.rows, row_bytes))
-            header, begins = layout.packed_header(shapes, sidecar.hidden_size)
-            if begins != [other.offset for other in sidecar.sites]:
-                raise damaged(self.path / layout.SIDECAR_NAME, "sites at other places", "one behind the other")
-            return header, len(header) + sum(layout.part_bytes(shape[2], shape[3]) for shape in shapes)
+        if self.sidecar.layout == "packed":
+            return self._packed_header
         dtype, row_bytes = self._dtype(entry)
-        header = layout.header(entry.site, dtype, entry.rows, sidecar.hidden_size, row_bytes)
+        header = layout.header(entry.site, dtype, entry.rows, self.sidecar.hidden_size, row_bytes)
         return header, len(header) + layout.part_bytes(entry.rows, row_bytes)
 
 
@@ -133,9 +138,13 @@ class Dataset:
         directories = (_open_request(path).id for path in self._directories())
         return list(dict.fromkeys(itertools.chain(directories, self._shards.ids())))
 
-    def captures(self, request_id: str) -> list[RequestCapture]:
-        """Return every capture of an id, first to last, parts of one request each by itself."""
-        self._shards.refresh()
+    def captures(self, request_id: str, *, look: bool = True) -> list[RequestCapture]:
+        """Return every capture of an id, first to last, parts of one request each by itself.
+
+        look: whether to look for shards that came since the data set was opened or last looked at, which takes time with the number of entries of the root.
+        """
+        if look:
+            self._shards.refresh()
         return self._captures(request_id)
 
     def running(self) -> list[RunningCapture]:

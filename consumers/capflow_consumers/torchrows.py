@@ -127,7 +127,7 @@ class TorchRows(IterableDataset[Batch]):
                 spans = list(_spans(start, count, share, shares))
                 start += count
                 if spans:
-                    captures = dataset.captures(request) if captures is None else captures
+                    captures = dataset.captures(request, look=False) if captures is None else captures
                     found = [capture[self.sites[site]] for capture in captures if self.sites[site] in capture]
                     if sum(len(rows) for rows, _, _ in found) != count:
                         raise self._changed(request)

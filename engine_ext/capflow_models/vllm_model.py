@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 import capflow
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.site import HOOKS, Site
+from capflow.site import HOOKS, Site, layers_by_hook
 from capflow.steering import Steering
 from capflow_engine.llm import LLM
 from capflow_engine.params import sampling_params
@@ -117,9 +117,7 @@ class VLLMSteerableModel(SteerableModel):
             do = "give rows=ROOT of the engine's filesystem consumer, or a model's name in place of the engine"
             raise UsageError(explain("last_rows: no captured rows to read", do=do))
         name = uuid.uuid4().hex
-        hooks: dict[str, list[int]] = {}
-        for site in dict.fromkeys(sites):
-            hooks.setdefault(site.hook, []).append(site.layer)
+        hooks = layers_by_hook(dict.fromkeys(sites))
         parameters = [
             sampling_params(
                 id=f"{name}-{number}",
