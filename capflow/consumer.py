@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -86,10 +87,11 @@ class Consumer(ABC):
         are answered with status `error` or `partial_error`; the next frame comes all the same.
         """
 
-    def on_request_done(self, done: RequestDone) -> CaptureResult | None:
+    def on_request_done(self, done: RequestDone) -> CaptureResult | Future[CaptureResult] | None:
         """A request is over, and every row of it was given to `on_frame`. None means `ok` with no payload.
 
-        Called for every request of which this consumer was promised rows.
+        Called for every request of which this consumer was promised rows. A Future lets what takes time go on beside what comes next: the hub keeps
+        what it has of the request until the Future has a result, and takes an exception in it as one of this method. `close` sees to it that none is left.
         """
         return None
 

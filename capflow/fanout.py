@@ -6,11 +6,13 @@ are counted, logged once per kind, and told to the requests that they hit.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, ClassVar, NamedTuple
 
 from capflow import limits
@@ -49,8 +51,8 @@ class _Session(NamedTuple):
 class Lane:
     """One consumer's queue and thread, from `open` to `close`.
 
-    on_result(request, consumer, result) and on_action(action) are called on the lane's thread. keeps: it has an inbox
-    and a ledger of its own.
+    on_result(request, consumer, result) is called on the lane's thread, or on that which ends a Future of the consumer's; on_action(action) on the lane's.
+    keeps: it has an inbox and a ledger of its own.
     """
 
     keeps: ClassVar[bool] = False
@@ -71,14 +73,18 @@ class Lane:
         self.frames = 0  # given to `on_frame`, as are rows and bytes; written by the thread
         self.rows = 0
         self.bytes = 0
-        self.errors = 0  # exceptions of the consumer; written by the thread
+        self.errors = 0  # exceptions of the consumer; guarded by `_lock`
         self.results: Counter[str] = Counter()  # requests that it is done with, by status; by the hub's thread
         self.pace = Pace()  # written by the thread
-        self.counts: Counter[str] = Counter()  # the consumer's own; written by whichever thread it counts on
+        self.counts: Counter[str] = Counter()  # the consumer's own; guarded by `_lock`
         self.dropped: Counter[str] = Counter()  # rows by reason; by the hub's thread, at shutdown by the lane's
         self._on_result = on_result
         self._on_action = on_action
-        self._logged: set[tuple[str, type[BaseException]]] = set()  # kinds of errors whose traceback is in the log
+        self._lock = threading.Lock()
+        self._logged: set[tuple[str, type[BaseException]]] = (
+            set()
+        )  # kinds of errors whose traceback is in the log; so too
+        self._unsettled: dict[Future[CaptureResult], float] = {}  # of requests that are over, and since when; so too
         self._discarding = False  # set by `discard`: rows are thrown away, ends are still told
         self._opened = threading.Event()  # set by the thread when `open` is through
         self._open_error: Exception | None = None  # set by the thread before `_opened`
@@ -159,6 +165,10 @@ class Lane:
             return "closed" if self.queue.closed else "its thread ended"
         if not self._opened.is_set():
             return "not open yet"
+        with self._lock:
+            since = next(iter(self._unsettled.values()), now)
+        if now - since > limits.CALL_S_MAX:
+            return f"a request has been without a result for more than {limits.CALL_S_MAX:g} s"
         return self.pace.trouble(now)
 
     def status(self) -> dict[str, Any]:
@@ -190,7 +200,8 @@ class Lane:
 
     def count(self, name: str, amount: int = 1) -> None:
         """Add to a counter of this consumer."""
-        self.counts[name] += amount
+        with self._lock:
+            self.counts[name] += amount
 
     # The thread.
 
@@ -232,9 +243,7 @@ class Lane:
                     if taken is not None:
                         taken()
             case _Done(request, taken):
-                self._finish(request)
-                if taken is not None:
-                    taken()
+                self._finish(request, self.index, taken)
             case _Session(engine, model):
                 self._guard("on_session", self.consumer.on_session, engine, model)
             case Answered():
@@ -252,32 +261,61 @@ class Lane:
                 tally.rows_failed += rows
                 tally.error = tally.error or error
 
-    def _finish(self, request: Request, place: int | None = None) -> None:
-        """Tell the consumer, which has this place in the request's ledger, that it is over."""
-        place = self.index if place is None else place
+    def _finish(self, request: Request, place: int, settled: Callable[[], None] | None) -> None:
+        """Tell the consumer, which has this place in the request's ledger, that it is over; `settled` is called, on any thread, when there is a result."""
         done = request.done_for(place)
-        said: list[CaptureResult | None] = []
+        said: list[CaptureResult | Future[CaptureResult] | None] = []
         error = self._guard("on_request_done", lambda: said.append(self.consumer.on_request_done(done)))
-        result = CaptureResult("error", error) if error is not None else said[0]
+        answer = said[0] if error is None else CaptureResult("error", error)
+        if isinstance(answer, Future):
+            with self._lock:
+                self._unsettled[answer] = time.monotonic()
+            answer.add_done_callback(functools.partial(self._ended, request, place, settled))
+        else:
+            self._settle(request, place, settled, answer)
+
+    def _ended(
+        self, request: Request, place: int, settled: Callable[[], None] | None, future: Future[CaptureResult]
+    ) -> None:
+        """Take what became of a request for which the consumer wanted time."""
+        with self._lock:
+            self._unsettled.pop(future, None)
+        try:
+            result = future.result()
+        except BaseException as e:  # noqa: BLE001  as in `_guard`
+            result = CaptureResult("error", self._failed("on_request_done", e))
+        self._settle(request, place, settled, result)
+
+    def _settle(
+        self, request: Request, place: int, settled: Callable[[], None] | None, result: CaptureResult | None
+    ) -> None:
         self._on_result(request, self.index, request.judge(place, result))
+        if settled is not None:
+            settled()
 
     def _guard(self, method: str, call: Callable[..., Any], *args: Any) -> str | None:
         """Call a method of the consumer; return what went wrong, None if nothing did."""
         since = self.pace.begin()
         try:
             call(*args)
-        except BaseException as e:  # `sys.exit` too: what waits for this thread must not wait for ever
-            self.errors += 1
-            kind = (method, type(e))
-            if kind not in self._logged:
-                self._logged.add(kind)
-                event = {"event": "consumer_failed", "consumer": self.name, "method": method}
-                what = "consumer %s: %s failed; more of this kind are counted only"
-                logger.exception(what, self.name, method, extra=event)
-            return f"{self.name}.{method}: {type(e).__name__}: {e}"
+        except BaseException as e:  # noqa: BLE001  `sys.exit` too: what waits for this thread must not wait for ever
+            return self._failed(method, e)
         finally:
             self.pace.end(since)
         return None
+
+    def _failed(self, method: str, e: BaseException) -> str:
+        """Count an exception of the consumer; return what is said of it."""
+        kind = (method, type(e))
+        with self._lock:
+            self.errors += 1
+            known = kind in self._logged
+            self._logged.add(kind)
+        if not known:
+            event = {"event": "consumer_failed", "consumer": self.name, "method": method}
+            what = "consumer %s: %s failed; more of this kind are counted only"
+            logger.error(what, self.name, method, exc_info=e, extra=event)
+        return f"{self.name}.{method}: {type(e).__name__}: {e}"
 
     def _lose(self, delivery: Delivery, reason: str) -> None:
         self.dropped[reason] += delivery.rows

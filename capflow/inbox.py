@@ -34,7 +34,7 @@ import msgspec
 
 from capflow import limits
 from capflow.action import Answered
-from capflow.frame import Frame, FrameHeader, Rank, RequestRows
+from capflow.frame import Frame, FrameHeader, Rank, RequestRows, Source
 from capflow.message import ModelInfo
 from capflow.spool import Files, FullError, InUseError, Lost, Spool
 from capflow.spool.items import HEADER_BYTES
@@ -45,9 +45,6 @@ _MARKS_MAX = 1024  # of workers, those of which something came last
 _CHECKPOINT_S = 0.5  # between two checkpoints, unless much can be forgotten
 _INBOXES_MAX = 64  # of hubs that run at once with the same consumer
 _CLOSE_S = 10.0
-
-Source = tuple[str, str, Rank]
-"""Engine, boot and rank of a worker."""
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True):
@@ -65,10 +62,11 @@ class Gone(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
-    """A request that the consumer is done with."""
+    """A request that the consumer is done with; through: the last record that is of it, and not of another with its id; 0 in old records, which is this one."""
 
     engine: str
     request: str
+    through: int = 0
 
 
 class Missed(msgspec.Struct, frozen=True, array_like=True):
@@ -230,8 +228,8 @@ class Inbox:
                         }
                     case Missed(engine, seconds):
                         self._miss(engine, seconds)
-                    case Done(engine, request):
-                        self.done[engine, request] = number
+                    case Done(engine, request, through):
+                        self.done[engine, request] = through or number
                     case Checkpoint(engines, marks, unkept):
                         self._own.append(number)
                         self.unkept = unkept
@@ -268,7 +266,7 @@ class Inbox:
 
     def has(self, header: FrameHeader) -> bool:
         """Return whether the frame is here, or was."""
-        return header.seq <= self._marks.get((header.engine, header.boot, header.rank), 0)
+        return header.seq <= self._marks.get(header.source, 0)
 
     def put_frame(self, frame: Frame, timeout_s: float, *, spared: bool = False) -> int:
         """Take a frame, waiting for room for at most so long; return its record's number. Raises FullError.
@@ -285,7 +283,7 @@ class Inbox:
 
     def skip(self, header: FrameHeader) -> None:
         """Note that a frame is not needed here if it comes again."""
-        self._mark((header.engine, header.boot, header.rank), header.seq)
+        self._mark(header.source, header.seq)
 
     def put(self, what: Known | Gone | Done | Missed | Answered, timeout_s: float = 0.0) -> int:
         """Take anything else; return its record's number. Raises FullError."""

@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import msgspec
@@ -110,6 +111,7 @@ class SpillingLane(Lane):
         self._gone: set[tuple[str, int | None]] = set()  # asked to be ended by the hub; its thread's
         self._opened_at = 0.0  # when the inbox was
         self._handled = 0  # the record that was handled last; the consumer's thread's
+        self._settled: SimpleQueue[Request] = SimpleQueue()  # that have results, and are in `_open` or `_long` yet
         self._unkept = 0  # requests too long for the inbox
         self._written = threading.Event()  # set when the writer has ended
         self._writer = threading.Thread(target=self._write, name=f"capflow-{self.name}-inbox", daemon=True)
@@ -271,12 +273,14 @@ class SpillingLane(Lane):
                 del item
             elif written:
                 break
+            self._let_go()
             self._forget()
             if time.monotonic() >= idle_at:
                 self._guard("on_idle", self.consumer.on_idle)
                 idle_at = time.monotonic() + limits.IDLE_S
         self._guard("close", self.consumer.close)
         self._written.wait(limits.SILENCE_S_MAX)
+        self._let_go()
         self.inbox.close(self._needless(), self._unkept_by, keep=bool(self._engines or self._long))
 
     def _recall(self) -> None:
@@ -314,7 +318,7 @@ class SpillingLane(Lane):
                 case Known(engine, model):
                     self._greeted(engine, model)
                 case Gone(engine, replica):
-                    self._gone_now(engine, replica)
+                    self._gone_now(engine, replica, item.number)
                 case Answered() as answered:
                     self._guard("on_action", self.consumer.on_action, answered)
                 case Lost() as lost:
@@ -342,11 +346,11 @@ class SpillingLane(Lane):
             return
         boot = self._boots.get((engine.name, header.rank), header.boot)
         if boot != header.boot:  # started again, while no hub was there to tell
-            self._end_all(engine, header.rank.dp)
+            self._end_all(engine, header.rank.dp, item.number - 1)
         self._boots[engine.name, header.rank] = header.boot
         if item.again:
             for name in {*(part.id for part in header.requests), *(finished.id for finished in header.finished)}:
-                if self.inbox.done.get((engine.name, name), 0) > item.number:
+                if self.inbox.done.get((engine.name, name), 0) >= item.number:
                     self.ledger.pass_over(name, engine, header.rank)
         deliveries = self.ledger.take(frame, engine)
         self._note_open(engine, header, item.number)
@@ -361,7 +365,7 @@ class SpillingLane(Lane):
     def _finish_all(self, engine: Engine, header: FrameHeader, number: int) -> None:
         if header.finished:
             for request in self.ledger.finish(header, engine):
-                self._end(request)
+                self._end(request, number)
             ends = (RequestRows(f.id, f.prompt_length, 0, (), capture=f.capture) for f in header.finished)
             self._note(engine, ends, header.rank, number)
 
@@ -377,38 +381,55 @@ class SpillingLane(Lane):
         for part in parts:
             request = engine.open.get(part.id)
             key = (engine.name, part.id)
-            if request is None or request.tallies[0] is None or key in self._open or key in self._long:
+            if request is None or request.tallies[0] is None:
+                continue
+            known = self._open.get(key) or self._long.get(key)
+            if known is not None and known.request is not request:  # one of the same id, whose result is to come
+                self._let_go(known.request)
+            elif known is not None:
                 continue
             bare = RequestRows(part.id, part.prompt_length, 0, (), capture=part.capture)
             self._open[key] = _Open(number, self.inbox.taken_bytes, request, bare, rank)
 
-    def _gone_now(self, name: str, replica: int | None) -> None:
+    def _gone_now(self, name: str, replica: int | None, number: int) -> None:
         engine = self._engine(name)
         if engine is None:
             return
-        self._end_all(engine, replica)
+        self._end_all(engine, replica, number)
         if replica is None:
             del self._engines[name]
             self._boots = {worker: boot for worker, boot in self._boots.items() if worker[0] != name}
 
-    def _end_all(self, engine: Engine, replica: int | None) -> None:
+    def _end_all(self, engine: Engine, replica: int | None, number: int) -> None:
         for request in self.ledger.lose(engine, replica):
-            self._end(request)
+            self._end(request, number)
 
-    def _end(self, request: Request) -> None:
-        """Tell the consumer of the end of a request, unless an earlier hub did."""
+    def _end(self, request: Request, number: int) -> None:
+        """Tell the consumer of the end of a request, whose last record has this number, unless an earlier hub did."""
         if request.tallies[0] is None:
             return
-        key = (request.engine, request.id)
         if rows := request.dropped["earlier_hub"]:
             self.dropped["earlier_hub"] += rows
-        self._finish(request, 0)
+        self._finish(request, 0, functools.partial(self._done_with, request, number))
+        self._let_go()
+
+    def _done_with(self, request: Request, number: int) -> None:
+        """Put down that the consumer has made a request its own. Called on any thread."""
         try:
-            self.inbox.put(Done(*key))
+            self.inbox.put(Done(request.engine, request.id, number))
         except FullError as e:
             logger.warning("consumer %s: %s", self.name, e)
-        self._open.pop(key, None)
-        self._long.pop(key, None)
+        self._settled.put(request)
+
+    def _let_go(self, until: Request | None = None) -> None:
+        """Forget the requests of which there are results; wait for that of `until`."""
+        while until is not None or not self._settled.empty():
+            request = self._settled.get()
+            key = (request.engine, request.id)
+            for known in (self._open, self._long):
+                if key in known and known[key].request is request:
+                    del known[key]
+            until = None if request is until else until
 
     def _damaged(self, lost: Lost, number: int) -> None:
         """Count the rows of a record that cannot be read again; what its head says holds."""

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 
 import pytest
 import zmq
@@ -89,6 +90,25 @@ class Recorder(Consumer):
     def _note(self, event):
         self.threads.add(threading.current_thread())
         self.events.append(event)
+
+
+class Later(Recorder):
+    """Has the result of a request when who tests says so, or at its close."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.futures = {}  # by request
+
+    def on_request_done(self, done):
+        super().on_request_done(done)
+        future = self.futures[done.request] = Future()
+        return future
+
+    def close(self):
+        for future in self.futures.values():
+            if not future.done():
+                future.set_result(CaptureResult("ok"))
+        super().close()
 
 
 def configured(consumer, policy="block", queue_bytes_max=None, **spill):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -45,10 +46,18 @@ class Counts:
         self.counts[name] += amount
 
 
+class Waiting(FilesystemConsumer):
+    """The consumer, with every request's result at once."""
+
+    def on_request_done(self, done: RequestDone) -> CaptureResult:
+        result = super().on_request_done(done)
+        return result.result() if isinstance(result, Future) else result
+
+
 def opened(root: Path, sites: tuple[Site, ...] = SITES[:1], **options: object) -> FilesystemConsumer:
     """Return a consumer that has met an engine with taps at these sites, and wants them all."""
     options = {"hooks": sorted({site.hook for site in sites}), **options}
-    consumer = FilesystemConsumer(FilesystemConfig(root=str(root), **{"fsync": False, "layout": "per_file", **options}))
+    consumer = Waiting(FilesystemConfig(root=str(root), **{"fsync": False, "layout": "per_file", **options}))
     consumer.check()
     consumer.open(Counts())
     consumer.on_session("engine-1", msgspec.structs.replace(make_model(), sites=sites))

@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 from frames import make_finished, make_frame, make_hello, make_model, token_of
-from hubs import EVERYTHING, Recorder, address, configured, raw_peer, running_hub, scheduler_link, worker_link
+from hubs import EVERYTHING, Later, Recorder, address, configured, raw_peer, running_hub, scheduler_link, worker_link
 from waiting import eventually
 
 from capflow import limits, message
@@ -305,6 +305,34 @@ class TestConsumersThatFail:
             if method == "on_idle":
                 eventually(lambda: hub.snapshot().errors)
         assert hub.snapshot().errors
+
+    def test_a_result_may_come_later_and_from_another_thread(self, address):
+        later = Later("later")
+        with running_hub(address, later) as hub, worker_link(address) as link, Client(address) as client:
+            for request in ("right", "wrong", "last"):
+                send_request(link, request)
+            eventually(lambda: len(later.futures) == 3)
+            assert client.results(["right"], timeout=0.2)["right"]["later"].status == "pending"
+            eventually(lambda: later.idle)  # its thread is not held up
+            threading.Thread(
+                target=later.futures["right"].set_result, args=(CaptureResult("ok", payload={"n": 7}),)
+            ).start()
+            later.futures["wrong"].set_exception(RuntimeError("no disk"))
+            results = {name: client.results([name], timeout=20)[name]["later"] for name in ("right", "wrong")}
+            assert results["right"] == CaptureResult("ok", payload={"n": 7})
+            assert results["wrong"] == CaptureResult("error", "later.on_request_done: RuntimeError: no disk")
+            assert hub.status()["consumers"]["later"]["errors"] == 1
+        assert later.futures["last"].done()  # by `close`
+
+    def test_a_result_that_does_not_come_is_trouble(self, address, monkeypatch):
+        monkeypatch.setattr(limits, "CALL_S_MAX", 0.3)
+        later = Later("later")
+        with running_hub(address, later) as hub, worker_link(address) as link:
+            assert hub.status()["consumers"]["later"]["trouble"] is None
+            send_request(link)
+            eventually(lambda: "without a result" in (hub.status()["consumers"]["later"]["trouble"] or ""))
+            later.futures["r1"].set_result(CaptureResult("ok"))
+            eventually(lambda: hub.status()["consumers"]["later"]["trouble"] is None)
 
     def test_that_cannot_be_opened_stops_the_start_and_closes_the_others(self, address):
         class Broken(Recorder):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from frames import make_finished, make_frame, make_hello, make_model
-from hubs import Recorder, address, configured, running_hub, worker_link
+from hubs import Later, Recorder, address, configured, running_hub, worker_link
 from waiting import eventually
 
 from capflow import limits
@@ -124,6 +124,57 @@ def test_the_next_hub_goes_on_where_the_last_stopped_and_no_row_is_given_twice_i
             assert link.wait_welcome(20)
             time.sleep(0.3)
             assert third.rows == {}
+
+
+class Forgetful(Later):
+    """Leaves requests without a result at its close."""
+
+    def close(self):
+        self._note("close")
+
+
+def test_a_request_without_a_result_is_given_again(address, spills):
+    first, second, third = Forgetful(), Recorder(), Recorder()
+    with worker_link(address, wait=False) as link:
+        worker = Sender(link)
+        with running_hub(address, spills(first)):
+            assert link.wait_welcome(20)
+            worker.rows("told", "untold")
+            worker.end("told", "untold")
+            eventually(lambda: set(first.futures) == {"told", "untold"})
+            first.futures["told"].set_result(CaptureResult("ok"))
+            eventually(lambda: worker.acknowledged)
+        with running_hub(address, spills(second)):
+            eventually(lambda: "untold" in second.done)
+            assert second.rows == {"untold": ROWS}
+            assert second.done["untold"].rows == second.done["untold"].rows_promised == ROWS
+        with running_hub(address, spills(third)):
+            assert link.wait_welcome(20)
+            time.sleep(0.3)
+            assert third.rows == {}
+
+
+def test_an_id_may_come_again_before_its_first_result(address, spills):
+    first, second = Later(), Recorder()
+    with worker_link(address, wait=False) as link:
+        worker = Sender(link)
+        with running_hub(address, spills(first)) as hub:
+            assert link.wait_welcome(20)
+            worker.rows("r1")
+            worker.rows("r1")
+            worker.end("r1")
+            eventually(lambda: "r1" in first.futures)
+            worker.sent.clear()
+            worker.rows("r1")
+            eventually(lambda: waiting(hub) == 0)
+            first.futures["r1"].set_result(CaptureResult("ok"))
+            eventually(lambda: first.rows["r1"] == 3 * ROWS)
+            eventually(lambda: worker.acknowledged)
+        with running_hub(address, spills(second)):
+            worker.end("r1")
+            eventually(lambda: "r1" in second.done)
+            assert second.rows["r1"] == second.done["r1"].rows == ROWS  # of the second, and all of it
+            assert second.done["r1"].dropped == ()
 
 
 def test_what_the_worker_sends_again_is_known(address, spills, tmp_path):

@@ -29,23 +29,24 @@ def write(fd: int, parts: Sequence[Any], offset: int) -> int:
     return offset
 
 
-def sync_files(fd: int, others: Sequence[Path]) -> None:
-    """Get an open file and others of its file system onto the disk; raises OSError.
+def sync_trees(directories: Sequence[Path]) -> None:
+    """Get directories of one file system, with the files in them, onto the disk; raises OSError.
 
     One `syncfs` does it where it reports errors (Linux 5.8): a journal commit for each of many files took 5 to 8 times
     as long. It waits for what others wrote to the same file system, too.
     """
-    if _syncfs is not None:
+    if _syncfs is None:
+        for directory in directories:
+            for path in directory.iterdir():
+                sync(path)
+            sync(directory)
+        return
+    fd = os.open(directories[0], os.O_RDONLY)
+    try:
         if _syncfs(fd) != 0:
             raise OSError(ctypes.get_errno(), "syncfs failed")
-        return
-    os.fsync(fd)
-    for path in others:
-        other = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(other)
-        finally:
-            os.close(other)
+    finally:
+        os.close(fd)
 
 
 def _find_syncfs() -> Any:
@@ -57,8 +58,8 @@ def _find_syncfs() -> Any:
 _syncfs = _find_syncfs()
 
 
-def sync_directory(path: Path) -> None:
-    """Make the entries of a directory survive a power cut."""
+def sync(path: Path) -> None:
+    """Get a file, or the entries of a directory, onto the disk; raises OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

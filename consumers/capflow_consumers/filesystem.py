@@ -1,6 +1,7 @@
 """The filesystem consumer: every request's rows in files of its own or in shards with others, readable with `capflow.open`.
 
-`capflow_consumers.layout` and `shardstream` are the formats. Rows are collected in memory and written when their request is over; past
+`capflow_consumers.layout` and `shardstream` are the formats. Rows are collected in memory and written when their request is over, on a thread of
+their own, while the next ones come (see `endings`); past
 `buffer_bytes_max` the requests with most rows are moved to files early, and with `tail_s` all are. A request is part of the data set when
 all of it is on the disk: who reads the root sees it whole or not at all, also after a kill or a power cut. Its sidecar says which frames it was
 made of; a hub that gives them again after a kill finds it there.
@@ -12,9 +13,10 @@ import math
 import os
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -30,13 +32,14 @@ from capflow.result import CaptureResult, RequestDone, Status
 from capflow.site import Site
 from capflow.spec import CaptureSpec, StoredDtype, Wanted, join, read_layers
 from capflow_consumers import layout
+from capflow_consumers.endings import Endings
 from capflow_consumers.framelog import FrameLog
 from capflow_consumers.packedfile import PackedFile
 from capflow_consumers.promises import expected_of, problems_of
-from capflow_consumers.requestfiles import RequestFiles
+from capflow_consumers.requestfiles import RequestFiles, Runs
 from capflow_consumers.rowbuffer import RowBuffer
 from capflow_consumers.running import About
-from capflow_consumers.store import ShardStore, Store
+from capflow_consumers.store import ShardStore, Store, Written
 from capflow_consumers.storeddtype import converted, name_of
 from capflow_consumers.tokenlog import TokenLog
 from capflow_consumers.workdir import OnCollision, WorkDir
@@ -89,8 +92,11 @@ class _Request:
         self.published: tuple[Path, layout.Sidecar] | None = None
         self.dtypes: dict[tuple[Site, ...], dict[str, list[int]]] = {}  # of a chunk's sites, by index; see `add`
 
-    def add(self, chunk: Chunk) -> int:
-        """Take a chunk's rows, each in the dtype that it is stored in; return by how much the buffer grew."""
+    def add(self, chunk: Chunk, held_bytes: int | None) -> int:
+        """Take a chunk's rows, each in the dtype that it is stored in; return by how much the buffer grew.
+
+        held_bytes: of the memory that they are in, where it is to be kept.
+        """
         files, sites = self.files, chunk.sites
         kinds = self.dtypes.get(sites)
         if kinds is None:
@@ -105,12 +111,21 @@ class _Request:
             if dtype != files.dtype:
                 rows, overflowed = converted(rows, dtype)
                 files.rows_overflowed.update(dict(zip(mine, overflowed.tolist(), strict=True)))
-            grown += self.buffer.add(mine, chunk.start, rows)
+            held = rows.nbytes if rows.base is None else held_bytes
+            grown += self.buffer.add(mine, chunk.start, rows, held)
         return grown
 
 
+class _Over(NamedTuple):
+    """A request that is over, and what was expected of it at each site."""
+
+    request: _Request
+    done: RequestDone
+    expected: Mapping[Site, Runs]
+
+
 class FilesystemConsumer(Consumer):
-    """Writes one directory for each request."""
+    """Writes each request into a directory of its own, or into a shard with others."""
 
     name: ClassVar[str] = "filesystem"
     Config: ClassVar[type[msgspec.Struct]] = FilesystemConfig
@@ -122,6 +137,7 @@ class FilesystemConsumer(Consumer):
         self._root = Path(config.root).absolute()
         self._workers: ThreadPoolExecutor | None = None  # from `open` to `close`
         self._store: Store | None = None  # likewise
+        self._endings = Endings(self._write, self._publish)
         self._told_at = 0.0  # when rows of running requests were last written, on the monotonic clock
         self._requests: dict[tuple[str, str], _Request] = {}
         self._models: dict[str, ModelInfo] = {}
@@ -183,7 +199,6 @@ class FilesystemConsumer(Consumer):
         if config.layout == "sharded":
             self._store = ShardStore(
                 work,
-                self._workers,
                 compressed=config.compression == "zstd",
                 shard_bytes=config.shard_bytes,
                 sync_requests=config.fsync is True,
@@ -194,6 +209,7 @@ class FilesystemConsumer(Consumer):
             self._store.open()
         except OSError as e:
             raise self._bad_root(str(e)) from e
+        self._endings.open()
 
     def on_session(self, engine: str, model: ModelInfo) -> None:
         """Remember the model's name for the sidecars."""
@@ -202,6 +218,7 @@ class FilesystemConsumer(Consumer):
     def on_frame(self, frame: Frame) -> None:
         """Copy the rows into the buffers of their requests; write the largest out when all exceed the bound."""
         previous: RequestRows | None = None
+        frame_bytes = frame.nbytes
         for chunk in frame.chunks():
             if chunk.request is not previous:
                 previous = chunk.request
@@ -210,29 +227,35 @@ class FilesystemConsumer(Consumer):
                 if request.published is None:
                     request.tokens.add(previous.start, previous.token_ids, previous.texts)
             if request.error is None and request.published is None:
-                self._buffered_bytes += request.add(chunk)
-                if self._buffered_bytes > self.config.buffer_bytes_max:
-                    self._write_out()
+                self._buffered_bytes += request.add(chunk, frame_bytes if 2 * chunk.rows.nbytes > frame_bytes else None)
+                if self._buffered_bytes + self._endings.nbytes > self.config.buffer_bytes_max:
+                    self._make_room()
 
-    def on_request_done(self, done: RequestDone) -> CaptureResult:
-        """Write what is left, publish the directory, and say what is in it."""
-        request = self._requests.pop((done.engine, done.request), None) or self._empty(done.engine)
-        self._buffered_bytes -= request.buffer.nbytes
+    def on_request_done(self, done: RequestDone) -> CaptureResult | Future[CaptureResult]:
+        """Begin to write what is left; what comes of it says what is in the data set."""
+        request = self._requests.pop((done.engine, done.request), None)
+        if request is None:
+            self._endings.wait(done.request)
+            request = self._empty(done.engine)
+        nbytes = request.buffer.nbytes
+        self._buffered_bytes -= nbytes
         if request.published is not None:
             self._count("requests_again")
             return _result(*request.published)
-        error = request.error
-        if error is None:
-            try:
-                return self._publish(request, done)
-            except (OSError, CapflowError) as e:
-                error = str(e)
-                request.files.discard()
-        self._count("requests_failed")
-        return CaptureResult("error", error)
+        if request.error is not None:
+            self._count("requests_failed")
+            return CaptureResult("error", request.error)
+        expected = expected_of(request.wanted, done)
+        counts = {site: sum(stop - start for start, stop in spans) for site, spans in expected.items()}
+        try:
+            request.files.prepare(request.buffer.take(), request.tokens, counts)
+        except OSError as e:
+            return self._failed(request.files, e)
+        return self._endings.put(_Over(request, done, expected), done.request, nbytes)
 
     def close(self) -> None:
         """Remove what is unfinished: no part of a request is ever published."""
+        self._endings.close()
         if self._requests:
             self._count("requests_unfinished", len(self._requests))
             self._requests.clear()
@@ -251,13 +274,32 @@ class FilesystemConsumer(Consumer):
                 if request.buffer.nbytes:
                     self._append(request)
 
-    def _publish(self, request: _Request, done: RequestDone) -> CaptureResult:
+    # On the thread of `_endings`.
+
+    def _write(self, over: _Over) -> Written | CaptureResult:
+        """Write a request that is over; return the result where that failed."""
+        try:
+            return self._put(*over)
+        except (OSError, CapflowError) as e:
+            return self._failed(over.request.files, e)
+
+    def _publish(self, group: Sequence[Written]) -> list[CaptureResult]:
+        """Make requests that are written part of the data set; return their results."""
+        return [
+            _result(found, written.sidecar) if isinstance(found, Path) else self._failed(written.files, found)
+            for written, found in zip(group, self._stored.publish(group), strict=True)
+        ]
+
+    def _failed(self, files: RequestFiles, error: OSError | CapflowError) -> CaptureResult:
+        files.discard()
+        self._count("requests_failed")
+        return CaptureResult("error", str(error))
+
+    def _put(self, request: _Request, done: RequestDone, expected: Mapping[Site, Runs]) -> Written:
         files, store = request.files, self._stored
         on_collision = self._on_collision(done)
         capture = store.number(done.request, on_collision)
-        expected = expected_of(request.wanted, done)
-        counts = {site: sum(stop - start for start, stop in spans) for site, spans in expected.items()}
-        entries = files.finish(request.buffer.take(), request.tokens, counts)
+        entries = files.write()
         rows = sum(entry.rows for entry in entries)
         problems = problems_of(files, rows, expected, done)
         status: Status = "ok" if not problems else "partial_error" if rows else "error"
@@ -284,13 +326,16 @@ class FilesystemConsumer(Consumer):
             layout=files.kept_as,
             capture=capture,
         )
-        return _result(store.publish(files, sidecar, layout.write_sidecar(sidecar), on_collision), sidecar)
+        return store.put(files, sidecar, layout.write_sidecar(sidecar), on_collision)
+
+    # On the consumer's thread.
 
     def _request(self, frame: Frame, rows: RequestRows) -> _Request:
         header = frame.header
         key = (header.engine, rows.id)
         request = self._requests.get(key)
         if request is None:
+            self._endings.wait(rows.id)
             wanted = frame.wants(rows) if frame.wants is not None else self._wanted(header.engine, rows)
             request = self._requests[key] = _Request(self._files(header.dtype, header.hidden_size, wanted), wanted)
             request.published = self._published(header, rows.id)
@@ -346,6 +391,14 @@ class FilesystemConsumer(Consumer):
         dtypes = {str(site): dtype for site, dtype in files.dtypes.items() if dtype != files.dtype}
         name = model.name if model else ""
         return About(rows.id, header.engine, name, header.dtype, header.hidden_size, rows.prompt_length, dtypes)
+
+    def _make_room(self) -> None:
+        """Wait for requests that are over, and where that is not enough move rows of others to files."""
+        bound = self.config.buffer_bytes_max
+        while (under_way := self._endings.nbytes) and self._buffered_bytes + under_way > bound:
+            self._endings.wait()
+        if self._buffered_bytes > bound:
+            self._write_out()
 
     def _write_out(self) -> None:
         """Move rows to files, largest requests first, until half of the bound is free."""

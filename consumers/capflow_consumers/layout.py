@@ -2,11 +2,14 @@
 
     ROOT/
       REQUEST/                        the slug of the request's id; see `capflow_consumers.slug`
-        post_block.012.safetensors    one file for each site
+        rows.safetensors              packed: all sites in one file
+        post_block.012.safetensors    per_file: one file for each site
         request.json                  the sidecar
+      shard~….parquet                 sharded: many requests in one file; see `capflow_consumers.shardstream`
       .partial-…/, .lock              the writer's own; never part of the data set
 
-A site's file is plain safetensors. Its header, padded with spaces, fills the first `HEADER_BYTES`, so that rows are
+A packed file holds, for each site, the tensors named below with `HOOK.LAYER.` before their names, site after site in the order of the sidecar. A site's own
+file is plain safetensors too. Its header, padded with spaces, fills the first `HEADER_BYTES`, so that rows are
 aligned to 64 bytes and can be written before their number is known. It holds `rows` `[n, hidden_size]` in the model's dtype, bit
 for bit as captured, or in the dtype that a spec asked for, then `positions` `[n]` int64, then `token_ids` `[n]` int32 (-1
 where the engine did not say).
@@ -43,10 +46,10 @@ SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 class SiteFile(msgspec.Struct, frozen=True):
-    """One site's file.
+    """One site's file, or with the layout `packed` its part of the one file.
 
-    rows_expected is what the capture spec asked for, where the writer knew; xxh3_64 is of the file. dtype is that of the
-    rows, None where it is the sidecar's. rows_overflowed: rows with a number too large for it, stored as infinite.
+    rows_expected is what the capture spec asked for, where the writer knew. bytes is the length of the file or part, xxh3_64 is of it, offset is where a
+    part begins. dtype is that of the rows, None where it is the sidecar's. rows_overflowed: rows with a number too large for it, stored as infinite.
     """
 
     layer: int
@@ -87,7 +90,8 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
 
     request is the exact id. status is how the request ended (`stop`, `length`, `abort`, `error`); capture_status and
     error say whether every promised row is here; sources, which frames they came in; dropped is `[rows, reason]` for what was lost on the way. dtype is that in
-    which the rows were captured. budget_reached: `max_rows` left out positions that the request had.
+    which the rows were captured. budget_reached: `max_rows` left out positions that the request had. capture: with
+    the layout `sharded`, the number of the capture in its shard.
     """
 
     format: int = FORMAT

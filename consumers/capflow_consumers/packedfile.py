@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import ClassVar
-
-import xxhash
+from typing import Any, ClassVar
 
 from capflow.site import Site
 from capflow_consumers import layout
 from capflow_consumers.disk import write
-from capflow_consumers.requestfiles import RequestFiles
+from capflow_consumers.requestfiles import RequestFiles, digest_of
 from capflow_consumers.rowbuffer import Piece
 from capflow_consumers.tokenlog import TokenLog
 
@@ -22,32 +19,24 @@ class PackedFile(RequestFiles):
     """A request whose rows come into one file when it is over; those that come early wait in files of their sites."""
 
     kept_as: ClassVar[layout.Layout] = "packed"
+    _parts: list[Any]  # of the file, from `prepare` to `write`, as are these
+    _entries: list[layout.SiteFile]
 
-    def finish(
-        self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]
-    ) -> list[layout.SiteFile]:
-        """Write the file; return what is in it. Raises OSError."""
-        self.path.mkdir(exist_ok=True)
+    def prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
+        """Take the last rows, the tokens of all, and how many rows each site was promised; raises OSError."""
         sites = list(self._gathered(pieces, tokens))
         shapes = [(s.site, self.dtype_of(s.site), len(s.positions), self.row_bytes(s.site)) for s in sites]
         header, begins = layout.packed_header(shapes, self.hidden_size)
         bodies = [[*found.parts, found.positions, found.token_ids] for found in sites]
-        fd = os.open(self.path / layout.PACKED_NAME, os.O_WRONLY | os.O_CREAT, 0o666)
-        try:
-            write(fd, [header, *itertools.chain.from_iterable(bodies)], 0)
-        finally:
-            os.close(fd)
-        if self.early:
-            for found in sites:
-                (self.path / layout.file_name(found.site)).unlink(missing_ok=True)
-        return [
+        self._parts = [header, *itertools.chain.from_iterable(bodies)]
+        self._entries = [
             layout.SiteFile(
                 *site,
                 layout.PACKED_NAME,
                 rows,
                 expected.get(site),
                 layout.part_bytes(rows, row_bytes),
-                _digest(body),
+                digest_of(body),
                 dtype,
                 self.rows_overflowed[site],
                 begin,
@@ -55,12 +44,16 @@ class PackedFile(RequestFiles):
             for (site, dtype, rows, row_bytes), begin, body in zip(shapes, begins, bodies, strict=True)
         ]
 
-    def _files(self) -> list[Path]:
-        return [self.path / layout.PACKED_NAME]
-
-
-def _digest(parts: Sequence[object]) -> str:
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(part)  # type: ignore[arg-type]
-    return digest.hexdigest()
+    def write(self) -> list[layout.SiteFile]:
+        """Write the file; return what is in it. Raises OSError."""
+        self.path.mkdir(exist_ok=True)
+        fd = os.open(self.path / layout.PACKED_NAME, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            write(fd, self._parts, 0)
+        finally:
+            os.close(fd)
+        self._parts = []
+        if self.early:
+            for entry in self._entries:
+                (self.path / layout.file_name(entry.site)).unlink(missing_ok=True)
+        return self._entries

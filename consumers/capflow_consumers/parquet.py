@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import base64
 import functools
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from isal import isal_zlib
 
 from capflow_consumers.thrift import BINARY, BYTE, I32, I64, LIST, STRUCT, TRUE, struct, varint
 
@@ -141,7 +141,7 @@ def vector_pages(kind: str, size: int, rows: int, values: bytes, *, compressed: 
     page = pa.compress(plain, "zstd", asbytes=True) if compressed else plain
     dictionary = _numbers_page(compressed=compressed) if kind == "bfloat16" and not wide else b""
     encoding = _RLE_DICTIONARY if dictionary else _PLAIN
-    header = _page_header(_DATA_PAGE, len(plain), len(page), zlib.crc32(page), rows * size, encoding)
+    header = _page_header(_DATA_PAGE, len(plain), len(page), isal_zlib.crc32(page), rows * size, encoding)
     return Pages(dictionary + header + page, len(dictionary), len(dictionary) + len(header), len(plain))
 
 
@@ -284,12 +284,12 @@ def _leaf(name: bytes, kind: Any) -> bytes:
 
 
 def _data_page(body: bytes, values: int, encoding: int) -> bytes:
-    return _page_header(_DATA_PAGE, len(body), len(body), zlib.crc32(body), values, encoding) + body
+    return _page_header(_DATA_PAGE, len(body), len(body), isal_zlib.crc32(body), values, encoding) + body
 
 
 def _dictionary_page(body: bytes, values: int, plain_bytes: int | None = None) -> bytes:
     length = len(body) if plain_bytes is None else plain_bytes
-    return _page_header(_DICTIONARY_PAGE, length, len(body), zlib.crc32(body), values, _PLAIN) + body
+    return _page_header(_DICTIONARY_PAGE, length, len(body), isal_zlib.crc32(body), values, _PLAIN) + body
 
 
 @functools.lru_cache(maxsize=2)

@@ -1,13 +1,13 @@
 """One request's files while they are written, in a hidden directory: layout `per_file`, and what comes early with any.
 
-Rows may come in several parts: each is appended behind the last, and `finish` writes what follows the rows, and the header.
+Rows may come in several parts: each is appended behind the last, and `write` puts what follows the rows, and the header. `prepare` has computed
+by then what takes time, so that this can be on another thread.
 No file is open between calls, so that any number of requests can be under way.
 """
 
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import shutil
 from collections import Counter
@@ -23,7 +23,7 @@ import xxhash
 from capflow.frame import DTYPES
 from capflow.site import Site
 from capflow_consumers import layout
-from capflow_consumers.disk import sync_directory, sync_files, write
+from capflow_consumers.disk import write
 from capflow_consumers.rowbuffer import Piece
 from capflow_consumers.running import About, tell
 from capflow_consumers.tokenlog import TokenLog
@@ -39,6 +39,15 @@ class SiteRows(NamedTuple):
     parts: list[npt.NDArray[np.uint8]]
     positions: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int32]
+
+
+class _File(NamedTuple):
+    """A site's file as it will be; early_bytes: of rows in it already, behind the header."""
+
+    entry: layout.SiteFile
+    header: bytes
+    body: list[Any]
+    early_bytes: int
 
 
 class RequestFiles:
@@ -69,6 +78,7 @@ class RequestFiles:
         self.runs: dict[Site, Runs] = {}
         self.early = False  # whether rows were written before the end
         self.rows_overflowed: Counter[Site] = Counter()  # counted by who converts the rows
+        self._prepared: list[_File] = []
 
     def append(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog) -> None:
         """Write rows behind those already in the files, and tell of them; raises OSError."""
@@ -85,39 +95,40 @@ class RequestFiles:
         if self.about is not None:
             tell(self.path, self.about, pieces, tokens)
 
-    def finish(
-        self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]
-    ) -> list[layout.SiteFile]:
+    def prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
+        """Take the last rows, the tokens of all, and how many rows each site was promised; raises OSError."""
+        for before, found in self._all(pieces, tokens):
+            site, body = found.site, [*found.parts, found.positions, found.token_ids]
+            name = layout.file_name(site)
+            rows, dtype, row_bytes = self.rows(site), self.dtype_of(site), self.row_bytes(site)
+            header = layout.header(site, dtype, rows, self.hidden_size, row_bytes)
+            early = [np.memmap(self.path / name, np.uint8, "r", len(header), before * row_bytes)] if before else []
+            digest = digest_of([header, *early, *body])
+            size = len(header) + layout.part_bytes(rows, row_bytes)
+            overflowed = self.rows_overflowed[site]
+            entry = layout.SiteFile(*site, name, rows, expected.get(site), size, digest, dtype, overflowed)
+            self._prepared.append(_File(entry, header, body, before * row_bytes))
+
+    def write(self) -> list[layout.SiteFile]:
         """Write the last rows, the positions, token ids and headers; return what is in the files. Raises OSError."""
         self.path.mkdir(exist_ok=True)
-        jobs = [
-            (site, [*parts, positions, token_ids], before, expected.get(site))
-            for before, (site, parts, positions, token_ids) in self._all(pieces, tokens)
-        ]
-        if self.workers is None:
-            return [self._finish_file(*job) for job in jobs]
-        return list(self.workers.map(self._finish_file, *zip(*jobs, strict=True)))
+        prepared, self._prepared = self._prepared, []
+        list(map(self._write_file, prepared) if self.workers is None else self.workers.map(self._write_file, prepared))
+        return [file.entry for file in prepared]
 
     def write_sidecar(self, sidecar: bytes) -> None:
-        """Write the sidecar and make the directory's entries last; raises OSError."""
+        """Write the sidecar; raises OSError."""
         self.path.mkdir(exist_ok=True)
         (self.path / layout.RUNNING_NAME).unlink(missing_ok=True)
         fd = os.open(self.path / layout.SIDECAR_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             write(fd, [sidecar], 0)
-            if self.fsync:
-                sync_files(fd, self._files())
         finally:
             os.close(fd)
-        if self.fsync:
-            sync_directory(self.path)
 
     def discard(self) -> None:
         """Remove what was written."""
         shutil.rmtree(self.path, ignore_errors=True)
-
-    def _files(self) -> list[Path]:
-        return [self.path / layout.file_name(site) for site in self.runs]
 
     def _all(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog) -> Iterator[tuple[int, SiteRows]]:
         """Yield of each site how many rows are in its file, and its other rows with the positions and tokens of all."""
@@ -152,27 +163,16 @@ class RequestFiles:
         """Return how many rows of a site are written."""
         return sum(stop - start for start, stop in self.runs.get(site, ()))
 
-    def _finish_file(self, site: Site, body: list[Any], before: int, expected: int | None) -> layout.SiteFile:
-        name = layout.file_name(site)
-        rows, dtype, row_bytes = self.rows(site), self.dtype_of(site), self.row_bytes(site)
-        header = layout.header(site, dtype, rows, self.hidden_size, row_bytes)
-        fd = os.open(self.path / name, os.O_RDWR | os.O_CREAT, 0o666)
+    def _write_file(self, file: _File) -> None:
+        fd = os.open(self.path / file.entry.file, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
-            if before:
-                end = write(fd, body, layout.HEADER_BYTES + before * row_bytes)
-                write(fd, [header], 0)
-                with mmap.mmap(fd, end, access=mmap.ACCESS_READ) as whole:
-                    digest = xxhash.xxh3_64_hexdigest(whole)
+            if file.early_bytes:
+                write(fd, file.body, len(file.header) + file.early_bytes)
+                write(fd, [file.header], 0)
             else:
-                end = write(fd, [header, *body], 0)
-                hasher = xxhash.xxh3_64(header)
-                for part in body:
-                    hasher.update(part)
-                digest = hasher.hexdigest()
+                write(fd, [file.header, *file.body], 0)
         finally:
             os.close(fd)
-        overflowed = self.rows_overflowed[site]
-        return layout.SiteFile(site.layer, site.hook, name, rows, expected, end, digest, dtype, overflowed)
 
     def _extend(self, site: Site, parts: Sequence[Piece]) -> None:
         runs = self.runs.setdefault(site, [])
@@ -181,6 +181,14 @@ class RequestFiles:
                 runs[-1] = (runs[-1][0], stop)
             else:
                 runs.append((start, stop))
+
+
+def digest_of(parts: Sequence[Any]) -> str:
+    """Return the xxh3 of parts one after another, as the sidecar says it."""
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _positions(runs: Sequence[tuple[int, int]]) -> Any:

@@ -1,7 +1,7 @@
 """The rows of one request that are in memory and not yet in its files.
 
 Rows are copied in, once: a view would keep a whole frame alive, with every other request's rows in it, and memory would not
-be bounded by what is counted here. They lie in runs, each the rows of some sites at the same positions, so
+be bounded by what is counted here. Only where a frame is mostly theirs they stay in it, and all of it is counted. They lie in runs, each the rows of some sites at the same positions, so
 that a site's rows are a few long pieces whatever the number of steps that they came in.
 """
 
@@ -19,6 +19,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _RUN_ROWS_MIN = 8
 _RUN_ROWS_MAX = 256  # unless one chunk has more
+_KEPT_ROWS_MIN = 32  # fewer are copied, so that runs stay few
 
 
 class Piece(NamedTuple):
@@ -33,12 +34,12 @@ class _Run:
 
     __slots__ = ("before", "length", "rows", "sites", "spans")
 
-    def __init__(self, sites: tuple[Site, ...], before: int, room: int, row_bytes: int) -> None:
+    def __init__(self, sites: tuple[Site, ...], before: int, rows: Bytes) -> None:
         self.sites = sites
         self.spans: list[tuple[int, int]] = []
         self.before = before
         self.length = 0
-        self.rows: Bytes = np.empty((len(sites), room, row_bytes), np.uint8)
+        self.rows = rows
 
     def add(self, start: int, raw: Bytes) -> None:
         """Copy in the rows at positions `start, start+1, …`."""
@@ -52,7 +53,7 @@ class _Run:
 
 
 class RowBuffer:
-    """The runs of one request. nbytes: the memory they take, room to grow included."""
+    """The runs of one request. nbytes: the memory they take, room to grow and what else is in frames that are kept included."""
 
     __slots__ = ("_last", "_runs", "nbytes")
 
@@ -61,22 +62,34 @@ class RowBuffer:
         self._runs: list[_Run] = []
         self._last: dict[tuple[Site, ...], _Run] = {}  # the run that the next rows of these sites may continue
 
-    def add(self, sites: tuple[Site, ...], start: int, rows: npt.NDArray[Any]) -> int:
-        """Copy in rows `[len(sites), length, hidden_size]`; return by how much `nbytes` grew."""
+    def add(self, sites: tuple[Site, ...], start: int, rows: npt.NDArray[Any], held_bytes: int | None = None) -> int:
+        """Take rows `[len(sites), length, hidden_size]`; return by how much `nbytes` grew.
+
+        held_bytes: how much memory stays taken when they are kept where they are, which nobody may write to any more; None to copy them.
+        """
         raw = rows.view(np.uint8)
         length = raw.shape[1]
         run = self._last.get(sites)
+        before = run.before + run.length if run else 0
+        if held_bytes is not None and length >= _KEPT_ROWS_MIN:
+            run = self._begin(_Run(sites, before, raw), held_bytes)
+            run.spans, run.length = [(start, start + length)], length
+            return held_bytes
         grown = 0
         if run is None or run.length + length > run.rows.shape[1]:
             # a quarter of what came before: few pieces, and most of the memory holds rows
-            before = run.before + run.length if run else 0
             room = max(length, min(max(before // 4, _RUN_ROWS_MIN), _RUN_ROWS_MAX))
-            run = self._last[sites] = _Run(sites, before, room, raw.shape[2])
-            self._runs.append(run)
-            grown = run.rows.nbytes
-            self.nbytes += grown
+            new: Bytes = np.empty((len(sites), room, raw.shape[2]), np.uint8)
+            grown = new.nbytes
+            run = self._begin(_Run(sites, before, new), grown)
         run.add(start, raw)
         return grown
+
+    def _begin(self, run: _Run, nbytes: int) -> _Run:
+        self._last[run.sites] = run
+        self._runs.append(run)
+        self.nbytes += nbytes
+        return run
 
     def take(self) -> dict[Site, list[Piece]]:
         """Return the rows of each site in the order of their positions, and forget them."""

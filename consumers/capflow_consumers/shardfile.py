@@ -1,20 +1,19 @@
 """A shard while it is written: one file that only grows, of which a request is a part when its commit is written.
 
-What always holds: nothing before `end` is written again, and a failed or unfinished request is cut off.
+What always holds: nothing before `end` is written again, unless it could not be got onto the disk; a failed or unfinished request is cut off.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from isal import isal_zlib
 
 from capflow import limits
 from capflow_consumers import parquet
@@ -28,38 +27,63 @@ Bytes = Any
 """An array of uint8."""
 
 
-class ShardFile:
-    """A shard at `path`, made by `create`; end: where the last request's commit ends. workers: threads, one of which writes while this one hashes."""
+class Batch(NamedTuple):
+    """A batch of `n` rows to be written: parts `[k, row_bytes]` one after another, positions and token_ids `[n]` int32, hashes `[n]` uint64.
 
-    def __init__(self, path: Path, kind: Kind, workers: Executor | None) -> None:
+    page: what Parquet wants before the rows, or in place of them; empty where sealing copies these.
+    """
+
+    rows: list[Bytes]
+    positions: npt.NDArray[np.int32]
+    token_ids: npt.NDArray[np.int32]
+    hashes: npt.NDArray[np.uint64]
+    page: npt.NDArray[np.uint8]
+
+
+def batches_of(
+    kind: Kind, parts: Sequence[Bytes], positions: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]
+) -> Iterator[Batch]:
+    """Yield rows, parts `[k, row_bytes]` one after another, as batches with all that has to be computed of them."""
+    done = 0
+    for rows in _batched(parts, kind.row_bytes):
+        count = sum(len(part) for part in rows)
+        mine = slice(done, done + count)
+        hashes = np.empty(count, np.uint64)
+        _hash(rows, hashes)
+        yield Batch(rows, positions[mine], token_ids[mine], hashes, _page(kind, rows, count))
+        done += count
+
+
+class ShardFile:
+    """A shard at `path`, made by `create`; end: where the last request's commit ends."""
+
+    def __init__(self, path: Path, kind: Kind) -> None:
         self.path = path
         self.kind = kind
         self.end = 0
         self.requests: list[tuple[str, str, list[int]]] = []  # id, engine, where its batches begin, the commit's last
         self._encoder = Encoder(kind)
-        self._workers = workers
         self._fd = -1
         self._tip = 0  # where the next batch begins
+        self._safe = (0, 0)  # `end`, and how many requests there were, when it was last settled
         self._batches: list[int] = []  # of the request that is being written
 
     def create(self) -> None:
         """Make the file; raises OSError."""
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self.end = self._tip = write(self._fd, [self._encoder.head()], 0)
+        self._safe = (self.end, 0)
 
-    def put(self, parts: Sequence[Bytes], positions: npt.NDArray[Any], token_ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Write rows, parts `[k, row_bytes]` one after another, behind what there is; return the rows' hashes. Raises OSError."""
-        hashes = np.empty(len(positions), np.uint64)
-        done = 0
-        for batch in _batched(parts, self.kind.row_bytes):
-            count = sum(len(part) for part in batch)
-            mine = slice(done, done + count)
-            self._put(batch, np.asarray(positions[mine], np.int32), np.asarray(token_ids[mine], np.int32), hashes[mine])
-            done += count
-        return hashes
+    def put(self, batch: Batch) -> None:
+        """Write a batch behind what there is; raises OSError."""
+        parts = self._encoder.batch(batch.positions, batch.token_ids, batch.hashes, batch.page)
+        nbytes = 0 if self.kind.compressed else len(batch.positions) * self.kind.row_bytes
+        rows = [] if self.kind.compressed else [*batch.rows, bytes(-nbytes % 8)]
+        self._batches.append(self._tip)
+        self._tip = write(self._fd, [*parts, *rows], self._tip)
 
-    def commit(self, request: str, engine: str, sidecar: bytes, *, sync: bool) -> None:
-        """Make what was put since the last commit a request, on the disk with `sync`; raises OSError."""
+    def commit(self, request: str, engine: str, sidecar: bytes) -> None:
+        """Make what was put since the last commit a request; raises OSError."""
         nowhere = np.full(1, -1, np.int32)
         row = np.zeros((1, self.kind.row_bytes), np.uint8)
         hashes = np.zeros(1, np.uint64)
@@ -68,12 +92,27 @@ class ShardFile:
         rest = [] if self.kind.compressed else [row, bytes(-row.nbytes % 8)]
         self._batches.append(self._tip)
         self._tip = write(self._fd, [*parts, *rest], self._tip)
-        if sync:
-            os.fdatasync(self._fd)
-        self.check()
         self.requests.append((request, engine, self._batches))
         self._batches = []
         self.end = self._tip
+
+    def settle(self, *, sync: bool) -> None:
+        """Have the requests that were committed stay, on the disk with `sync`; raises OSError, also when the file has no name any more."""
+        if sync:
+            os.fdatasync(self._fd)
+        self.check()
+        self._safe = (self.end, len(self.requests))
+
+    @property
+    def unsettled(self) -> list[tuple[str, str, list[int]]]:
+        """The requests that were committed since it was last settled."""
+        return self.requests[self._safe[1] :]
+
+    def take_back(self) -> None:
+        """Take away the requests that were committed since it was last settled; raises OSError."""
+        self.end, count = self._safe
+        del self.requests[count:]
+        self.cut()
 
     def check(self) -> None:
         """Raise OSError when the file has no name any more: what is in it would be lost."""
@@ -81,7 +120,7 @@ class ShardFile:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
 
     def cut(self) -> None:
-        """Take away what was put since the last commit, and a commit that is not known to be on the disk; raises OSError."""
+        """Take away what was put since the last commit; raises OSError."""
         self._tip, self._batches = self.end, []
         os.ftruncate(self._fd, self.end)
 
@@ -90,48 +129,6 @@ class ShardFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def _put(self, rows: list[Bytes], positions: Any, token_ids: Any, hashes: Any) -> None:
-        kind = self.kind
-        count = len(positions)
-        nbytes = count * kind.row_bytes
-        if kind.compressed:
-            parts = self._compressed(rows, positions, token_ids, hashes)
-            self._batches.append(self._tip)
-            end = write(self._fd, parts, self._tip)
-        else:
-            in_place = nbytes >= IN_PLACE_BYTES_MIN and (kind.dtype != "bfloat16" or count * kind.hidden_size % 8 == 0)
-            page = np.zeros(page_room(kind, count, nbytes) if in_place else 0, np.uint8)
-            parts = self._encoder.batch(positions, token_ids, hashes, page)
-            begin = self._tip + sum(len(part) for part in parts)
-            self._batches.append(self._tip)
-            writing = self._submit(write, self._fd, [*rows, bytes(-nbytes % 8)], begin)
-            _hash(rows, hashes)
-            if in_place:  # here, and not on another thread, which would wait for the interpreter's lock at each part
-                head = parquet.vector_head(kind.dtype, kind.hidden_size, count, _crc(kind, count, rows), nbytes)
-                page[:] = page_of(head, len(page))
-            end = writing.result()
-            write(self._fd, parts, self._tip)
-        self._tip = end
-
-    def _submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Return what a call will give, made by a worker where there is one."""
-        if self._workers is not None:
-            return self._workers.submit(call, *args)
-        made: Future[Any] = Future()
-        try:
-            made.set_result(call(*args))
-        except OSError as e:
-            made.set_exception(e)
-        return made
-
-    def _compressed(self, rows: list[Bytes], positions: Any, token_ids: Any, hashes: Any) -> list[Any]:
-        kind = self.kind
-        values = b"".join(rows)
-        hashing = self._submit(_hash, rows, hashes)
-        pages = parquet.vector_pages(kind.dtype, kind.hidden_size, len(positions), values, compressed=True)
-        hashing.result()
-        return self._encoder.batch(positions, token_ids, hashes, page_of(pages))
 
 
 def _batched(parts: Sequence[Bytes], row_bytes: int) -> Iterator[list[Bytes]]:
@@ -150,14 +147,20 @@ def _batched(parts: Sequence[Bytes], row_bytes: int) -> Iterator[list[Bytes]]:
         yield batch
 
 
-def _crc(kind: Kind, count: int, rows: list[Bytes]) -> int:
-    crc = zlib.crc32(parquet.vector_levels(kind.dtype, kind.hidden_size, count))
+def _page(kind: Kind, rows: list[Bytes], count: int) -> npt.NDArray[np.uint8]:
+    nbytes = count * kind.row_bytes
+    if kind.compressed:
+        return page_of(parquet.vector_pages(kind.dtype, kind.hidden_size, count, b"".join(rows), compressed=True))
+    if nbytes < IN_PLACE_BYTES_MIN or (kind.dtype == "bfloat16" and count * kind.hidden_size % 8):
+        return np.zeros(0, np.uint8)
+    crc = isal_zlib.crc32(parquet.vector_levels(kind.dtype, kind.hidden_size, count))
     for part in rows:
-        crc = zlib.crc32(part, crc)
-    return crc
+        crc = isal_zlib.crc32(part, crc)
+    head = parquet.vector_head(kind.dtype, kind.hidden_size, count, crc, nbytes)
+    return page_of(head, page_room(kind, count, nbytes))
 
 
-def _hash(rows: list[Bytes], hashes: npt.NDArray[Any]) -> None:
+def _hash(rows: list[Bytes], hashes: npt.NDArray[np.uint64]) -> None:
     done = 0
     for part in rows:
         hashes_of(part, hashes[done : done + len(part)])

@@ -261,8 +261,11 @@ def rows_of(batch: Batch, kind: Kind) -> npt.NDArray[Any]:
 
 def hashes_of(rows: npt.NDArray[np.uint8], into: npt.NDArray[np.uint64]) -> None:
     """Put the xxh3 of each row `[n, row_bytes]` into an array."""
-    digest = xxhash.xxh3_64_intdigest
-    into[:] = [digest(row) for row in rows]
+    digest, step = xxhash.xxh3_64_intdigest, rows.shape[1]
+    whole = memoryview(
+        np.ascontiguousarray(rows).reshape(-1).data
+    )  # slices of it are made in half the time that rows are
+    into[:] = [digest(whole[at : at + step]) for at in range(0, len(whole), step)]
 
 
 _DTYPES: tuple[np.dtype[Any], ...] = (np.dtype(np.int32), np.dtype(np.int32), np.dtype(np.uint64))

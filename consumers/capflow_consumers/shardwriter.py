@@ -10,24 +10,22 @@ is sealed by the next one.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 
 from capflow.errors import CapflowError
 from capflow.frame import DTYPES
 from capflow.site import Site
-from capflow_consumers import layout, shardseal
-from capflow_consumers.disk import sync_directory
+from capflow_consumers import disk, layout, shardseal
 from capflow_consumers.requestfiles import RequestFiles, SiteRows
 from capflow_consumers.rowbuffer import Piece
-from capflow_consumers.shardfile import ShardFile
+from capflow_consumers.shardfile import Batch, ShardFile, batches_of
 from capflow_consumers.shardseal import Entry
 from capflow_consumers.shardset import PATTERN, Shard, site_digest
 from capflow_consumers.shardstream import Kind
@@ -50,7 +48,6 @@ class ShardWriter:
         bytes_max: int,
         sync: bool,
         sync_seals: bool,
-        workers: Executor | None,
     ) -> None:
         self.root = root
         self.directory = directory
@@ -58,7 +55,6 @@ class ShardWriter:
         self.bytes_max = bytes_max
         self.sync = sync
         self.sync_seals = sync_seals
-        self.workers = workers
         self._held: dict[str, list[tuple[ShardFile, layout.Sidecar]]] = {}  # what is in shards not sealed, by request
         self._open: dict[Kind, ShardFile] = {}
         self.seals = 0  # how many shards were sealed
@@ -70,22 +66,39 @@ class ShardWriter:
         if shard is None:
             number = 1 + max((int(found[1]) for name in self._names() if (found := _NUMBER.match(name))), default=0)
             path = self.directory / f"shard~{number:06d}-{secrets.token_hex(3)}.parquet"
-            shard = ShardFile(path, kind, self.workers)
+            shard = ShardFile(path, kind)
             shard.create()
             if self.sync:
-                sync_directory(self.directory)
-                sync_directory(self.root)
+                disk.sync(self.directory)
+                disk.sync(self.root)
             self._open[kind] = shard
         return shard
 
     def commit(self, shard: ShardFile, sidecar: layout.Sidecar, text: bytes) -> Path:
-        """Make what was put a request, and seal a shard that is large enough; return where the request will be. Raises OSError."""
-        shard.commit(sidecar.request, sidecar.engine, text, sync=self.sync)
+        """Make what was put a request; return where it will be, once it is settled. Raises OSError."""
+        shard.commit(sidecar.request, sidecar.engine, text)
         self._held.setdefault(sidecar.request, []).append((shard, sidecar))
         if shard.end >= self.bytes_max:
             self._give_up(shard)
-            self._seal_all()
         return self.root / shard.path.name
+
+    def settle(self) -> dict[Path, OSError]:
+        """Get what was committed onto the disk, where that is wanted; return of which shards that failed, whose latest requests are lost."""
+        failed = {}
+        for shard in [*self._open.values(), *self._unsealed]:
+            if shard.unsettled:
+                try:
+                    shard.settle(sync=self.sync)
+                except OSError as e:
+                    failed[self.root / shard.path.name] = e
+                    self._take_back(shard)
+        return failed
+
+    def seal(self) -> bool:
+        """Seal the shards that are large enough; return whether any was."""
+        sealed = self.seals
+        self._seal_all()
+        return self.seals > sealed
 
     def captures(self, request: str) -> Iterator[tuple[Path, layout.Sidecar]]:
         """Yield the captures of a request in shards that are not sealed, and where they will be."""
@@ -107,9 +120,23 @@ class ShardWriter:
         self._seal_all()
         return not self._unsealed
 
+    def _take_back(self, shard: ShardFile) -> None:
+        for request, _, _ in shard.unsettled:
+            self._drop(request, shard)
+        try:
+            shard.take_back()
+        except OSError:
+            self._give_up(shard)
+
+    def _drop(self, request: str, shard: ShardFile) -> None:
+        self._held[request] = [held for held in self._held.get(request, ()) if held[0] is not shard]
+        if not self._held[request]:
+            del self._held[request]
+
     def _give_up(self, shard: ShardFile) -> None:
-        self._open.pop(shard.kind, None)
-        self._unsealed.append(shard)
+        if self._open.get(shard.kind) is shard:
+            del self._open[shard.kind]
+            self._unsealed.append(shard)
 
     def _seal_all(self) -> None:
         for shard in list(self._unsealed):
@@ -124,9 +151,7 @@ class ShardWriter:
             self._unsealed.remove(shard)
             self.seals += 1
             for request, _, _ in shard.requests:
-                self._held[request] = [held for held in self._held.get(request, ()) if held[0] is not shard]
-                if not self._held[request]:
-                    del self._held[request]
+                self._drop(request, shard)
 
     def _names(self) -> Iterator[str]:
         for directory in (self.root, self.directory):
@@ -137,6 +162,9 @@ class ShardRows(RequestFiles):
     """A request whose rows come into a shard when it is over; those that come early wait in files of their sites."""
 
     kept_as: ClassVar[layout.Layout] = "sharded"
+    _kind: Kind  # from `prepare` to `write`, as are these
+    _batches: list[Batch]
+    _entries: list[layout.SiteFile]
 
     def __init__(
         self,
@@ -152,31 +180,36 @@ class ShardRows(RequestFiles):
         self.shard: ShardFile | None = None  # that has rows of it, which are not committed
         self._shards = shards
 
-    def finish(
-        self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]
-    ) -> list[layout.SiteFile]:
-        """Put the rows into a shard; return what they are. Raises OSError."""
+    def prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
+        """Take the last rows, the tokens of all, and how many rows each site was promised; raises OSError."""
         sites = list(self._gathered(pieces, tokens))
         dtypes = {self.dtype_of(found.site) for found in sites} or {self.dtype}
         dtype = dtypes.pop() if len(dtypes) == 1 else "float32"  # which holds every number of the others
-        kind = Kind(dtype, self.hidden_size or 1, self._shards.compressed)
-        shard = self.shard = self._shards.shard(kind)
+        self._kind = kind = Kind(dtype, self.hidden_size or 1, self._shards.compressed)
         parts = [part for found in sites for part in self._as(dtype, found)]
-        counts = [len(found.positions) for found in sites]
         positions = np.concatenate([np.zeros(0, np.int32), *(found.positions for found in sites)]).astype(np.int32)
         token_ids = np.concatenate([np.zeros(0, np.int32), *(found.token_ids for found in sites)])
-        hashes = shard.put(parts, positions, token_ids)
-        ends = np.cumsum(counts).tolist()
-        entries = []
-        for found, count, end in zip(sites, counts, ends, strict=True):
-            mine = slice(end - count, end)
-            digest = site_digest(positions[mine], token_ids[mine], hashes[mine])
+        self._batches = list(batches_of(kind, parts, positions, token_ids))
+        hashes = np.concatenate([np.zeros(0, np.uint64), *(batch.hashes for batch in self._batches)])
+        self._entries = []
+        begin = 0
+        for found in sites:
+            end = begin + len(found.positions)
+            digest = site_digest(positions[begin:end], token_ids[begin:end], hashes[begin:end])
             wanted, overflowed = expected.get(found.site), self.rows_overflowed[found.site]
-            name, size = shard.path.name, count * kind.row_bytes
-            entries.append(
-                layout.SiteFile(*found.site, name, count, wanted, size, digest, dtype, overflowed, end - count)
+            size = (end - begin) * kind.row_bytes
+            self._entries.append(
+                layout.SiteFile(*found.site, "", end - begin, wanted, size, digest, dtype, overflowed, begin)
             )
-        return entries
+            begin = end
+
+    def write(self) -> list[layout.SiteFile]:
+        """Put the rows into a shard; return what they are. Raises OSError."""
+        shard = self.shard = self._shards.shard(self._kind)
+        batches, self._batches = self._batches, []
+        for batch in batches:
+            shard.put(batch)
+        return [msgspec.structs.replace(entry, file=shard.path.name) for entry in self._entries]
 
     def discard(self) -> None:
         """Take the rows out of the shard."""
@@ -208,14 +241,10 @@ def publish(path: Path, end: int, entries: Sequence[Entry], root: Path, *, sync:
         return
     shardseal.seal(path, end, entries)
     if sync:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        disk.sync(path)
     path.rename(root / path.name)
     if sync:
-        sync_directory(root)
+        disk.sync(root)
 
 
 def recover(path: Path, root: Path) -> None:

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import NamedTuple
 
 from capflow.errors import CapflowError, explain
 from capflow.site import Site
-from capflow_consumers import layout
+from capflow_consumers import disk, layout
 from capflow_consumers.requestfiles import RequestFiles
 from capflow_consumers.shardset import ShardSet
 from capflow_consumers.shardwriter import ShardRows, ShardWriter
 from capflow_consumers.slug import slug
 from capflow_consumers.workdir import OnCollision, WorkDir
 
-Found = Iterator[tuple[Path, layout.Sidecar]]
+Found = list[tuple[Path, layout.Sidecar]]
+
+
+class Written(NamedTuple):
+    """A request that is written and not part of the data set yet; path: where a shard will have it."""
+
+    files: RequestFiles
+    sidecar: layout.Sidecar
+    on_collision: OnCollision
+    path: Path | None = None
 
 
 class Store:
-    """A directory for each request, between `open` and `close`. workers: threads for what can be done beside each other, None for none."""
+    """A directory for each request, between `open` and `close`. workers: threads for what can be done beside each other, None for none.
+
+    One thread may call `files` and `captures`, another what else there is.
+    """
 
     def __init__(self, work: WorkDir, files: type[RequestFiles], workers: Executor | None) -> None:
         self.work = work
@@ -37,42 +51,60 @@ class Store:
         return self._files(self.work.new(), dtype, hidden_size, dtypes, fsync=self.work.fsync, workers=self._workers)
 
     def captures(self, engine: str, request: str) -> Found:
-        """Yield where captures of an engine's request lie, and their sidecars."""
-        yield from (found for found in self._captures(request) if found[1].engine == engine)
+        """Return where captures of an engine's request lie, and their sidecars."""
+        return [found for found in self._captures(request) if found[1].engine == engine]
 
     def number(self, request: str, on_collision: OnCollision) -> int | None:  # noqa: ARG002  shards have other names
         """Return which capture of its id the next one of a request is, where that is known; raises CapflowError when there may be none."""
         return None
 
-    def publish(self, files: RequestFiles, sidecar: layout.Sidecar, text: bytes, on_collision: OnCollision) -> Path:
-        """Make a finished request part of the data set; return where it is. Raises OSError and CapflowError."""
+    def put(self, files: RequestFiles, sidecar: layout.Sidecar, text: bytes, on_collision: OnCollision) -> Written:
+        """Write the sidecar of a request, as JSON in `text`, whose rows are written; raises OSError."""
         files.write_sidecar(text)
-        return self.work.publish(files.path, slug(sidecar.request), on_collision)
+        return Written(files, sidecar, on_collision)
+
+    def publish(self, group: Sequence[Written]) -> list[Path | OSError | CapflowError]:
+        """Make requests part of the data set, which `fsync` has on the disk then; return of each where it is, or why it is not."""
+        try:
+            if self.work.fsync:
+                disk.sync_trees([written.files.path for written in group])
+            found = [self._rename(written) for written in group]
+            if self.work.fsync:
+                disk.sync(self.work.root)
+        except OSError as e:
+            return [e] * len(group)
+        return found
+
+    def _rename(self, written: Written) -> Path | OSError | CapflowError:
+        try:
+            return self.work.publish(written.files.path, slug(written.sidecar.request), written.on_collision)
+        except (OSError, CapflowError) as e:
+            return e
 
     def close(self) -> None:
         """Remove what is unfinished."""
         self.work.close()
 
     def _captures(self, request: str) -> Found:
+        captures: Found = []
         for path in self.work.published(slug(request)):
             try:
                 sidecar = layout.read_sidecar((path / layout.SIDECAR_NAME).read_bytes())
             except (OSError, ValueError):
                 continue  # not one of ours
             if sidecar.request == request:
-                yield path, sidecar
-        for capture in self._sealed.find(request):
-            yield capture.path, capture.sidecar
+                captures.append((path, sidecar))
+        return captures + [(capture.path, capture.sidecar) for capture in self._sealed.find(request)]
 
 
 class ShardStore(Store):
     """Shards of many requests."""
 
-    def __init__(
-        self, work: WorkDir, workers: Executor | None, *, compressed: bool, shard_bytes: int, sync_requests: bool
-    ) -> None:
-        super().__init__(work, ShardRows, workers)
-        self._executor = workers
+    def __init__(self, work: WorkDir, *, compressed: bool, shard_bytes: int, sync_requests: bool) -> None:
+        super().__init__(work, ShardRows, None)
+        self._lock = (
+            threading.Lock()
+        )  # held while a shard goes from the open to the sealed ones, and while these are searched
         self._compressed = compressed
         self._shard_bytes = shard_bytes
         self._sync_requests = sync_requests
@@ -87,7 +119,6 @@ class ShardStore(Store):
             bytes_max=self._shard_bytes,
             sync=self._sync_requests,
             sync_seals=self.work.fsync,
-            workers=self._executor,
         )
 
     def files(self, dtype: str, hidden_size: int, dtypes: Mapping[Site, str]) -> RequestFiles:
@@ -96,25 +127,33 @@ class ShardStore(Store):
 
     def number(self, request: str, on_collision: OnCollision) -> int | None:
         """Return which capture of its id the next one of a request is; raises CapflowError when there may be none."""
-        number = 1 + sum(1 for _ in self._captures(request))
+        number = 1 + len(self._captures(request))
         if number > 1 and on_collision == "error":
             do = "set on_collision to suffix, or use another root"
             raise CapflowError(explain(f"{self.work.root} has a capture of {request} already", do=do))
         return number
 
-    def publish(self, files: RequestFiles, sidecar: layout.Sidecar, text: bytes, on_collision: OnCollision) -> Path:  # noqa: ARG002
-        """Make a finished request part of its shard; return the name that this will have. Raises OSError."""
+    def put(self, files: RequestFiles, sidecar: layout.Sidecar, text: bytes, on_collision: OnCollision) -> Written:
+        """Write the sidecar of a request, as JSON in `text`, behind its rows; raises OSError."""
         assert isinstance(files, ShardRows)
-        sealed = self._writer.seals
-        path = files.commit(sidecar, text)
-        if self._writer.seals != sealed:
-            self._sealed.refresh()
-        return path
+        return Written(files, sidecar, on_collision, files.commit(sidecar, text))
+
+    def publish(self, group: Sequence[Written]) -> list[Path | OSError | CapflowError]:
+        """Make requests part of their shards; return of each where it will be, or why it will not."""
+        failed = self._writer.settle()
+        with self._lock:
+            if self._writer.seal():
+                self._sealed.refresh()
+        found: list[Path | OSError | CapflowError] = []
+        for written in group:
+            assert written.path is not None
+            found.append(failed.get(written.path, written.path))
+        return found
 
     def close(self) -> None:
         """Seal what is open; what cannot be now is left to the next writer."""
         self.work.close(keep=not self._writer.close())
 
     def _captures(self, request: str) -> Found:
-        yield from super()._captures(request)
-        yield from self._writer.captures(request)
+        with self._lock:
+            return super()._captures(request) + list(self._writer.captures(request))

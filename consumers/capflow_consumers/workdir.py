@@ -24,7 +24,6 @@ from typing import Literal
 
 from capflow.errors import CapflowError, explain
 from capflow_consumers import layout
-from capflow_consumers.disk import sync_directory
 from capflow_consumers.shardset import PATTERN
 from capflow_consumers.shardwriter import recover
 
@@ -79,7 +78,7 @@ class WorkDir:
             path = self.root / f"{name}~{number}"
 
     def publish(self, source: Path, name: str, on_collision: OnCollision) -> Path:
-        """Give a finished request its name in one rename; return where it is.
+        """Give a finished request its name in one rename; return where it is. That lasts when the root is synced.
 
         Raises OSError, and CapflowError when the name is taken and `on_collision` is `error`.
         """
@@ -89,8 +88,6 @@ class WorkDir:
                 do = "set on_collision to suffix or overwrite, or use another root"
                 raise CapflowError(explain(f"{target} exists already", do=do))
             target = self._suffix(source, name) if on_collision == "suffix" else self._overwrite(source, target)
-        if self.fsync:
-            sync_directory(self.root)
         return target
 
     def _suffix(self, source: Path, name: str) -> Path:
