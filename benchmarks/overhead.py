@@ -3,7 +3,8 @@
     make bench          (or: python benchmarks/overhead.py [--rounds N] [--model demo] [--json FILE])
 
 Two engines live in processes of their own for the whole run, one plain, one with capflow; their turns interleave, plain,
-idle, capture, capture, idle, plain, …, and the ratios are of medians. Each turn runs the same prompts, greedily, with
+idle, capture, capture, idle, plain, …, and a ratio is the median of the ratios of turns of the same half round: a machine that
+is slow for a minute is so for both. Each turn runs the same prompts, greedily, with
 `ignore_eos` and fixed lengths; `CAPFLOW_BENCH_PROMPTS` (48) and `CAPFLOW_BENCH_LENGTHS` (128,32: tokens of a prompt and of an
 answer) make a turn shorter on a slow machine. The clock of a capturing turn stops when every row lies on disk, synced and published; then
 every row is read back, counted and its checksum verified, off the clock.
@@ -162,6 +163,13 @@ def moved(engines: dict[str, Engine]) -> float:
     return max(abs(p[t] - q[t]) for p, q in zip(plain, tapped, strict=True) for t in p.keys() & q.keys())
 
 
+def ratio_of(plain: list[float], mode: list[float]) -> tuple[float, str]:
+    """Return how fast a mode was next to plain, as the median over pairs of turns, and the quartiles of these."""
+    ratios = [p / m for p, m in zip(plain, mode, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return middle, f"{low:.3f}-{high:.3f}"
+
+
 def report(
     model: str,
     args: argparse.Namespace,
@@ -178,13 +186,13 @@ def report(
         f"{'eager' if args.eager else 'torch.compile on'}, {platform.processor() or platform.machine()}, "
         f"{2 * args.rounds} turns each, interleaved"
     )
-    print("| mode | generated tok/s (median) | of plain | goal | spread |")
-    print("|---|---|---|---|---|")
+    print("| mode | generated tok/s (median) | of plain | quartiles | goal | spread |")
+    print("|---|---|---|---|---|---|")
     for mode in ("plain", "idle", "capture"):
-        ratio = median["plain"] / median[mode]
+        ratio, quartiles = ratio_of(seconds["plain"], seconds[mode])
         spread = f"{generated / max(seconds[mode]):.0f}-{generated / min(seconds[mode]):.0f}"
         goal = f"{GOALS[mode]:.2f}" if mode in GOALS else ""
-        print(f"| {mode} | {generated / median[mode]:.0f} | {ratio:.3f} | {goal} | {spread} |")
+        print(f"| {mode} | {generated / median[mode]:.0f} | {ratio:.3f} | {quartiles} | {goal} | {spread} |")
     rows, size = captured
     print(
         f"\ncapture: {rows} rows, {size / 1e6:.0f} MB a turn, {size / median['capture'] / 1e6:.0f} MB/s, each file verified"

@@ -2,7 +2,7 @@
 
     python benchmarks/steering.py [--rounds N] [--model demo] [--dtype float32]
 
-As `overhead.py`, whose engines these are: two processes for the whole run, turns interleaved, ratios of medians. Request n of a turn
+As `overhead.py`, whose engines these are: two processes for the whole run, turns interleaved, ratios of turns beside each other. Request n of a turn
 has configuration n mod K, a vector of its own for every layer, for K from 1 to the number of prompts.
 
 Predicted: idle as in `overhead.py`. Steering reads and writes the stream once more at each layer, and reads as many vectors, whatever K is:
@@ -12,12 +12,11 @@ a few percent of a step of the demo model on a CPU, where each site costs some t
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-from overhead import PROMPT_TOKENS, PROMPTS, TOKENS, Engine
+from overhead import PROMPT_TOKENS, PROMPTS, TOKENS, Engine, ratio_of
 
 IDLE_MIN, STEERED_MIN, SPREAD_MAX = 0.98, 0.95, 0.02
 
@@ -50,19 +49,18 @@ def main() -> int:
                 seconds[mode].append(answer["seconds"])
     for engine in engines.values():
         engine.close()
-    median = {mode: statistics.median(values) for mode, values in seconds.items()}
     print(
         f"\n{PROMPTS} prompts x {PROMPT_TOKENS} tokens + {TOKENS} generated, {2 * args.rounds} turns each, interleaved"
     )
-    print("| mode | of plain | goal |")
-    print("|---|---|---|")
+    print("| mode | of plain | quartiles | goal |")
+    print("|---|---|---|---|")
     for mode in modes:
         goal = "" if mode == "plain" else f"{IDLE_MIN if mode == 'idle' else STEERED_MIN:.2f}"
-        print(f"| {mode} | {median['plain'] / median[mode]:.3f} | {goal} |")
-    times = [median[f"steer {count}"] for count in counts]
-    print(
-        f"\nfrom {counts[0]} to {counts[-1]} configurations: {max(times) / min(times) - 1:.1%} apart (goal {SPREAD_MAX:.0%})"
-    )
+        ratio, quartiles = ratio_of(seconds["plain"], seconds[mode])
+        print(f"| {mode} | {ratio:.3f} | {quartiles} | {goal} |")
+    for count in counts[1:]:
+        ratio, quartiles = ratio_of(seconds[f"steer {counts[0]}"], seconds[f"steer {count}"])
+        print(f"{count} configurations run at {ratio:.3f} of one ({quartiles}; goal {1 - SPREAD_MAX:.2f})")
     assert answers["idle"] == answers["plain"] or args.dtype != "float32", "armed, and answers other than plain vLLM"
     assert answers[modes[-1]] != answers["plain"], "steering changed nothing"
     return 0
