@@ -21,6 +21,7 @@ from frames import FIRST, make_finished, make_frame, make_hello, make_model, row
 from hubs import address, free_port, worker_link
 from natsd import natsd
 from sources import ROOT
+from test_filesystem import Waiting
 from test_hub_crash import HIDDEN, Worker
 from waiting import eventually
 
@@ -30,7 +31,7 @@ from capflow.probe import Probe
 from capflow.result import RequestDone
 from capflow.site import Site
 from capflow_consumers import natslink, natsmessages
-from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
+from capflow_consumers.filesystem import FilesystemConfig
 from capflow_consumers.nats import NatsConfig, NatsConsumer
 
 __all__ = ["address"]
@@ -390,7 +391,7 @@ def test_the_reader_in_the_documentation_runs(tmp_path, capsys):
         assert re.search(rf"^\| `{field.name}` \|", text, re.MULTILINE), field.name
     (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     frame = make_frame([("r1", 4, 0, 4)], [SITE, (1, "post_block")])
-    files = FilesystemConsumer(FilesystemConfig(root=str(tmp_path / "rows")))
+    files = Waiting(FilesystemConfig(root=str(tmp_path / "rows")))
     with (
         natsd(tmp_path) as server,
         opened(server, "CAPFLOW", prefix="capflow", rows=str(tmp_path / "rows")) as consumer,

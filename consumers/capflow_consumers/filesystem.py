@@ -13,35 +13,31 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
 
-import capflow
 from capflow import limits
 from capflow.consumer import Consumer, ConsumerPolicy, Context
-from capflow.errors import CapflowError, UsageError, explain
-from capflow.frame import Chunk, Frame, FrameHeader, RequestRows
+from capflow.errors import UsageError, explain
+from capflow.frame import Frame, FrameHeader, RequestRows
 from capflow.hookspecs import hookimpl
 from capflow.message import ModelInfo
 from capflow.positions import Form
-from capflow.result import CaptureResult, RequestDone, Status
-from capflow.site import Site
+from capflow.result import CaptureResult, RequestDone
 from capflow.spec import CaptureSpec, StoredDtype, Wanted, join, read_layers
 from capflow_consumers import layout
 from capflow_consumers.endings import Endings
-from capflow_consumers.framelog import FrameLog
+from capflow_consumers.filedrequest import FiledRequest
 from capflow_consumers.packedfile import PackedFile
-from capflow_consumers.promises import expected_of, problems_of
-from capflow_consumers.requestfiles import RequestFiles, Runs
-from capflow_consumers.rowbuffer import RowBuffer
+from capflow_consumers.promises import expected_of
+from capflow_consumers.publisher import Over, Publisher, result_of
+from capflow_consumers.requestfiles import RequestFiles
 from capflow_consumers.running import About
 from capflow_consumers.store import ShardStore, Store, Written
-from capflow_consumers.storeddtype import converted, name_of
-from capflow_consumers.tokenlog import TokenLog
+from capflow_consumers.storeddtype import name_of
 from capflow_consumers.workdir import OnCollision, WorkDir
 
 
@@ -73,55 +69,13 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: int = 0
 
 
-class _Request:
-    """One request from its first row to its result.
+class _Open(NamedTuple):
+    """What there is from `open` to `close`."""
 
-    error: why its rows are no longer taken. published: where it lies already, from before this consumer was opened, and its sidecar; then
-    it is given once more, and its rows are not taken either.
-    """
-
-    __slots__ = ("buffer", "dtypes", "error", "files", "frames", "published", "tokens", "wanted")
-
-    def __init__(self, files: RequestFiles, wanted: Wanted | None) -> None:
-        self.files = files
-        self.wanted = wanted
-        self.buffer = RowBuffer()
-        self.tokens = TokenLog()
-        self.error: str | None = None
-        self.frames = FrameLog()
-        self.published: tuple[Path, layout.Sidecar] | None = None
-        self.dtypes: dict[tuple[Site, ...], dict[str, list[int]]] = {}  # of a chunk's sites, by index; see `add`
-
-    def add(self, chunk: Chunk, held_bytes: int | None) -> int:
-        """Take a chunk's rows, each in the dtype that it is stored in; return by how much the buffer grew.
-
-        held_bytes: of the memory that they are in, where it is to be kept.
-        """
-        files, sites = self.files, chunk.sites
-        kinds = self.dtypes.get(sites)
-        if kinds is None:
-            kinds = self.dtypes[sites] = {}
-            for index, site in enumerate(sites):
-                kinds.setdefault(files.dtype_of(site), []).append(index)
-        grown = 0
-        for dtype, indices in kinds.items():
-            whole = len(indices) == len(sites)
-            mine = sites if whole else tuple(sites[index] for index in indices)
-            rows = chunk.rows if whole else chunk.rows[indices]
-            if dtype != files.dtype:
-                rows, overflowed = converted(rows, dtype)
-                files.rows_overflowed.update(dict(zip(mine, overflowed.tolist(), strict=True)))
-            held = rows.nbytes if rows.base is None else held_bytes
-            grown += self.buffer.add(mine, chunk.start, rows, held)
-        return grown
-
-
-class _Over(NamedTuple):
-    """A request that is over, and what was expected of it at each site."""
-
-    request: _Request
-    done: RequestDone
-    expected: Mapping[Site, Runs]
+    workers: ThreadPoolExecutor | None
+    store: Store
+    publisher: Publisher
+    endings: Endings[Over, Written]
 
 
 class FilesystemConsumer(Consumer):
@@ -135,11 +89,9 @@ class FilesystemConsumer(Consumer):
         super().__init__(config)
         self.config: FilesystemConfig = config
         self._root = Path(config.root).absolute()
-        self._workers: ThreadPoolExecutor | None = None  # from `open` to `close`
-        self._store: Store | None = None  # likewise
-        self._endings = Endings(self._write, self._publish)
+        self._open: _Open | None = None  # from `open` to `close`
         self._told_at = 0.0  # when rows of running requests were last written, on the monotonic clock
-        self._requests: dict[tuple[str, str], _Request] = {}
+        self._requests: dict[tuple[str, str], FiledRequest] = {}
         self._models: dict[str, ModelInfo] = {}
         self._buffered_bytes = 0
         self._context: Context | None = None
@@ -194,22 +146,24 @@ class FilesystemConsumer(Consumer):
         """Make the root, and clear away what dead writers left in it."""
         self._context = context
         config = self.config
-        self._workers = ThreadPoolExecutor(config.threads, "capflow-filesystem") if config.threads else None
+        workers = ThreadPoolExecutor(config.threads, "capflow-filesystem") if config.threads else None
         work = WorkDir(self._root, fsync=bool(config.fsync))
         if config.layout == "sharded":
-            self._store = ShardStore(
+            store: Store = ShardStore(
                 work,
                 compressed=config.compression == "zstd",
                 shard_bytes=config.shard_bytes,
                 sync_requests=config.fsync is True,
             )
         else:
-            self._store = Store(work, PackedFile if config.layout == "packed" else RequestFiles, self._workers)
+            store = Store(work, PackedFile if config.layout == "packed" else RequestFiles, workers)
         try:
-            self._store.open()
+            store.open()
         except OSError as e:
             raise self._bad_root(str(e)) from e
-        self._endings.open()
+        publisher = Publisher(store, config.on_collision, lambda: self._count("requests_failed"))
+        self._open = _Open(workers, store, publisher, Endings(publisher.write, publisher.publish))
+        self._open.endings.open()
 
     def on_session(self, engine: str, model: ModelInfo) -> None:
         """Remember the model's name for the sidecars."""
@@ -218,6 +172,7 @@ class FilesystemConsumer(Consumer):
     def on_frame(self, frame: Frame) -> None:
         """Copy the rows into the buffers of their requests; write the largest out when all exceed the bound."""
         previous: RequestRows | None = None
+        endings = self._parts.endings
         frame_bytes = frame.nbytes
         for chunk in frame.chunks():
             if chunk.request is not previous:
@@ -228,20 +183,21 @@ class FilesystemConsumer(Consumer):
                     request.tokens.add(previous.start, previous.token_ids, previous.texts)
             if request.error is None and request.published is None:
                 self._buffered_bytes += request.add(chunk, frame_bytes if 2 * chunk.rows.nbytes > frame_bytes else None)
-                if self._buffered_bytes + self._endings.nbytes > self.config.buffer_bytes_max:
+                if self._buffered_bytes + endings.nbytes > self.config.buffer_bytes_max:
                     self._make_room()
 
     def on_request_done(self, done: RequestDone) -> CaptureResult | Future[CaptureResult]:
         """Begin to write what is left; what comes of it says what is in the data set."""
+        _, _, publisher, endings = self._parts
         request = self._requests.pop((done.engine, done.request), None)
         if request is None:
-            self._endings.wait(done.request)
+            endings.wait(done.request)
             request = self._empty(done.engine)
         nbytes = request.buffer.nbytes
         self._buffered_bytes -= nbytes
         if request.published is not None:
             self._count("requests_again")
-            return _result(*request.published)
+            return result_of(*request.published)
         if request.error is not None:
             self._count("requests_failed")
             return CaptureResult("error", request.error)
@@ -250,20 +206,22 @@ class FilesystemConsumer(Consumer):
         try:
             request.files.prepare(request.buffer.take(), request.tokens, counts)
         except OSError as e:
-            return self._failed(request.files, e)
-        return self._endings.put(_Over(request, done, expected), done.request, nbytes)
+            return publisher.give_up(request.files, e)
+        return endings.put(Over(request, done, expected, self._model(done.engine)), done.request, nbytes)
 
     def close(self) -> None:
         """Remove what is unfinished: no part of a request is ever published."""
-        self._endings.close()
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.endings.close()
         if self._requests:
             self._count("requests_unfinished", len(self._requests))
             self._requests.clear()
             self._buffered_bytes = 0
-        if self._store is not None:
-            self._store.close()
-        if self._workers is not None:
-            self._workers.shutdown()
+        if opened is not None:
+            opened.store.close()
+            if opened.workers is not None:
+                opened.workers.shutdown()
 
     def on_idle(self) -> None:
         """Write the rows of running requests out, for who reads along."""
@@ -274,70 +232,14 @@ class FilesystemConsumer(Consumer):
                 if request.buffer.nbytes:
                     self._append(request)
 
-    # On the thread of `_endings`.
-
-    def _write(self, over: _Over) -> Written | CaptureResult:
-        """Write a request that is over; return the result where that failed."""
-        try:
-            return self._put(*over)
-        except (OSError, CapflowError) as e:
-            return self._failed(over.request.files, e)
-
-    def _publish(self, group: Sequence[Written]) -> list[CaptureResult]:
-        """Make requests that are written part of the data set; return their results."""
-        return [
-            _result(found, written.sidecar) if isinstance(found, Path) else self._failed(written.files, found)
-            for written, found in zip(group, self._stored.publish(group), strict=True)
-        ]
-
-    def _failed(self, files: RequestFiles, error: OSError | CapflowError) -> CaptureResult:
-        files.discard()
-        self._count("requests_failed")
-        return CaptureResult("error", str(error))
-
-    def _put(self, request: _Request, done: RequestDone, expected: Mapping[Site, Runs]) -> Written:
-        files, store = request.files, self._stored
-        on_collision = self._on_collision(done)
-        capture = store.number(done.request, on_collision)
-        entries = files.write()
-        rows = sum(entry.rows for entry in entries)
-        problems = problems_of(files, rows, expected, done)
-        status: Status = "ok" if not problems else "partial_error" if rows else "error"
-        error = "; ".join(problems) or None
-        model = self._models.get(done.engine)
-        sidecar = layout.Sidecar(
-            capflow=capflow.__version__,
-            request=done.request,
-            engine=done.engine,
-            model=model.name if model else "",
-            dtype=files.dtype,
-            hidden_size=files.hidden_size,
-            prompt_length=done.prompt_length,
-            computed_length=done.computed_length,
-            status=done.status,
-            capture_status=status,
-            error=error,
-            dropped=[(dropped.rows, dropped.reason) for dropped in done.dropped],
-            rows=rows,
-            budget_reached=done.budget_reached,
-            sites=entries,
-            texts=[layout.TokenRun(start, texts) for start, texts in request.tokens.texts()],
-            sources=[layout.Source(*worker, *frames) for worker, frames in request.frames.frames.items()],
-            layout=files.kept_as,
-            capture=capture,
-        )
-        return store.put(files, sidecar, layout.write_sidecar(sidecar), on_collision)
-
-    # On the consumer's thread.
-
-    def _request(self, frame: Frame, rows: RequestRows) -> _Request:
+    def _request(self, frame: Frame, rows: RequestRows) -> FiledRequest:
         header = frame.header
         key = (header.engine, rows.id)
         request = self._requests.get(key)
         if request is None:
-            self._endings.wait(rows.id)
+            self._parts.endings.wait(rows.id)
             wanted = frame.wants(rows) if frame.wants is not None else self._wanted(header.engine, rows)
-            request = self._requests[key] = _Request(self._files(header.dtype, header.hidden_size, wanted), wanted)
+            request = self._requests[key] = FiledRequest(self._files(header.dtype, header.hidden_size, wanted), wanted)
             request.published = self._published(header, rows.id)
             request.files.about = self._about(header, rows, request.files) if self.config.layout == "per_file" else None
         elif (request.files.dtype, request.files.hidden_size) != (header.dtype, header.hidden_size):
@@ -348,17 +250,12 @@ class FilesystemConsumer(Consumer):
 
     def _published(self, header: FrameHeader, request: str) -> tuple[Path, layout.Sidecar] | None:
         """Return where a request lies that this frame was written with, and its sidecar; None when there is none."""
-        for path, sidecar in self._stored.captures(header.engine, request):
+        for path, sidecar in self._parts.store.captures(header.engine, request):
             for source in sidecar.sources:
                 mine = (source.boot, source.rank) == (header.boot, header.rank)
                 if mine and source.first <= header.seq <= source.last:
                     return path, sidecar
         return None
-
-    def _on_collision(self, done: RequestDone) -> OnCollision:
-        """Return what to do when the name is taken: the rest of a request whose worker was taken to be gone lies beside its beginning."""
-        begun = any(sidecar.status == "error" for _, sidecar in self._stored.captures(done.engine, done.request))
-        return "suffix" if begun else self.config.on_collision
 
     def _wanted(self, engine: str, rows: RequestRows) -> Wanted | None:
         """Return what is wanted of a request where the frame does not say; None before the engine's model is known."""
@@ -371,32 +268,37 @@ class FilesystemConsumer(Consumer):
         except UsageError:  # the engine's to refuse; the number of rows is checked all the same
             return None
 
-    def _empty(self, engine: str) -> _Request:
+    def _empty(self, engine: str) -> FiledRequest:
         """Return the request of which no row came."""
         model = self._models.get(engine)
         dtype, hidden_size = (model.dtype, model.hidden_size) if model else ("float32", 0)
-        return _Request(self._files(dtype, hidden_size, None), None)
+        return FiledRequest(self._files(dtype, hidden_size, None), None)
 
     def _files(self, dtype: str, hidden_size: int, wanted: Wanted | None) -> RequestFiles:
         dtypes = {site: name_of(want.dtype, dtype) for site, want in (wanted or {}).items()}
-        return self._stored.files(dtype, hidden_size, dtypes)
+        return self._parts.store.files(dtype, hidden_size, dtypes)
 
     @property
-    def _stored(self) -> Store:
-        assert self._store is not None, "not open"
-        return self._store
+    def _parts(self) -> _Open:
+        assert self._open is not None, "not open"
+        return self._open
+
+    def _model(self, engine: str) -> str:
+        """Return the name of an engine's model, empty when it is not known."""
+        model = self._models.get(engine)
+        return model.name if model else ""
 
     def _about(self, header: FrameHeader, rows: RequestRows, files: RequestFiles) -> About:
-        model = self._models.get(header.engine)
         dtypes = {str(site): dtype for site, dtype in files.dtypes.items() if dtype != files.dtype}
-        name = model.name if model else ""
+        name = self._model(header.engine)
         return About(rows.id, header.engine, name, header.dtype, header.hidden_size, rows.prompt_length, dtypes)
 
     def _make_room(self) -> None:
         """Wait for requests that are over, and where that is not enough move rows of others to files."""
         bound = self.config.buffer_bytes_max
-        while (under_way := self._endings.nbytes) and self._buffered_bytes + under_way > bound:
-            self._endings.wait()
+        endings = self._parts.endings
+        while (under_way := endings.nbytes) and self._buffered_bytes + under_way > bound:
+            endings.wait()
         if self._buffered_bytes > bound:
             self._write_out()
 
@@ -408,7 +310,7 @@ class FilesystemConsumer(Consumer):
                 return
             self._append(request)
 
-    def _append(self, request: _Request) -> None:
+    def _append(self, request: FiledRequest) -> None:
         """Move a request's rows to files."""
         self._buffered_bytes -= request.buffer.nbytes
         try:
@@ -416,7 +318,7 @@ class FilesystemConsumer(Consumer):
         except OSError as e:  # this request's, and not the one's whose frame is being handled
             self._fail(request, explain(f"{request.files.path} cannot be written", got=e.strerror))
 
-    def _fail(self, request: _Request, error: str) -> None:
+    def _fail(self, request: FiledRequest, error: str) -> None:
         request.error = error
         self._buffered_bytes -= request.buffer.nbytes
         request.buffer.take()
@@ -429,13 +331,6 @@ class FilesystemConsumer(Consumer):
     def _count(self, name: str, amount: int = 1) -> None:
         if self._context is not None:
             self._context.count(name, amount)
-
-
-def _result(path: Path, sidecar: layout.Sidecar) -> CaptureResult:
-    size = sum(entry.bytes for entry in sidecar.sites)
-    files = len({entry.file for entry in sidecar.sites})
-    payload = {"path": str(path), "rows": sidecar.rows, "bytes": size, "files": files}
-    return CaptureResult(sidecar.capture_status, sidecar.error, payload)
 
 
 @hookimpl

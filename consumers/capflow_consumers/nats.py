@@ -26,7 +26,8 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import Chunk, Frame, FrameHeader, Rank
 from capflow.hookspecs import hookimpl
 from capflow.message import ModelInfo
-from capflow.probe import Probe
+from capflow.probe import Scorer
+from capflow.probekinds import load_probe
 from capflow.result import CaptureResult, RequestDone, Status
 from capflow.site import Site, layers_by_hook
 from capflow.spec import CaptureSpec
@@ -97,10 +98,10 @@ class NatsConsumer(Consumer):
         self._link: Any = None  # from `open` to `close`
 
     @cached_property
-    def _probes(self) -> dict[Site, list[Probe]]:
-        probes: dict[Site, list[Probe]] = {}
+    def _probes(self) -> dict[Site, list[Scorer]]:
+        probes: dict[Site, list[Scorer]] = {}
         for path in self.config.probes:
-            probe = Probe.load(path)
+            probe = load_probe(path)
             probes.setdefault(probe.site, []).append(probe)
         return probes
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from capflow.frame import Chunk, FrameHeader
 from capflow.message import ModelInfo
-from capflow.probe import Probe
+from capflow.probe import Scorer
 from capflow.result import RequestDone
 from capflow.site import Site
 from capflow_dashboard import limits
@@ -77,7 +77,7 @@ class Board:
 
     # The consumer's thread.
 
-    def greet(self, engine: str, model: ModelInfo, sites: Sequence[Site], probes: Sequence[Probe]) -> list[str]:
+    def greet(self, engine: str, model: ModelInfo, sites: Sequence[Site], probes: Sequence[Scorer]) -> list[str]:
         """An engine connected, or came back with its requests; return what of the probes does not fit its model."""
         measures = Measures(model, sites, probes)
         with self._lock:

@@ -13,7 +13,8 @@ from capflow import CaptureResult, CaptureSpec, Consumer, Frame, RequestDone, Us
 from capflow.consumer import Context
 from capflow.errors import explain
 from capflow.message import ModelInfo
-from capflow.probe import Probe
+from capflow.probe import Scorer
+from capflow.probekinds import load_probe
 from capflow.spec import read_layers
 from capflow_dashboard import limits
 from capflow_dashboard.board import Board
@@ -54,7 +55,7 @@ class Dashboard(Consumer):
         super().__init__(config)
         self.config: DashboardConfig = config
         self.address: str | None = None
-        self._probes: list[Probe] | None = None  # once read
+        self._probes: list[Scorer] | None = None  # once read
         self._board = Board(config.requests_max, config.tokens_max)
         self._server: PageServer | None = None  # from `open` to `close`
         self._url = ""  # the address without the token, which results may tell anyone
@@ -127,9 +128,9 @@ class Dashboard(Consumer):
             self._server.stop()
             self._server = None
 
-    def _read_probes(self) -> list[Probe]:
+    def _read_probes(self) -> list[Scorer]:
         if self._probes is None:
-            self._probes = [Probe.load(path) for path in self.config.probes]
+            self._probes = [load_probe(path) for path in self.config.probes]
             names = [name for probe in self._probes for name in probe.names]
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 expected = "probes with names of their own"

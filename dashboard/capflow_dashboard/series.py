@@ -16,7 +16,7 @@ import numpy.typing as npt
 from capflow.errors import UsageError
 from capflow.frame import Rows
 from capflow.message import ModelInfo
-from capflow.probe import Probe
+from capflow.probe import Scorer
 from capflow.site import Site
 
 Values = npt.NDArray[np.float32]
@@ -49,13 +49,13 @@ class Series(NamedTuple):
 class Measures:
     """The series of one engine: the norms of its sites, by layer, and then the probes that fit its model."""
 
-    def __init__(self, model: ModelInfo, sites: Sequence[Site], probes: Sequence[Probe]) -> None:
+    def __init__(self, model: ModelInfo, sites: Sequence[Site], probes: Sequence[Scorer]) -> None:
         self.model = model
         self.problems: list[str] = []  # probes that do not fit
         self.series = [Series(site) for site in sorted(sites, key=lambda site: (site.hook, site.layer))]
         self.norms_count = len(self.series)
         self._rows = {series.site: row for row, series in enumerate(self.series)}
-        self._probes: dict[Site, list[tuple[int, Probe]]] = {}
+        self._probes: dict[Site, list[tuple[int, Scorer]]] = {}
         for probe in probes:
             try:
                 probe.check(sites, model.hidden_size)

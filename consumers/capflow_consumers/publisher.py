@@ -1,0 +1,100 @@
+"""What becomes of a request that is over: its rows and its sidecar are made part of the data set, on the thread of `endings`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import capflow
+from capflow.errors import CapflowError
+from capflow.result import CaptureResult, RequestDone, Status
+from capflow.site import Site
+from capflow_consumers import layout
+from capflow_consumers.filedrequest import FiledRequest
+from capflow_consumers.promises import problems_of
+from capflow_consumers.requestfiles import RequestFiles, Runs
+from capflow_consumers.store import Store, Written
+from capflow_consumers.workdir import OnCollision
+
+
+class Over(NamedTuple):
+    """A request that is over and prepared, what was expected of it at each site, and its model's name."""
+
+    request: FiledRequest
+    done: RequestDone
+    expected: Mapping[Site, Runs]
+    model: str
+
+
+class Publisher:
+    """Makes requests part of a data set. failed: called for each that cannot be."""
+
+    def __init__(self, store: Store, on_collision: OnCollision, failed: Callable[[], None]) -> None:
+        self._store = store
+        self._on_collision = on_collision
+        self._failed = failed
+
+    def write(self, over: Over) -> Written | CaptureResult:
+        """Write a request; return the result where that failed."""
+        try:
+            return self._put(*over)
+        except (OSError, CapflowError) as e:
+            return self.give_up(over.request.files, e)
+
+    def publish(self, group: Sequence[Written]) -> list[CaptureResult]:
+        """Give requests that are written their names; return their results."""
+        return [
+            result_of(found, written.sidecar) if isinstance(found, Path) else self.give_up(written.files, found)
+            for written, found in zip(group, self._store.publish(group), strict=True)
+        ]
+
+    def give_up(self, files: RequestFiles, error: OSError | CapflowError) -> CaptureResult:
+        """Remove what was written of a request; return its result."""
+        files.discard()
+        self._failed()
+        return CaptureResult("error", str(error))
+
+    def _put(self, request: FiledRequest, done: RequestDone, expected: Mapping[Site, Runs], model: str) -> Written:
+        files, store = request.files, self._store
+        on_collision = self._collision(done)
+        capture = store.number(done.request, on_collision)
+        entries = files.write()
+        rows = sum(entry.rows for entry in entries)
+        problems = problems_of(files, rows, expected, done)
+        status: Status = "ok" if not problems else "partial_error" if rows else "error"
+        sidecar = layout.Sidecar(
+            capflow=capflow.__version__,
+            request=done.request,
+            engine=done.engine,
+            model=model,
+            dtype=files.dtype,
+            hidden_size=files.hidden_size,
+            prompt_length=done.prompt_length,
+            computed_length=done.computed_length,
+            status=done.status,
+            capture_status=status,
+            error="; ".join(problems) or None,
+            dropped=[(dropped.rows, dropped.reason) for dropped in done.dropped],
+            rows=rows,
+            budget_reached=done.budget_reached,
+            sites=entries,
+            texts=[layout.TokenRun(start, texts) for start, texts in request.tokens.texts()],
+            sources=[layout.Source(*worker, *frames) for worker, frames in request.frames.frames.items()],
+            layout=files.kept_as,
+            capture=capture,
+        )
+        return store.put(files, sidecar, layout.write_sidecar(sidecar), on_collision)
+
+    def _collision(self, done: RequestDone) -> OnCollision:
+        """Return what to do when the name is taken: the rest of a request whose worker was taken to be gone lies beside its beginning."""
+        begun = any(sidecar.status == "error" for _, sidecar in self._store.captures(done.engine, done.request))
+        return "suffix" if begun else self._on_collision
+
+
+def result_of(path: Path, sidecar: layout.Sidecar) -> CaptureResult:
+    """Return the result of a request that lies there."""
+    size = sum(entry.bytes for entry in sidecar.sites)
+    files = len({entry.file for entry in sidecar.sites})
+    payload = {"path": str(path), "rows": sidecar.rows, "bytes": size, "files": files}
+    return CaptureResult(sidecar.capture_status, sidecar.error, payload)
