@@ -17,6 +17,8 @@ from frames import make_finished, make_frame, make_model, row_of, token_of
 from hubs import address, running_hub, worker_link  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
+from test_probekinds import network
 from waiting import eventually
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
@@ -89,6 +91,15 @@ def test_sites_of_one_stage_give_their_own_series():
     rows = np.ones((2, 1, 8), np.float32)
     assert measures.of((Site(3, "post_block"), Site(1, "mlp_in")), rows)[0] == [3, 4]
     assert measures.of((Site(1, "mlp_in"), Site(2, "mlp_in")), rows)[0] == []
+
+
+def test_a_network_is_a_probe_like_any(tmp_path):
+    path = tmp_path / "net.safetensors"
+    save_file(network((8, 5, 1)), path, {"site": "post_block:2", "kind": "mlp"})
+    (probe,) = Dashboard(DashboardConfig(probes=(str(path),)))._read_probes()
+    rows = np.random.default_rng(0).normal(size=(1, 3, 8)).astype(np.float32)
+    indices, values = Measures(make_model(), SITES, [probe]).of((Site(2, "post_block"),), rows)
+    np.testing.assert_allclose(values[indices.index(4)], probe.scores(rows[0])[:, 0], rtol=1e-6)
 
 
 def test_a_probe_that_does_not_fit_is_named_and_left_out():

@@ -20,14 +20,17 @@ import pytest
 from frames import FIRST, make_finished, make_frame, make_hello, make_model, row_of, token_of
 from hubs import address, free_port, worker_link
 from natsd import natsd
+from safetensors.numpy import save_file
 from sources import ROOT
 from test_filesystem import Waiting
 from test_hub_crash import HIDDEN, Worker
+from test_probekinds import network
 from waiting import eventually
 
 from capflow.errors import CapflowError, UsageError
 from capflow.frame import Rank
 from capflow.probe import Probe
+from capflow.probekinds import load_probe
 from capflow.result import RequestDone
 from capflow.site import Site
 from capflow_consumers import natslink, natsmessages
@@ -93,6 +96,19 @@ def vectors_of(message):
         yield chunk, numbers[:size].reshape(chunk["shape"])
         numbers = numbers[size:]
     assert not numbers.size
+
+
+def test_probes_of_any_kind_are_scored(server, stream, tmp_path):
+    path = tmp_path / "net.safetensors"
+    save_file(network((8, 5, 1)), path, {"site": str(SITE), "kind": "mlp"})
+    frame = make_frame([("r1", 4, 0, 4)], [SITE])
+    with opened(server, stream, probes=[str(path)]) as consumer:
+        consumer.on_frame(frame)
+    (message,) = [message for message in server.messages(stream) if ".rows." in message.subject]
+    (chunk,) = frame.chunks()
+    (said,) = json.loads(message.data)["chunks"]
+    (scores,) = said["scores"].values()
+    np.testing.assert_allclose(scores, load_probe(path).scores(chunk.rows[0])[:, 0], rtol=1e-6)
 
 
 def kinds(messages):
