@@ -35,6 +35,7 @@ class Natsd:
         store = f'jetstream {{ store_dir: "{directory / "jetstream"}", sync_interval: always }}'
         self._config.write_text(f"listen: 127.0.0.1:{self.port}\n{store}\n{more}\n")
         self._process: subprocess.Popen[bytes] | None = None
+        self.login: dict[str, Any] = {}  # with which tests look into it
 
     def start(self) -> None:
         with self._log.open("ab") as log:
@@ -57,7 +58,7 @@ class Natsd:
         """Return every message of a stream, in order."""
 
         async def read() -> list[Any]:
-            client = await nats.connect(self.url)
+            client = await nats.connect(self.url, **self.login)
             try:
                 js = client.jetstream()
                 state = (await js.stream_info(stream)).state
@@ -71,7 +72,7 @@ class Natsd:
         """Return what `do(jetstream)` returns."""
 
         async def run() -> Any:
-            client = await nats.connect(self.url)
+            client = await nats.connect(self.url, **self.login)
             try:
                 return await do(client.jetstream())
             finally:

@@ -31,6 +31,7 @@ from capflow.probekinds import load_probe
 from capflow.result import CaptureResult, RequestDone, Status
 from capflow.site import Site, layers_by_hook
 from capflow.spec import CaptureSpec
+from capflow_consumers.natslogin import NatsLogin
 from capflow_consumers.natsmessages import (
     ID_HEADER,
     Message,
@@ -51,7 +52,9 @@ _STREAM = re.compile(r"[A-Za-z0-9_-]{1,255}")
 class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer nats:`.
 
-    stream: the JetStream stream; `create` makes it when it is missing. servers: of one cluster, as nats://[user:password@]host:port.
+    stream: the JetStream stream; `create` makes it when it is missing. servers: of one cluster, as nats://[user:password@]host:port, or tls://.
+    creds: a credentials file, as `nsc` writes it. tls_ca: certificates that may vouch for the servers, the system's unless given; tls_cert,
+    tls_key: capflow's own, for servers that ask for one.
     prefix: what every subject begins with. probes: probe files, whose scores are sent. sites: also capture these of every
     request. positions: which tokens. vectors: also send the rows themselves. rows: what `capflow.open` takes to find them,
     the root of a `filesystem` consumer beside this one. give_up_s: for how long a server that is away is waited for; None: for ever.
@@ -59,6 +62,10 @@ class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     stream: str
     servers: list[str] = msgspec.field(default_factory=lambda: ["nats://127.0.0.1:4222"])
+    creds: str = ""
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
     create: bool = False
     prefix: str = "capflow"
     probes: list[str] = []
@@ -97,6 +104,11 @@ class NatsConsumer(Consumer):
         self._context: Context | None = None
         self._link: Any = None  # from `open` to `close`
 
+    @property
+    def _login(self) -> NatsLogin:
+        config = self.config
+        return NatsLogin(config.creds, config.tls_ca, config.tls_cert, config.tls_key)
+
     @cached_property
     def _probes(self) -> dict[Site, list[Scorer]]:
         probes: dict[Site, list[Scorer]] = {}
@@ -132,6 +144,7 @@ class NatsConsumer(Consumer):
             )
         if not self.config.servers:
             raise self._wrong("servers", "none", "at least one")
+        self._login.options(f"consumers.{self.name}")
         if self.config.give_up_s is not None and not self.config.give_up_s > 0:
             raise self._wrong("give_up_s", str(self.config.give_up_s), "above 0; remove it to wait for ever")
 
@@ -142,7 +155,7 @@ class NatsConsumer(Consumer):
         self._context = context
         config = self.config
         where = f"consumers.{self.name}"
-        link = NatsLink(config.servers, config.stream, give_up_s=config.give_up_s, where=where)
+        link = NatsLink(config.servers, config.stream, self._login, give_up_s=config.give_up_s, where=where)
         link.open(f"{config.prefix}.>", create=config.create)
         self._link = link
         probes = [name for probes in self._probes.values() for probe in probes for name in probe.names]

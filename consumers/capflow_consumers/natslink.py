@@ -23,6 +23,7 @@ from nats.js import JetStreamContext, api
 from nats.js import errors as js_errors
 
 from capflow.errors import CapflowError, UsageError, explain
+from capflow_consumers.natslogin import NatsLogin
 from capflow_consumers.natsmessages import OVERHEAD_BYTES, PART_BYTES_MAX, Message
 
 logger = logging.getLogger("capflow.consumer.nats")
@@ -32,6 +33,7 @@ ACK_S = 5.0
 UNDER_WAY_MAX = 16  # messages
 _PAUSE_S = 0.1  # before a message is sent again
 _TELL_S = 5.0
+_CANCELS_MAX = 20
 _BUFFER_BYTES = 2 * UNDER_WAY_MAX * (PART_BYTES_MAX + OVERHEAD_BYTES)  # the client's, while the server is away
 _DUPLICATES_S = 600.0  # of a stream that is made here
 
@@ -60,8 +62,11 @@ class NatsLink:
     give_up_s: for how long a server that is away is waited for; None for as long as it takes.
     """
 
-    def __init__(self, servers: Iterable[str], stream: str, *, give_up_s: float | None, where: str) -> None:
+    def __init__(
+        self, servers: Iterable[str], stream: str, login: NatsLogin, *, give_up_s: float | None, where: str
+    ) -> None:
         self._servers = list(servers)
+        self._login = login
         self._stream = stream
         self._give_up_s = give_up_s
         self._where = where
@@ -94,7 +99,7 @@ class NatsLink:
     def close(self) -> None:
         """Leave the server and end the thread."""
         with contextlib.suppress(Exception):
-            self._call(asyncio.wait_for(self._client.close(), CONNECT_S))
+            self._call(_within(self._client.close(), CONNECT_S))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -122,7 +127,7 @@ class NatsLink:
     async def _connect(self) -> None:
         self._denied = self._said = ""
         try:
-            self._client = await asyncio.wait_for(
+            self._client = await _within(
                 nats.connect(
                     self._servers,
                     name="capflow",
@@ -132,6 +137,7 @@ class NatsLink:
                     error_cb=self._on_error,
                     reconnected_cb=self._on_reconnected,
                     allow_reconnect=True,
+                    **self._login.options(self._where),
                 ),
                 CONNECT_S,
             )
@@ -246,6 +252,23 @@ def _shown(server: str) -> str:
     """Return a server's address without the password in it."""
     parts = urlsplit(server)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+async def _within(doing: Coroutine[Any, Any, _T], seconds: float) -> _T:
+    """Return what a coroutine does; raise TimeoutError when it takes longer.
+
+    `asyncio.wait_for` waits on for one that takes no notice of its end, and the client, which tries for ever, may not (https://github.com/python/cpython/issues/86296).
+    """
+    task = asyncio.ensure_future(doing)
+    await asyncio.wait({task}, timeout=seconds)
+    if task.done():
+        return task.result()
+    for _ in range(_CANCELS_MAX):
+        task.cancel()
+        await asyncio.wait({task}, timeout=_PAUSE_S)
+        if task.done():
+            break
+    raise TimeoutError
 
 
 def _covers(pattern: str, subjects: str) -> bool:
