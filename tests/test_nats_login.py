@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import binascii
 import datetime as dt
 import ipaddress
 import json
-import os
 import time
 
-import nkeys
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 from frames import make_frame
 from natsd import natsd
@@ -57,9 +57,19 @@ def tls(tmp_path):
         yield server, options
 
 
+OPERATOR, ACCOUNT, USER, SEED = 14 << 3, 0, 20 << 3, 18 << 3  # what keys begin with (https://github.com/nats-io/nkeys)
+
+
+def spelled(*parts):
+    raw = b"".join(parts)
+    return base64.b32encode(raw + binascii.crc_hqx(raw, 0).to_bytes(2, "little")).decode().rstrip("=")
+
+
 def key_pair(kind):
-    pair = nkeys.from_seed(nkeys.encode_seed(os.urandom(32), kind))
-    return pair, pair.public_key.decode()
+    """Return a new key, its public half and its seed as NATS spells them."""
+    key = Ed25519PrivateKey.generate()
+    head = bytes([SEED | kind >> 5, (kind & 31) << 3])
+    return key, spelled(bytes([kind]), key.public_key().public_bytes_raw()), spelled(head, key.private_bytes_raw())
 
 
 def token(signer, issuer, subject, claims):
@@ -73,10 +83,10 @@ def token(signer, issuer, subject, claims):
 @pytest.fixture
 def accounts(tmp_path):
     """A server that lets in who has credentials of its operator's account, and such a file."""
-    operator, operator_key = key_pair(nkeys.PREFIX_BYTE_OPERATOR)
-    account, account_key = key_pair(nkeys.PREFIX_BYTE_ACCOUNT)
-    _, system_key = key_pair(nkeys.PREFIX_BYTE_ACCOUNT)
-    user, user_key = key_pair(nkeys.PREFIX_BYTE_USER)
+    operator, operator_key, _ = key_pair(OPERATOR)
+    account, account_key, _ = key_pair(ACCOUNT)
+    _, system_key, _ = key_pair(ACCOUNT)
+    _, user_key, seed = key_pair(USER)
     every = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn", "leaf"), -1)
     stored = dict.fromkeys(("mem_storage", "disk_storage", "streams", "consumer"), -1)
     limits = every | {"wildcards": True}
@@ -92,10 +102,10 @@ def accounts(tmp_path):
     path = tmp_path / "capflow.creds"
     path.write_text(
         f"-----BEGIN NATS USER JWT-----\n{jwt}\n------END NATS USER JWT------\n\n"
-        f"-----BEGIN USER NKEY SEED-----\n{user.seed.decode()}\n------END USER NKEY SEED------\n"
+        f"-----BEGIN USER NKEY SEED-----\n{seed}\n------END USER NKEY SEED------\n"
     )
     with natsd(tmp_path, config) as server:
-        server.login = {"user_credentials": str(path)}
+        server.login = NatsLogin(creds=str(path)).options("test")
         yield server, path
 
 
@@ -128,7 +138,7 @@ def test_without_credentials_or_with_others_it_is_not_let_in(accounts, tmp_path)
     server, path = accounts
     with pytest.raises(CapflowError, match="expected a NATS server that lets capflow in"):
         forward(server, "OURS")
-    stranger = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER).decode()
+    _, _, stranger = key_pair(USER)
     text = path.read_text()
     seed = next(line for line in text.splitlines() if line.startswith("SU"))
     path.write_text(text.replace(seed, stranger))
@@ -142,6 +152,7 @@ def test_without_credentials_or_with_others_it_is_not_let_in(accounts, tmp_path)
     [
         ({"creds": "gone"}, "creds: got .*gone: No such file"),
         ({"creds": "text"}, "creds: got .*text, expected a credentials file with a JWT and a seed"),
+        ({"creds": "torn"}, "creds: got .*torn, expected a credentials file with a JWT and a seed"),
         ({"tls_ca": "text"}, "tls_ca: got .*text, expected certificates in PEM"),
         ({"tls_ca": "bytes"}, "tls_ca: got .*bytes: not text"),
         ({"tls_cert": "text"}, "tls_key: got nothing, expected a file, as there is a tls_cert"),
@@ -151,6 +162,8 @@ def test_without_credentials_or_with_others_it_is_not_let_in(accounts, tmp_path)
 )
 def test_files_that_are_none_are_named_before_anything_starts(tmp_path, options, message):
     (tmp_path / "text").write_text("hello\n")
+    sections = "-----BEGIN NATS USER JWT-----\na.b.c\n------END NATS USER JWT------\n-----BEGIN USER NKEY SEED-----\n{}\n------END USER"
+    (tmp_path / "torn").write_text(sections.format(key_pair(USER)[2][:-9] + "AAAAAAAAA"))
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     paths = {name: str(tmp_path / file) for name, file in options.items()}
     with pytest.raises(UsageError, match=f"consumers.nats.{message}"):

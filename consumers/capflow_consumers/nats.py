@@ -127,10 +127,11 @@ class NatsConsumer(Consumer):
     def check(self) -> None:
         """Raise UsageError for options that cannot work, and when nats-py is not installed."""
         try:
+            import cryptography  # noqa: F401
             import nats  # noqa: F401
         except ImportError as e:
             do = "pip install 'capflow[nats]'"
-            raise UsageError(explain("consumers.nats", got="no nats-py", expected="it", do=do)) from e
+            raise UsageError(explain("consumers.nats", got=f"no {e.name}", expected="nats-py and cryptography", do=do)) from e
         self.spec()
         names = [name for probes in self._probes.values() for probe in probes for name in probe.names]
         for name in names:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
+import re
 import ssl
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from capflow.errors import UsageError, explain
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+_SECTION = r"-+BEGIN {}-+\s+(\S+)\s+-+END"
+_SEED_BYTES = 36
 
 
 class NatsLogin(NamedTuple):
@@ -25,14 +34,22 @@ class NatsLogin(NamedTuple):
         """Return what `nats.connect` is given; raises UsageError naming the option whose file is not what it should be."""
         given: dict[str, Any] = {}
         if self.creds:
-            text = _text(self.creds, f"{where}.creds")
-            if "BEGIN NATS USER JWT" not in text or "BEGIN USER NKEY SEED" not in text:
-                expected = "a credentials file with a JWT and a seed, as nsc writes it"
-                raise UsageError(explain(f"{where}.creds", got=self.creds, expected=expected))
-            given["user_credentials"] = self.creds
+            self._credentials(where)
+            given["user_jwt_cb"] = lambda: self._credentials(where)[0]
+            given["signature_cb"] = lambda nonce: base64.b64encode(self._credentials(where)[1].sign(nonce.encode()))
         if self.tls_ca or self.tls_cert or self.tls_key:
             given["tls"] = self._context(where)
         return given
+
+    def _credentials(self, where: str) -> tuple[bytes, Ed25519PrivateKey]:
+        """Return the JWT and the key in the credentials file, as it is now: they are renewed while it runs."""
+        text = _text(self.creds, f"{where}.creds")
+        found = [_SECTION.format(name) for name in ("NATS USER JWT", "USER NKEY SEED")]
+        jwt, seed = (re.search(pattern, text) for pattern in found)
+        if jwt is None or seed is None or (key := _key(seed[1])) is None:
+            expected = "a credentials file with a JWT and a seed, as nsc writes it"
+            raise UsageError(explain(f"{where}.creds", got=self.creds, expected=expected))
+        return jwt[1].encode(), key
 
     def _context(self, where: str) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
@@ -54,6 +71,19 @@ class NatsLogin(NamedTuple):
                 got, expected = f"{self.tls_cert} and {self.tls_key}", "a certificate and its key in PEM, not encrypted"
                 raise UsageError(explain(f"{where}.tls_cert", got=got, expected=expected)) from e
         return context
+
+
+def _key(seed: str) -> Ed25519PrivateKey | None:
+    """Return the key of a seed as NATS writes it: base32 of two bytes that say what it is of, the key, and a CRC-16."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey  # comes with the extra `nats`
+
+    try:
+        raw = base64.b32decode(seed + "=" * (-len(seed) % 8))
+    except binascii.Error:
+        return None
+    if len(raw) != _SEED_BYTES or binascii.crc_hqx(raw[:-2], 0) != int.from_bytes(raw[-2:], "little"):
+        return None
+    return Ed25519PrivateKey.from_private_bytes(raw[2:-2])
 
 
 def _text(path: str, where: str) -> str:
