@@ -316,6 +316,8 @@ class SpillingLane(Lane):
                 case Frame() as frame:
                     self._frame(frame, item)
                 case Known(engine, model):
+                    if (before := self._engines.get(engine)) is not None and before.model != model:
+                        self._end_all(before, None, item.number - 1)
                     self._greeted(engine, model)
                 case Gone(engine, replica):
                     self._gone_now(engine, replica, item.number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import msgspec
 import pytest
 from frames import make_finished, make_frame, make_hello, make_model
 from hubs import Later, Recorder, address, configured, running_hub, worker_link
@@ -241,6 +242,23 @@ def test_a_worker_that_starts_again_while_no_hub_is_there_ends_its_requests(addr
         eventually(lambda: set(second.done) == {"r1", "r2"})
         assert second.done["r1"].status == "error"
         assert second.done["r2"].status == "stop"
+
+
+def test_an_engine_that_comes_back_with_another_model_ends_its_requests(address, spills):
+    first, second = Recorder(), Recorder()
+    with running_hub(address, spills(first)) as hub, worker_link(address) as link:
+        Sender(link).rows("r1")
+        eventually(lambda: first.rows["r1"] == ROWS)
+        hub.stop(5)
+    hello = make_hello(boot="boot-2", model=msgspec.structs.replace(make_model(), name="another"))
+    with running_hub(address, spills(second)), worker_link(address, hello) as link:
+        worker = Sender(link, boot="boot-2")
+        worker.rows("r1")
+        worker.rows("r1")
+        worker.end("r1")
+        eventually(lambda: second.events.count(("done", "r1")) == 2)
+        assert second.rows["r1"] == 3 * ROWS
+        assert second.done["r1"].rows == 2 * ROWS
 
 
 @pytest.mark.parametrize("fallback", ["block", "drop"])

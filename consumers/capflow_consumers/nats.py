@@ -131,7 +131,9 @@ class NatsConsumer(Consumer):
             import nats  # noqa: F401
         except ImportError as e:
             do = "pip install 'capflow[nats]'"
-            raise UsageError(explain("consumers.nats", got=f"no {e.name}", expected="nats-py and cryptography", do=do)) from e
+            raise UsageError(
+                explain("consumers.nats", got=f"no {e.name}", expected="nats-py and cryptography", do=do)
+            ) from e
         self.spec()
         names = [name for probes in self._probes.values() for probe in probes for name in probe.names]
         for name in names:
