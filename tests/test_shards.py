@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import threading
 
 import duckdb
 import ml_dtypes
@@ -18,7 +20,7 @@ from test_filesystem import done, opened
 import capflow
 from capflow.errors import CapflowError
 from capflow.site import Site
-from capflow_consumers import shardfile
+from capflow_consumers import layout, shardfile
 from capflow_consumers.shardset import PATTERN
 
 SITES = (Site(1, "mlp_in"), Site(0, "post_block"))  # in the order in which they lie
@@ -36,6 +38,30 @@ def write(root, dtype, **options):
     consumer.close()
     (path,) = root.glob(PATTERN)
     return path
+
+
+def test_writers_may_come_and_go_while_it_is_opened(tmp_path):
+    write(tmp_path, "float32")
+    over = threading.Event()
+
+    def come_and_go():
+        for number in itertools.count():
+            if over.is_set():
+                return
+            directory = tmp_path / f"{layout.PARTIAL_PREFIX}{number}"
+            directory.mkdir()
+            directory.rmdir()
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(300):
+            dataset = capflow.open(tmp_path)
+            assert list(dataset.running()) == []
+            assert sorted(dataset.requests()) == sorted(LENGTHS)
+    finally:
+        over.set()
+        thread.join()
 
 
 def expected(dtype):

@@ -29,6 +29,14 @@ def write(fd: int, parts: Sequence[Any], offset: int) -> int:
     return offset
 
 
+def found_in(directory: Path, pattern: str) -> list[Path]:
+    """Return what matches a pattern in a directory; nothing when that is gone, as a writer's is when it ends."""
+    try:
+        return list(directory.glob(pattern))
+    except FileNotFoundError:
+        return []
+
+
 def sync_trees(directories: Sequence[Path]) -> None:
     """Get directories of one file system, with the files in them, onto the disk; raises OSError.
 

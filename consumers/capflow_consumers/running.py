@@ -23,6 +23,7 @@ from capflow.frame import DTYPES
 from capflow.site import Site
 from capflow_consumers import layout
 from capflow_consumers.capture import Rows, site_of
+from capflow_consumers.disk import found_in
 from capflow_consumers.rowbuffer import Piece
 from capflow_consumers.tokenlog import TokenLog
 
@@ -112,7 +113,7 @@ def running(root: Path) -> Iterator[RunningCapture]:
     """Yield the requests under a root that run and have rows in files; those of dead writers are not among them."""
     for writer in sorted(root.glob(layout.PARTIAL_PREFIX + "*")):
         if _lives(writer):
-            for file in sorted(writer.glob(f"*/{layout.RUNNING_NAME}")):
+            for file in sorted(found_in(writer, f"*/{layout.RUNNING_NAME}")):
                 try:
                     first, *lines = file.read_bytes().split(b"\n")[:-1]
                     about = _about_decoder.decode(first)

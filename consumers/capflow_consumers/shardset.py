@@ -22,6 +22,7 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import DTYPES
 from capflow_consumers import layout, shardseal
 from capflow_consumers.capture import RequestCapture, Rows, damaged
+from capflow_consumers.disk import found_in
 from capflow_consumers.shardseal import Entry
 from capflow_consumers.shardstream import (
     Batch,
@@ -196,8 +197,8 @@ class ShardSet:
 
     def refresh(self) -> None:
         """Look for shards that are new, sealed since, or have grown; raises CapflowError for a damaged one."""
-        growing = () if self.sealed_only else self.root.glob(f"{layout.PARTIAL_PREFIX}*/{PATTERN}")
-        paths = {path.name: path for path in growing}
+        writers = () if self.sealed_only else self.root.glob(f"{layout.PARTIAL_PREFIX}*")
+        paths = {path.name: path for writer in writers for path in found_in(writer, PATTERN)}
         paths |= {path.name: path for path in self.root.glob(PATTERN)}
         if self._shards.keys() - paths.keys():
             self._shards = {name: shard for name, shard in self._shards.items() if name in paths}
