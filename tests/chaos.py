@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 DRAIN_S_MAX = 180.0
 POLL_S = 0.02
 QUIET_S = 2.0
-INBOX_BYTES_MAX = limits.SPOOL_BYTES_DEFAULT // 2  # of a consumer; above, nobody is killed until it is half of that
+INBOX_BYTES_MAX = limits.SPOOL_BYTES_DEFAULT // 4  # of a consumer; above, nobody is killed until it is half of that
 OFF = ("lost", "repeated", "wrong", "unnamed", "late", "failed")
 
 
