@@ -84,7 +84,7 @@ def _steps(capture: Any, *, ask: bool) -> Iterator[Frame]:
         prompt_length=told.prompt_length,
         computed_length=told.computed_length,
         rows=rows_total,
-        dropped=tuple(Dropped(*dropped) for dropped in told.dropped),
+        dropped=tuple(Dropped(rows, reason) for rows, reason in told.dropped),
         capture=spec,
     )
     for start, stop in runs or [(0, 0)]:

@@ -20,7 +20,9 @@ from capflow.action import Action, Answered
 from capflow.consumer import Consumer
 from capflow.errors import CapflowError, explain
 from capflow.frame import DTYPES
-from capflow.ledger import Delivery, Request
+from capflow.ledger import Delivery, Request, Tally
+from capflow.losses import note_chunk
+from capflow.losslog import LossLog
 from capflow.message import ModelInfo
 from capflow.pace import Pace
 from capflow.plugins import ConfiguredConsumer
@@ -78,6 +80,7 @@ class Lane:
         self.pace = Pace()  # written by the thread
         self.counts: Counter[str] = Counter()  # the consumer's own; guarded by `_lock`
         self.dropped: Counter[str] = Counter()  # rows by reason; by the hub's thread, at shutdown by the lane's
+        self._losses = LossLog(logger, f"consumer {self.name}", consumer=self.name)
         self._on_result = on_result
         self._on_action = on_action
         self._lock = threading.Lock()
@@ -289,7 +292,9 @@ class Lane:
     def _settle(
         self, request: Request, place: int, settled: Callable[[], None] | None, result: CaptureResult | None
     ) -> None:
-        self._on_result(request, self.index, request.judge(place, result))
+        judged = request.judge(place, result)
+        self._losses.tell(request.id, judged.dropped)
+        self._on_result(request, self.index, judged)
         if settled is not None:
             settled()
 
@@ -319,7 +324,9 @@ class Lane:
 
     def _lose(self, delivery: Delivery, reason: str) -> None:
         self.dropped[reason] += delivery.rows
+        tallies: dict[str, Tally] = {tally.request: tally for tally, _ in delivery.parts}
+        for chunk in delivery.frame.chunks():
+            note_chunk(tallies[chunk.request.id].lost, chunk, reason)
         for tally, rows in delivery.parts:
-            tally.dropped[reason] += rows
             if reason != "consumer_queue_full":  # they were counted as given when the queue took them
                 tally.rows -= rows

@@ -94,11 +94,26 @@ class RequestRows(msgspec.Struct, frozen=True):
     capture: CaptureSpec | None = None
 
 
-class Dropped(NamedTuple):
-    """Rows of a request that this worker captured or promised and did not send, and why."""
+_SiteName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(HOOKS)}):[0-9]{{1,4}}$")]
+
+
+class Gap(msgspec.Struct, frozen=True):
+    """Rows that are missing: of positions `start .. stop`, at each of some sites, as `HOOK:LAYER`."""
+
+    sites: Annotated[tuple[_SiteName, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
+    start: Position
+    stop: Position
+
+
+class Dropped(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Rows of a request that were captured or promised and did not arrive, and why.
+
+    gaps: where they were, as far as it is known: their rows are `rows` of them, or fewer.
+    """
 
     rows: Count
     reason: Name
+    gaps: Annotated[tuple[Gap, ...], msgspec.Meta(max_length=limits.GAPS_MAX)] = ()
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -284,19 +299,6 @@ def rows_of(header: FrameHeader) -> Counter[str]:
         for request, _, length, _ in block.spans:
             rows[header.requests[request].id] += len(block.sites) * length
     return rows
-
-
-def lessened(header: FrameHeader, lost: Counter[str], reason: str) -> FrameHeader:
-    """Return a header whose ends of requests say which of their rows were lost on the way; they are taken out of `lost`, rows by request."""
-    if not any(finished.id in lost for finished in header.finished):
-        return header
-    told = []
-    for finished in header.finished:
-        if rows := lost.pop(finished.id, 0):
-            dropped = (*finished.dropped, Dropped(rows, reason))
-            finished = msgspec.structs.replace(finished, rows=finished.rows - rows, dropped=dropped)  # noqa: PLW2901
-        told.append(finished)
-    return msgspec.structs.replace(header, finished=tuple(told))
 
 
 def _checked_rows(block: Block, header: FrameHeader) -> int:

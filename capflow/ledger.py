@@ -15,6 +15,7 @@ import msgspec
 from capflow import limits
 from capflow.errors import RemoteProtocolError, UsageError, explain
 from capflow.frame import Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, rows_of
+from capflow.losses import Losses, described, note_frame
 from capflow.message import ModelInfo
 from capflow.positions import Positions
 from capflow.result import CaptureResult, RequestDone
@@ -23,7 +24,7 @@ from capflow.spec import CaptureSpec, Wanted, join
 
 _SHARES_KEPT_MAX = 4096
 _NOTHING: dict[int, Any] = {}  # of a request that is over and done with; never written to
-_NO_ROWS: Counter[str] = Counter()  # likewise
+_NO_LOSSES = Losses()  # likewise
 
 
 class Wish(NamedTuple):
@@ -70,11 +71,12 @@ class Share:
 class Tally:
     """What one consumer has had of one request."""
 
-    __slots__ = ("dropped", "error", "rows", "rows_failed")
+    __slots__ = ("error", "lost", "request", "rows", "rows_failed")
 
-    def __init__(self) -> None:
+    def __init__(self, request: str) -> None:
+        self.request = request
         self.rows = 0  # given to its queue; written by the hub's thread
-        self.dropped: Counter[str] = Counter()  # rows by reason; by the hub's thread, and at shutdown by the consumer's
+        self.lost = Losses()  # by the hub's thread, and at shutdown by the consumer's
         self.rows_failed = 0  # in frames that the consumer raised on; written by its thread
         self.error: str | None = None  # the first such error; written by its thread
 
@@ -98,10 +100,11 @@ class Request:
     """
 
     __slots__ = (
-        "dropped",
+        "before",
         "engine",
         "finished",
         "id",
+        "lost",
         "prompt_length",
         "received",
         "replica",
@@ -116,14 +119,17 @@ class Request:
         self.id = request
         self.replica = replica
         self.shares = shares
-        self.tallies: tuple[Tally | None, ...] = tuple(None if share is None else Tally() for share in shares)
+        self.tallies: tuple[Tally | None, ...] = tuple(None if share is None else Tally(request) for share in shares)
         self.results: list[CaptureResult | None] = [
             CaptureResult("not_requested") if share is None else None for share in shares
         ]
         self.prompt_length = 0
         self.received: dict[int, int] = {}  # rows by pipeline stage
+        self.before: dict[
+            int, list[tuple[tuple[Site, ...], int]]
+        ] = {}  # by pipeline stage: sites, and the first position that came
         self.finished: dict[int, Finished] = {}  # by pipeline stage
-        self.dropped: Counter[str] = Counter()  # rows that did not reach this hub, by reason
+        self.lost = Losses()  # rows that did not reach this hub
         self.status: str | None = None  # set when it is over
 
     def settle(self, consumer: int, result: CaptureResult) -> None:
@@ -135,14 +141,13 @@ class Request:
         """Keep nothing but the results, if they are all there; to be called when every consumer was told that it is over."""
         if self.status is not None and None not in self.results:
             self.tallies = ()
-            self.received, self.finished, self.dropped = _NOTHING, _NOTHING, _NO_ROWS
+            self.received, self.before, self.finished, self.lost = _NOTHING, _NOTHING, _NOTHING, _NO_LOSSES
 
     def done_for(self, consumer: int) -> RequestDone:
         """Return what a consumer is told at the end, with its own counts."""
         tally = self.tallies[consumer]
         assert tally is not None
         finished = tuple(self.finished[stage] for stage in sorted(self.finished))
-        dropped = self.dropped + tally.dropped
         return RequestDone(
             engine=self.engine,
             request=self.id,
@@ -152,7 +157,7 @@ class Request:
             rows_promised=sum(max(f.rows, self.received.get(stage, 0)) for stage, f in self.finished.items())
             + sum(rows for stage, rows in self.received.items() if stage not in self.finished),
             rows=tally.rows,
-            dropped=tuple(Dropped(rows, reason) for reason, rows in sorted(dropped.items())),
+            dropped=self._lost_to(tally),
             finished=finished,
             budget_reached=self._budget_reached(consumer),
         )
@@ -166,6 +171,14 @@ class Request:
         share = self.shares[consumer]
         return share is not None and share.cut(self.prompt_length, self.computed_length)
 
+    def _lost_to(self, tally: Tally) -> tuple[Dropped, ...]:
+        """Return what a consumer did not get, by reason."""
+        if not tally.lost:
+            return self.lost.dropped
+        lost = Losses()
+        lost.update((*self.lost.dropped, *tally.lost.dropped))
+        return lost.dropped
+
     def judge(self, consumer: int, said: CaptureResult | None) -> CaptureResult:
         """Return a consumer's own result, worsened by what it did not get and what it failed on."""
         tally = self.tallies[consumer]
@@ -173,8 +186,10 @@ class Request:
         result = said or CaptureResult("ok")
         if self._budget_reached(consumer):
             result = msgspec.structs.replace(result, budget_reached=True)
+        if dropped := self._lost_to(tally):
+            result = msgspec.structs.replace(result, dropped=dropped)
         troubles = [tally.error] if tally.error else []
-        troubles += [f"{rows} rows lost: {reason}" for reason, rows in sorted((self.dropped + tally.dropped).items())]
+        troubles += map(described, dropped)
         if self.status == "error":
             troubles.append("the request did not end: its engine is gone or the hub stopped")
         if not troubles or result.status in ("error", "not_requested"):
@@ -231,6 +246,8 @@ class Ledger:
                 sent[index] += count * length
         for request, part, rows in zip(requests, header.requests, sent, strict=True):
             request.prompt_length = part.prompt_length
+            if part.start and rank.pp not in request.received:
+                request.before[rank.pp] = _first(header, part)
             request.received[rank.pp] = request.received.get(rank.pp, 0) + rows
         if not any(sent):
             return []
@@ -254,11 +271,13 @@ class Ledger:
     def miss(self, header: FrameHeader, engine: Engine, reason: str) -> int:
         """Note that the rows of a frame are lost; return how many of them are of requests that somebody wants something of."""
         rows, missed = rows_of(header), 0
+        losses: dict[str, Losses] = {}
+        note_frame(losses, header, reason)
         for part in header.requests:
             request = self._request(engine, part, header.rank)
             request.received[header.rank.pp] = request.received.get(header.rank.pp, 0) + rows[part.id]
-            if any(tally is not None for tally in request.tallies):
-                request.dropped[reason] += rows[part.id]
+            if part.id in losses and any(tally is not None for tally in request.tallies):
+                request.lost.update(losses[part.id].dropped)
                 missed += rows[part.id]
         return missed
 
@@ -276,7 +295,7 @@ class Ledger:
         request.prompt_length = part.prompt_length
         for stage, lost in rows.items():
             request.received[stage] = request.received.get(stage, 0) + lost
-            request.dropped["earlier_hub"] += lost
+            request.lost.count("earlier_hub", lost)
         return request
 
     def pass_over(self, request: str, engine: Engine, rank: Rank) -> None:
@@ -292,11 +311,10 @@ class Ledger:
             request = self._request(engine, part, header.rank)
             request.prompt_length = finished.prompt_length
             request.finished[header.rank.pp] = finished
-            for rows, reason in finished.dropped:
-                request.dropped[reason] += rows
+            request.lost.update(finished.dropped)
             missing = finished.rows - request.received.get(header.rank.pp, 0)
             if missing > 0 and any(request.tallies[index] is not None for index in self._given):
-                request.dropped["earlier_hub"] += missing
+                _count_earlier(request, header.rank.pp, missing)
             if len(request.finished) >= engine.model.stages:
                 statuses = [f.status for f in request.finished.values()]
                 self._end(engine, request, max(statuses, key=lambda status: (status == "error", status == "abort")))
@@ -337,8 +355,8 @@ class Ledger:
         del engine.open[request.id]
         self.requests_open -= 1
         self.requests_done += 1
-        self.dropped.update(request.dropped)
-        self.requests_gapped += bool(request.dropped)
+        self.dropped.update(request.lost.rows)
+        self.requests_gapped += bool(request.lost)
         if self._requests.get(request.id) is request:
             self._over[request.id] = request
         while len(self._over) > self._results_kept_max:
@@ -387,6 +405,26 @@ class _Wants:
 
     def __call__(self, part: RequestRows) -> Wanted:
         return self._wanted.get(part.id, {})
+
+
+def _first(header: FrameHeader, part: RequestRows) -> list[tuple[tuple[Site, ...], int]]:
+    """Return at which sites a frame has rows of a request, and the first position of each."""
+    return [
+        (block.sites, min(starts))
+        for block in header.blocks
+        if (starts := [span.start for span in block.spans if header.requests[span.request] is part])
+    ]
+
+
+def _count_earlier(request: Request, stage: int, missing: int) -> None:
+    """Note that rows are missing that an earlier hub had: everything before those that came, if the number says so."""
+    before = request.before.get(stage, ())
+    if sum(len(sites) * start for sites, start in before) != missing:
+        request.lost.count("earlier_hub", missing)
+        return
+    for sites, start in before:
+        if start:
+            request.lost.add("earlier_hub", sites, 0, start)
 
 
 def _count(header: FrameHeader, requests: Sequence[Request], consumer: int) -> list[int]:

@@ -17,6 +17,7 @@ RANK_MAX = 65_535
 HUBS_MAX = 64  # of one engine
 TEXT_LENGTH_MAX = 65_536  # characters of a message for people
 DROPPED_REASONS_MAX = 64  # for which one worker dropped rows of one request
+GAPS_MAX = 256  # of one request and reason, in which the lost rows are told; more rows are counted
 HIDDEN_SIZE_MAX = 65_536
 POSITIONS_LISTED_MAX = 1_024  # in one spec; it travels with every frame of its request
 POSITION_MAX = 2**31 - 1
@@ -47,6 +48,7 @@ SEGMENTS_BAD_MAX = 2  # damaged ones that are kept to be looked at
 
 # What is counted by name.
 REASONS_MAX = 64  # for which one worker may say that it lost rows, altogether
+LOSSES_LOGGED_MAX = 10  # requests in a second that are told in the log, by each who loses rows
 
 # When a consumer is taken to have failed, until it does better.
 FRAMES_FAILED_MAX = 3  # in a row

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from capflow.frame import Dropped, Finished
+from capflow.losses import Losses, described
 
 Status = Literal["ok", "pending", "partial_error", "error", "not_requested"]
 
@@ -19,12 +20,14 @@ class CaptureResult(msgspec.Struct, frozen=True):
     `error`, nothing usable came of it; `pending`, the consumer is not done; `not_requested`, the consumer wanted
     nothing of this request. payload: what the consumer has to say, plain JSON values, e.g. where the files lie.
     budget_reached: the request had more positions of those asked for than `max_rows` let through; no row was lost by it.
+    dropped: the rows that did not reach the consumer, by reason, and where they were; the hub puts it there.
     """
 
     status: Status
     error: str | None = None
     payload: dict[str, Any] = msgspec.field(default_factory=dict)
     budget_reached: bool = False
+    dropped: tuple[Dropped, ...] = ()
 
 
 class RequestDone(msgspec.Struct, frozen=True):
@@ -49,7 +52,7 @@ class RequestDone(msgspec.Struct, frozen=True):
     @property
     def problems(self) -> list[str]:
         """Why not every row came, one message each."""
-        lost = [f"{dropped.rows} rows lost: {dropped.reason}" for dropped in self.dropped]
+        lost = [described(dropped) for dropped in self.dropped]
         return [*lost, "the request did not end"] if self.status == "error" else lost
 
 
@@ -57,7 +60,7 @@ _WORST_FIRST: tuple[Status, ...] = ("error", "partial_error", "pending", "ok", "
 
 
 def joined(results: Mapping[str, Mapping[str, CaptureResult]]) -> dict[str, CaptureResult]:
-    """Return one result by consumer for the samples of a request: the worst status, every error, payloads by name."""
+    """Return one result by consumer for the samples of a request: the worst status, every error, payloads by name; of what was lost, how many rows."""
     if len(results) == 1:
         return dict(next(iter(results.values())))
     joined = {}
@@ -68,5 +71,15 @@ def joined(results: Mapping[str, Mapping[str, CaptureResult]]) -> dict[str, Capt
             "; ".join(f"{name}: {result.error}" for name, result in said.items() if result.error) or None,
             {name: result.payload for name, result in said.items() if result.payload},
             any(result.budget_reached for result in said.values()),
+            _added_up(said.values()),
         )
     return joined
+
+
+def _added_up(results: Iterable[CaptureResult]) -> tuple[Dropped, ...]:
+    """Return how many rows were lost of several requests, whose positions are not each other's."""
+    lost = Losses()
+    for result in results:
+        for dropped in result.dropped:
+            lost.count(dropped.reason, dropped.rows)
+    return lost.dropped

@@ -23,9 +23,10 @@ from capflow import limits
 from capflow.action import Action, Answered
 from capflow.errors import RemoteProtocolError
 from capflow.fanout import Lane
-from capflow.frame import Frame, FrameHeader, Rank, RequestRows, lessened, rows_of
+from capflow.frame import Frame, FrameHeader, Rank, RequestRows, rows_of
 from capflow.inbox import Done, Gone, Inbox, Item, Known, Missed, Unkept
 from capflow.ledger import Engine, Ledger, Request, Wish
+from capflow.losses import Losses, lessened, note_frame
 from capflow.message import ModelInfo
 from capflow.plugins import ConfiguredConsumer
 from capflow.queue import Overload
@@ -95,9 +96,8 @@ class SpillingLane(Lane):
         wish = Wish(self.name, self.consumer.spec(), self.consumer.reads_requests)
         self.ledger = Ledger([wish], results_kept_max=0)  # the consumer's thread's; results are the hub's
         self._lost: dict[
-            str, Counter[str]
+            str, dict[str, Losses]
         ] = {}  # rows without room, by engine and request, until their end is told; the writer's
-        self._why = ""  # there was none, the last time; the writer's
         self._owed: deque[FrameHeader] = deque()  # the ends of requests without room; the writer's
         self._pending_lock = threading.Lock()  # guards the next
         self._pending: deque[tuple[int, Taken]] = deque()  # not durable, by number
@@ -205,7 +205,7 @@ class SpillingLane(Lane):
             return
         lost = self._lost.get(header.engine)
         if lost and header.finished:
-            frame = Frame(lessened(header, lost, self._why), frame.payload)
+            frame = Frame(lessened(header, lost), frame.payload)
         if self.fallback is Overload.BLOCK:
             number = self._insist(functools.partial(self.inbox.put_frame, frame))
         else:
@@ -232,14 +232,13 @@ class SpillingLane(Lane):
     def _refuse(self, frame: Frame, reason: str) -> None:
         """Count the rows of a frame that has no room as lost, and owe the consumer the ends of requests in it."""
         header = frame.header
-        rows = rows_of(header)
-        self._why = reason
-        self._lost.setdefault(header.engine, Counter()).update(rows)
-        self.dropped[reason] += sum(rows.values())
+        lost = self._lost.setdefault(header.engine, {})
+        note_frame(lost, header, reason)
+        self.dropped[reason] += rows_of(header).total()
         self.inbox.skip(header)
         if header.finished:
             bare = msgspec.structs.replace(header, requests=(), blocks=())
-            self._owed.append(Frame.seal(lessened(bare, self._lost[header.engine], reason), b"").header)
+            self._owed.append(Frame.seal(lessened(bare, lost), b"").header)
 
     def _put_owed(self) -> None:
         while self._owed:
@@ -410,7 +409,7 @@ class SpillingLane(Lane):
         """Tell the consumer of the end of a request, whose last record has this number, unless an earlier hub did."""
         if request.tallies[0] is None:
             return
-        if rows := request.dropped["earlier_hub"]:
+        if rows := request.lost.rows["earlier_hub"]:
             self.dropped["earlier_hub"] += rows
         self._finish(request, 0, functools.partial(self._done_with, request, number))
         self._let_go()

@@ -19,8 +19,9 @@ import msgspec
 from capflow import limits
 from capflow.address import check_address
 from capflow.errors import CapflowError, HubUnreachableError, UsageError, explain
-from capflow.frame import Dropped, Finished, Frame, FrameHeader, Rank, rows_of
+from capflow.frame import Finished, Frame, FrameHeader, Rank, rows_of
 from capflow.hub import Hub
+from capflow.losses import Losses, note_frame
 from capflow.message import Hello, ModelInfo, Tapped
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
 from capflow.queue import Overload
@@ -159,7 +160,7 @@ class _Worker:
         self.link = link
         self._own_boot = own_boot
         self._given: Counter[str] = Counter()  # rows by request, until it is over
-        self._dropped: dict[str, Counter[str]] = {}  # likewise, by reason
+        self._lost: dict[str, Losses] = {}  # likewise
 
     def give(self, frame: Frame) -> None:
         """Give a frame to this process's hub, as far as that has room."""
@@ -170,13 +171,12 @@ class _Worker:
         if reason is None:
             self._given.update(rows)
         else:
-            for request, count in rows.items():
-                self._dropped.setdefault(request, Counter())[reason] += count
+            note_frame(self._lost, header, reason)
             if header.finished:
                 self._send(msgspec.structs.replace(header, requests=(), blocks=()), b"", Counter())
         for finished in header.finished:
             self._given.pop(finished.id, None)
-            self._dropped.pop(finished.id, None)
+            self._lost.pop(finished.id, None)
 
     def _send(self, header: FrameHeader, payload: object, more: Counter[str]) -> str | None:
         finished = tuple(self._told(one, self._given[one.id] + more[one.id]) for one in header.finished)
@@ -184,8 +184,8 @@ class _Worker:
 
     def _told(self, finished: Finished, given: int) -> Finished:
         """Return the end of a request with what of its rows was given here, and why the rest was not."""
-        dropped = Counter(self._dropped.get(finished.id, {}))
-        if (missing := finished.rows - given - dropped.total()) > 0:
-            dropped["not_tapped"] += missing
-        more = tuple(Dropped(rows, reason) for reason, rows in dropped.items())
-        return msgspec.structs.replace(finished, rows=given, dropped=(*finished.dropped, *more))
+        lost = Losses()
+        lost.update(self._lost[finished.id].dropped if finished.id in self._lost else ())
+        lost.count("not_tapped", max(0, finished.rows - given - lost.rows.total()))
+        lost.update(finished.dropped)
+        return msgspec.structs.replace(finished, rows=given, dropped=lost.dropped)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from capflow.frame import Dropped, Frame, Rank
+from capflow.frame import Dropped, Frame, Gap, Rank
 from capflow.message import ModelInfo
 from capflow.positions import Positions
 from capflow.site import Site
@@ -16,14 +16,14 @@ INFO = ModelInfo("m", 4, 2, "float32", SITES)
 
 
 class KeepingLink:
-    """Keeps every frame that it is given, or refuses those with rows for a reason."""
+    """Keeps every frame that it is given, or refuses those with rows for a reason: all, or of some steps."""
 
     def __init__(self):
-        self.frames, self.refusal = [], None
+        self.frames, self.refusal, self.full_at = [], None, set()
 
     def send(self, header, payload):
-        if self.refusal and len(payload):
-            return self.refusal
+        if len(payload) and (self.refusal or header.step in self.full_at):
+            return self.refusal or "queue_full"
         frame = Frame.seal(header, payload)
         frame.check()
         self.frames.append(frame)
@@ -136,8 +136,41 @@ def test_lost_rows_are_counted_with_their_reason(bench, where):
     bench.step([(one, 3, 1)], lost=lost, ended=[(one, Ended("length", 4))])
     (frame,) = bench.frames()
     (finished,) = frame.header.finished
-    assert (finished.rows, finished.dropped) == (0, (Dropped(8, "queue_full"),))
+    gap = Gap(("post_block:0", "post_block:3"), 0, 4)
+    assert (finished.rows, finished.dropped) == (0, (Dropped(8, "queue_full", (gap,)),))
     assert bench.sender.dropped == ({"queue_full": 8},)
+
+
+def test_what_is_sent_and_what_is_said_to_be_lost_are_all_rows(bench):
+    """Requests with different sites and strides, and a link that now and then takes nothing."""
+    rng = np.random.default_rng(3)
+    wants = [
+        {0: Positions.ALL, 1: Positions.ALL},
+        {0: Positions.parse({"every": 3})},
+        {0: Positions.ALL_GENERATED, 1: Positions.ALL},
+    ]
+    requests = [bench.request(str(n + 1), 5, want) for n, want in enumerate(wants)]
+    for start, length in [(0, 3), (3, 2), *((n, 1) for n in range(5, 60))]:
+        bench.link.full_at |= {bench.number + 1} if rng.random() < 0.5 else set()
+        ended = [(request, Ended("length", 60)) for request in requests] if start == 59 else []
+        bench.step([(request, start, length) for request in requests], ended=ended)
+    frames = bench.frames()
+    came = rows_of(frames)
+    (finished,) = [frame.header.finished for frame in frames if frame.header.finished]
+    for request, want, end in zip(requests, wants, finished, strict=True):
+        due = {(str(SITES[s]), n) for s, p in want.items() for n in range(60) if p.at(5).runs(n, n + 1)}
+        lost = [
+            (site, n)
+            for dropped in end.dropped
+            for gap in dropped.gaps
+            for site in gap.sites
+            for n in range(gap.start, gap.stop)
+        ]
+        sent = {(str(site), n) for name, site, n in came if name == request.id}
+        assert lost
+        assert sent
+        assert len(lost) == len(set(lost)) == sum(dropped.rows for dropped in end.dropped)
+        assert (sent | set(lost), sent & set(lost)) == (due, set())
 
 
 def test_one_hub_is_sent_the_steps_own_memory_and_several_are_sent_copies():

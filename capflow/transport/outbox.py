@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import struct
-from collections import Counter, deque
+from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -20,7 +20,8 @@ import msgspec
 
 from capflow import limits, message
 from capflow.errors import CapflowError, explain
-from capflow.frame import Frame, FrameHeader, lessened, rows_of
+from capflow.frame import Frame, FrameHeader
+from capflow.losses import Losses, lessened, note_frame
 from capflow.message import Hello
 from capflow.session import Parts
 from capflow.spool import FullError, Lost, Spool
@@ -50,7 +51,7 @@ class Outbox:
         self.hello = hello
         self.frames = 0  # put in, in this process
         self.frames_lost = 0  # that could not be read again
-        self.rows_lost: Counter[str] = Counter()  # in these, by request, as far as it is known; emptied by `amended`
+        self.lost: dict[str, Losses] = {}  # the rows in these, by request, as far as it is known; emptied by `amended`
         self._spool = Spool(directory, bytes_max=bytes_max)
         self._taken: deque[tuple[int, int]] = deque()  # seq and number of what was taken and is not acknowledged
         self._seq = 0  # of what was taken last
@@ -109,19 +110,19 @@ class Outbox:
                 self.frames_lost += found.last - found.first + 1
                 self._taken.append((self._seq, found.last))
                 if found.head is not None:
-                    self.rows_lost.update(rows_of(_decoder.decode(found.head[_SEQ.size :])))
+                    note_frame(self.lost, _decoder.decode(found.head[_SEQ.size :]), "spool_damaged")
                 continue
             (self._seq,) = _SEQ.unpack_from(found.head)
             self._taken.append((self._seq, found.id))
             encoded = found.head[_SEQ.size :]
-            if self.rows_lost:
+            if self.lost:
                 encoded = msgspec.msgpack.encode(self.amended(_decoder.decode(encoded)))
             return Spilled(self._seq, [encoded, found.body])
         return None
 
     def amended(self, header: FrameHeader) -> FrameHeader:
         """Return a header whose ends of requests say which of their rows the disk did not give back."""
-        return lessened(header, self.rows_lost, "spool_damaged")
+        return lessened(header, self.lost)
 
     def acknowledge(self, seq: int) -> None:
         """Note that the hub has every frame up to here."""

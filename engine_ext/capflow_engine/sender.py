@@ -21,7 +21,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from capflow.frame import DTYPES, Block, Dropped, Finished, FrameHeader, Rank, RequestRows, Span
+from capflow.frame import DTYPES, Block, Finished, FrameHeader, Rank, RequestRows, Span
+from capflow.losses import Losses
+from capflow.losslog import LossLog
 from capflow.message import ModelInfo
 from capflow.site import Site
 from capflow_engine.orders import Ended
@@ -101,7 +103,8 @@ class Sender:
         """Rows not sent, by hub and reason, since the start; written by the thread."""
         self._row_bytes = info.hidden_size * DTYPES[info.dtype].itemsize
         self._sent: dict[str, int] = {}  # rows sent, by vLLM's id, of requests that run
-        self._dropped: dict[str, dict[str, int]] = {}  # rows not sent, by vLLM's id and reason
+        self._lost: dict[str, Losses] = {}  # rows not sent, likewise
+        self._log = LossLog(logger, f"worker {tuple(rank)}", engine=engine, rank=list(rank))
         self._steps: queue.SimpleQueue[Computed | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="capflow-sender", daemon=True)
 
@@ -154,14 +157,21 @@ class Sender:
                     self._sent[key] = self._sent.get(key, 0) + rows
         if reason is not None:
             self.dropped[hub][reason] += sum(counts.values())
-            for key, rows in counts.items():
-                reasons = self._dropped.setdefault(key, {})
-                reasons[reason] = reasons.get(reason, 0) + rows
+            self._lose(step.plan, groups, spans, reason)
         if ended and (reason is not None or not counts):
             link.send(self._header(hub, step, (), (), self._finished(ended, {})), b"")
         for request, _ in ended:
             self._sent.pop(request.key, None)
-            self._dropped.pop(request.key, None)
+            if (lost := self._lost.pop(request.key, None)) is not None:
+                self._log.tell(request.id, lost.dropped)
+
+    def _lose(self, plan: Plan, groups: Sequence[Group], trimmed: list[tuple[Span, ...]], reason: str) -> None:
+        """Note which rows of a step are not sent."""
+        for group, spans in zip(groups, trimmed, strict=True):
+            sites = [self.sites[number] for number in group.sites]
+            for number, start, length, _ in spans:
+                losses = self._lost.setdefault(plan.batch[number].request.key, Losses())
+                losses.add(reason, sites, start, start + length)
 
     def _payload(self, rows: npt.NDArray[np.uint8], groups: Sequence[Group]) -> npt.NDArray[np.uint8]:
         """Return the rows of a hub's groups, `[bytes]`."""
@@ -223,7 +233,7 @@ class Sender:
                 prompt_length=request.prompt_length,
                 computed_length=min(ended.limit, request.computed),
                 rows=self._sent.get(request.key, 0) + more.get(request.key, 0),
-                dropped=tuple(Dropped(n, why) for why, n in self._dropped.get(request.key, {}).items()),
+                dropped=lost.dropped if (lost := self._lost.get(request.key)) is not None else (),
                 capture=request.capture,
             )
             for request, ended in over

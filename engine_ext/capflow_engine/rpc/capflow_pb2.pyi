@@ -367,16 +367,38 @@ class CaptureResults(_message.Message):
     def __init__(self, results: _Optional[_Mapping[str, CaptureResult]] = ...) -> None: ...
 
 class CaptureResult(_message.Message):
-    __slots__ = ("status", "error", "payload", "budget_reached")
+    __slots__ = ("status", "error", "payload", "budget_reached", "dropped")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     BUDGET_REACHED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
     status: str
     error: str
     payload: _struct_pb2.Struct
     budget_reached: bool
-    def __init__(self, status: _Optional[str] = ..., error: _Optional[str] = ..., payload: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., budget_reached: _Optional[bool] = ...) -> None: ...
+    dropped: _containers.RepeatedCompositeFieldContainer[Dropped]
+    def __init__(self, status: _Optional[str] = ..., error: _Optional[str] = ..., payload: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., budget_reached: _Optional[bool] = ..., dropped: _Optional[_Iterable[_Union[Dropped, _Mapping]]] = ...) -> None: ...
+
+class Dropped(_message.Message):
+    __slots__ = ("rows", "reason", "gaps")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    GAPS_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    reason: str
+    gaps: _containers.RepeatedCompositeFieldContainer[Gap]
+    def __init__(self, rows: _Optional[int] = ..., reason: _Optional[str] = ..., gaps: _Optional[_Iterable[_Union[Gap, _Mapping]]] = ...) -> None: ...
+
+class Gap(_message.Message):
+    __slots__ = ("sites", "start", "stop")
+    SITES_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    sites: _containers.RepeatedScalarFieldContainer[str]
+    start: int
+    stop: int
+    def __init__(self, sites: _Optional[_Iterable[str]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class SteeringApplied(_message.Message):
     __slots__ = ("key", "prefill", "decode", "patched", "modules", "global_state")

@@ -1,0 +1,162 @@
+"""What is lost is told with its exact place: the ledger of it, and every way on which rows can be lost."""
+
+import logging
+import random
+
+import msgspec
+import pytest
+from frames import make_finished, make_frame
+from hubs import Recorder, address, configured, running_hub, worker_link
+from waiting import eventually
+
+from capflow import limits
+from capflow.client import Client
+from capflow.frame import Dropped, Gap
+from capflow.losses import Losses, described, lessened, note_frame
+from capflow.losslog import LossLog
+from capflow.site import Site
+
+__all__ = ["address"]
+
+FIRST, SECOND = Site(0, "post_block"), Site(3, "post_block")
+BOTH = ("post_block:0", "post_block:3")
+
+
+def places(dropped):
+    """Return every row that gaps name, `(site, position)`, none twice."""
+    rows = [
+        (site, n) for each in dropped for gap in each.gaps for site in gap.sites for n in range(gap.start, gap.stop)
+    ]
+    assert len(rows) == len(set(rows))
+    return set(rows)
+
+
+def test_positions_that_follow_each_other_are_one_gap():
+    lost = Losses()
+    lost.add("queue_full", (FIRST, SECOND), 4, 8)
+    for position in range(8, 20):
+        lost.add("queue_full", (FIRST, SECOND), position, position + 1)
+    lost.add("queue_full", (FIRST, SECOND), 30, 31)
+    assert lost.dropped == (Dropped(34, "queue_full", (Gap(BOTH, 4, 20), Gap(BOTH, 30, 31))),)
+
+
+def test_random_losses_are_told_to_the_row():
+    rng = random.Random(5)
+    for _ in range(200):
+        lost, expected = Losses(), {}
+        position = 0
+        for _ in range(rng.randrange(1, 40)):
+            length = rng.randrange(1, 6)
+            if rng.random() < 0.6:
+                sites = rng.choice([(FIRST,), (SECOND,), (FIRST, SECOND)])
+                reason = rng.choice(["queue_full", "hub_gone"])
+                lost.add(reason, sites, position, position + length)
+                expected.setdefault(reason, set()).update(
+                    (str(site), n) for site in sites for n in range(position, position + length)
+                )
+            position += length
+        assert {each.reason: places([each]) for each in lost.dropped} == expected
+        assert {reason: len(rows) for reason, rows in expected.items()} == lost.rows
+        again = Losses()
+        again.update(msgspec.msgpack.decode(msgspec.msgpack.encode(lost.dropped), type=tuple[Dropped, ...]))
+        assert again.dropped == lost.dropped
+
+
+def test_gaps_beyond_the_bound_are_counted():
+    lost = Losses()
+    for n in range(limits.GAPS_MAX + 10):
+        lost.add("queue_full", (FIRST,), 2 * n, 2 * n + 1)
+    (dropped,) = lost.dropped
+    assert (dropped.rows, len(dropped.gaps)) == (limits.GAPS_MAX + 10, limits.GAPS_MAX)
+    lost.add("queue_full", (FIRST,), 2 * limits.GAPS_MAX - 1, 2 * limits.GAPS_MAX)
+    assert lost.rows["queue_full"] == limits.GAPS_MAX + 11
+
+
+@pytest.mark.parametrize(
+    ("gaps", "rows", "said"),
+    [
+        ((), 5, "5 rows lost: queue_full"),
+        ((Gap(BOTH, 5, 6),), 2, "2 rows lost: queue_full, at post_block:0 post_block:3 position 5"),
+        (
+            (Gap(("post_block:0", "post_block:1", "mlp_in:7"), 0, 4),),
+            14,
+            "14 rows lost: queue_full, at post_block:0-1 mlp_in:7 positions 0..3, and 2 rows elsewhere",
+        ),
+    ],
+)
+def test_a_person_is_told_where(gaps, rows, said):
+    assert described(Dropped(rows, "queue_full", gaps)) == said
+
+
+def test_an_end_says_what_was_lost_on_the_way():
+    lost = {}
+    note_frame(lost, make_frame([("r1", 4, 0, 4), ("r2", 4, 2, 1)]).header, "spool_damaged")
+    end = make_frame([], finished=[make_finished("r1", rows=10, dropped=(Dropped(3, "queue_full"),))]).header
+    (told,) = lessened(end, lost).finished
+    assert told.rows == 6
+    assert told.dropped == (Dropped(3, "queue_full"), Dropped(4, "spool_damaged", (Gap(("post_block:0",), 0, 4),)))
+    assert set(lost) == {"r2"}
+
+
+def test_a_consumer_that_drops_is_told_each_row_that_it_did_not_get(address, caplog):
+    """What it was given and what its result names are all there was, and none is in both."""
+    slow = Recorder("slow", held=True)
+    frame = make_frame()
+    with (
+        running_hub(address, configured(slow, "drop", frame.nbytes * 2)),
+        worker_link(address) as link,
+        Client(address) as client,
+        caplog.at_level(logging.WARNING),
+    ):
+        for step in range(40):
+            made = make_frame([("r1", 4, step * 4, 4)], [FIRST, SECOND] if step % 7 else [FIRST], step=step)
+            assert link.send(made.header, made.payload) is None
+            if not step:
+                assert slow.waiting.wait(20)
+        rows = sum(8 if step % 7 else 4 for step in range(40))
+        end = make_frame([], finished=[make_finished(computed_length=160, rows=rows)])
+        link.send(end.header, end.payload)
+        eventually(lambda: link.counters["unacked_frames"] == 0)
+        slow.go.set()
+        result = client.results(["r1"], timeout=20)["r1"]["slow"]
+    given = {(str(site), position) for _, site, position in slow.positions}
+    lost = places(result.dropped)
+    assert given
+    assert lost
+    assert not given & lost
+    assert given | lost == {(str(s), n) for n in range(160) for s in ((FIRST, SECOND) if n // 4 % 7 else (FIRST,))}
+    assert result.error == "; ".join(map(described, result.dropped))
+    (record,) = [record for record in caplog.records if getattr(record, "event", "") == "rows_lost"]
+    assert (record.request, record.consumer) == ("r1", "slow")
+    assert msgspec.convert(record.dropped, tuple[Dropped, ...]) == result.dropped
+
+
+def test_what_an_earlier_hub_had_is_everything_before_what_came(address):
+    consumer = Recorder()
+    with running_hub(address, consumer), worker_link(address) as link, Client(address) as client:
+        made = make_frame([("r1", 4, 6, 1)], [FIRST, SECOND], finished=[make_finished(computed_length=7, rows=14)])
+        link.send(made.header, made.payload)
+        result = client.results(["r1"], timeout=20)["r1"]["recorder"]
+        assert result.dropped == (Dropped(12, "earlier_hub", (Gap(BOTH, 0, 6),)),)
+
+
+def test_the_log_says_a_few_in_a_second_and_how_many_it_left_out(caplog, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("capflow.losslog.time.monotonic", lambda: now[0])
+    log = LossLog(logging.getLogger("capflow.test"), "worker 0", engine="e")
+    with caplog.at_level(logging.INFO):
+        for n in range(limits.LOSSES_LOGGED_MAX + 5):
+            log.tell(f"r{n}", [Dropped(1, "queue_full")])
+        log.tell("whole", [])
+        assert len(caplog.records) == limits.LOSSES_LOGGED_MAX
+        now[0] += 1
+        log.tell("later", [Dropped(2, "skipped", (Gap(("post_block:0",), 3, 5),))])
+    last = caplog.records[-1]
+    assert last.getMessage() == (
+        "worker 0: request later: 2 rows lost: skipped, at post_block:0 positions 3..4 (5 requests before it are not told here)"
+    )
+    assert last.levelno == logging.INFO  # it is what `skip` is for
+    assert (last.engine, last.dropped) == (
+        "e",
+        [{"rows": 2, "reason": "skipped", "gaps": [{"sites": ["post_block:0"], "start": 3, "stop": 5}]}],
+    )
