@@ -149,7 +149,7 @@ def capture(inner):
 
 _SIZE = 300_000
 CROWDS = {
-    "sites of a hello": [crowded_hello(b"\x92\x00\xa0", _SIZE)],
+    "sites of a hello": [crowded_hello(b"\x82\xa4rows\x00\xa6reason\xa0", _SIZE)],
     "counters of a question": [b"\x82" + entry("type", b"\xa6status") + entry("counters", crowd(b"\x90", _SIZE))],
     "names awaited": [b"\x82" + entry("type", b"\xa5await") + entry("requests", crowd(b"\xa2ab", _SIZE // 4))],
     "unknown fields": [b"\x82" + entry("type", b"\xa5await") + entry("new", crowd(b"\x80", _SIZE))],
@@ -157,13 +157,13 @@ CROWDS = {
     "texts": [crowded_request("texts", b"\xa2ab", _SIZE), b""],
     "blocks": [crowded_frame("blocks", b"\x93\x90\x00\x90", _SIZE), b""],
     "spans": [crowded_frame("blocks", b"\x93\x90\x00" + crowd(b"\x94\x00\x00\x00\x00", _SIZE), 1), b""],
-    "sites of a block": [crowded_frame("blocks", b"\x93" + crowd(b"\x92\x00\xa0", _SIZE), 1), b""],
+    "sites of a block": [crowded_frame("blocks", b"\x93" + crowd(b"\x82\xa4rows\x00\xa6reason\xa0", _SIZE), 1), b""],
     "requests": [crowded_frame("requests", b"\x80", _SIZE), b""],
     "hooks": [crowded_frame("requests", capture(b"\x81" + entry("hooks", crowd(b"\x80", _SIZE))), 1), b""],
     "positions": [crowded_frame("requests", capture(b"\x81" + entry("positions", crowd(b"\x80", _SIZE))), 1), b""],
     "deep positions": [crowded_frame("requests", capture(b"\x81" + entry("positions", b"\x91" * _SIZE)), 1), b""],
     "ends": [crowded_frame("finished", b"\x81\xa2id\xa0", _SIZE), b""],
-    "reasons": [crowded_frame("finished", b"\x81" + entry("dropped", crowd(b"\x92\x00\xa0", _SIZE)), 1), b""],
+    "reasons": [crowded_frame("finished", b"\x81" + entry("dropped", crowd(b"\x82\xa4rows\x00\xa6reason\xa0", _SIZE)), 1), b""],
     "counters of an answer": [b"\x82" + entry("type", b"\xa6status") + entry("counters", b"\x81\xa0" + crowd(b"\x80", _SIZE))],
     "a string that says 4 GiB": [b"\x82" + entry("type", b"\xa7refused") + entry("reason", b"\xdb\xff\xff\xff\xffx")],
     "an array that says 4 Gi": [crowded_request("token_ids", b"", 0)[:-5] + b"\xdd\xff\xff\xff\xff\x01", b""],

@@ -148,7 +148,10 @@ class TestWhatAConsumerIsGiven:
         with running_hub(address, consumer), worker_link(address) as link, Client(address) as client:
             send(link, [("r1", 4, 4, 1)], finished=[make_finished(computed_length=5, rows=5)])
             result = client.results(["r1"], timeout=20)["r1"]["recorder"]
-            assert (result.status, result.error) == ("partial_error", "4 rows lost: earlier_hub")
+            assert (result.status, result.error) == (
+                "partial_error",
+                "4 rows lost: earlier_hub, at post_block:0 positions 0..3",
+            )
 
 
 class TestOverload:
@@ -174,7 +177,7 @@ class TestOverload:
             assert slow.rows["r1"] == 3 * 4
             assert slow.seqs == [1, 2, 3]
             assert results["slow"].status == "partial_error"
-            assert results["slow"].error == "788 rows lost: consumer_queue_full"
+            assert results["slow"].error == "788 rows lost: consumer_queue_full, at post_block:0 positions 12..799"
             assert slow.done["r1"].rows + slow.done["r1"].dropped[0].rows == 800
             assert hub.snapshot().dropped_rows == {"consumer_queue_full": 788}
 
@@ -193,7 +196,7 @@ class TestOverload:
             eventually(lambda: live.done)
             assert live.seqs == [1, 98, 99, 100]
             assert live.done["r1"].rows == live.rows["r1"] == 4 * 4
-            assert [tuple(dropped) for dropped in live.done["r1"].dropped] == [(96 * 4, "skipped")]
+            assert [(dropped.rows, dropped.reason) for dropped in live.done["r1"].dropped] == [(96 * 4, "skipped")]
             assert hub.snapshot().dropped_rows == {"skipped": 96 * 4}
 
     def test_a_consumer_that_blocks_loses_nothing(self, address):
@@ -605,7 +608,7 @@ def test_a_request_that_is_over_and_has_its_results_keeps_nothing_else(address, 
         client.results(["r1"], timeout=20)
         done = hub.ledger.find("r1")
         assert None not in done.results
-        assert not any((done.tallies, done.received, done.finished, done.dropped))
+        assert not any((done.tallies, done.received, done.finished, done.lost))
         eventually(lambda: not hub.lanes[1].ledger.requests_open)
         assert hub.lanes[1].ledger.find("r1") is None
 

@@ -153,7 +153,7 @@ class TestARecordingReplayed:
             engine.finish("r1")
         watcher = Watcher()
         replay(tmp_path / "rec", watcher)
-        assert [tuple(lost) for lost in watcher.done["r1"].dropped] == [(1, "not_recorded")]
+        assert [(lost.rows, lost.reason) for lost in watcher.done["r1"].dropped] == [(1, "not_recorded")]
 
     def test_a_replica_that_dies_takes_only_its_own_requests_along(self, tmp_path):
         def told(watcher):
@@ -287,7 +287,7 @@ class TestARecordingThatWasCutShort:
         _, replayed = replay(path, watcher)
         assert replayed.records_lost == 1
         assert watcher.rows["r1"] == 2
-        assert [tuple(lost) for lost in watcher.done["r1"].dropped] == [(1, "not_recorded")]
+        assert [(lost.rows, lost.reason) for lost in watcher.done["r1"].dropped] == [(1, "not_recorded")]
         assert run(["replay", str(path), "--consumer", "log"]) == 1
         assert "1 records of" in " ".join(capsys.readouterr().err.split())
 

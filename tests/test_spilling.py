@@ -294,7 +294,7 @@ def test_an_inbox_that_is_full_blocks_or_drops(address, spills, fallback):
         assert link.send(frame.header, frame.payload) is None
         eventually(lambda: "r1" in slow.done)
         assert slow.rows["r1"] == slow.done["r1"].rows == sent - lost
-        assert {reason: rows for rows, reason in slow.done["r1"].dropped} == ({"spool_full": lost} if lost else {})
+        assert {lost.reason: lost.rows for lost in slow.done["r1"].dropped} == ({"spool_full": lost} if lost else {})
         once(slow.positions)
 
 
@@ -369,7 +369,7 @@ def test_what_is_lost_of_a_request_that_is_longer_than_the_inbox_is_counted(addr
         with running_hub(address, spills(second, spool_bytes=40_000)) as hub:
             worker.end("r1")
             eventually(lambda: "r1" in second.done)
-            ((lost, reason),) = second.done["r1"].dropped
+            ((lost, reason),) = [(each.rows, each.reason) for each in second.done["r1"].dropped]
             assert reason == "earlier_hub"
             assert second.done["r1"].rows == second.rows.get("r1", 0) == 400 * ROWS - lost
             assert hub.snapshot().dropped_rows == {"earlier_hub": lost}
@@ -392,7 +392,7 @@ def test_a_request_without_any_record_left_still_has_an_end(address, spills, mon
     with running_hub(address, spills(second, spool_bytes=40_000)):
         eventually(lambda: "long" in second.done)
         assert second.done["long"].status == "error"
-        assert sum(rows for rows, _ in second.done["long"].dropped) + second.done["long"].rows == 150 * ROWS
+        assert sum(lost.rows for lost in second.done["long"].dropped) + second.done["long"].rows == 150 * ROWS
 
 
 def test_hubs_that_live_for_a_moment_find_out_together_that_an_engine_is_gone(address, spills, monkeypatch):
@@ -448,7 +448,7 @@ def test_rows_that_the_disk_does_not_give_back_are_counted(address, spills, tmp_
             worker.end("r1")
             eventually(lambda: "r1" in second.done)
             assert second.rows["r1"] == second.done["r1"].rows == 4 * ROWS
-            assert [tuple(dropped) for dropped in second.done["r1"].dropped] == [(ROWS, "spool_damaged")]
+            assert [(lost.rows, lost.reason) for lost in second.done["r1"].dropped] == [(ROWS, "spool_damaged")]
             assert hub.snapshot().dropped_rows == {"spool_damaged": ROWS}
 
 

@@ -89,9 +89,10 @@ def test_every_operation_in_one_batch_compiled(model, steered):
     "arguments",
     [
         {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "enforce_eager": False},
         {"pipeline_parallel_size": 2, "enforce_eager": False},
     ],  # vLLM's stages need a warm-up
-    ids=["tensor", "pipeline"],
+    ids=["tensor", "tensor compiled", "pipeline"],
 )
 def test_every_operation_in_two_processes(model, steered, arguments):
     with engine(model, sites=["*:*"], in_process=False, **arguments, **RAW) as llm:
@@ -121,10 +122,27 @@ OTHER = {"post_block": {1: vector(2)}}
 ABLATION = {"post_block": {1: {"vector": vector(1), "value": 0}}}
 
 
+CACHED = {"sites": ["*:*"], "block_size": 32, "num_gpu_blocks_override": 100, **RAW}
+
+
 @pytest.fixture(scope="module")
-def cached(model):
+def root(tmp_path_factory):
+    """Where the engines below keep what requests capture."""
+    return tmp_path_factory.mktemp("kept") / "rows"
+
+
+@pytest.fixture(scope="module")
+def cached(model, root):
     """An engine that has a prefix cache of small blocks."""
-    with engine(model, sites=["*:*"], block_size=32, num_gpu_blocks_override=100, **RAW) as llm:
+    with engine(model, consumers=[f"filesystem:root={root},capture=requests"], **CACHED) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def uncached(model, root):
+    """The same without a prefix cache."""
+    consumers = [f"filesystem:root={root},capture=requests"]
+    with engine(model, consumers=consumers, enable_prefix_caching=False, **CACHED) as llm:
         yield llm
 
 
@@ -179,6 +197,31 @@ def test_a_cached_block_is_read_only_by_what_is_steered_alike(cached, steered, n
     output = ask(cached, second)
     assert output.num_cached_tokens == tokens
     right(steered, output, second)
+
+
+CAPTURED = {"hooks": {"post_block": "all", "mlp_out": "all"}, "positions": [{"last": 20}, "all_generated"]}
+
+
+@pytest.mark.parametrize("name", POISONINGS)
+def test_tokens_and_rows_are_those_of_an_engine_without_a_cache(cached, uncached, root, name):
+    """The second request captures the end of its prompt and its answer, so that it may read blocks of the first."""
+    first, second, tokens = POISONINGS[name]
+    found = []
+    cached.reset_prefix_cache()
+    for place, llm in (("cached", cached), ("uncached", uncached)):
+        ask(llm, first)
+        output = ask(llm, {**second, "id": f"{name} {place}", "capture": CAPTURED})
+        assert output.capture_results["filesystem"].status == "ok"
+        capture = capflow.open(root)[f"{name} {place}"]
+        found.append((output, {site: np.asarray(capture[site].rows) for site in capture.sites}))
+    (with_cache, rows), (without, expected) = found
+    assert (with_cache.num_cached_tokens, without.num_cached_tokens) == (min(tokens, 64), 0)
+    assert answers([with_cache]) == answers([without])
+    assert set(rows) == set(expected)
+    assert len(rows) == 8
+    for site, mine in rows.items():
+        assert mine.shape == (20 + 4, 64)
+        assert mine == pytest.approx(expected[site], abs=1e-5)
 
 
 def test_what_was_generated_is_read_only_by_what_is_steered_alike(cached, steered):
@@ -297,7 +340,53 @@ def test_256_configurations_run_in_one_batch(model, steered):
     with engine(model, sites=["*:*"], max_num_seqs=256, max_num_batched_tokens=512, max_model_len=64, **RAW) as llm:
         given = prompts([4] * 256, seed=9)
         params = [capflow.sampling_params(**asks(**each, max_tokens=4)) for each in fields]
+        scheduler, most = llm.llm_engine.engine_core.engine_core.scheduler, [0]
+        schedule = scheduler.schedule
+
+        def watched(*args, **kwargs):
+            made = schedule(*args, **kwargs)
+            most[0] = max(most[0], len(made.num_scheduled_tokens))
+            return made
+
+        scheduler.schedule = watched
         outputs = llm.generate(given, params, use_tqdm=False)
-        for output, each in list(zip(outputs, fields, strict=True))[::16]:
+        assert most == [256]  # in one step
+        for output, each in zip(outputs, fields, strict=True):
             right(steered, output, each)
         assert len({tuple(logits(output)[-1]) for output in outputs}) == 256
+
+
+# --- streams that a model scales ---
+
+
+@pytest.mark.parametrize("model_type", ["granite", "minicpm3"])
+def test_a_vector_adds_to_a_scaled_stream_what_it_says(model_type, tmp_path):
+    """What enters the next layer is what was captured at the site, and the vector; a clamp and a patch likewise."""
+    import architectures
+
+    model = tmp_path / "model"
+    architectures.make(model_type, str(model))
+    consumers = [f"filesystem:root={tmp_path / 'rows'},capture=requests"]
+    with engine(str(model), sites=["*:*"], consumers=consumers, enable_prefix_caching=False, **RAW) as llm:
+        (prompt,) = prompts([9], seed=13)
+        given = np.random.default_rng(4).standard_normal(llm.capflow_model.hidden_size).astype(np.float32)
+        unit = given / np.linalg.norm(given)
+        asked = {
+            "sum": ({"steering_vectors": {"post_block": {0: given}}}, lambda rows: rows + given),
+            "ablation": (
+                {"steering_clamps": {"post_block": {0: {"vector": given, "value": 0}}}},
+                lambda rows: rows - np.outer(rows @ unit, unit),
+            ),
+            "patch": (
+                {"steering_patches": {"post_block": {0: {"positions": list(range(9)), "vector": given}}}},
+                lambda rows: np.broadcast_to(given, rows.shape),
+            ),
+        }
+        for name, (fields, expected) in asked.items():
+            capture = {"hooks": {"post_block": [0], "pre_attn": [1]}, "positions": "all_prompt"}
+            params = capflow.sampling_params(id=name, capture=capture, max_tokens=1, **GREEDY, **fields)
+            (output,) = llm.generate(prompt, params, use_tqdm=False)
+            assert output.capture_results["filesystem"].status == "ok"
+            rows = capflow.open(tmp_path / "rows")[name]
+            before, after = (np.asarray(rows[site].rows, np.float64) for site in ((0, "post_block"), (1, "pre_attn")))
+            assert after == pytest.approx(expected(before), abs=1e-4)

@@ -31,18 +31,20 @@ CASES = [  # sites, width, dtype, split, tokens of each request
     (3, 64, torch.float32, False, (1,) * 13),
     (2, 40, torch.bfloat16, True, (1,) * 40),
 ]
+SCALES = (1.0, 4.0, 0.5)  # of the stream, as some models have; powers of two, so that nothing is rounded
 CPU = torch.device("cpu")
 POISON = -12352.0  # exact in every dtype
 
 
 class Made(NamedTuple):
-    """A step. steering: of each steered token row its program, and by site what that does there."""
+    """A step. steering: of each steered token row its program, and by site what that does there. scale: of the stream, to what is captured and steered."""
 
     plan: Plan
     hidden: torch.Tensor
     residual: torch.Tensor | None
     bank: Bank
     steering: dict
+    scale: float
 
 
 def make(case, seed, device=CPU):
@@ -75,7 +77,7 @@ def make(case, seed, device=CPU):
     tokens = row + 3  # padding behind the batch
     hidden = exact(rng, (tokens, width), 4, dtype).to(device)
     residual = exact(rng, (tokens, width), 30, dtype).to(device) if split else None
-    return Made(planner.plan(batch), hidden, residual, bank, steering)
+    return Made(planner.plan(batch), hidden, residual, bank, steering, SCALES[seed % len(SCALES)])
 
 
 def exact(rng, shape, limit, dtype):
@@ -138,7 +140,7 @@ def rounded(values, dtype, truncate):
 def reference(made, sites, truncate):
     """Return (rows, hidden afterwards per site) in float64, rounded once to the dtype; unwritten rows poisoned."""
     h = made.hidden.double().cpu()
-    stream = h if made.residual is None else h + made.residual.double().cpu()
+    stream = made.scale * (h if made.residual is None else h + made.residual.double().cpu())
     rows = torch.full((made.plan.rows, h.shape[1]), POISON, dtype=torch.float64)
     after = [h.clone() for _ in range(sites)]
     for group in made.plan.groups:
@@ -159,7 +161,7 @@ def reference(made, sites, truncate):
                 else:
                     projection = float(x @ row)
                     x += amount * (min(max(projection, low), high) - projection) * row
-            after[site][token] += x - stream[token]
+            after[site][token] += (x - stream[token]) / made.scale
     dtype = made.hidden.dtype
     return rounded(rows, dtype, truncate), [rounded(a, dtype, truncate) for a in after]
 
@@ -172,7 +174,7 @@ def check(case, seed, run_site, *, truncate=False, device=CPU):
     for site in range(sites):
         mine = made.hidden.clone()
         kept = None if made.residual is None else made.residual.clone()
-        run_site(made.plan, site, mine, made.residual, rows, made.bank)
+        run_site(made.plan, site, mine, made.residual, rows, made.bank, made.scale)
         assert torch.equal(mine.cpu(), expected_after[site]), f"hidden after site {site}"
         assert kept is None or torch.equal(made.residual, kept)
     assert torch.equal(rows[:rows_made].cpu(), expected_rows)
@@ -180,7 +182,7 @@ def check(case, seed, run_site, *, truncate=False, device=CPU):
     return made.plan
 
 
-def run_kernel(plan, site, hidden, residual, rows, bank):
+def run_kernel(plan, site, hidden, residual, rows, bank, scale):
     from capflow_engine.kernel import launch
     from capflow_engine.tables import Tables
 
@@ -197,12 +199,12 @@ def run_kernel(plan, site, hidden, residual, rows, bank):
     here = torch.tensor([site], dtype=torch.int32, device=hidden.device)
     launch(
         hidden, residual, here, tables.site_group, tables.site_base, tables.token_row, tables.token_steer, rows,
-        *bank.device_tensors().values(),
+        *bank.device_tensors().values(), scale,
     )  # fmt: skip
 
 
-def run_cpu(plan, site, hidden, residual, rows, bank):
-    Step(plan, rows, bank).tap(site, hidden, residual)
+def run_cpu(plan, site, hidden, residual, rows, bank, scale):
+    Step(plan, rows, bank).tap(site, hidden, residual, scale)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -21,6 +21,7 @@ from capflow import limits, message
 from capflow.cli import main
 from capflow.client import Client
 from capflow.errors import CapflowError
+from capflow.frame import Dropped
 from capflow.message import Hello, Refused, Status, Tap, Welcome
 from capflow.spec import CaptureSpec
 from capflow.tapping import Tapping
@@ -85,7 +86,7 @@ class TestWhatATapSees:
                 results = client.results(["early", "late", "later"])
         assert watcher.rows == {"early": 2, "late": 12, "later": 12}
         assert [p for r, _, p in watcher.positions if r == "late"] == list(range(12))
-        assert watcher.done["early"].dropped == ((4, "not_tapped"),)
+        assert watcher.done["early"].dropped == (Dropped(4, "not_tapped"),)
         assert found["early"]["watcher"].status == "partial_error"
         assert found["early"]["watcher"].error == "4 rows lost: not_tapped"
         assert found["late"]["watcher"].status == "ok"
