@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import threading
+
 import pytest
 from engines import GREEDY, answers, engine, prompts
 from hubs import address, running_hub
@@ -9,6 +13,8 @@ from rows import ALL, Keeper
 from waiting import eventually
 
 import capflow
+from capflow.spool.files import Files
+from capflow.transport import WorkerLink
 
 __all__ = ["address"]
 
@@ -43,3 +49,61 @@ def test_what_is_computed_while_the_hub_is_gone_is_delivered_when_it_is_back(tin
             assert keeper.done[f"{name}{n}"].dropped == ()
             keeper.hold(f"{name}{n}", tokens, reference)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("policy", ["drop", "spill"])
+def test_answers_are_the_same_whether_a_hub_is_there_or_not(tiny, address, tmp_path, monkeypatch, policy):
+    """Never there, there, and gone: with `drop` what is lost is said by nobody, as nobody is there; with `spill` nothing is."""
+    keeper, spool = Keeper(), {"spool_dir": str(tmp_path)} if policy == "spill" else {}
+    plain = capflow.sampling_params(max_tokens=12, **GREEDY)
+    with engine(tiny, capflow_on=False) as llm:
+        from vllm import SamplingParams
+
+        expected = answers(llm.generate(prompts(LENGTHS), SamplingParams(max_tokens=12, **GREEDY), use_tqdm=False))
+    monkeypatch.setenv("CAPFLOW_HUB", address)  # where one is looked for, as long as it takes
+    with engine(tiny, policy=policy, **spool) as llm:
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        (link,) = worker.capflow.outlets.links
+        assert answers(llm.generate(prompts(LENGTHS), plain, use_tqdm=False)) == expected
+        absent = llm.generate(prompts(LENGTHS), asked("absent"), use_tqdm=False)
+        assert answers(absent) == expected
+        with running_hub(address, keeper) as hub:
+            eventually(lambda: link.connected)
+            assert answers(llm.generate(prompts(LENGTHS), asked("there"), use_tqdm=False)) == expected
+            eventually(lambda: len(keeper.done) == len(LENGTHS))
+            hub.stop(20)
+            eventually(lambda: not link.connected)
+            assert answers(llm.generate(prompts(LENGTHS), asked("gone"), use_tqdm=False)) == expected
+
+
+def test_nothing_of_the_spool_or_the_socket_is_done_by_the_thread_that_computes(tiny, address, tmp_path, monkeypatch):
+    """All that touches a file of the spool, or the socket, is on threads behind the step, in an engine that spills while its hub is gone."""
+    threads = {}
+
+    def watch(owner, name):
+        method = getattr(owner, name)
+
+        @functools.wraps(method)
+        def watched(*args, **kwargs):
+            threads.setdefault(f"{owner.__name__}.{name}", set()).add(threading.get_ident())
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    with (
+        running_hub(address, Keeper()) as hub,
+        engine(tiny, hub=address, policy="spill", spool_dir=str(tmp_path)) as llm,
+    ):
+        for name, _ in inspect.getmembers(Files, inspect.isfunction):
+            watch(Files, name)
+        watch(WorkerLink, "_fill")
+        llm.generate(prompts(LENGTHS), asked("there"), use_tqdm=False)
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        (link,) = worker.capflow.outlets.links
+        hub.stop(20)
+        eventually(lambda: not link.connected)
+        llm.generate(prompts(LENGTHS), asked("gone"), use_tqdm=False)
+        eventually(lambda: link.outbox.waiting > 10)
+        eventually(lambda: "Files.fdatasync" in threads)
+    assert {"Files.write", "Files.fdatasync", "WorkerLink._fill"} <= set(threads)
+    assert {name for name, idents in threads.items() if threading.get_ident() in idents} == set()
