@@ -84,9 +84,8 @@ class LabelledRows:
     def part(self, numbers: Iterable[int]) -> LabelledRows:
         """Return some of the requests."""
         chosen = sorted(numbers)
-        requests, rows, positions = (
-            tuple(held[i] for i in chosen) for held in (self.requests, self.rows, self.positions)
-        )
+        requests, rows = tuple(self.requests[i] for i in chosen), tuple(self.rows[i] for i in chosen)
+        positions = tuple(self.positions[i] for i in chosen)
         return LabelledRows(requests, rows, positions, self.labels[chosen])
 
     def examples(self, pool: Pool) -> tuple[npt.NDArray[np.float32], Bools]:
