@@ -23,11 +23,10 @@ from typing import Any, ClassVar, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import save_file
 
 from capflow import limits
 from capflow.errors import UsageError, explain
-from capflow.probefile import Float32s, ProbeFile
+from capflow.probefile import Float32s, ProbeFile, write_file
 from capflow.site import Site
 from capflow.vector import SteeringVector
 
@@ -136,8 +135,8 @@ class Probe(Scorer):
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file that `load` reads."""
-        save_file({"weight": self.weight, "bias": self.bias}, path, self._header())
+        """Write a file that `load` reads, whole or not at all; raises CapflowError when it cannot be written."""
+        write_file(path, {"weight": self.weight, "bias": self.bias}, self._header())
 
     @classmethod
     def make(
@@ -187,5 +186,5 @@ def load_vector(path: str | os.PathLike[str], scale: float = 1.0) -> SteeringVec
 
 
 def save_vector(path: str | os.PathLike[str], site: Site, vector: Any) -> None:
-    """Write a file that `load_vector` reads."""
-    save_file({"vector": np.asarray(vector, np.float32)}, path, {"site": str(site)})
+    """Write a file that `load_vector` reads, whole or not at all; raises CapflowError when it cannot be written."""
+    write_file(path, {"vector": np.asarray(vector, np.float32)}, {"site": str(site)})

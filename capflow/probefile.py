@@ -1,13 +1,14 @@
 """A file of a direction, a probe or a dictionary: safetensors whose JSON header says what it is.
 
 The header's `__metadata__` maps text to text. `ProbeFile` reads it and the tensors, and names the file and the field in whatever is wrong
-with them; what the fields mean is said where they are used, in `capflow.probe` and `capflow.probekinds`.
+with them; `write_file` writes such a file. What the fields mean is said where they are used, in `capflow.probe` and `capflow.probekinds`.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
-from capflow.errors import UsageError, explain
+from capflow.errors import CapflowError, UsageError, explain
 from capflow.site import Site
 
 Float32s = npt.NDArray[np.float32]
@@ -105,3 +107,24 @@ class ProbeFile:
     def wrong(self, field: str, got: str, expected: str) -> UsageError:
         """Return the error that says what is wrong with a field of the file."""
         return UsageError(explain(f"{self.where}: {field}", got=got, expected=expected))
+
+
+def write_file(
+    path: str | os.PathLike[str], tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]
+) -> None:
+    """Write a file, in the place of one that is there, whole or not at all. Raises CapflowError when it cannot be written."""
+    file = Path(path)
+    whole = save(dict(tensors), dict(metadata))
+    try:
+        with tempfile.NamedTemporaryFile(dir=file.absolute().parent, suffix=".new", delete=False) as stream:
+            try:
+                stream.write(whole)
+                stream.flush()
+                os.fsync(stream.fileno())
+                Path(stream.name).chmod(0o644)
+                Path(stream.name).replace(file)
+            except BaseException:
+                os.unlink(stream.name)  # noqa: PTH108
+                raise
+    except OSError as e:
+        raise CapflowError(explain(f"{file} cannot be written", got=e.strerror or str(e))) from e

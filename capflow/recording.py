@@ -51,7 +51,8 @@ _decoders: dict[bytes, Any] = {
 class Recorder:
     """Writes a recording, from `open` to `close`; one thread at a time. One that is there is gone on with.
 
-    bytes_max bounds the files together. Methods raise CapflowError when the disk does not take what is to be written.
+    bytes_max bounds the files together. Methods raise CapflowError when the disk does not take what is to be written; `done` and `close`
+    also when somebody removed the recording.
     """
 
     def __init__(self, path: Path, bytes_max: int = limits.SPOOL_BYTES_MAX) -> None:
@@ -95,6 +96,7 @@ class Recorder:
         number = self._spool.append(b"D" + _encoder.encode(done))
         if sync and not self._spool.wait_synced(number, limits.BLOCK_S_MAX):
             raise CapflowError(explain(f"recording {self.path}", got="a disk that does not answer"))
+        self._spool.check()
 
     def _frame(self, header: FrameHeader) -> None:
         self._last[header.source] = header.seq
@@ -102,7 +104,11 @@ class Recorder:
 
     def close(self) -> None:
         """Give the directory back. Raises CapflowError when not everything is on the disk."""
-        if not self._spool.close():
+        try:
+            self._spool.check()
+        finally:
+            whole = self._spool.close()
+        if not whole:
             raise CapflowError(explain(f"recording {self.path}", got="a disk that did not take the last of it"))
 
     def __enter__(self) -> Self:

@@ -6,18 +6,20 @@ Prints the mean norm of the rows by layer, and the tokens that score highest on 
 `filesystem:layout=sharded` wrote, or a URL that Daft reads (`s3://…`). Without `--ray` it runs here, in threads; `--ray auto` joins
 the cluster that this machine is part of, `--ray local` starts one of this machine alone.
 
-Only what a step needs is read: columns, and row groups of the probe's site. Vectors never leave the workers.
+The probes are linear ones. Only what a step needs is read: columns, and row groups of the probe's site. Vectors never leave the workers.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, NamedTuple
 
 import daft
 import numpy as np
 from daft import DataType, col, lit
+from daft.exceptions import DaftCoreException
 
+from capflow.errors import UsageError, explain
 from capflow.frame import DTYPES
 from capflow.probe import Probe
 
@@ -66,16 +68,44 @@ def top_positions(data: daft.DataFrame, dtype: str, probe: Probe, count: int) ->
     return whole
 
 
-def open_shards(root: str) -> tuple[daft.DataFrame, str]:
-    """Return the shards that are sealed, and the dtype of their rows.
+class Shards(NamedTuple):
+    """The shards that are sealed. dtype, hidden_size: of their rows."""
+
+    data: daft.DataFrame
+    dtype: str
+    hidden_size: int
+
+
+def open_shards(root: str) -> Shards:
+    """Find the shards under a root; raises UsageError when there are none that Daft reads.
 
     Shards of two dtypes have columns of two types, which Daft refuses; a column of uint16 is bfloat16.
     """
     pattern = root if root.endswith(".parquet") else f"{root.rstrip('/')}/*.parquet"
-    data = daft.read_parquet(pattern)
-    kind = str(data.schema()["vector"].dtype).lower()
-    names = {"uint16": "bfloat16", "float16": "float16", "float32": "float32"}
-    return data, next(name for stored, name in names.items() if stored in kind)
+    try:
+        data = daft.read_parquet(pattern)
+    except FileNotFoundError as e:
+        do = "name the root of what filesystem:layout=sharded wrote; a shard is there when it is sealed"
+        raise UsageError(explain(root, got="no *.parquet", expected="a sharded data set", do=do)) from e
+    except DaftCoreException as e:
+        do = "Daft does not know float16: capture with dtype=float32, or use DuckDB"
+        expected = "shards of bfloat16 or float32"
+        raise UsageError(explain(root, got=str(e).rpartition(": ")[2], expected=expected, do=do)) from e
+    kind = data.schema()["vector"].dtype if "vector" in data.column_names else None
+    names = {DataType.uint16(): "bfloat16", DataType.float32(): "float32"}
+    if kind is None or not kind.is_fixed_size_list() or kind.dtype not in names:
+        got = "no vectors" if kind is None else f"vectors of {kind}"
+        raise UsageError(explain(root, got=got, expected="shards of bfloat16 or float32"))
+    return Shards(data, names[kind.dtype], kind.size)
+
+
+def load_probe(path: str, shards: Shards) -> Probe:
+    """Return the linear probes in a file; raises UsageError when it holds others, or they are not as wide as the rows."""
+    probe = Probe.load(path)
+    if probe.hidden_size != shards.hidden_size:
+        expected = f"{shards.hidden_size}, the width of the rows"
+        raise UsageError(explain(f"{path}: weight", got=f"{probe.hidden_size} numbers", expected=expected))
+    return probe
 
 
 def main() -> None:
@@ -91,10 +121,14 @@ def main() -> None:
 
         ray.init(address=None if given.ray == "local" else given.ray, log_to_driver=False)
         daft.context.set_runner_ray()
-    data, dtype = open_shards(given.rows)
-    mean_norms(data, dtype).show(1000)
-    if given.probe:
-        top_positions(data, dtype, Probe.load(given.probe), given.top).show(1000)
+    try:
+        shards = open_shards(given.rows)
+        probe = load_probe(given.probe, shards) if given.probe else None
+    except UsageError as e:
+        parser.exit(2, f"{parser.prog}: {e}\n")
+    mean_norms(shards.data, shards.dtype).show(1000)
+    if probe is not None:
+        top_positions(shards.data, shards.dtype, probe, given.top).show(1000)
 
 
 if __name__ == "__main__":

@@ -234,10 +234,39 @@ class KeepsTooLate(Counting):
         super().close()
 
 
+class OpensTooSoon(Counting):
+    """Starts what only `close` ends before it has what can fail."""
+
+    def open(self, context):
+        self.ended = threading.Event()
+        threading.Thread(target=self.run, name="too-soon", daemon=True).start()
+        super().open(context)
+
+    def run(self):
+        while not (self.ended.wait(0.01) or ThreadsStay.over.is_set()):
+            pass
+
+    def close(self):
+        super().close()
+        self.ended.set()
+
+
+class NeverLetsGo(Counting):
+    busy = False
+
+    def on_frame(self, frame):
+        assert not self.busy, "one frame at a time"
+        self.busy = True
+        super().on_frame(frame)
+        self.busy = False
+
+
 BROKEN = {
     LaxOptions: ("test_unknown_options_are_refused", "forbid_unknown_fields"),
     EagerOpener: ("test_nothing_happens_before_open", "made eager"),
     FickleSpec: ("test_spec_is_the_same_whenever_it_is_asked_for", "and then"),
+    OpensTooSoon: ("test_an_open_that_fails_leaves_nothing", "too-soon"),
+    NeverLetsGo: ("test_an_exception_costs_the_requests_of_its_frame", "one frame at a time"),
     PromptsComeWhole: ("test_rows_come_in_any_number_of_frames", "rows in "),
     OneAtATime: ("test_requests_come_interleaved", "a request among others"),
     IdsAreUnique: ("test_engines_may_use_the_same_ids", "another engine has one of that id"),

@@ -140,6 +140,10 @@ class Disk(Files):
         for offset, data in pending:
             _put(inode.durable, data, offset)
 
+    def check(self, fd):
+        if all(inode is not self.open_files[fd] for inode in self.now.values()):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
     def rename(self, path, to):
         self._step()
         self._change(lambda names: names.__setitem__(to.name, names.pop(path.name)) if path.name in names else None)

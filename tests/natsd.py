@@ -56,17 +56,7 @@ class Natsd:
 
     def messages(self, stream: str) -> list[Any]:
         """Return every message of a stream, in order."""
-
-        async def read() -> list[Any]:
-            client = await nats.connect(self.url, **self.login)
-            try:
-                js = client.jetstream()
-                state = (await js.stream_info(stream)).state
-                return [await js.get_msg(stream, seq) for seq in range(state.first_seq, state.last_seq + 1)]
-            finally:
-                await client.close()
-
-        return asyncio.run(read())
+        return messages_of(self.url, stream, **self.login)
 
     def js(self, do: Any) -> Any:
         """Return what `do(jetstream)` returns."""
@@ -79,6 +69,21 @@ class Natsd:
                 await client.close()
 
         return asyncio.run(run())
+
+
+def messages_of(url: str, stream: str, **login: Any) -> list[Any]:
+    """Return every message of a stream of a server, in order."""
+
+    async def read() -> list[Any]:
+        client = await nats.connect(url, **login)
+        try:
+            js = client.jetstream()
+            state = (await js.stream_info(stream)).state
+            return [await js.get_msg(stream, seq) for seq in range(state.first_seq, state.last_seq + 1)]
+        finally:
+            await client.close()
+
+    return asyncio.run(read())
 
 
 @contextlib.contextmanager

@@ -5,15 +5,21 @@ import re
 import subprocess
 import sys
 
-import ml_dtypes
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from frames import make_frame, make_model
+from safetensors.numpy import save_file
 from sources import ROOT
+from test_probekinds import network
 
+from capflow import frame
+from capflow.frame import Frame
 from capflow.probe import Probe
+from capflow.result import RequestDone
 from capflow.site import Site
+from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
 
 SCRIPT = ROOT / "examples" / "cluster.py"
 HIDDEN, LAYERS, POSITIONS = 32, 4, 25
@@ -23,33 +29,28 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "DAFT_PROGRESS_BAR": "0",
 }
-STORED = {"bfloat16": (ml_dtypes.bfloat16, np.uint16), "float32": (np.float32, np.float32)}
+DTYPES = ("bfloat16", "float32")
 
 
 def write_shards(root, dtype, count=3):
-    """Write shards, a row for each request, layer and position; return the rows as float32, by request and layer."""
+    """Write shards with the filesystem consumer, four requests in each; return the rows as float32, by request and layer."""
     random = np.random.default_rng(0)
+    sites = tuple(Site(layer, "post_block") for layer in range(LAYERS))
     rows = {}
-    root.mkdir()
     for shard in range(count):
-        keys = [(f"r{shard}-{request}", layer) for request in range(4) for layer in range(LAYERS)]
-        values = random.standard_normal((len(keys), POSITIONS, HIDDEN)).astype(STORED[dtype][0])
-        rows |= dict(zip(keys, values.astype(np.float32), strict=True))
-        numbers = pa.array(values.view(STORED[dtype][1]).reshape(-1))
-        whole = len(keys) * POSITIONS
-        table = pa.table(
-            {
-                "request": np.repeat([request for request, _ in keys], POSITIONS),
-                "model": ["tiny"] * whole,
-                "phase": ["prefill"] * whole,
-                "layer": np.repeat(np.array([layer for _, layer in keys], np.int32), POSITIONS),
-                "hook": ["post_block"] * whole,
-                "position": np.tile(np.arange(POSITIONS, dtype=np.int32), len(keys)),
-                "token_id": np.arange(whole, dtype=np.int32),
-                "vector": pa.FixedSizeListArray.from_arrays(numbers, HIDDEN),
-            }
-        )
-        pyarrow.parquet.write_table(table, root / f"shard~{shard:06}-abc.parquet", row_group_size=50)
+        consumer = FilesystemConsumer(FilesystemConfig(str(root), layout="sharded", fsync=False))
+        consumer.open(None)
+        consumer.on_session("engine-1", make_model(LAYERS, HIDDEN))
+        for number in range(4):
+            request = f"r{shard}-{number}"
+            span = (request, 7, 0, POSITIONS)
+            header = make_frame([span], sites, hidden=HIDDEN, dtype=dtype, seq=4 * shard + number + 1).header
+            values = random.standard_normal((LAYERS, POSITIONS, HIDDEN)).astype(frame.DTYPES[dtype])
+            consumer.on_frame(Frame.seal(header, values.reshape(-1).view(np.uint8)))
+            whole = LAYERS * POSITIONS
+            consumer.on_request_done(RequestDone("engine-1", request, "stop", 7, POSITIONS, whole, whole, ()))
+            rows |= {(request, layer): values[layer].astype(np.float32) for layer in range(LAYERS)}
+        consumer.close()
     return rows
 
 
@@ -60,11 +61,16 @@ def probe(tmp_path):
     return probe
 
 
-def said(*arguments, timeout=120):
-    """Return the rows of the tables that the script prints."""
+def run(*arguments, timeout=120):
+    """Run the script."""
     command = [sys.executable, SCRIPT, *map(str, arguments)]
     environment = os.environ | QUIET
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def said(*arguments, timeout=120):
+    """Return the rows of the tables that the script prints."""
+    done = run(*arguments, timeout=timeout)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("│")]
     return [[cell.strip() for cell in re.split("[│┆]", line)[1:-1]] for line in lines]
@@ -94,7 +100,7 @@ def check(tables, rows, probe, count):
         assert [float(row[4]) for row in found] == pytest.approx([score for score, *_ in scores[:count]], rel=1e-4)
 
 
-@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_and_top_positions_are_what_numpy_computes(tmp_path, probe, dtype):
     rows = write_shards(tmp_path / "rows", dtype)
     page = (ROOT / "docs" / "cluster.md").read_text()
@@ -102,6 +108,32 @@ def test_norms_and_top_positions_are_what_numpy_computes(tmp_path, probe, dtype)
     command[command.index("/mnt/nas/rows")] = tmp_path / "rows"
     command[command.index("examples/code.safetensors")] = tmp_path / "mood.safetensors"
     check(said(*command, "--top", 5), rows, probe, 5)
+
+
+def check_refused(done, message):
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("cluster.py: ")
+    assert message in done.stderr
+
+
+def test_probes_that_do_not_fit_are_refused(tmp_path):
+    write_shards(tmp_path / "rows", "bfloat16", 1)
+    path = tmp_path / "p.safetensors"
+    Probe.make(Site(2, "post_block"), np.ones(8)).save(path)
+    check_refused(
+        run(tmp_path / "rows", "--probe", path), "weight: got 8 numbers, expected 32, the width of the rows\n"
+    )
+    save_file(network((HIDDEN, 5, 1)), path, {"site": "post_block:2", "kind": "mlp"})
+    check_refused(run(tmp_path / "rows", "--probe", path), "metadata kind: got mlp, expected one of linear\n")
+
+
+def test_a_root_without_shards_that_daft_reads_is_refused(tmp_path):
+    check_refused(run(tmp_path), "got no *.parquet, expected a sharded data set; name the root of what filesystem:lay")
+    write_shards(tmp_path / "half", "float16", 1)
+    expected = "expected shards of bfloat16 or float32; Daft does not know float16: capture with dtype=float32, or"
+    check_refused(run(tmp_path / "half"), expected)
+    pyarrow.parquet.write_table(pa.table({"vector": [1, 2]}), tmp_path / "other.parquet")
+    check_refused(run(tmp_path), "got vectors of Int64, expected shards of bfloat16 or float32\n")
 
 
 @pytest.mark.long

@@ -43,6 +43,8 @@ TestFilesystem = conformance(FilesystemConsumer, {"root": "rows"}, kept=files)
 TestFilesystemOfRequests = pytest.mark.long(
     conformance(FilesystemConsumer, {"root": "rows", "capture": "requests", "policy": "block"}, kept=files)
 )
+TestFilesystemPerFile = conformance(FilesystemConsumer, {"root": "rows", "layout": "per_file"}, kept=files)
+TestFilesystemSharded = conformance(FilesystemConsumer, {"root": "rows", "layout": "sharded"}, kept=files)
 TestDuckdb = conformance(DuckdbConsumer, {"path": "scores.duckdb", "site": "post_block:0"}, kept=scored)
 TestLog = conformance(LogConsumer)
 TestRecord = conformance(RecordConsumer, {"path": "rec"}, kept=recorded)

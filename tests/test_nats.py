@@ -1,39 +1,34 @@
-"""The nats consumer against the real server: what is in the stream, and that kills neither lose nor repeat any of it."""
+"""The nats consumer against the real server: what is in the stream, and that nothing is in it twice."""
 
 import contextlib
 import json
 import math
-import random
 import re
-import signal
-import subprocess
-import sys
-import threading
 import time
 import zlib
 from collections import Counter
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from frames import FIRST, make_finished, make_frame, make_hello, make_model, row_of, token_of
-from hubs import address, free_port, worker_link
+from frames import FIRST, make_frame, make_model, row_of, token_of
+from hubs import address, configured, running_hub, scheduler_link, worker_link
 from natsd import natsd
 from safetensors.numpy import save_file
 from sources import ROOT
+from test_answered import answering
 from test_filesystem import Waiting
-from test_hub_crash import HIDDEN, Worker
 from test_probekinds import network
-from waiting import eventually
 
-from capflow.errors import CapflowError, UsageError
-from capflow.frame import Rank
+from capflow.action import Abort, Answered, Applied, Rejected, Steer
+from capflow.client import Client
+from capflow.frame import Frame, Rank
 from capflow.probe import Probe
 from capflow.probekinds import load_probe
 from capflow.result import RequestDone
 from capflow.site import Site
-from capflow_consumers import natslink, natsmessages
+from capflow.vector import SteeringVector
+from capflow_consumers import natsmessages
 from capflow_consumers.filesystem import FilesystemConfig
 from capflow_consumers.nats import NatsConfig, NatsConsumer
 
@@ -217,188 +212,81 @@ def test_stages_of_a_pipeline_do_not_stand_for_each_other(server, stream):
     assert kinds(server.messages(stream))["rows"] == 2
 
 
-def test_a_server_that_is_away_is_waited_for(tmp_path, stream):
-    with natsd(tmp_path) as server, opened(server, stream, sites=["post_block:0"]) as consumer:
-        consumer.on_frame(make_frame([("r1", 4, 0, 4)], [SITE]))
-        server.kill()
-        later = subprocess.Popen(["sleep", "1"])
-        thread = threading.Thread(target=lambda: (later.wait(), server.start()))
-        thread.start()
-        consumer.on_frame(make_frame([("r1", 4, 4, 1)], [SITE], seq=2))
-        assert consumer.on_request_done(done("r1", 5)).status == "ok"
-        thread.join()
-        assert kinds(server.messages(stream)) == {"opened": 1, "rows": 2, "done": 1}
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_a_score_that_is_no_finite_number_is_null(server, stream, tmp_path, number):
+    _, path = probe_file(tmp_path)
+    header = make_frame([("r1", 4, 0, 4)], [SITE]).header
+    rows = np.zeros((4, 8), np.float32)
+    rows[2, 0] = number
+    with opened(server, stream, probes=[path]) as consumer:
+        consumer.on_frame(Frame.seal(header, rows.reshape(-1).view(np.uint8)))
+    (message,) = [message for message in server.messages(stream) if ".rows." in message.subject]
+    (chunk,) = json.loads(message.data)["chunks"]
+    for scores in chunk["scores"].values():
+        assert scores[2] is None
+        assert all(map(math.isfinite, scores[:2] + scores[3:]))
 
 
-def test_a_server_that_stays_away_is_given_up_when_asked_to(tmp_path, stream):
-    with natsd(tmp_path) as server, opened(server, stream, sites=["post_block:0"], give_up_s=0.5) as consumer:
-        consumer.on_frame(make_frame([("r1", 4, 0, 4)], [SITE]))
-        server.kill()
-        consumer.on_frame(make_frame([("r1", 4, 4, 1)], [SITE], seq=2))
-        server.start()
-        eventually(lambda: consumer._link._client.is_connected)
-        consumer.on_frame(make_frame([("r1", 4, 5, 1)], [SITE], seq=3))  # not without the one before
-        result = consumer.on_request_done(done("r1", 6))
-        assert result.status == "error"
-        assert "took nothing for" in result.error
-        with opened(server, stream, sites=["post_block:0"]) as following:  # which is given them again
-            for seq, (start, length) in enumerate([(0, 4), (4, 1), (5, 1)], 1):
-                following.on_frame(make_frame([("r1", 4, start, length)], [SITE], seq=seq))
-        rows = [m for m in server.messages(stream) if ".rows." in m.subject]
-        assert [json.loads(m.data)["chunks"][0]["start"] for m in rows] == [0, 4, 5]
+def test_what_came_of_an_action_is_sent_once_however_long_ago_it_was(server, stream):
+    """The stream forgets ids after 0.1 s: an action is known by its subject."""
 
-
-def test_a_stream_that_is_full_is_the_requests_error(server, stream):
     async def make(js):
-        await js.add_stream(name=stream, subjects=[f"{stream}.>"], max_msgs=2, discard="new")
+        await js.add_stream(name=stream, subjects=[f"{stream}.>"], duplicate_window=0.1)
 
     server.js(make)
-    with opened(server, stream, sites=["post_block:0"], create=False, give_up_s=0.3) as consumer:
-        consumer.on_frame(make_frame([("r1", 4, 0, 4)], [SITE]))
-        consumer.on_frame(make_frame([("r1", 4, 4, 1)], [SITE], seq=2))
-        result = consumer.on_request_done(done("r1", 5))
-        assert result.status == "error"
-        assert "maximum messages exceeded" in result.error
+    vector = SteeringVector.make(Site(2, "post_block"), np.ones(8))
+    steer = Answered.of(Steer("a.b *", (vector,)), Applied("x", 7), engine="engine-1", asked_by="client")
+    abort = Answered.of(Abort("gone"), Rejected("y", "not running"), engine="", asked_by="judge")
+    for life in range(2):
+        with opened(server, stream, create=False) as consumer:
+            for answered in (steer, abort):
+                consumer.on_action(answered)
+            assert consumer.context.counts["messages_again"] == 2 * life
+        time.sleep(0.3)
+    first, second = [message for message in server.messages(stream) if ".actions." in message.subject]
+    assert first.subject == f"{stream}.actions.engine-1.{natsmessages.token('a.b *')}.{steer.id}"
+    assert json.loads(first.data) == {
+        "id": steer.id,
+        "engine": "engine-1",
+        "request": "a.b *",
+        "kind": "steer",
+        "sites": ["post_block:2"],
+        "asked_by": "client",
+        "time_ns": steer.time_ns,
+        "outcome": "applied",
+        "step": 7,
+        "reason": None,
+    }
+    assert second.subject == f"{stream}.actions.-.gone.{abort.id}"
+    said = json.loads(second.data)
+    assert (said["outcome"], said["step"], said["reason"], said["sites"]) == ("rejected", None, "not running", [])
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"create": False},
-            "^consumers.nats.stream: got t[0-9a-f]+, expected a stream that is there; make it, or add create=true",
-        ),
-        ({"stream": "a.b"}, "consumers.nats.stream: got a.b, expected letters"),
-        ({"prefix": "a.>"}, "consumers.nats.prefix: got a.>, expected letters"),
-        ({"give_up_s": 0.0}, "consumers.nats.give_up_s: got 0.0, expected above 0"),
-        ({"servers": []}, "consumers.nats.servers: got none"),
-        ({"sites": ["nope"]}, "site: got nope"),
-        ({"probes": ["/no/such"]}, "/no/such: got no such file"),
-        (
-            {"stream": "other", "prefix": "mine"},
-            "consumers.nats.stream: got other with theirs.>, expected one with mine.>",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused(server, stream, options, words):
-    if options.get("prefix") == "mine":
-
-        async def make(js):
-            await js.add_stream(name="other", subjects=["theirs.>"])
-
-        server.js(make)
-    with pytest.raises(UsageError, match=words), opened(server, stream, **options):
-        pass
-
-
-def test_a_server_that_cannot_be_reached_is_said_without_its_password(stream, monkeypatch):
-    monkeypatch.setattr(natslink, "CONNECT_S", 0.5)
-    url = f"nats://ann:secret@127.0.0.1:{free_port()}"
-    consumer = NatsConsumer(NatsConfig(stream=stream, servers=[url]))
-    with pytest.raises(
-        CapflowError, match=r"consumers.nats.servers: nats://127.0.0.1:.* expected a NATS server"
-    ) as said:
-        consumer.open(Counts())
-    assert "secret" not in str(said.value)
-
-
-def test_rights_that_are_missing_are_said(tmp_path, stream, monkeypatch):
-    monkeypatch.setattr(natslink, "ACK_S", 0.5)
-    reader = f'permissions: {{ publish: ["$JS.API.>"], subscribe: ["_INBOX.>", "{stream}.>"] }}'
-    users = f"{{user: ann, password: right, {reader}}}, {{user: bob, password: right}}"
-    with natsd(tmp_path, f"authorization {{ users: [{users}] }}") as server:
-        host = server.url.removeprefix("nats://")
-        with opened(server, stream, servers=[f"nats://bob:right@{host}"]):
-            pass
-        with (
-            pytest.raises(CapflowError, match=r"[Pp]ermissions [Vv]iolation"),
-            opened(server, stream, servers=[f"nats://ann:right@{host}"]),
-        ):
-            pass
-        monkeypatch.setattr(natslink, "CONNECT_S", 2.0)
-        with (
-            pytest.raises(CapflowError, match=r"[Aa]uthorization [Vv]iolation") as said,
-            opened(server, stream, servers=[f"nats://bob:wrong@{host}"]),
-        ):
-            pass
-        assert "wrong" not in str(said.value)
-
-
-def test_a_server_without_jetstream_is_said(tmp_path, stream):
-    config = tmp_path / "plain.conf"
-    with natsd(tmp_path) as server:
-        server.kill()
-        config.write_text(f"listen: 127.0.0.1:{server.port}\n")
-        server._config = config
-        server.start()
-        with pytest.raises(UsageError, match="JetStream"), opened(server, stream):
-            pass
-
-
-class HubProcess:
-    """`capflow run` with the nats consumer, on an inbox that the next one finds."""
-
-    def __init__(self, address, server, directory, drain_s, *options):
-        said = [f"servers={server.url}", f"spool_dir={directory / 'spool'}", "create=true", *options]
-        command = [sys.executable, "-m", "capflow", "run", "--address", address, "--drain-s", str(drain_s)]
-        self.process = subprocess.Popen([*command, "--consumer", f"nats:{','.join(said)}"])
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait(60)
-
-    def stop(self):
-        self.process.send_signal(signal.SIGINT)
-        return self.process.wait(120)
-
-
-@contextlib.contextmanager
-def linked(address, model):
-    """Yield a worker's link to a hub that is about to start."""
-    eventually(Path(address.removeprefix("ipc://")).exists, 120)
-    with worker_link(address, make_hello(model=model), wait=False) as link:
-        eventually(lambda: link.connected, 60)
-        yield link
-
-
-def taken(link):
-    """Return whether the hub has all that was sent."""
-    return link.counters["unacked_frames"] + link.counters["queued_frames"] == 0
-
-
-@pytest.mark.long
-def test_a_hub_stops_though_the_server_is_away_and_the_next_one_goes_on(tmp_path, address):
-    with natsd(tmp_path) as server, contextlib.ExitStack() as stack:
-
-        def start():
-            hub = HubProcess(address, server, tmp_path, 1, "stream=CF", "sites=post_block:0")
-            stack.callback(hub.kill)
-            return hub
-
-        hub = start()
-        with linked(address, make_model()) as link:
-            server.kill()
-            frame = make_frame([("r1", 4, 0, 4)], [SITE], finished=[make_finished("r1", 4, 4)])
-            assert link.send(frame.header, frame.payload) is None
-            eventually(lambda: taken(link))
-            begun = time.monotonic()
-            hub.stop()
-            assert time.monotonic() - begun < 60
-            server.start()
-            hub = start()
-            eventually(lambda: link.connected, 120)
-            eventually(lambda: kinds(server.messages("CF"))["done"], 60)
-            assert hub.stop() == 0
-        assert kinds(server.messages("CF")) == {"opened": 2, "rows": 1, "done": 1}
-
-
-def ended(server, stream):
-    """Return how many requests a stream has the end of."""
-
-    async def look(js):
-        return (await js.stream_info(stream, subjects_filter="capflow.done.>")).state.subjects or {}
-
-    return len(server.js(look))
+def test_a_hub_brings_engines_and_actions_to_the_stream(server, stream, address, tmp_path):
+    config = NatsConfig(stream=stream, servers=[server.url], create=True, prefix=stream)
+    with (
+        running_hub(address, configured(NatsConsumer(config), "spill", spool_dir=tmp_path / "spool")),
+        worker_link(address) as worker,
+        scheduler_link(address) as link,
+        Client(address) as client,
+    ):
+        frame = make_frame()
+        assert worker.send(frame.header, frame.payload) is None
+        thread = answering(link, [lambda act: Applied(act.id, 7)])
+        assert client.act(Abort("r1"), 20).step == 7
+        thread.join(20)
+    said = {message.subject.split(".")[1]: json.loads(message.data) for message in server.messages(stream)}
+    assert (said["actions"]["request"], said["actions"]["kind"], said["actions"]["step"]) == ("r1", "abort", 7)
+    model = make_model()
+    assert said["sessions"] == {
+        "engine": "engine-1",
+        "model": "test-model",
+        "num_layers": 4,
+        "hidden_size": 8,
+        "dtype": "float32",
+        "stages": 1,
+        "sites": [str(site) for site in model.sites],
+    }
 
 
 def test_the_reader_in_the_documentation_runs(tmp_path, capsys):
@@ -419,90 +307,3 @@ def test_the_reader_in_the_documentation_runs(tmp_path, capsys):
             assert each.on_request_done(done("r1", 4, rows_promised=8, rows=8)).status == "ok"
         exec(snippet.replace("nats://127.0.0.1:4222", server.url), {})  # noqa: S102  our own documentation
     assert capsys.readouterr().out == "r1 ok\n(4, 8)\n"
-
-
-def kill_often(address, directory, *, hub_kills, server_kills, seed):
-    """Kill hub and server at random moments under load; hold the stream against what was sent."""
-    choose = random.Random(seed)
-    probe, path = probe_file(directory, HIDDEN)
-    kills = ["hub"] * hub_kills + ["server"] * server_kills
-    choose.shuffle(kills)
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(natsd(directory))
-        options = ("stream=CHAOS", "vectors=true", f"probes={path}")
-
-        def start_hub():
-            hub = HubProcess(address, server, directory, 60, *options)
-            stack.callback(hub.kill)
-            return hub
-
-        hub = start_hub()
-        link = stack.enter_context(linked(address, make_model(1, HIDDEN)))
-        worker = Worker(link, choose)
-
-        def work():
-            worker.turn()
-            time.sleep(0.005)  # about as fast as the server writes through; what is too much waits in the inbox
-
-        for which in kills:
-            until = time.monotonic() + choose.uniform(0.1, 1.5)
-            while time.monotonic() < until:
-                work()
-            if which == "hub":
-                hub.kill()
-                hub = start_hub()
-                eventually(lambda: link.connected, 120)
-            else:
-                server.kill()
-                until = time.monotonic() + choose.uniform(0, 0.7)
-                while time.monotonic() < until:
-                    work()
-                server.start()
-        worker.end()
-        eventually(lambda: taken(link), 120)
-        eventually(lambda: ended(server, "CHAOS") >= len(worker.lengths), 240)
-        assert hub.stop() == 0
-        messages = server.messages("CHAOS")
-    check_stream(messages, worker.lengths, probe)
-    return len(worker.lengths), len(messages)
-
-
-def check_stream(messages, lengths, probe):
-    """Each row of each request is there once, in order, with its scores and its vector; each end is there once."""
-    scored, vectors, ends = {}, {}, Counter()
-    for message in messages:
-        kind = message.subject.split(".")[1]
-        if kind == "done":
-            said = json.loads(message.data)
-            assert said["capture_status"] == "ok", said
-            assert said["computed_length"] == lengths[said["request"]]
-            ends[said["request"]] += 1
-        elif kind == "rows":
-            for chunk in json.loads(message.data)["chunks"]:
-                values = np.array([chunk["scores"]["glad"], chunk["scores"]["sad"]], np.float32).T
-                scored.setdefault(chunk["request"], []).extend(enumerate(values, chunk["start"]))
-        elif kind == "vectors":
-            for chunk, rows in vectors_of(message):
-                vectors.setdefault(chunk["request"], []).extend(enumerate(rows[0], chunk["start"]))
-    assert ends == Counter(lengths.keys())
-    for name, length in lengths.items():
-        expected = np.stack([row_of(name, SITE, position, HIDDEN) for position in range(length)]) if length else []
-        for kept, values in ((scored, probe.scores(expected) if length else []), (vectors, expected)):
-            assert [position for position, _ in kept.get(name, [])] == list(range(length)), name
-            if length:
-                np.testing.assert_allclose(np.stack([row for _, row in kept[name]]), values, rtol=1e-5, atol=1e-4)
-
-
-def test_a_hub_and_a_server_that_are_killed_lose_and_repeat_nothing(address, tmp_path):
-    requests, messages = kill_often(address, tmp_path, hub_kills=1, server_kills=2, seed=0)
-    assert requests
-    assert messages > 2 * requests
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_hub_and_a_server_that_are_killed_often_lose_and_repeat_nothing(address, tmp_path, seed):
-    requests, messages = kill_often(address, tmp_path, hub_kills=15, server_kills=25, seed=seed)
-    print(requests, "requests,", messages, "messages")
-    assert requests > 100

@@ -47,17 +47,16 @@ def fit(data: LabelledRows, site: Site, *, name: str, method: Method, pool: Pool
     """Return a probe whose score is above 0 for the positive label.
 
     `logistic`: the log-odds of a logistic regression on standardised rows, both labels weighing the same. `mean`: along the difference of the labels' means, 1 at the
-    mean of the positive and -1 at that of the other.
+    mean of the positive and -1 at that of the other. Raises UsageError when rows are not finite.
     """
+    data.check_finite("captured rows", data.rows)
     rows, labels = data.examples(pool)
-    if not np.isfinite(rows).all():
-        raise UsageError(explain("captured rows", got="NaN or infinity", expected="finite numbers"))
     weight, bias = _logistic(rows, labels) if method == "logistic" else _difference(rows, labels)
     return Probe.make(site, weight, bias, names=[name], pool=pool)
 
 
 def judge(data: LabelledRows, scorer: Scorer) -> list[Judgement]:
-    """Return how well each probe of a file tells the labels apart."""
+    """Return how well each probe of a file tells the labels apart. Raises UsageError when rows or scores are not finite."""
     from sklearn.metrics import accuracy_score, roc_auc_score
 
     scores, labels = data.judged(scorer)

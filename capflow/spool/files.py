@@ -5,6 +5,7 @@ Every method raises OSError.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Sequence
@@ -79,6 +80,11 @@ class Files:
     def fdatasync(self, fd: int) -> None:
         """Have the file's bytes on the disk. After an error, what they were is not known."""
         os.fdatasync(fd)
+
+    def check(self, fd: int) -> None:
+        """Raise FileNotFoundError when the file has no name any more: what is in it would be lost."""
+        if os.fstat(fd).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def rename(self, path: Path, to: Path) -> None:
         """Give a file another name, in the place of what had it."""

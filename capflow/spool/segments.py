@@ -100,6 +100,11 @@ class Segments:
             assert segment.fd is not None
             self._files.fdatasync(segment.fd)
 
+    def check(self) -> None:
+        """Raise OSError when the segment that is written to has no name any more."""
+        if self._all and (fd := self._all[-1].fd) is not None:
+            self._files.check(fd)
+
     def seal(self, *, every: bool = False) -> None:
         """Write no more to any segment but the newest; and there neither, if every."""
         for segment in self._all if every else self._all[:-1]:

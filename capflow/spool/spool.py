@@ -259,6 +259,15 @@ class Spool:
         with self._changed:
             return self._changed.wait_for(lambda: self.acknowledged_through >= number, timeout_s)
 
+    def check(self) -> None:
+        """Raise CapflowError when somebody removed what is written to: its records are synced, and lost all the same."""
+        with self._changed:
+            try:
+                self._segments.check()
+            except OSError as e:
+                do = "start the process that writes it again"
+                raise CapflowError(explain(f"spool {self.directory} is gone", got=e.strerror or str(e), do=do)) from e
+
     def status(self) -> dict[str, Any]:
         """Return the spool's counters."""
         return {

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+_ENDS_S = 2.0  # in which a thread that was told to end does
 
 
 def compare(expected: Any, got: Any, what: str) -> None:
@@ -26,6 +31,17 @@ def check_plain(result: Any) -> None:
     for key, value in result.payload.items():
         plain = isinstance(value, float) or payload.get(key) == value
         assert plain, f"payload[{key!r}] is {value!r}, expected a plain JSON value"
+
+
+def check_given_back(threads: set[threading.Thread], directory: Path, after: str) -> None:
+    """Hold the process to run no threads but these after a while, and to have nothing below a directory open."""
+    gc.collect()
+    deadline = time.monotonic() + _ENDS_S
+    while (left := set(threading.enumerate()) - threads) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left, f"threads that run on after {after}: {', '.join(thread.name for thread in left)}"
+    held = open_below(directory)
+    assert not held, f"files that are open after {after}: {', '.join(held)}"
 
 
 def open_below(directory: Path) -> list[str]:

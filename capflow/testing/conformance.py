@@ -1,30 +1,27 @@
-"""The rules that every consumer is to keep, as a test class that pytest collects."""
+"""The rules that every consumer is to keep, as a test class that pytest collects; those about rows are `capflow.testing.rowrules`."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import math
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
-
-import msgspec
-import numpy as np
+from typing import Any
 
 from capflow.consumer import Consumer
-from capflow.errors import UsageError
-from capflow.frame import DTYPES, Frame
+from capflow.errors import CapflowError, UsageError
+from capflow.frame import Frame
 from capflow.message import ModelInfo
 from capflow.queue import Overload
 from capflow.spec import CaptureSpec
-from capflow.testing.checks import check_plain, compare, open_below
+from capflow.testing.checks import check_given_back, compare
 from capflow.testing.frames import make_model
-from capflow.testing.hub import Engine
+from capflow.testing.hub import MemoryHub
 from capflow.testing.killed import killed
-from capflow.testing.trial import Subject, Trial, outcome, trial
+from capflow.testing.rowrules import RowRules
+from capflow.testing.trial import Subject, Torn, outcome, trial
 
 
 def conformance(
@@ -45,10 +42,8 @@ def conformance(
     return type("Conformance", (Conformance,), {"subject": subject})
 
 
-class Conformance:
-    """The rules. Where results are compared, those of the same request in another setting are meant: they must not differ."""
-
-    subject: ClassVar[Subject]
+class Conformance(RowRules):
+    """The rules: what a consumer is, its errors, its ends and beginnings, and those about rows."""
 
     # What it is.
 
@@ -87,147 +82,41 @@ class Conformance:
             if spec is not None:
                 spec.resolve(self.subject.model.sites, num_layers=self.subject.model.num_layers)
 
-    # Order.
+    # Errors.
 
-    def test_rows_come_in_any_number_of_frames(self, tmp_path: Path) -> None:
-        """A prompt may come whole, in parts or token by token."""
-        alone = self._alone(tmp_path)
-        for name, cuts in (("tokens", range(7)), ("parts", (0, 1, 3, 6))):
-            with trial(self.subject, tmp_path / name) as run:
-                engine = run.engine()
-                for start, stop in zip(cuts, [*cuts[1:], 6], strict=True):
-                    if stop > start:
-                        engine.step([("r1", 4, start, stop - start)], texts=True)
-                engine.finish("r1")
-                self._same(alone, run, f"rows in {name}")
-            self._kept_same(tmp_path, name)
+    def test_an_open_that_fails_leaves_nothing(self, tmp_path: Path) -> None:
+        """What `open` needs may be gone since `check`: it raises what stops the hub's start, and leaves no thread and no open file."""
+        threads = set(threading.enumerate())
+        gone = tmp_path / "gone"
+        gone.mkdir()
+        with contextlib.chdir(gone):
+            hub = MemoryHub(self.subject.configured(spool=str(tmp_path / "spool")))
+            shutil.rmtree(gone)
+            with contextlib.suppress(CapflowError):
+                hub.hub.start()
+                hub.stop()
+        del hub
+        check_given_back(threads, tmp_path, "an open that failed")
 
-    def test_requests_come_interleaved(self, tmp_path: Path) -> None:
-        """Frames hold rows of several requests, each at another position; they begin and end in any order."""
+    def test_an_exception_costs_the_requests_of_its_frame(self, tmp_path: Path) -> None:
+        """When `on_frame` raises in the middle of a frame, the next frames come all the same, and requests in those alone are whole."""
         alone = self._alone(tmp_path)
-        with trial(self.subject, tmp_path / "crowd") as run:
+        with trial(self.subject, tmp_path / "torn", errors_max=1) as run:
+            consumer = run.hub.hub.consumers[0].consumer
+            handle = consumer.on_frame
+
+            def on_frame(frame: Frame) -> None:
+                torn = any(part.id == "r0" for part in frame.header.requests)
+                handle(Torn(frame.header, frame.payload, frame.wants) if torn else frame)
+
+            consumer.on_frame = on_frame  # type: ignore[method-assign]
             engine = run.engine()
-            engine.step([("r0", 3, 0, 3), ("r1", 4, 0, 4)], texts=True)
-            engine.step([("r2", 9, 0, 5), ("r1", 4, 4, 1), ("r0", 3, 3, 1)], texts=True)
+            engine.step([("r0", 4, 0, 4)], texts=True)
             engine.finish("r0")
-            engine.step([("r1", 4, 5, 1), ("r2", 9, 5, 4)], texts=True)
-            engine.finish("r2")
-            engine.finish("r1")
-            self._same(alone, run, "a request among others")
-        self._kept_same(tmp_path, "crowd")
-
-    def test_engines_may_use_the_same_ids(self, tmp_path: Path) -> None:
-        """A request is known by engine and id; two engines may both have an `r1`."""
-        alone = self._alone(tmp_path)
-        with trial(self.subject, tmp_path / "engines") as run:
-            other, one = run.engine("engine-2"), run.engine("engine-1")
-            other.step([("r1", 7, 0, 3)], texts=True)
-            other.settle()
-            self._whole(one)
-            self._same(alone, run, "a request while another engine has one of that id")
-            other.step([("r1", 7, 3, 4)], texts=True)
-            other.finish("r1")
-            other.settle()
-
-    def test_stages_of_a_pipeline_come_apart(self, tmp_path: Path) -> None:
-        """Rows of a request's sites come in frames of their own from each pipeline stage, in any order."""
-        alone = self._alone(tmp_path)
-        model = msgspec.structs.replace(self.subject.model, stages=2)
-        half = len(model.sites) // 2
-        with trial(self.subject, tmp_path / "stages") as run:
-            first = run.engine(model=model, sites=model.sites[:half])
-            second = run.engine(model=model, sites=model.sites[half:], stage=1)
-            for engines, start, length in (((second, first), 0, 4), ((first, second), 4, 1), ((second, first), 5, 1)):
-                for engine in engines:
-                    engine.step([("r1", 4, start, length)], texts=True)
-            for engine in (first, second):
-                engine.finish("r1")
-            self._same(alone, run, "rows of two pipeline stages")
-        self._kept_same(tmp_path, "stages")
-
-    # What comes less often.
-
-    def test_texts_may_be_missing(self, tmp_path: Path) -> None:
-        """`chunk.texts` is empty when the engine has no tokenizer."""
-        with trial(self.subject, tmp_path / "bare") as run:
-            engine = run.engine()
-            engine.step([("r1", 4, 0, 4)], texts=False)
-            engine.step([("r1", 4, 4, 2)], texts=False)
-            engine.finish("r1")
-            self._ok(run, "r1")
-
-    def test_rows_have_any_dtype(self, tmp_path: Path) -> None:
-        """Rows come in the model's dtype: bfloat16, float16 or float32."""
-        for dtype in DTYPES:
-            with trial(self.subject, tmp_path / dtype) as run:
-                engine = run.engine(model=msgspec.structs.replace(self.subject.model, dtype=dtype))
-                self._whole(engine)
-                self._ok(run, "r1")
-
-    def test_rows_may_hold_nan_and_infinity(self, tmp_path: Path) -> None:
-        """Numbers that are none are data, too."""
-        with trial(self.subject, tmp_path / "odd") as run:
-            engine = run.engine()
-            frame = engine.made([("r1", 4, 0, 4)], texts=True)
-            rows = np.frombuffer(frame.payload, DTYPES[frame.header.dtype]).copy()
-            rows[::3], rows[1::7] = math.nan, math.inf
-            engine.send(Frame.seal(frame.header, rows.view(np.uint8)))
-            engine.finish("r1")
-            run.result("r1")
-
-    def test_a_request_may_have_no_rows(self, tmp_path: Path) -> None:
-        """`on_request_done` comes also of requests that were never in a frame."""
-        with trial(self.subject, tmp_path / "empty") as run:
-            engine = run.engine()
-            engine.finish("r1", status="abort")
-            run.result("r1")
-            engine.finish("r1", status="abort")
-            run.result("r1")
-
-    def test_rows_may_have_been_lost(self, tmp_path: Path) -> None:
-        """`done.dropped` says which; the rest is the consumer's all the same."""
-        with trial(self.subject, tmp_path / "lossy") as run:
-            engine = run.engine()
-            engine.step([("r1", 9, 0, 2)], texts=True)
-            engine.step([("r1", 9, 7, 2)], texts=True)
-            engine.finish("r1", lost=[(5 * len(engine.sites), "queue_full")])
-            status = run.result("r1").status
-            assert status in ("partial_error", "error"), f"rows were lost, and the result says {status}"
-
-    def test_a_request_is_forgotten_when_it_is_over(self, tmp_path: Path) -> None:
-        """An engine that dies leaves requests half done; one of the same id afterwards is a new one."""
-        alone = self._alone(tmp_path)
-        with trial(self.subject, tmp_path / "again") as run:
-            engine = run.engine()
-            engine.step([("r1", 9, 0, 5)], texts=True)
-            engine.settle()
-            engine.lose()
-            assert run.result("r1").status in ("partial_error", "error"), "half a request was called whole"
-            self._whole(run.engine(boot="boot-2"))
-            self._same(alone, run, "a request after one of the same id was cut off")
-
-    def test_an_engine_may_come_back_with_another_model(self, tmp_path: Path) -> None:
-        """`on_session` comes again, and what it says holds from then on."""
-        model = self.subject.model
-        more = tuple(
-            site._replace(layer=model.num_layers) for site in model.sites if site.layer == model.num_layers - 1
-        )
-        larger = msgspec.structs.replace(
-            model, name="larger", num_layers=model.num_layers + 1, sites=tuple(sorted((*model.sites, *more)))
-        )
-        with trial(self.subject, tmp_path / "models") as run:
-            engine = run.engine()
             self._whole(engine)
-            run.result("r1")
-            engine.lose()
-            self._whole(run.engine(model=larger, boot="boot-2"), "r2")
-            self._ok(run, "r2")
-
-    def test_results_are_plain(self, tmp_path: Path) -> None:
-        """`on_request_done` returns None, or a CaptureResult whose payload is plain JSON values: it travels."""
-        with trial(self.subject, tmp_path / "plain") as run:
-            self._whole(run.engine())
-            check_plain(run.result("r1"))
+            run.result("r0")
+            self._same(alone, run, "a request that was not in a frame at which on_frame raised")
+        self._kept_same(tmp_path, "torn")
 
     # Time, ends and beginnings.
 
@@ -255,13 +144,7 @@ class Conformance:
             engine.step([("r1", 9, 0, 5), ("r2", 4, 0, 4)], texts=True)
             engine.finish("r2")
             run.result("r2")
-        gc.collect()
-        deadline = time.monotonic() + 2
-        while (left := set(threading.enumerate()) - threads) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not left, f"threads that run on after close: {', '.join(thread.name for thread in left)}"
-        held = open_below(tmp_path)
-        assert not held, f"files that are open after close: {', '.join(held)}"
+        check_given_back(threads, tmp_path, "close")
 
     def test_what_is_given_again_is_kept_once(self, tmp_path: Path) -> None:
         """After a restart a hub may give a request again that was done with: the same frames, by engine, boot, rank and seq."""
@@ -293,34 +176,3 @@ class Conformance:
             self._alone(tmp_path)
             kept = self._kept(tmp_path / "killed").get("r1")
             compare(self._kept(tmp_path / "alone").get("r1"), kept, "what was kept before the process died")
-
-    # How the rules look.
-
-    def _whole(self, engine: Engine, request: str = "r1") -> None:
-        """Run the request that others are compared with: 4 tokens of prompt and 2 more."""
-        engine.step([(request, 4, 0, 4)], texts=True)
-        engine.step([(request, 4, 4, 1)], texts=True)
-        engine.step([(request, 4, 5, 1)], texts=True)
-        engine.finish(request)
-
-    def _alone(self, directory: Path) -> Any:
-        with trial(self.subject, directory / "alone") as run:
-            self._whole(run.engine())
-            self._ok(run, "r1")
-            return outcome(run, "r1")
-
-    def _ok(self, run: Trial, request: str) -> None:
-        result = run.result(request)
-        assert result.status == "ok", f"every row was given, and the result says {result.status}: {result.error}"
-
-    def _same(self, alone: Any, run: Trial, what: str) -> None:
-        compare(alone, outcome(run, "r1"), what)
-
-    def _kept(self, directory: Path) -> Mapping[str, Any]:
-        with contextlib.chdir(directory):
-            return self.subject.read()
-
-    def _kept_same(self, directory: Path, name: str) -> None:
-        if self.subject.kept is not None:
-            alone, here = (self._kept(directory / at).get("r1") for at in ("alone", name))
-            compare(alone, here, f"what is kept of a request ({name})")

@@ -1,10 +1,14 @@
 """The DuckDB file that the duckdb consumer writes: how rows get into it, and queries at them. `capflow_consumers.schema` has its tables.
 
-Tables are only ever appended to and have no indexes. One `append` is one transaction.
+Tables are only ever appended to and have no indexes but those of `KEYS`. One `append` is one transaction; when it returns, its rows are
+where whoever opens the file next finds them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +18,12 @@ import duckdb
 import pyarrow as pa
 import xxhash
 
-from capflow.errors import UsageError, explain
+from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import Rank
 from capflow.probe import Scorer
 from capflow.sqlquery import SETTINGS, SqlQuery
 from capflow_consumers.framelog import FrameLog
-from capflow_consumers.schema import TABLES, VIEWS
+from capflow_consumers.schema import KEYS, TABLES, VIEWS
 
 _STORED = """
 SELECT capture, marks.request_id, boot, rank, min(first_frame), max(last_frame), any_value(capture_status)
@@ -28,6 +32,12 @@ WHERE marks.engine = ?
 GROUP BY ALL
 ORDER BY capture
 """
+_REMEDIES = {
+    errno.ENOENT: "put the file back where it was, or start the hub again",
+    errno.ENOSPC: "make room on its disk",
+    errno.EDQUOT: "make room on its disk",
+    errno.EFBIG: "let files be larger (ulimit -f)",
+}
 
 
 class Stored(NamedTuple):
@@ -45,6 +55,10 @@ class Database:
         self.path = path
         self.last_capture = last_capture
         self.engines = engines  # of which captures were here when it was opened
+        self._identity = _identity(path)
+        self._log = path.with_name(
+            f"{path.name}.wal"
+        )  # DuckDB's; what was committed is in it until it is merged into the file
         self._connection = connection
         self._reading = connection.cursor()  # runs nothing itself: connections of queries are made of it
         self._reading_lock = threading.Lock()  # guards that
@@ -104,34 +118,61 @@ class Database:
         return found
 
     def append(self, tables: Mapping[str, pa.Table]) -> None:
-        """Insert the rows of all tables, or of none; when this returns they are on the disk. Raises duckdb.Error."""
-        self._connection.execute("BEGIN")
+        """Insert the rows of all tables but those that are there by their key, or of none; when this returns they are on the disk.
+
+        Raises CapflowError when they do not get there, also when the file has its name no more.
+        """
         try:
-            for name, rows in tables.items():
-                self._connection.register("new_rows", rows)
-                self._connection.execute(f"INSERT INTO {name} BY NAME SELECT * FROM new_rows")  # noqa: S608 - a key of TABLES
-                self._connection.unregister("new_rows")
-            self._connection.execute("COMMIT")
-        except duckdb.Error:
-            self._connection.execute("ROLLBACK")
-            raise
+            self._insert(tables)
+            self._check()
+            if not self._log.exists():  # merged; or somebody removed it, with what is in it
+                self._connection.execute("CHECKPOINT")
+        except (duckdb.Error, OSError) as e:
+            raise self._failed(e) from e
 
     def query(self, sql: str) -> SqlQuery:
         """Return a query on what is committed; called on any thread."""
         with self._reading_lock:
             return SqlQuery(self._reading.cursor(), sql)
 
-    def add_action(self, action: pa.Table) -> None:
-        """Insert an action, on the disk when this returns, unless it is there. Raises duckdb.Error."""
-        query = "SELECT count(*) FROM actions WHERE id = ?"
-        (known,) = self._connection.execute(query, action["id"].to_pylist()).fetchone()
-        if not known:
-            self.append({"actions": action})
-
     def close(self) -> None:
-        """Write everything into the one file, and let others open it."""
+        """Write everything into the one file, and let others open it. Raises CapflowError when the file has its name no more."""
         self._reading.close()
         self._connection.close()
+        try:
+            self._check()
+        except OSError as e:
+            raise self._failed(e) from e
+
+    def _insert(self, tables: Mapping[str, pa.Table]) -> None:
+        self._connection.execute("BEGIN")
+        try:
+            for name, rows in tables.items():
+                into = f"OR IGNORE INTO {name}" if name in KEYS else f"INTO {name}"
+                self._connection.register("new_rows", rows)
+                self._connection.execute(f"INSERT {into} BY NAME SELECT * FROM new_rows")  # noqa: S608 - a key of TABLES
+                self._connection.unregister("new_rows")
+            self._connection.execute("COMMIT")
+        except duckdb.Error:
+            with contextlib.suppress(duckdb.Error):  # a COMMIT that failed has done it
+                self._connection.execute("ROLLBACK")
+            raise
+
+    def _check(self) -> None:
+        """Raise OSError when the file has its name no more: what is in it would be lost."""
+        if _identity(self.path) != self._identity:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    def _failed(self, error: duckdb.Error | OSError) -> CapflowError:
+        said = error.strerror if isinstance(error, OSError) else str(error).rpartition("Failed to commit: ")[2]
+        got = str(said).replace(str(self.path), self.path.name)
+        do = next((do for code, do in _REMEDIES.items() if os.strerror(code) in got), "")
+        return CapflowError(explain(f"{self.path} cannot be written", got=got, do=do))
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def _described(probe: tuple[str, str, int, str], digest: str) -> str:
@@ -149,6 +190,8 @@ def _make_tables(connection: Any, path: Path, where: str) -> None:
             got = f"{path}, whose table {name} has {', '.join(column for column, _ in had)}"
             expected = f"a new file, or one whose table {name} has {', '.join(column for column, _ in columns)}"
             raise UsageError(explain(where, got=got, expected=expected))
+    for name, key in KEYS.items():
+        connection.execute(f"CREATE UNIQUE INDEX IF NOT EXISTS {name}_{key} ON {name} ({key})")
     for name, query in VIEWS.items():
         connection.execute(f"CREATE OR REPLACE VIEW {name} AS {query}")
 

@@ -23,7 +23,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, cast
 
-import duckdb
 import msgspec
 import pyarrow as pa
 
@@ -245,10 +244,7 @@ class DuckdbConsumer(Consumer):
             "reason": pa.array([answered.reason or None], pa.string()),
         }
         assert self._database is not None
-        try:
-            self._database.add_action(pa.table(line))
-        except duckdb.Error as e:
-            raise CapflowError(explain(f"{self._path} cannot be written", got=str(e))) from e
+        self._database.append({"actions": pa.table(line)})
 
     def on_idle(self) -> None:
         """Write what has waited for `flush_s`."""
@@ -257,15 +253,16 @@ class DuckdbConsumer(Consumer):
 
     def close(self) -> None:
         """Write the rest and close the file."""
-        if self._database is not None:
-            try:
-                if self._pending.count:
-                    self._flush_or_fail()
-            finally:
-                if self._port is not None:
-                    self._port.close()
-                self._database.close()
-                self._database = None
+        if self._database is None:
+            return
+        try:
+            if self._pending.count:
+                self._flush_or_fail()
+        finally:
+            if self._port is not None:
+                self._port.close()
+            database, self._database = self._database, None
+            database.close()
 
     def _request(self, header: FrameHeader, request_id: str) -> ScoredRequest:
         key = (header.engine, request_id)
@@ -308,11 +305,10 @@ class DuckdbConsumer(Consumer):
         assert self._database is not None
         try:
             self._database.append({**pending, **tables})
-        except duckdb.Error as e:
-            error = explain(f"{self._path} cannot be written", got=str(e))
+        except CapflowError as e:
             for request in requests:
-                request.error = error
-            raise CapflowError(error) from e
+                request.error = str(e)
+            raise
 
 
 def _time(nanoseconds: int) -> datetime:

@@ -13,14 +13,13 @@ is tried of its worker; the next hub goes on with it.
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, ClassVar
 
 import msgspec
 
-import capflow
+from capflow.action import Answered
 from capflow.consumer import Consumer, ConsumerPolicy, Context
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import Chunk, Frame, FrameHeader, Rank
@@ -36,11 +35,13 @@ from capflow_consumers.natsmessages import (
     ID_HEADER,
     Message,
     Place,
-    message,
+    action_message,
+    done_message,
+    opened_message,
     place_of,
     rows_messages,
+    session_message,
     subject_of,
-    token,
     vector_messages,
 )
 
@@ -162,15 +163,14 @@ class NatsConsumer(Consumer):
         link.open(f"{config.prefix}.>", create=config.create)
         self._link = link
         probes = [name for probes in self._probes.values() for probe in probes for name in probe.names]
-        body = msgspec.json.encode({"capflow": capflow.__version__, "probes": probes, "vectors": config.vectors})
-        subject = f"{config.prefix}.opened"
-        refused = link.store([message(subject, None, body, identity=uuid.uuid4().hex)])
-        if refused:
+        try:
+            self._send(opened_message(config.prefix, probes, vectors=config.vectors))
+        except CapflowError as e:
             self.close()
-            raise CapflowError(f"{where}.stream: {refused[subject]}")
+            raise CapflowError(f"{where}.stream: {e}") from e
 
     def on_session(self, engine: str, model: ModelInfo) -> None:
-        """Raise UsageError unless every probe fits the model; if not, every frame of the engine is refused."""
+        """Send what the engine runs. Raise UsageError unless every probe fits it; if not, every frame of the engine is refused."""
         self._unfit.pop(engine, None)
         for subject in list(self._last)[:-_SUBJECTS_MAX]:
             del self._last[subject]
@@ -181,6 +181,8 @@ class NatsConsumer(Consumer):
         except UsageError as e:
             self._unfit[engine] = str(e)
             raise
+        finally:
+            self._send(session_message(self.config.prefix, engine, model))
 
     def on_frame(self, frame: Frame) -> None:
         """Send the frame's messages that the stream has not, and wait until it has them."""
@@ -216,31 +218,28 @@ class NatsConsumer(Consumer):
         if request.error is not None:
             problems.append(request.error)
         status: Status = "ok" if not problems else "partial_error" if request.rows and not request.error else "error"
-        said = {
-            "engine": done.engine,
-            "request": done.request,
-            "status": done.status,
-            "prompt_length": done.prompt_length,
-            "computed_length": done.computed_length,
-            "rows": request.rows,
-            "capture_status": status,
-            "error": "; ".join(problems) or None,
-            "dropped": done.dropped,
-            **({"root": self.config.rows} if self.config.rows else {}),
-        }
-        subject = f"{self.config.prefix}.done.{token(done.engine)}.{token(done.request)}"
         place = request.latest[min(request.latest)] if request.latest else None
-        unplaced = [subject, done.status, done.computed_length]  # without rows there is no frame to know it by
-        end = message(subject, place, msgspec.json.encode(said), identity=None if place else unplaced)
-        last = self._link.last(subject)
+        error = "; ".join(problems) or None
+        became = {"rows": request.rows, "capture_status": status, "error": error}
+        end = done_message(self.config.prefix, done, became, place, self.config.rows)
+        last = self._link.last(end.subject)
         if last is not None and last.get(ID_HEADER) == end.headers[ID_HEADER]:
             self._count("messages_again")
-        elif refused := self._link.store([end]):
-            return CaptureResult("error", refused[subject])
         else:
-            self._count("messages")
-        payload = {"stream": self.config.stream, "subject": subject, "rows": request.rows}
-        return CaptureResult(status, "; ".join(problems) or None, payload)
+            try:
+                self._send(end)
+            except CapflowError as e:
+                return CaptureResult("error", str(e))
+        payload = {"stream": self.config.stream, "subject": end.subject, "rows": request.rows}
+        return CaptureResult(status, error, payload)
+
+    def on_action(self, answered: Answered) -> None:
+        """Send what came of an action, once, and wait until the stream has it."""
+        sent = action_message(self.config.prefix, answered)
+        if self._link.last(sent.subject) is not None:
+            self._count("messages_again")
+        else:
+            self._send(sent)
 
     def look(self) -> tuple[str, str]:
         """Return the stream, and a command that lists what is in it."""
@@ -252,6 +251,12 @@ class NatsConsumer(Consumer):
             self._count("reconnects", self._link.reconnects)
             self._link.close()
             self._link = None
+
+    def _send(self, sent: Message) -> None:
+        """Send a message and wait until the stream has it; raises CapflowError when it never will."""
+        if refused := self._link.store([sent]):
+            raise CapflowError(refused[sent.subject])
+        self._count("messages")
 
     def _subjects(self, header: FrameHeader) -> list[str]:
         """Return the subjects of a worker's messages."""

@@ -1,14 +1,16 @@
-"""What the nats consumer publishes: which messages a frame becomes, on which subjects.
+"""What the nats consumer publishes: which messages frames and events become, on which subjects.
 
 | subject | body | one for each |
 |---|---|---|
 | `PREFIX.rows.ENGINE.BOOT.RANK` | JSON: which rows came, what they score, where they lie | frame, or part of a large one |
 | `PREFIX.vectors.ENGINE.BOOT.RANK` | the rows, little-endian, as the header `Capflow-Rows` lists them | frame, or part of a large one |
 | `PREFIX.done.ENGINE.REQUEST` | JSON: what became of the request | request |
+| `PREFIX.actions.ENGINE.REQUEST.ID` | JSON: what was asked for, and what came of it | action asked for through the hub |
+| `PREFIX.sessions.ENGINE` | JSON: the model that it runs | engine that the consumer meets, or that comes back with another model |
 | `PREFIX.opened` | JSON: probes and version | start of the consumer |
 
 BOOT is new at every start of the engine, RANK its worker: pipeline stage, replica and tensor rank, as `0-0-0`. ENGINE, BOOT and REQUEST are
-`token`s of the names; the JSON has the names themselves.
+`token`s of the names; the JSON has the names themselves. ENGINE is `-` where the hub does not know which one was meant.
 
 What always holds: a frame becomes the same messages, in the same parts, whenever it is given.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import json
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -24,8 +27,12 @@ import msgspec
 import numpy as np
 import xxhash
 
+import capflow
 from capflow import limits
+from capflow.action import Answered
 from capflow.frame import Chunk, FrameHeader, Rank
+from capflow.message import ModelInfo
+from capflow.result import RequestDone
 from capflow_consumers.slug import slug
 
 PART_BYTES_MAX = 256 * limits.KIB
@@ -90,6 +97,39 @@ def place_of(headers: dict[str, str]) -> Place | None:
         return msgspec.json.decode(headers.get(PLACE_HEADER, ""), type=Place)
     except msgspec.MsgspecError:
         return None
+
+
+def opened_message(prefix: str, probes: list[str], *, vectors: bool) -> Message:
+    """Return the message that the consumer has started, and with what."""
+    body = _encode({"capflow": capflow.__version__, "probes": probes, "vectors": vectors})
+    return message(f"{prefix}.opened", None, body, identity=uuid.uuid4().hex)
+
+
+def session_message(prefix: str, engine: str, model: ModelInfo) -> Message:
+    """Return the message that an engine is there."""
+    about = {name: getattr(model, name) for name in ("num_layers", "hidden_size", "dtype", "stages")}
+    body = _encode({"engine": engine, "model": model.name, **about, "sites": [str(site) for site in model.sites]})
+    return message(f"{prefix}.sessions.{token(engine)}", None, body, identity=uuid.uuid4().hex)
+
+
+def action_message(prefix: str, answered: Answered) -> Message:
+    """Return the message of an action that was answered; no other action has its subject."""
+    said = {name: getattr(answered, name) for name in ("id", "engine", "request", "kind", "asked_by", "time_ns")}
+    said["sites"] = [str(site) for site in answered.sites]
+    said["outcome"] = "rejected" if answered.step is None else "applied"
+    said |= {"step": answered.step, "reason": answered.reason or None}
+    engine = token(answered.engine) if answered.engine else "-"
+    subject = f"{prefix}.actions.{engine}.{token(answered.request)}.{token(answered.id)}"
+    return message(subject, None, _encode(said), identity=answered.id)
+
+
+def done_message(prefix: str, done: RequestDone, became: dict[str, Any], place: Place | None, root: str) -> Message:
+    """Return the message that a request is over. became: `rows`, `capture_status` and `error`; place: its last frame's, None without rows."""
+    about = {name: getattr(done, name) for name in ("engine", "request", "status", "prompt_length", "computed_length")}
+    body = _encode({**about, **became, "dropped": done.dropped, **({"root": root} if root else {})})
+    subject = f"{prefix}.done.{token(done.engine)}.{token(done.request)}"
+    unplaced = [subject, done.status, done.computed_length]  # without rows there is no frame to know it by
+    return message(subject, place, body, identity=None if place else unplaced)
 
 
 Scores = Callable[[Chunk], dict[str, list[float]]]

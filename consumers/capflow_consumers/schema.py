@@ -83,6 +83,9 @@ TABLES: dict[str, list[tuple[str, str]]] = {
     "marks": [*_KEY, ("boot", "VARCHAR"), ("rank", "VARCHAR"), ("first_frame", "BIGINT"), ("last_frame", "BIGINT")],
 }
 
+KEYS: dict[str, str] = {"actions": "id"}
+"""The column by which a row is known that is told again, and is in the table once."""
+
 VIEWS: dict[str, str] = {
     "thresholds": """
         SELECT name AS probe, last(pool ORDER BY rowid) AS pool, last(threshold ORDER BY rowid) AS threshold
