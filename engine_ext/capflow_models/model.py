@@ -18,10 +18,9 @@ import numpy.typing as npt
 from capflow import plain
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
-from capflow.site import Site
+from capflow.site import HOOK_DEFAULT, Site
 from capflow.steering import Steering
 from capflow_models.spec import (
-    HOOK_DEFAULT,
     AblationSpec,
     LayerSteeringSpec,
     ProjectionCapSpec,

@@ -17,11 +17,9 @@ import numpy.typing as npt
 from capflow import plain
 from capflow.clamp import Clamp
 from capflow.errors import UsageError, explain
-from capflow.site import HOOKS, Site
+from capflow.site import HOOK_DEFAULT, HOOKS, Site
 from capflow.steering import Steering, Tier
 from capflow.vector import SteeringVector
-
-HOOK_DEFAULT = "post_block"
 
 Vector = npt.NDArray[np.float32]
 
