@@ -19,6 +19,7 @@ from capflow_models import (
     TransformersSteerableModel,
 )
 from capflow_models.model import Sampling
+from capflow_models.spec import join
 from capflow_models.specfiles import load_spec
 
 LOGITS_BOUND = 1e-4
@@ -145,6 +146,36 @@ def test_a_layer_adds_then_caps_then_ablates_in_whatever_order_it_was_set(model,
         return bounded(C, 0.0, 0.0, 0.5)(bounded(B, -0.2, 0.2)(add(A)(x)))
 
     assert check(model, tiny, {(2, "post_block"): change, (0, "pre_attn"): add(B)}) > 0.1
+
+
+def test_what_a_call_brings_is_added_to_what_was_set_at_its_site(model, tiny):
+    model.set_layer_vector(2, A, scale=2.0)
+    model.set_layer_ablation(2, C)
+    brought = {"steering_vectors": {"post_block": {2: {"vector": B, "scale": -0.5}}}}
+
+    def change(x):
+        return bounded(C, 0.0, 0.0)(add(B, -0.5)(add(A, 2.0)(x)))
+
+    assert check(model, tiny, {(2, "post_block"): change}, steering=Steering.parse(brought)) > 0.1
+
+
+def test_joined_vectors_of_one_tier_and_site_are_one():
+    first, second = (
+        Steering.parse(
+            {
+                f"{tier}steering_vectors": {"post_block": {2: {"vector": v, "scale": s}, n: C}}
+                for tier in ("", "decode_")
+            }
+        )
+        for n, v, s in ((0, A, 2.0), (3, B, -0.5))
+    )
+    joined = join(first, None, second)
+    for tier in (joined.base, joined.decode):
+        held = {vector.site: vector.array(np.float64) for vector in tier.vectors}
+        assert len(held) == len(tier.vectors) == 3
+        assert np.array_equal(held[2, "post_block"], 2.0 * A.astype(np.float64) - 0.5 * B)
+        assert np.array_equal(held[0, "post_block"], C)
+    assert joined.prefill.vectors == ()
 
 
 def at_phase(change, first, end=None):
@@ -375,12 +406,13 @@ def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
             "decode_steering_clamps": {"post_block": {2: {"vector": B, "min": 1.0, "strength": 0.5}}},
         }
     )
+    twice = Steering.parse({"steering_vectors": {"post_block": {2: {"vector": B, "scale": 0.5}, 0: C}}})
     with engine(tiny, **arguments) as llm:
         served = VLLMSteerableModel(llm, rows=tmp_path)
         seen = []
         for spec in specs:
             with served.steering(spec), loaded.steering(spec):
-                for steering in (None, phases):
+                for steering in (None, phases, twice):
                     ours, theirs = (m.logprobs(PROMPTS, steering=steering) for m in (served, loaded))
                     assert np.abs(ours - theirs).max() < LOGITS_BOUND
                     answers = [m.complete(PROMPTS, GREEDY, steering=steering) for m in (served, loaded)]
