@@ -275,7 +275,6 @@ def test_the_command_fits_a_file(model, tiny, tmp_path):
     ("change", "message"),
     [
         (("--layers", "9"), "--layers"),
-        (("--hook", "mlp_in"), "--layers"),
         (("--out", "v.txt"), "--out: got v.txt, expected a .safetensors file"),
         (("--pairs", "missing.jsonl"), "--pairs missing.jsonl: got No such file"),
         (("--model-arg", "colour=red"), "colour"),
