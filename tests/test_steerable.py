@@ -45,7 +45,10 @@ def loaded(tiny):
 @pytest.fixture
 def model(loaded):
     loaded.clear_all()
-    return loaded
+    yield loaded
+    loaded.modules.clear_global()
+    for name in loaded.modules.names:
+        loaded.modules.unregister(name)
 
 
 @functools.cache
@@ -195,6 +198,39 @@ def test_joined_vectors_of_one_tier_and_site_are_one():
         assert np.array_equal(held[2, "post_block"], 2.0 * A.astype(np.float64) - 0.5 * B)
         assert np.array_equal(held[0, "post_block"], C)
     assert joined.prefill.vectors == ()
+
+
+def test_a_named_module_is_added_by_its_scale(model, tiny):
+    fields = {
+        "steering_vectors": {"post_block": {1: A}},
+        "steering_clamps": {"mlp_out": {2: {"vector": B, "max": -0.5}}},
+    }
+    model.modules.register("glad", Steering.parse(fields))
+    model.set_layer_vector(1, C)
+    changes = {
+        (1, "post_block"): add(0.5 * A + C),
+        (2, "mlp_out"): bounded(B, -np.inf, -0.5, strength=0.5),
+    }
+    used = Steering.parse({"steering_name": "glad", "steering_scale": 0.5})
+    assert check(model, tiny, changes, steering=used) > 0.1
+    assert check(model, tiny, {(1, "post_block"): add(C)}) > 0.1
+
+
+def test_the_global_state_steers_every_call(model, tiny):
+    model.modules.set_global(Steering.parse({"steering_vectors": {"post_block": {1: A}}}))
+    assert check(model, tiny, {(1, "post_block"): add(A)}) > 0.1
+
+
+def test_modules_that_are_unknown_or_do_not_fit_are_refused(model):
+    model.modules.register("deep", Steering.parse({"steering_vectors": {"post_block": {LAYERS: A}}}))
+    for name, message in (
+        ("sad", r"steering_name: got sad, expected a registered module \(deep\)"),
+        ("deep", "layer: got"),
+    ):
+        used = Steering.parse({"steering_name": name})
+        for ask in (model.logprobs, model.complete):
+            with pytest.raises(UsageError, match=message):
+                ask(PROMPTS, steering=used)
 
 
 def at_phase(change, first, end=None):
@@ -530,9 +566,23 @@ def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
         None,
         phases,
         {"steering_vectors": {hook: {2: {"vector": B, "scale": 0.5}, 1: A} for hook in HOOKS}},
+        {"steering_name": {"glad": 0.5, "calm": -1.0}, **phases},
     ]
+    modules = {
+        "glad": {
+            "steering_vectors": {"post_block": {2: A}, "mlp_in": {1: B}},
+            "decode_steering_vectors": {"mlp_out": {2: C}},
+        },
+        "calm": {
+            "prefill_steering_vectors": {"post_attn": {1: B}},
+            "steering_clamps": {"post_block": {1: {"vector": C, "value": 1.0}}},
+        },
+    }
     with engine(tiny, **arguments) as llm:
         served = VLLMSteerableModel(llm, rows=tmp_path)
+        for name, fields in modules.items():
+            for each in (served, loaded):
+                each.modules.register(name, Steering.parse(fields))
         seen = []
         for spec in specs:
             with served.steering(spec), loaded.steering(spec):
@@ -546,6 +596,9 @@ def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
                 rows = [m.last_rows(PROMPTS, sites) for m in (served, loaded)]
                 assert all(np.abs(rows[0][site] - rows[1][site]).max() < LOGITS_BOUND for site in sites)
         assert len(set(seen)) > len(specs), "what steers shows in the answers"
+        for each in (served, loaded):
+            with pytest.raises(UsageError, match="steering_name: got sad"):
+                each.logprobs(PROMPTS, steering=Steering.parse({"steering_name": "sad"}))
 
 
 @pytest.mark.engine

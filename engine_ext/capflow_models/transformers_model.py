@@ -15,6 +15,7 @@ from capflow.message import ModelInfo
 from capflow.program import program_of
 from capflow.site import HOOKS, Site
 from capflow.steering import Steering
+from capflow_engine.store import SteeringStore
 from capflow_models.model import Completion, Job, Prompt, Rows, Sampling, SteerableModel
 from capflow_models.stream import Stream, layers_of
 
@@ -64,7 +65,8 @@ class TransformersSteerableModel(SteerableModel):
                 dtype=str(loaded.dtype).removeprefix("torch."),
                 sites=tuple(Site(n, hook) for n, layer in enumerate(self._layers) for hook in layer.structure.places),
                 fixed=tuple(Site(n, hook) for n, layer in enumerate(self._layers) for hook in layer.structure.fixed),
-            )
+            ),
+            SteeringStore(),
         )
         self._ends = _ends(loaded, tokenizer)
 
@@ -136,8 +138,10 @@ class TransformersSteerableModel(SteerableModel):
         return {site: np.stack(rows) for site, rows in caught.items()}
 
     def _stream(self, prompt: Sequence[int], steering: Steering) -> Stream:
-        program = program_of(self.info.hidden_size, (steering,))
-        return Stream(program, len(prompt), self.model.device)
+        parts = self.modules.held.parts(steering)
+        for part in parts:
+            self._check(part)
+        return Stream(program_of(self.info.hidden_size, parts), len(prompt), self.model.device)
 
     def _forward(self, ids: Sequence[int], cache: Any, *, use_cache: bool) -> Any:
         given = torch.tensor([list(ids)], device=self.model.device)
