@@ -17,6 +17,9 @@ the MLP adds back to the stream.
 
 HOOKS: tuple[str, ...] = get_args(Hook)
 
+HOOK_DEFAULT: Hook = "post_block"
+"""The hook point that a layer alone means."""
+
 
 class Site(NamedTuple):
     """`(layer, hook)`: layers count from 0, over the whole model also under pipeline parallelism."""

@@ -12,7 +12,7 @@ import numpy as np
 from engines import LAYERS, VOCABULARY, WIDTH, engine
 from hypothesis import strategies as st
 from selectors_model import meant, specs
-from steered import SteeredReference, program
+from steered import SteeredReference
 
 import capflow
 from capflow.client import Client
@@ -202,8 +202,7 @@ class Live:
             assert computed == len(tokens) - 1 if whole else computed <= len(tokens)
             promised = self._promised(spec, prompt, computed)
             assert {s for s, p in promised.items() if p} == set(sites), f"{name}: other sites than were promised"
-        steering = program(fields_of(request))
-        expected = self.reference.run(tokens[: max(computed, prompt)], prompt, steering)[1]
+        expected = self.reference.run(tokens[: max(computed, prompt)], prompt, fields_of(request))[1]
         for site in sites:
             rows = capture[site]
             assert rows.positions.tolist() == promised[site], f"{name} {site}: other positions than were promised"

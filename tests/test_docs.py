@@ -137,7 +137,7 @@ def test_snippets_that_need_a_model_run(page, tmp_path):
         "README": ["ok", "(13, 640)"],
         "hooks": ["capture.hooks"],
         "steerable": ["plain: ", "glad: ", "sad: ", "none 0.0 ", "glad 2.0 ", "glad -2.0 "],
-        "steering": ["+0.0 ", "+2.0 ", "-2.0 ", "asyncio: "],
+        "steering": ["+0.0 ", "+2.0 ", "-2.0 ", "patched 0.0:", "patched 1.0:  Paris", "asyncio: "],
         "tutorial": ['"request": "fox"', '"position": '],
     }
     for words in expected[page.stem]:
@@ -145,6 +145,7 @@ def test_snippets_that_need_a_model_run(page, tmp_path):
     if page.stem == "steering":
         answers = [line for line in said.splitlines() if re.match(r"[+-]\d\.0 ", line)]
         assert len({line[4:] for line in answers}) == 3, "each scale answers differently"
+        assert "patched 0.0:  Paris" not in said
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

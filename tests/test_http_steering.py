@@ -15,6 +15,8 @@ from hubs import free_port
 from safetensors.numpy import save_file
 from servers import environment, healthy, process, wait_until
 
+from capflow_models import save_vectors
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 KEY, OLD, NEW = "of-the-server", "of-steering-before", "of-steering-after"
@@ -32,11 +34,14 @@ def port(tiny_with_words, tmp_path_factory):
     (home / "chat.jinja").write_text(CHAT)
     (home / "one.json").write_text(json.dumps({"vectors": ONE, "decode_vectors": None}))
     save_file({"decode.post_block:1": np.array(OTHER, np.float32)}, home / "late.safetensors")
+    save_vectors(home / "fitted.safetensors", {1: OTHER})
+    np.savez(home / "other.npz", layer_1=OTHER)
     port = free_port()
     command = [
         "serve", tiny_with_words, "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "128",
         "--served-model-name", "tiny", "--api-key", KEY, "--chat-template", str(home / "chat.jinja"),
         "--api-server-count", "2", "--enable-scale-out", "--steering-modules", f"one={home}/one.json", f"late={home}/late.safetensors",
+        f"fitted={home}/fitted.safetensors", f"other={home}/other.npz",
         "--steering-api-key", OLD, "--steering-body-bytes-max", str(BODY_BYTES_MAX),
     ]  # fmt: skip
     with process(*command, environment=environment(home, CAPFLOW_STEERING_API_KEY=f"{NEW},")) as (server, _):
@@ -196,9 +201,11 @@ def test_a_module_that_is_registered_again_leaves_those_that_run_with_it(client,
 
 
 def test_files_are_modules_from_the_start(client, port):
-    assert call(port, "GET", "steering/modules", key=None)[1]["modules"] == ["late", "one"]
+    assert call(port, "GET", "steering/modules", key=None)[1]["modules"] == ["fitted", "late", "one", "other"]
     late = completed(client, decode_steering_vectors={"post_block": {"1": OTHER}})
     assert completed(client, steering_name="late") == late
+    everywhere = completed(client, steering_vectors={"post_block": {"1": OTHER}})
+    assert completed(client, steering_name="fitted") == completed(client, steering_name="other") == everywhere != late
 
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])

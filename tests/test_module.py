@@ -67,6 +67,7 @@ def test_a_wrong_field_is_named_as_it_was_written(said, words):
         ("module.json", b'{"vector": {}}', "module.json: vector: unknown"),
         ("module.json", b'{"vectors": {"post_block": {"1": []}}}', "module.json: vectors.post_block.1"),
         ("module.safetensors", b"nothing", "module.safetensors: got"),
+        ("module.npz", b"nothing", "module.npz: got"),
         ("nowhere", None, "nowhere: got no such file"),
     ],
 )
@@ -78,11 +79,32 @@ def test_a_wrong_file_is_named(tmp_path, name, content, words):
     assert f"/{words}" in str(caught.value)
 
 
-@pytest.mark.parametrize("tensor", ["post_block", "nowhere:1", "both.post_block:1", "1"])
+@pytest.mark.parametrize("tensor", ["nowhere:1", "both.post_block:1", "prefill.1", "decode.post_block.1"])
 def test_a_tensor_of_another_name_is_named(tmp_path, tensor):
     save_file({tensor: np.ones(8, np.float32)}, tmp_path / "module.safetensors")
     with pytest.raises(UsageError, match=f"module.safetensors: tensor: got {tensor}"):
         load_module(tmp_path / "module.safetensors")
+
+
+def test_a_tensor_of_a_tier_among_those_of_layers_is_refused(tmp_path):
+    tensors = {"layer.1": np.ones(8, np.float32), "prefill.post_block:1": np.ones(8, np.float32)}
+    save_file(tensors, tmp_path / "module.safetensors")
+    with pytest.raises(UsageError, match=r"module.safetensors: tensor: got layer\.1"):
+        load_module(tmp_path / "module.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("module.safetensors", lambda path: save_file({"post_block": np.ones(8, np.float32)}, path)),
+        ("module.npy", lambda path: np.save(path, np.ones(8))),
+        ("module.npz", lambda path: np.savez(path, mood=np.ones(8))),
+    ],
+)
+def test_a_vector_that_tells_no_layer_is_refused(tmp_path, name, write):
+    write(tmp_path / name)
+    with pytest.raises(UsageError, match=rf"{name}: .*got no layer, expected NAME\.LAYER"):
+        load_module(tmp_path / name)
 
 
 def test_a_file_without_tensors_and_one_of_matrices_are_refused(tmp_path):

@@ -7,16 +7,13 @@ neither slowed nor changed.
 import copy
 
 import pytest
-from engines import GREEDY, WIDTH, answers, engine, prompts, vector
+from engines import GREEDY, answers, engine, prompts, vector
 from rows import ALL
 from steered import SteeredReference
 from vllm.sampling_params import RequestOutputKind
 from watching import watch
 
 import capflow
-from capflow.program import ADD, Op, SiteOps, SteeringProgram, digest
-from capflow.site import Site
-from capflow.vector import SteeringVector
 from capflow_engine import compat
 
 pytestmark = pytest.mark.engine
@@ -167,14 +164,7 @@ def test_input_that_goes_on_is_steered_in_its_phases(tiny):
     tokens = [*first, *one[:-1], *second, *two]
     ends = range(len(first), len(first) + 5), range(len(tokens) - 6, len(tokens))
     generated = {position for end in ends for position in end}
-    adds = [SteeringVector.make(Site(1, "post_block"), vector(n)) for n in (1, 2)]
-    rows = [add.data for add in adds]
-    each = tuple(
-        (position, (SiteOps(1, "post_block", (Op(ADD, int(position in generated)),)),))
-        for position in range(len(tokens))
-    )
-    program = SteeringProgram(WIDTH, b"".join(rows), tuple(map(digest, rows)), patched=each)
-    likeliest = SteeredReference(tiny).logits(tokens, 0, program).argmax(axis=-1)
+    likeliest = SteeredReference(tiny).logits(tokens, len(tokens), phases, generated=generated).argmax(axis=-1)
     assert likeliest[len(first) - 1 : len(first) + 5].tolist() == one
     assert likeliest[len(tokens) - 7 : -1].tolist() == two
 

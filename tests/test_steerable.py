@@ -6,10 +6,11 @@ import functools
 import numpy as np
 import pytest
 import torch
+import transformers
 from engines import LAYERS, WIDTH, Reference, engine, environment, prompts, save_tiny, save_words
 
 from capflow.errors import UsageError
-from capflow.site import Site
+from capflow.site import HOOKS, Site
 from capflow.steering import Steering
 from capflow_models import (
     AblationSpec,
@@ -19,7 +20,9 @@ from capflow_models import (
     TransformersSteerableModel,
 )
 from capflow_models.model import Sampling
+from capflow_models.spec import join
 from capflow_models.specfiles import load_spec
+from capflow_models.stream import structure_of
 
 LOGITS_BOUND = 1e-4
 PROMPTS = [prompt["prompt_token_ids"] for prompt in prompts((5, 1, 23, 9))]
@@ -42,7 +45,10 @@ def loaded(tiny):
 @pytest.fixture
 def model(loaded):
     loaded.clear_all()
-    return loaded
+    yield loaded
+    loaded.modules.clear_global()
+    for name in loaded.modules.names:
+        loaded.modules.unregister(name)
 
 
 @functools.cache
@@ -54,6 +60,18 @@ def unit(vector):
     return torch.tensor(vector, dtype=torch.float64) / np.linalg.norm(vector.astype(np.float64))
 
 
+def placed(layer, hook):
+    """Return the module of a layer that a hook point is at, by Transformers' names, and whether it lies before that."""
+    norm = getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
+    return {
+        "pre_attn": (layer, True),
+        "post_attn": (norm, True),
+        "mlp_in": (norm, False),
+        "mlp_out": (getattr(layer, "post_feedforward_layernorm", layer.mlp), False),
+        "post_block": (layer, False),
+    }[hook]
+
+
 def expected(tiny, token_ids, changes):
     """Return plain torch's `[tokens, vocabulary]` log probabilities, one pass over all tokens.
 
@@ -61,16 +79,16 @@ def expected(tiny, token_ids, changes):
     """
     model = reference(tiny).model
 
-    def changed(hidden, change):
-        return change(hidden[0].double()).to(hidden.dtype)[None]
+    def done(hidden, change):
+        hidden[0] = change(hidden[0].double())
 
     with contextlib.ExitStack() as stack:
         for (layer, hook), change in changes.items():
-            module = model.model.layers[layer]
-            if hook == "pre_attn":
-                handle = module.register_forward_pre_hook(lambda _, a, c=change: (changed(a[0], c), *a[1:]))
+            module, before = placed(model.model.layers[layer], hook)
+            if before:
+                handle = module.register_forward_pre_hook(lambda _, a, c=change: done(a[0], c))
             else:
-                handle = module.register_forward_hook(lambda _, __, out, c=change: changed(out, c))
+                handle = module.register_forward_hook(lambda _, __, out, c=change: done(out, c))
             stack.callback(handle.remove)
         with torch.no_grad():
             logits = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
@@ -109,14 +127,19 @@ def test_nothing_set_changes_nothing(model, tiny):
     assert check(model, tiny, {}) == pytest.approx(0.0, abs=LOGITS_BOUND)
 
 
-@pytest.mark.parametrize("hook", ["pre_attn", "post_block"])
+@pytest.mark.parametrize("hook", HOOKS)
 def test_a_vector_is_added(model, tiny, hook):
     model.set_layer_vector(2, A, scale=1.5, hook=hook)
     assert check(model, tiny, {(2, hook): add(A, 1.5)}) > 0.1
 
 
-@pytest.mark.parametrize("hook", ["pre_attn", "post_block"])
-@pytest.mark.parametrize("bounds", [(-0.1, 0.2), (None, -0.5), (0.5, None), (3.0, 3.0)])
+@pytest.mark.parametrize(
+    ("hook", "bounds"),
+    [
+        *((hook, (-0.1, 0.2)) for hook in HOOKS),
+        *((hook, bounds) for hook in ("pre_attn", "post_block") for bounds in ((None, -0.5), (0.5, None), (3.0, 3.0))),
+    ],
+)
 def test_a_projection_is_capped(model, tiny, hook, bounds):
     model.set_layer_projection_cap(1, A, *bounds, hook=hook)
     low, high = bounds
@@ -145,6 +168,69 @@ def test_a_layer_adds_then_caps_then_ablates_in_whatever_order_it_was_set(model,
         return bounded(C, 0.0, 0.0, 0.5)(bounded(B, -0.2, 0.2)(add(A)(x)))
 
     assert check(model, tiny, {(2, "post_block"): change, (0, "pre_attn"): add(B)}) > 0.1
+
+
+def test_what_a_call_brings_is_added_to_what_was_set_at_its_site(model, tiny):
+    model.set_layer_vector(2, A, scale=2.0)
+    model.set_layer_ablation(2, C)
+    brought = {"steering_vectors": {"post_block": {2: {"vector": B, "scale": -0.5}}}}
+
+    def change(x):
+        return bounded(C, 0.0, 0.0)(add(B, -0.5)(add(A, 2.0)(x)))
+
+    assert check(model, tiny, {(2, "post_block"): change}, steering=Steering.parse(brought)) > 0.1
+
+
+def test_joined_vectors_of_one_tier_and_site_are_one():
+    first, second = (
+        Steering.parse(
+            {
+                f"{tier}steering_vectors": {"post_block": {2: {"vector": v, "scale": s}, n: C}}
+                for tier in ("", "decode_")
+            }
+        )
+        for n, v, s in ((0, A, 2.0), (3, B, -0.5))
+    )
+    joined = join(first, None, second)
+    for tier in (joined.base, joined.decode):
+        held = {vector.site: vector.array(np.float64) for vector in tier.vectors}
+        assert len(held) == len(tier.vectors) == 3
+        assert np.array_equal(held[2, "post_block"], 2.0 * A.astype(np.float64) - 0.5 * B)
+        assert np.array_equal(held[0, "post_block"], C)
+    assert joined.prefill.vectors == ()
+
+
+def test_a_named_module_is_added_by_its_scale(model, tiny):
+    fields = {
+        "steering_vectors": {"post_block": {1: A}},
+        "steering_clamps": {"mlp_out": {2: {"vector": B, "max": -0.5}}},
+    }
+    model.modules.register("glad", Steering.parse(fields))
+    model.set_layer_vector(1, C)
+    changes = {
+        (1, "post_block"): add(0.5 * A + C),
+        (2, "mlp_out"): bounded(B, -np.inf, -0.5, strength=0.5),
+    }
+    used = Steering.parse({"steering_name": "glad", "steering_scale": 0.5})
+    assert check(model, tiny, changes, steering=used) > 0.1
+    assert check(model, tiny, {(1, "post_block"): add(C)}) > 0.1
+
+
+def test_the_global_state_steers_every_call(model, tiny):
+    model.modules.set_global(Steering.parse({"steering_vectors": {"post_block": {1: A}}}))
+    assert check(model, tiny, {(1, "post_block"): add(A)}) > 0.1
+
+
+def test_modules_that_are_unknown_or_do_not_fit_are_refused(model):
+    model.modules.register("deep", Steering.parse({"steering_vectors": {"post_block": {LAYERS: A}}}))
+    for name, message in (
+        ("sad", r"steering_name: got sad, expected a registered module \(deep\)"),
+        ("deep", "layer: got"),
+    ):
+        used = Steering.parse({"steering_name": name})
+        for ask in (model.logprobs, model.complete):
+            with pytest.raises(UsageError, match=message):
+                ask(PROMPTS, steering=used)
 
 
 def at_phase(change, first, end=None):
@@ -190,6 +276,109 @@ def test_a_half_precision_model_is_rounded_once(tiny):
     after = half.last_rows([tokens], [Site(2, "pre_attn")])[Site(2, "pre_attn")]
     row = bounded(B, 0.0, 0.0)(add(A)(torch.tensor(before).double()))
     assert torch.equal(row.float().bfloat16().float(), torch.tensor(after))
+
+
+@pytest.mark.parametrize("hook", ["post_attn", "mlp_in", "mlp_out"])
+def test_rows_are_what_comes_to_a_site(model, tiny, hook):
+    site = Site(2, hook)
+    model.set_layer_vector(2, A, hook=hook)
+    model.set_layer_vector(1, B)
+    for prompt, row in zip(PROMPTS, model.last_rows(PROMPTS, [site])[site], strict=True):
+        seen = []
+        expected(tiny, prompt, {(1, "post_block"): add(B), (2, hook): lambda x, seen=seen: seen.append(x.clone()) or x})
+        assert np.abs(row - seen[0][-1].numpy()).max() < LOGITS_BOUND
+
+
+SMALL = {
+    "hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300,
+}  # fmt: skip
+
+
+def of_other_structure(config):
+    torch.manual_seed(5)
+    made = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 0.15)
+    return TransformersSteerableModel(made.float())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.LlamaConfig(**SMALL),
+        transformers.Gemma3TextConfig(**SMALL, head_dim=32, num_key_value_heads=1),
+        transformers.GraniteConfig(**SMALL, residual_multiplier=0.3),
+        transformers.Olmo2Config(**SMALL),
+        transformers.MixtralConfig(**SMALL, num_local_experts=4, num_key_value_heads=1),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_what_is_added_to_what_the_mlp_adds_is_added_to_the_stream(config):
+    model = of_other_structure(config)
+    plain = model.logprobs(PROMPTS)
+    logprobs = []
+    for hook in ("mlp_out", "post_block"):
+        model.clear_all()
+        model.set_layer_vector(0, A, hook=hook)
+        logprobs.append(model.logprobs(PROMPTS))
+    assert np.abs(logprobs[0] - logprobs[1]).max() < LOGITS_BOUND
+    assert np.abs(logprobs[0] - plain).max() > 0.1
+
+
+def test_a_layer_that_lacks_a_hook_says_why():
+    model = of_other_structure(transformers.GPTNeoXConfig(**SMALL))
+    assert model.hooks == ("pre_attn", "post_block", "mlp_in", "mlp_out")
+    reason = "hook: got no post_attn:1 in GPTNeoXLayer, as attention and the MLP stand side by side, expected one of pre_attn"
+    for wrong in (
+        lambda: model.set_layer_vector(1, A, hook="post_attn"),
+        lambda: model.last_rows(PROMPTS, [Site(1, "post_attn")]),
+        lambda: model.logprobs(PROMPTS, steering=Steering.parse({"steering_vectors": {"post_attn": {1: A}}})),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            wrong()
+
+
+def test_what_only_the_stream_shows_can_be_captured_and_not_steered():
+    model = of_other_structure(transformers.Olmo2Config(**SMALL))
+    site = Site(1, "mlp_in")
+    assert model.last_rows(PROMPTS, [site])[site].shape == (len(PROMPTS), WIDTH)
+    with pytest.raises(UsageError, match="mlp_in:1, which can only be captured"):
+        model.set_layer_vector(1, A, hook="mlp_in")
+
+
+class Branching(torch.nn.Module):
+    """A layer whose Python asks what the stream holds."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention, self.mlp = attention, torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden_states, past_key_values=None):
+        if hidden_states.sum() > 0:
+            hidden_states = hidden_states + self.attention(hidden_states, past_key_values)
+        return hidden_states + self.mlp(hidden_states)
+
+
+class Mixing(torch.nn.Module):
+    def forward(self, hidden_states, past_key_values):
+        return hidden_states.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (Branching(Mixing()), "its forward cannot be followed"),
+        (Branching(torch.nn.Identity()), "no module of the layer takes a cache"),
+    ],
+    ids=["branching", "without a cache"],
+)
+def test_of_a_layer_that_cannot_be_followed_both_ends_are_known(layer, reason):
+    structure = structure_of(layer, torch.float32)
+    assert set(structure.places) == {"pre_attn", "post_block"}
+    assert all(why.startswith(reason) for why in structure.missing.values())
+    assert set(structure.missing) == {"post_attn", "mlp_in", "mlp_out"}
 
 
 def test_clearing_takes_each_back(model):
@@ -292,7 +481,6 @@ def test_a_damaged_directory_is_refused(model, tmp_path, damage, message):
         (lambda m: m.set_layer_vector(0, A[:-1]), f"expected {WIDTH}, the model's width"),
         (lambda m: m.set_layer_vector(0, A * np.nan), "expected finite numbers"),
         (lambda m: m.set_layer_vector(0, A, np.inf), "scale: got inf"),
-        (lambda m: m.set_layer_vector(0, A, hook="mlp_out"), "hook: got mlp_out, expected one of pre_attn, post_block"),
         (lambda m: m.set_layer_vector(0, A, hook="nowhere"), "hook: got nowhere"),
         (lambda m: m.set_layer_projection_cap(0, A), "projection_cap: no bound"),
         (lambda m: m.set_layer_projection_cap(0, A, 2.0, 1.0), "cap_below: got 2.0, expected at most cap_above, 1.0"),
@@ -354,9 +542,9 @@ def test_a_name_that_is_no_model_is_refused(tmp_path):
 def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
     from capflow_models import VLLMSteerableModel
 
-    sites = [Site(1, "pre_attn"), Site(2, "post_block")]
+    sites = [Site(2, hook) for hook in HOOKS]
     arguments = {
-        "sites": ["pre_attn:*", "post_block:*"],
+        "sites": ["*:*"],
         "consumers": [f"filesystem:root={tmp_path},capture=requests"],
         "max_logprobs": -1,
         "enforce_eager": eager,
@@ -368,19 +556,38 @@ def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
         SteeringSpec({Site(1, "pre_attn"): LayerSteeringSpec(projection_cap=ProjectionCapSpec(A, -0.1, 0.2))}),
         SteeringSpec({1: LayerSteeringSpec(ablation=AblationSpec(B, 0.25))}),
         full_spec(),
+        *(SteeringSpec({Site(1, hook): LayerSteeringSpec(B, -1.5, ablation=AblationSpec(A))}) for hook in HOOKS),
     ]
-    phases = Steering.parse(
-        {
-            "prefill_steering_vectors": {"post_block": {1: {"vector": A, "scale": -1.0}}},
-            "decode_steering_clamps": {"post_block": {2: {"vector": B, "min": 1.0, "strength": 0.5}}},
-        }
-    )
+    phases = {
+        "prefill_steering_vectors": {"post_block": {1: {"vector": A, "scale": -1.0}}},
+        "decode_steering_clamps": {"post_block": {2: {"vector": B, "min": 1.0, "strength": 0.5}}},
+    }
+    besides = [
+        None,
+        phases,
+        {"steering_vectors": {hook: {2: {"vector": B, "scale": 0.5}, 1: A} for hook in HOOKS}},
+        {"steering_name": {"glad": 0.5, "calm": -1.0}, **phases},
+    ]
+    modules = {
+        "glad": {
+            "steering_vectors": {"post_block": {2: A}, "mlp_in": {1: B}},
+            "decode_steering_vectors": {"mlp_out": {2: C}},
+        },
+        "calm": {
+            "prefill_steering_vectors": {"post_attn": {1: B}},
+            "steering_clamps": {"post_block": {1: {"vector": C, "value": 1.0}}},
+        },
+    }
     with engine(tiny, **arguments) as llm:
         served = VLLMSteerableModel(llm, rows=tmp_path)
+        for name, fields in modules.items():
+            for each in (served, loaded):
+                each.modules.register(name, Steering.parse(fields))
         seen = []
         for spec in specs:
             with served.steering(spec), loaded.steering(spec):
-                for steering in (None, phases):
+                for fields in besides:
+                    steering = None if fields is None else Steering.parse(fields)
                     ours, theirs = (m.logprobs(PROMPTS, steering=steering) for m in (served, loaded))
                     assert np.abs(ours - theirs).max() < LOGITS_BOUND
                     answers = [m.complete(PROMPTS, GREEDY, steering=steering) for m in (served, loaded)]
@@ -389,8 +596,9 @@ def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
                 rows = [m.last_rows(PROMPTS, sites) for m in (served, loaded)]
                 assert all(np.abs(rows[0][site] - rows[1][site]).max() < LOGITS_BOUND for site in sites)
         assert len(set(seen)) > len(specs), "what steers shows in the answers"
-        with pytest.raises(UsageError, match="hook: got mlp_in, expected one of pre_attn, post_block"):
-            served.set_layer_vector(0, A, hook="mlp_in")
+        for each in (served, loaded):
+            with pytest.raises(UsageError, match="steering_name: got sad"):
+                each.logprobs(PROMPTS, steering=Steering.parse({"steering_name": "sad"}))
 
 
 @pytest.mark.engine
@@ -413,6 +621,8 @@ def test_a_model_opened_by_name_brings_its_own_rows_and_leaves_nothing(tiny, loa
             site = Site(3, "post_block")
             got, want = (m.last_rows(PROMPTS, [site])[site] for m in (served, loaded))
             assert np.abs(got - want).max() < LOGITS_BOUND
+            with pytest.raises(UsageError, match="hook: got mlp_in, expected one of post_block"):
+                served.set_layer_vector(0, A, hook="mlp_in")
             kept = served._rows
             assert kept.is_dir()
         from vllm.distributed import cleanup_dist_env_and_memory

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engines import GREEDY, VOCABULARY, answers, engine, prompts, save_tiny
-from steered import LOGITS_MAX, RAW, SteeredReference, cases, lengths, logits, program, prove, vector
+from steered import LOGITS_MAX, RAW, SteeredReference, cases, lengths, logits, prove, vector
 from vllm.sampling_params import BeamSearchParams
 
 import capflow
@@ -42,12 +42,12 @@ def test_every_operation_in_one_batch_eager(model, steered):
     assert logits(outputs[0]) == pytest.approx(logits(bare[0]), abs=1e-6)
 
 
-def test_64_mixed_requests_are_each_as_if_alone(model):
+def test_64_mixed_requests_are_each_as_if_alone(model, steered):
     """Each tier, operation and module, and plain ones; vLLM without capflow answers the plain ones token for token alike."""
-    modules = [
-        {"steering_vectors": ONE, "decode_steering_vectors": OTHER},
-        {"prefill_steering_clamps": ABLATION, "steering_vectors": OTHER},
-    ]
+    modules = {
+        "glad": {"steering_vectors": ONE, "decode_steering_vectors": OTHER, "steering_clamps": BOUND},
+        "calm": {"prefill_steering_clamps": ABLATION, "steering_vectors": OTHER},
+    }
     asked = [*cases().values()]
     asked += [{"steering_name": {"glad": 0.5 * n, "calm": 2.0 - n}} for n in range(1, 6)]
     asked += [{"steering_name": "calm", **fields} for fields in asked[:64:8]]
@@ -57,11 +57,13 @@ def test_64_mixed_requests_are_each_as_if_alone(model):
     assert len(asked) == 64
     assert len(plain) >= 8
     with engine(model, sites=["*:*"], max_num_seqs=64, max_num_batched_tokens=256, **RAW) as llm:
-        for name, fields in zip(("glad", "calm"), modules, strict=True):
+        for name, fields in modules.items():
             llm.steering.register(name, Steering.parse(fields))
         params = [capflow.sampling_params(**asks(**fields)) for fields in asked]
         together = llm.generate(given, params, use_tqdm=False)
-        for one, prompt, output in zip(params, given, together, strict=True):
+        for fields, one, prompt, output in zip(asked, params, given, together, strict=True):
+            if "steering_name" in fields:
+                right(steered, output, fields, modules=modules)
             llm.reset_prefix_cache()
             (alone,) = llm.generate(prompt, one, use_tqdm=False)
             assert answers([alone]) == answers([output])
@@ -120,6 +122,7 @@ PROMPT = prompts((100,), seed=5)[0]
 ONE = {"post_block": {1: vector(1)}}
 OTHER = {"post_block": {1: vector(2)}}
 ABLATION = {"post_block": {1: {"vector": vector(1), "value": 0}}}
+BOUND = {"post_block": {1: {"vector": vector(2), "max": 0.5}}}
 
 
 CACHED = {"sites": ["*:*"], "block_size": 32, "num_gpu_blocks_override": 100, **RAW}
@@ -158,10 +161,11 @@ def ask(llm, fields, prompt=PROMPT):
     return output
 
 
-def right(steered, output, fields):
+def right(steered, output, fields, **more):
+    """Hold an output against the reference; more: what `SteeredReference.run` takes besides."""
     prompt = output.prompt_token_ids
     tokens = [*prompt, *output.outputs[0].token_ids[:-1]]
-    expected = steered.logits(tokens, len(prompt), program(fields))[len(prompt) - 1 :]
+    expected = steered.logits(tokens, len(prompt), fields, **more)[len(prompt) - 1 :]
     error = np.abs(logits(output) - expected).max()
     assert error < LOGITS_MAX, f"logits are off by {error:.1e}"
 
@@ -246,9 +250,9 @@ def test_a_module_that_changes_under_its_name_forks_the_cache(cached, steered):
     cached.reset_prefix_cache()
     for vectors in (ONE, OTHER):
         cached.steering.register("calm", Steering.parse({"steering_vectors": vectors}))
-        output = ask(cached, {"steering_name": "calm", "steering_scale": 2.0})
-        (((layer, value),),) = (layers.items() for layers in vectors.values())
-        right(steered, output, {"steering_vectors": {"post_block": {layer: {"vector": value, "scale": 2.0}}}})
+        fields = {"steering_name": "calm", "steering_scale": 2.0}
+        output = ask(cached, fields)
+        right(steered, output, fields, modules={"calm": {"steering_vectors": vectors}})
         assert output.num_cached_tokens == 0
     cached.steering.unregister("calm")
     with pytest.raises(capflow.UsageError, match="steering_name: got calm"):
@@ -258,9 +262,11 @@ def test_a_module_that_changes_under_its_name_forks_the_cache(cached, steered):
 def test_the_global_state_steers_what_comes_later_and_forks_the_cache(cached, steered):
     cached.reset_prefix_cache()
     for prefill, tokens in ((ONE, 0), (OTHER, 0), (ONE, 96)):
-        cached.steering.set_global(Steering.parse({"prefill_steering_vectors": prefill}), replace=True)
-        output = ask(cached, {"decode_steering_vectors": ONE})
-        right(steered, output, {"prefill_steering_vectors": prefill, "decode_steering_vectors": ONE})
+        everywhere = {"prefill_steering_vectors": prefill, "steering_clamps": ABLATION}
+        cached.steering.set_global(Steering.parse(everywhere), replace=True)
+        fields = {"decode_steering_vectors": ONE, "prefill_steering_vectors": OTHER}
+        output = ask(cached, fields)
+        right(steered, output, fields, everywhere=everywhere)
         assert output.num_cached_tokens == tokens
     cached.steering.clear_global()
     output = ask(cached, {})

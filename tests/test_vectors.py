@@ -15,6 +15,8 @@ from safetensors.numpy import save_file
 from capflow.errors import CapflowError, UsageError
 from capflow.probe import save_vector
 from capflow.site import Site
+from capflow.steering import Steering
+from capflow_engine.module import load_module
 from capflow_models import TransformersSteerableModel, fit_vectors, load_vector, load_vectors, save_vectors
 from capflow_models.vectors import load_sites
 
@@ -53,6 +55,16 @@ def test_each_format_gives_the_vectors_back(tmp_path, name):
         assert loaded[layer].dtype == np.float32
         assert np.array_equal(loaded[layer], vector)
         assert np.array_equal(load_vector(tmp_path / name, layer), vector)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_each_format_is_a_module_of_every_position(tmp_path, name):
+    WRITERS[name](tmp_path / name)
+    module = load_module(tmp_path / name)
+    assert [(vector.site, vector.array().tolist()) for vector in module.base.vectors] == [
+        (Site(n, "post_block"), vector.tolist()) for n, vector in sorted(VECTORS.items())
+    ]
+    assert module == Steering(base=module.base)
 
 
 MATRIX = np.stack(list(VECTORS.values()))
@@ -253,13 +265,16 @@ def test_the_command_fits_a_file(model, tiny, tmp_path):
     loaded = load_sites(tmp_path / "v.safetensors")
     assert set(loaded) == {Site(1, "pre_attn"), Site(2, "pre_attn")}
     assert all(np.allclose(vector, expected[site.layer], atol=1e-6) for site, vector in loaded.items())
+    module = load_module(tmp_path / "v.safetensors")
+    assert {vector.site: vector.array().tolist() for vector in module.base.vectors} == {
+        site: vector.tolist() for site, vector in loaded.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (("--layers", "9"), "--layers"),
-        (("--hook", "mlp_in"), "--layers"),
         (("--out", "v.txt"), "--out: got v.txt, expected a .safetensors file"),
         (("--pairs", "missing.jsonl"), "--pairs missing.jsonl: got No such file"),
         (("--model-arg", "colour=red"), "colour"),

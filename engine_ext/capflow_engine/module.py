@@ -1,8 +1,9 @@
-"""Modules as people write them: in JSON, in a request's body or a file, and in safetensors.
+"""Modules as people write them: in JSON, in a request's body or a file, and as files of vectors.
 
 A module has the vectors and clamps of a request, in fields that may leave out the word `steering`: `vectors`, `prefill_vectors`,
 `decode_vectors`, `clamps`, `prefill_clamps`, `decode_clamps`. A safetensors file has vectors alone: tensors `[hidden_size]`
-named `HOOK:LAYER`, with `prefill.` or `decode.` before it for a tier; or one tensor `vector`, as `capflow steer` takes it.
+named `HOOK:LAYER`, with `prefill.` or `decode.` before it for a tier; or one tensor `vector`, as `capflow steer` takes it. Whatever
+else `capflow_engine.vectorfile` reads, such as what `capflow vectors fit` writes, is added at every position.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from capflow.probe import load_vector
 from capflow.site import Site
 from capflow.steering import Steering, Tier
 from capflow.vector import SteeringVector
+from capflow_engine.vectorfile import SUFFIXES, load_sites
 
 MODULE_FIELDS = {
     f"{tier}{kind}": f"{tier}steering_{kind}" for kind in ("vectors", "clamps") for tier in ("", "prefill_", "decode_")
@@ -28,6 +30,8 @@ MODULE_FIELDS = {
 """The fields of a module, and what they are called in the body of a request."""
 
 _TIERS = ("base", "prefill", "decode")
+_BEFORE = tuple(f"{tier}." for tier in _TIERS)
+_EXPECTED = f"a module in JSON, or a file of vectors ({', '.join(SUFFIXES)})"
 
 
 def parse_module(said: Any, *, info: ModelInfo | None = None, where: str = "") -> Steering:
@@ -68,16 +72,19 @@ def _as_written(message: str, written: Mapping[str, str]) -> str:
 
 
 def load_module(path: str | os.PathLike[str]) -> Steering:
-    """Return the module in a file, JSON or, by its name, safetensors; raises UsageError when it holds none."""
+    """Return the module in a file: of vectors where its name ends so, else JSON. Raises UsageError when it holds none."""
     where = os.fspath(path)
     if not Path(path).is_file():
-        raise UsageError(explain(where, got="no such file", expected="a module in JSON or safetensors"))
-    if Path(path).suffix == ".safetensors":
+        raise UsageError(explain(where, got="no such file", expected=_EXPECTED))
+    suffix = Path(path).suffix.lower()
+    if suffix == ".safetensors":
         return _from_tensors(Path(path))
+    if suffix in SUFFIXES:
+        return _everywhere(Path(path))
     try:
         said = msgspec.json.decode(Path(path).read_bytes())
     except (msgspec.DecodeError, RecursionError, OSError) as e:
-        raise UsageError(explain(where, got=str(e), expected="a module in JSON or safetensors")) from e
+        raise UsageError(explain(where, got=str(e), expected=_EXPECTED)) from e
     return parse_module(said, where=where)
 
 
@@ -88,6 +95,8 @@ def _from_tensors(path: Path) -> Steering:
             names = list(file.keys())
             if names == ["vector"]:
                 return Steering(base=Tier((load_vector(path),)))
+            if not any(":" in name or name.startswith(_BEFORE) for name in names):
+                return _everywhere(path)
             for name in sorted(names):
                 tier, dot, site = name.rpartition(".")
                 if dot and tier not in _TIERS:
@@ -100,10 +109,14 @@ def _from_tensors(path: Path) -> Steering:
                 tiers[tier or "base"].append(vector)
     except (SafetensorError, OSError) as e:
         raise UsageError(explain(str(path), got=str(e), expected="a safetensors file")) from e
-    if not names:
-        raise UsageError(explain(f"{path}: tensors", got="none", expected="one for each steered site"))
     base, prefill, decode = (Tier(tuple(tiers[tier])) for tier in _TIERS)
     return Steering(base, prefill, decode)
+
+
+def _everywhere(path: Path) -> Steering:
+    """Return the module that adds the vectors in a file at every position."""
+    sites = load_sites(path).items()
+    return Steering(Tier(tuple(SteeringVector.make(site, vector, where=str(path)) for site, vector in sites)))
 
 
 def _unknown_tensor(path: Path, name: str) -> str:

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow.errors import UsageError, explain
+from capflow.site import HOOK_DEFAULT
 from capflow_models.model import Prompt, SteerableModel
-from capflow_models.spec import HOOK_DEFAULT, Vector, site_of
+from capflow_models.spec import Vector, site_of
 
 Method = Literal["mean", "pca"]
 METHODS: tuple[str, ...] = get_args(Method)

@@ -11,12 +11,12 @@ import msgspec
 from rich.console import Console
 
 from capflow.errors import UsageError, explain
+from capflow.site import HOOK_DEFAULT
 from capflow.spec import CaptureSpec, read_layers
 from capflow_models.backends import Backend, open_model
 from capflow_models.ending import ended
 from capflow_models.fit import Method, Pair, fit_vectors
 from capflow_models.lines import read_lines
-from capflow_models.spec import HOOK_DEFAULT
 from capflow_models.vectors import save_vectors
 
 

@@ -18,10 +18,10 @@ import numpy.typing as npt
 from capflow import plain
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
-from capflow.site import Site
+from capflow.site import HOOK_DEFAULT, Site
 from capflow.steering import Steering
+from capflow_engine.store import SteeringStore
 from capflow_models.spec import (
-    HOOK_DEFAULT,
     AblationSpec,
     LayerSteeringSpec,
     ProjectionCapSpec,
@@ -87,13 +87,15 @@ class SteerableModel(ABC):
     Every method that takes a layer takes the `hook` there too; `post_block` is the stream as the layer leaves it. What is set
     is checked when it is set: a UsageError names the field, and what held before still holds.
 
-    info: the model's name, sizes and the sites that can be steered. other_hooks: how to come by hooks that cannot.
+    info: the model's name, sizes and the sites that can be steered. modules: those that a call's `steering_name` may name, and the
+    global state, which steers every call. other_hooks: how to come by hooks that cannot be steered.
     """
 
     other_hooks: ClassVar[str]
 
-    def __init__(self, info: ModelInfo) -> None:
+    def __init__(self, info: ModelInfo, modules: SteeringStore) -> None:
         self.info = info
+        self.modules = modules
         self._spec = SteeringSpec()
 
     # what steers

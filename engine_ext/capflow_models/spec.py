@@ -6,7 +6,7 @@ a `capflow.steering.Steering`, which says what that does to the stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -17,11 +17,9 @@ import numpy.typing as npt
 from capflow import plain
 from capflow.clamp import Clamp
 from capflow.errors import UsageError, explain
-from capflow.site import HOOKS, Site
+from capflow.site import HOOK_DEFAULT, HOOKS, Site
 from capflow.steering import Steering, Tier
 from capflow.vector import SteeringVector
-
-HOOK_DEFAULT = "post_block"
 
 Vector = npt.NDArray[np.float32]
 
@@ -179,12 +177,12 @@ def key_of(site: Site) -> int | Site:
 
 
 def join(*parts: Steering | None) -> Steering:
-    """Return one steering that does what all of these do."""
+    """Return one steering that does what all of these do: vectors of one tier and site are added up."""
     given = [part for part in parts if part is not None]
 
     def tier(name: str) -> Tier:
         tiers: list[Tier] = [getattr(part, name) for part in given]
-        return Tier(tuple(v for t in tiers for v in t.vectors), tuple(c for t in tiers for c in t.clamps))
+        return Tier(_added(v for t in tiers for v in t.vectors), tuple(c for t in tiers for c in t.clamps))
 
     return Steering(
         tier("base"),
@@ -193,3 +191,16 @@ def join(*parts: Steering | None) -> Steering:
         tuple(patch for part in given for patch in part.patches),
         tuple(use for part in given for use in part.modules),
     )
+
+
+def _added(vectors: Iterable[SteeringVector]) -> tuple[SteeringVector, ...]:
+    """Return one vector for each site: where there are several, their sum in float64."""
+    at: dict[Site, list[SteeringVector]] = {}
+    for vector in vectors:
+        at.setdefault(vector.site, []).append(vector)
+    return tuple(some[0] if len(some) == 1 else _sum(site, some) for site, some in at.items())
+
+
+def _sum(site: Site, vectors: Sequence[SteeringVector]) -> SteeringVector:
+    total = np.sum([vector.array(np.float64) for vector in vectors], axis=0)
+    return SteeringVector(site.layer, site.hook, total.tobytes(), "float64")

@@ -13,10 +13,11 @@ import transformers
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
 from capflow.program import program_of
-from capflow.site import Site
+from capflow.site import HOOKS, Site
 from capflow.steering import Steering
+from capflow_engine.store import SteeringStore
 from capflow_models.model import Completion, Job, Prompt, Rows, Sampling, SteerableModel
-from capflow_models.stream import HOOKS, Stream, layers_of
+from capflow_models.stream import Stream, layers_of
 
 
 class TransformersSteerableModel(SteerableModel):
@@ -26,10 +27,13 @@ class TransformersSteerableModel(SteerableModel):
     the name where it is left out; without one, prompts are token ids and answers have no text. dtype: a torch dtype's name, or
     `auto`. device: where it runs. arguments: further ones of `from_pretrained`.
 
+    The sites that can be steered are all that the layers are found to have; of a layer that cannot be followed, what it is given
+    and what it returns.
+
     Between calls the model is as it was given: hooks are there only while a prompt is computed. Not for several threads at once.
     """
 
-    other_hooks = "use the vLLM back end for others"
+    other_hooks = "steer another hook"
 
     def __init__(
         self,
@@ -52,22 +56,32 @@ class TransformersSteerableModel(SteerableModel):
         self.tokenizer = tokenizer
         config = loaded.config.get_text_config()
         layers = int(config.num_hidden_layers)
-        self._layers = layers_of(self.model, layers)
+        self._layers = layers_of(self.model, layers, loaded.dtype)
         super().__init__(
             ModelInfo(
                 name=model if isinstance(model, str) else loaded.config.name_or_path or type(loaded).__name__,
                 num_layers=layers,
                 hidden_size=int(config.hidden_size),
                 dtype=str(loaded.dtype).removeprefix("torch."),
-                sites=tuple(Site(layer, hook) for layer in range(layers) for hook in HOOKS),
-            )
+                sites=tuple(Site(n, hook) for n, layer in enumerate(self._layers) for hook in layer.structure.places),
+                fixed=tuple(Site(n, hook) for n, layer in enumerate(self._layers) for hook in layer.structure.fixed),
+            ),
+            SteeringStore(),
         )
         self._ends = _ends(loaded, tokenizer)
 
     @property
     def hooks(self) -> tuple[str, ...]:
-        """The hooks that can be steered: those that a layer shows from outside."""
-        return HOOKS
+        """The hooks that some layer has."""
+        return tuple(hook for hook in HOOKS if any(hook in layer.structure.places for layer in self._layers))
+
+    def _check_site(self, site: Site) -> None:
+        if site.hook in HOOKS and site.layer < len(self._layers):
+            layer, structure = self._layers[site.layer]
+            if (reason := structure.missing.get(site.hook)) is not None:
+                got = f"no {site} in {type(layer).__name__}, as {reason}"
+                raise UsageError(explain("hook", got=got, expected=f"one of {', '.join(structure.places)}"))
+        super()._check_site(site)
 
     @torch.inference_mode()
     def run(self, jobs: Sequence[Job]) -> list[Completion]:
@@ -124,8 +138,10 @@ class TransformersSteerableModel(SteerableModel):
         return {site: np.stack(rows) for site, rows in caught.items()}
 
     def _stream(self, prompt: Sequence[int], steering: Steering) -> Stream:
-        program = program_of(self.info.hidden_size, (steering,))
-        return Stream(program, len(prompt), self.model.device)
+        parts = self.modules.held.parts(steering)
+        for part in parts:
+            self._check(part)
+        return Stream(program_of(self.info.hidden_size, parts), len(prompt), self.model.device)
 
     def _forward(self, ids: Sequence[int], cache: Any, *, use_cache: bool) -> Any:
         given = torch.tensor([list(ids)], device=self.model.device)

@@ -56,7 +56,7 @@ class VLLMSteerableModel(SteerableModel):
         else:
             self.llm = model
         self._rows = None if rows is None else Path(rows)
-        super().__init__(self.llm.capflow_model)
+        super().__init__(self.llm.capflow_model, self.llm.steering)
 
     @property
     def hooks(self) -> tuple[str, ...]:
