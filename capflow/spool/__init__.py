@@ -41,10 +41,21 @@ from there on was ever said to be durable. After a failed sync the file is not s
 and a second sync would succeed. The records that were not synced are kept in memory until then, and are written to a new segment.
 """
 
-from capflow.spool.contents import records
+from capflow.spool.contents import heads, records
 from capflow.spool.files import Files
 from capflow.spool.place import check_root, default_root
 from capflow.spool.reader import Lost, Record
 from capflow.spool.spool import FullError, InUseError, Spool
 
-__all__ = ["Files", "FullError", "InUseError", "Lost", "Record", "Spool", "check_root", "default_root", "records"]
+__all__ = [
+    "Files",
+    "FullError",
+    "InUseError",
+    "Lost",
+    "Record",
+    "Spool",
+    "check_root",
+    "default_root",
+    "heads",
+    "records",
+]
