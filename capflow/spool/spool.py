@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -19,7 +20,7 @@ from capflow.spool.cursor import Cursor, CursorFile
 from capflow.spool.files import Files
 from capflow.spool.reader import Lost, Reader, Record
 from capflow.spool.segments import Segments
-from capflow.spool.survey import CURSOR, LOCK, opened, survey
+from capflow.spool.survey import CURSOR, LOCK, heads, opened, survey, unreadable
 
 logger = logging.getLogger("capflow.spool")
 
@@ -81,7 +82,8 @@ class Spool:
         self._next_append = 1
         self._next_read = 1
         self._acked = 0  # by `acknowledge`
-        self._failing = False  # whether the last attempt at anything failed; the thread's alone
+        self._failing: OSError | None = None  # why the thread's last attempt at anything failed; written by it
+        self._refused: tuple[OSError, float] | None = None  # why the last record was not written, and when
         self._told = 0  # what `on_synced` was told last; the thread's alone
         self._closing = False
         self._ended = threading.Event()  # set with `_closing`, for the thread while it rests
@@ -92,7 +94,7 @@ class Spool:
         self.unsynced_bytes = 0
         self.records_lost = 0
         self.syncs = 0
-        self.failures = 0
+        self.failures = 0  # to write
         self.bytes_cut = 0  # of no whole record, when the spool was opened
 
     # From open to close; by the owner's thread.
@@ -111,7 +113,9 @@ class Spool:
             self._recover()
         except OSError as e:
             self._release()
-            raise CapflowError(explain(f"spool {self.directory} cannot be used", got=e.strerror or str(e))) from e
+            what, got = f"spool {self.directory} cannot be used", e.strerror or str(e)
+            expected, do = "a directory that can be written and read", "mend that, or name another directory"
+            raise CapflowError(explain(what, got=got, expected=expected, do=do)) from e
         self._thread = threading.Thread(target=self._run, name="capflow-spool", daemon=True)
         self._thread.start()
 
@@ -125,7 +129,8 @@ class Spool:
         if thread is not None:
             thread.join(_CLOSE_S)
             if thread.is_alive():
-                logger.error("spool %s: the disk does not answer; what is not synced is left to it", self.directory)
+                what = "spool %s: the disk does not answer; what is not synced is left to it"
+                logger.error(what, self.directory, extra=self._event("spool_failed"))
                 return False
             self._release()
         return not self._unsynced
@@ -158,7 +163,9 @@ class Spool:
                 try:
                     self._segments.write(self._next_append, head, body)
                 except OSError as e:
+                    self._refused = e, time.monotonic()
                     raise self._full(e) from e
+                self._refused = None
             self._unsynced[self._next_append] = _Entry(head, body, nbytes)
             self.unsynced_bytes += nbytes
             self._next_append += 1
@@ -183,8 +190,29 @@ class Spool:
     def read(self, timeout_s: float | None = 0) -> Record | Lost | None:
         """Return what comes next, waiting for it for at most `timeout_s`; None when nothing came, or never will.
 
-        A record that is not durable yet is read from memory.
+        A record that is not durable yet is read from memory. What the disk does not give is tried for again and again, however long it takes:
+        lost is only what is not what was written.
         """
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            now = time.monotonic()
+            pause_s, left_s = self._reader.again_at - now, max(0.0, deadline - now)
+            if pause_s > 0 and (self._ended.wait(min(pause_s, left_s)) or pause_s > left_s):
+                return None
+            failed = self._reader.failure is not None
+            try:
+                found = self._read(None if left_s == math.inf else left_s)
+            except OSError as e:
+                if not failed:
+                    what = "spool %s: record %d cannot be read: %s; trying again"
+                    said, event = e.strerror or str(e), self._event("spool_failed")
+                    logger.error(what, self.directory, self._next_read, said, extra=event)
+                continue
+            if failed and self._reader.failure is None:
+                logger.error("spool %s: it can be read again", self.directory, extra=self._event("spool_works"))
+            return found
+
+    def _read(self, timeout_s: float | None) -> Record | Lost | None:
         with self._changed:
             if timeout_s != 0:
                 self._changed.wait_for(lambda: self._next_read < self._next_append or self._closing, timeout_s)
@@ -203,24 +231,27 @@ class Spool:
             found = Lost(number, min(self._segments.first(), end) - 1, "missing")
         if isinstance(found, Lost):
             self.records_lost += found.last - found.first + 1
-            logger.error("spool %s: records %d to %d are lost: %s", self.directory, *found[:3])
+            event = self._event("spool_damaged", first=found.first, last=found.last)
+            logger.error("spool %s: records %d to %d are lost: %s", self.directory, *found[:3], extra=event)
         self._next_read = found.id + 1
         return found
 
     def heads(self) -> Iterator[tuple[int, bytes]]:
         """Yield number and head of every record that was left by an earlier process, but for those that are damaged.
 
-        To be called after `open`, before anything is appended or acknowledged. Raises OSError.
+        To be called after `open`, before anything is appended or acknowledged. Raises CapflowError when the disk does not give them.
         """
+        try:
+            yield from self._heads()
+        except OSError as e:
+            raise unreadable(self.directory, e) from e
+
+    def _heads(self) -> Iterator[tuple[int, bytes]]:
         for segment, stop in self._segments.ranges():
             with opened(self._files, segment.path) as fd:
-                for item in items.scan(self._files, fd, segment.size, segment.salt):
-                    if isinstance(item, items.Damage) or item.header.kind != items.RECORD:
-                        continue
-                    if self._acked < item.header.id < min(stop, self._next_append):
-                        head = items.read_head(self._files, fd, item)
-                        if head is not None:
-                            yield item.header.id, head
+                for number, head in heads(self._files, fd, segment, self._acked, min(stop, self._next_append)):
+                    if head is not None:
+                        yield number, head
 
     def acknowledge(self, number: int) -> None:
         """Say that every record up to here, all of them read, is done with: none of them is read again."""
@@ -259,6 +290,15 @@ class Spool:
         with self._changed:
             return self._changed.wait_for(lambda: self.acknowledged_through >= number, timeout_s)
 
+    @property
+    def trouble(self) -> str | None:
+        """Why its disk is taken to have failed; None when it has not. It names nothing that is in the spool."""
+        refused, now = self._refused, time.monotonic()
+        error = self._failing or self._reader.failure
+        if error is None and refused is not None and now - refused[1] < limits.CALL_S_MAX:
+            error = refused[0]
+        return None if error is None else error.strerror or type(error).__name__
+
     def status(self) -> dict[str, Any]:
         """Return the spool's counters."""
         return {
@@ -270,7 +310,7 @@ class Spool:
             "segments": len(self._segments),
             "segments_bad": self._segments.bad,
             "syncs": self.syncs,
-            "failures": self.failures,
+            "failures": self.failures + self._reader.failures,
         }
 
     # Under `_changed`.
@@ -287,11 +327,17 @@ class Spool:
                 segments.begin(self._next_append)
                 self._changed.notify_all()
         what, expected = f"spool {self.directory} is full", f"at most {segments.bytes_max}"
-        raise FullError("spool_full", explain(what, got=f"{segments.nbytes} and {nbytes} bytes", expected=expected))
+        got, do = f"{segments.nbytes} and {nbytes} bytes", "allow it more, or have it read faster"
+        raise FullError("spool_full", explain(what, got=got, expected=expected, do=do))
 
     def _full(self, e: OSError) -> FullError:
-        reason = "disk_full" if e.errno in _NO_ROOM else "disk_failed"
-        return FullError(reason, explain(f"spool {self.directory}", got=e.strerror or str(e)))
+        no_room = e.errno in _NO_ROOM
+        what, got = f"spool {self.directory} takes nothing", e.strerror or str(e)
+        expected, do = ("room on its disk", "make some") if no_room else ("a disk that takes it", "see to the disk")
+        return FullError("disk_full" if no_room else "disk_failed", explain(what, got=got, expected=expected, do=do))
+
+    def _event(self, event: str, **fields: Any) -> dict[str, Any]:
+        return {"event": event, "directory": str(self.directory), **fields}
 
     # Opening and closing.
 
@@ -301,7 +347,7 @@ class Spool:
         if remains.cut is not None and remains.cut[2]:
             self.bytes_cut = remains.cut[2]
             message = "spool %s: cut behind record %d; the %d bytes behind it are void"
-            logger.warning(message, self.directory, last, self.bytes_cut)
+            logger.warning(message, self.directory, last, self.bytes_cut, extra=self._event("spool_cut", last=last))
         if last > cursor.synced:  # of a writer that was killed: whole, but perhaps only in memory
             for segment in remains.segments:
                 with opened(self._files, segment.path) as fd:
@@ -316,7 +362,8 @@ class Spool:
         self._next_read = cursor.acked + 1
         self._free()
         if len(self):
-            logger.info("spool %s: records left of earlier: %d", self.directory, len(self))
+            event = self._event("spool_found", records=len(self))
+            logger.info("spool %s: records left of earlier: %d", self.directory, len(self), extra=event)
 
     def _release(self) -> None:
         self._reader.close()
@@ -359,10 +406,11 @@ class Spool:
                     self._give_up(e)
         if error is not None:
             self.failures += 1
-        if (error is not None) != self._failing:
-            self._failing = error is not None
+        if (error is None) != (self._failing is None):
             said = "the disk works again" if error is None else f"{error.strerror or error}; trying again"
-            logger.error("spool %s: %s", self.directory, said)
+            event = self._event("spool_works" if error is None else "spool_failed")
+            logger.error("spool %s: %s", self.directory, said, extra=event)
+        self._failing = error
         if self._on_synced is not None and self.synced_through > self._told:
             self._told = self.synced_through
             self._on_synced(self._told)
