@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import pathlib
 import random
 import subprocess
 import sys
@@ -333,6 +334,20 @@ def test_a_disk_that_fails_for_long_leaves_a_bounded_queue_in_memory():
 def test_a_segment_ends_where_any_newer_one_begins():
     segments = [Segment(DIRECTORY / str(n), n, first, 0) for n, first in enumerate((1, 8, 4, 6))]
     assert stops(segments) == [4, 4, 6, ENDLESS]
+
+
+def test_what_was_read_and_removed_is_not_kept_open(tmp_path):
+    """A full disk would have no room in it, and what waits for room is what comes next."""
+    with Spool(tmp_path) as spool:
+        fill(spool, 3)
+        assert numbers(drain(spool)) == [1, 2, 3]
+        with spool._changed:
+            spool._begin_anew()
+        spool.acknowledge(3)
+        eventually(lambda: len(list(tmp_path.glob("*.spool"))) == 1)
+        assert spool.read() is None
+        held = [entry.resolve() for entry in pathlib.Path("/proc/self/fd").iterdir()]
+        assert not [path for path in held if path.parent == tmp_path and "(deleted)" in path.name]
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.ESTALE])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Container
 from typing import NamedTuple
 
 from capflow.spool import items
@@ -66,6 +67,11 @@ class Reader:
             self._segment = None
             with contextlib.suppress(OSError):
                 self._files.close(self._fd)
+
+    def let_go(self, there: Container[Segment]) -> None:
+        """Close the segment if it is not there any more."""
+        if self._segment is not None and self._segment not in there:
+            self.close()
 
     def get(self, id: int, segment: Segment, size: int, stop: int) -> Record | Lost:
         """Return a record of a segment, or which are lost from it on, all of them below `stop`.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from capflow.errors import CapflowError, explain
 from capflow.spool import items
 from capflow.spool.files import Files
+from capflow.spool.spare import SPARE
 from capflow.spool.survey import CURSOR, ENDLESS, LOCK, Remains, Segment, check, opened, stops, survey, unreadable
 
 _LOOKS_MAX = 5  # at a spool whose segments are removed while it is looked at
@@ -142,7 +143,12 @@ def purge(directory: Path) -> int:
             if not mine:
                 raise CapflowError(explain(f"spool {directory} is in use", do="stop the process that writes it"))
             remains = survey(Files(), directory)
-            paths = [*(segment.path for segment in remains.segments), *remains.bad, directory / CURSOR]
+            paths = [
+                *(segment.path for segment in remains.segments),
+                *remains.bad,
+                directory / SPARE,
+                directory / CURSOR,
+            ]
             total = 0
             for path in paths:  # the cursor last: without it, what is left would be read again
                 with contextlib.suppress(FileNotFoundError):

@@ -40,6 +40,9 @@ class Segments:
     def __len__(self) -> int:
         return len(self._all)
 
+    def __contains__(self, segment: object) -> bool:
+        return segment in self._all
+
     @property
     def active_bytes(self) -> int:
         """The length of the segment that is written to."""

@@ -20,6 +20,7 @@ from capflow.spool.cursor import Cursor, CursorFile
 from capflow.spool.files import Files
 from capflow.spool.reader import Lost, Reader, Record
 from capflow.spool.segments import Segments
+from capflow.spool.spare import Spare
 from capflow.spool.survey import CURSOR, LOCK, heads, opened, survey, unreadable
 
 logger = logging.getLogger("capflow.spool")
@@ -53,8 +54,8 @@ class Spool:
     """A bounded queue of records on disk, from `open` to `close`.
 
     Any thread appends, one reads, one acknowledges, and the spool's own syncs, frees and tries again what failed.
-    bytes_max bounds the segments together. unsynced_bytes_max bounds what is kept in memory until it is durable. on_synced(number) is
-    called on the spool's thread when every record up to there is durable.
+    bytes_max bounds the segments together. unsynced_bytes_max bounds what is kept in memory until it is durable. spare_bytes are kept on the disk
+    besides, for records that are put in as `needed`. on_synced(number) is called on the spool's thread when every record up to there is durable.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Spool:
         bytes_max: int = limits.SPOOL_BYTES_DEFAULT,
         segment_bytes: int | None = None,
         unsynced_bytes_max: int = limits.SPOOL_UNSYNCED_BYTES_MAX,
+        spare_bytes: int = 0,
         on_synced: Callable[[int], None] | None = None,
         files: Files | None = None,
     ) -> None:
@@ -77,6 +79,7 @@ class Spool:
         self._changed = threading.Condition()  # guards what follows; notified when any of it changed
         segment_bytes = segment_bytes or min(limits.SEGMENT_BYTES_MAX, max(1, bytes_max // 8))
         self._segments = Segments(self._files, self.directory, bytes_max, segment_bytes)
+        self._spare = Spare(self._files, self.directory, spare_bytes)
         self._unsynced: dict[int, _Entry] = {}  # by number, rising; emptied by syncs
         self._failure: OSError | None = None  # the disk's, from a failed sync until one that works
         self._next_append = 1
@@ -144,11 +147,11 @@ class Spool:
 
     # For the thread that appends.
 
-    def append(self, head: bytes, body: Any = b"", *, spare_bytes: int = 0) -> int:
+    def append(self, head: bytes, body: Any = b"", *, spare_bytes: int = 0, needed: bool = False) -> int:
         """Take a record; return its number. Until it is durable, as `synced_through` says, its buffers must not change.
 
         Waits only for the disk, when `unsynced_bytes_max` of records before it are not durable. Raises FullError, also when less than
-        `spare_bytes` would be left of `bytes_max`.
+        `spare_bytes` would be left of `bytes_max`. needed: without it nothing can be removed, so that what is kept of a full disk is for it.
         """
         body = memoryview(body).cast("B")
         nbytes = items.HEADER_BYTES + len(head) + len(body)
@@ -161,9 +164,11 @@ class Spool:
             if self._failure is None:
                 self._check_room(nbytes + spare_bytes)
                 try:
-                    self._segments.write(self._next_append, head, body)
+                    self._write(head, body, needed=needed)
                 except OSError as e:
                     self._refused = e, time.monotonic()
+                    if e.errno in _NO_ROOM:
+                        self._begin_anew()
                     raise self._full(e) from e
                 self._refused = None
             self._unsynced[self._next_append] = _Entry(head, body, nbytes)
@@ -172,12 +177,20 @@ class Spool:
             self._changed.notify_all()
             return self._next_append - 1
 
-    def put(self, head: bytes, body: Any = b"", timeout_s: float | None = None, *, spare_bytes: int = 0) -> int:
+    def put(
+        self,
+        head: bytes,
+        body: Any = b"",
+        timeout_s: float | None = None,
+        *,
+        spare_bytes: int = 0,
+        needed: bool = False,
+    ) -> int:
         """Take a record as `append` does, waiting for room for at most `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
-                return self.append(head, body, spare_bytes=spare_bytes)
+                return self.append(head, body, spare_bytes=spare_bytes, needed=needed)
             except FullError:
                 left = _RETRY_S if deadline is None else min(_RETRY_S, deadline - time.monotonic())
                 if left <= 0:
@@ -218,6 +231,7 @@ class Spool:
                 self._changed.wait_for(lambda: self._next_read < self._next_append or self._closing, timeout_s)
             number = self._next_read
             if number >= self._next_append:
+                self._reader.let_go(self._segments)  # or a full disk would keep what was removed
                 return None
             entry = self._unsynced.get(number)
             place = self._segments.at(number) if entry is None else None
@@ -315,6 +329,18 @@ class Spool:
 
     # Under `_changed`.
 
+    def _write(self, head: bytes, body: Any, *, needed: bool) -> None:
+        if not needed:
+            self._spare.keep()
+            if self._spare.is_missing:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        try:
+            self._segments.write(self._next_append, head, body)
+        except OSError as e:
+            if not (needed and e.errno in _NO_ROOM and self._spare.give()):
+                raise
+            self._segments.write(self._next_append, head, body)
+
     def _fits_memory(self, nbytes: int) -> bool:
         return not self._unsynced or self.unsynced_bytes + nbytes <= self.unsynced_bytes_max
 
@@ -322,13 +348,18 @@ class Spool:
         segments = self._segments
         if segments.nbytes + nbytes <= segments.bytes_max:
             return
-        if segments.active_bytes and self._next_append - 1 == self._acked:  # a segment goes once there is a newer one
-            with contextlib.suppress(OSError):
-                segments.begin(self._next_append)
-                self._changed.notify_all()
+        if self._next_append - 1 == self._acked:
+            self._begin_anew()
         what, expected = f"spool {self.directory} is full", f"at most {segments.bytes_max}"
         got, do = f"{segments.nbytes} and {nbytes} bytes", "allow it more, or have it read faster"
         raise FullError("spool_full", explain(what, got=got, expected=expected, do=do))
+
+    def _begin_anew(self) -> None:
+        """Write to another segment from here on: one goes, once it is done with, only when there is a newer one."""
+        if self._segments.active_bytes:
+            with contextlib.suppress(OSError):
+                self._segments.begin(self._next_append)
+                self._changed.notify_all()
 
     def _full(self, e: OSError) -> FullError:
         no_room = e.errno in _NO_ROOM
@@ -361,12 +392,14 @@ class Spool:
         self._acked = self.acknowledged_through = cursor.acked
         self._next_read = cursor.acked + 1
         self._free()
+        self._spare.keep()
         if len(self):
             event = self._event("spool_found", records=len(self))
             logger.info("spool %s: records left of earlier: %d", self.directory, len(self), extra=event)
 
     def _release(self) -> None:
         self._reader.close()
+        self._spare.give()
         self._segments.seal(every=True)
         self._cursor.close()
         if self._lock_fd is not None:
@@ -466,4 +499,5 @@ class Spool:
             bytes_free = self._segments.free(segment)
             with self._changed:
                 self._segments.freed(segment, bytes_free=bytes_free)
+                self._spare.freed()
                 self._changed.notify_all()
