@@ -26,7 +26,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ import msgspec
 
 from capflow import limits
 from capflow.action import Answered
+from capflow.errors import CapflowError
 from capflow.frame import Frame, FrameHeader, Rank, RequestRows, Source
 from capflow.message import ModelInfo
 from capflow.spool import Files, FullError, InUseError, Lost, Spool
@@ -43,8 +44,14 @@ logger = logging.getLogger("capflow.hub")
 
 _MARKS_MAX = 1024  # of workers, those of which something came last
 _CHECKPOINT_S = 0.5  # between two checkpoints, unless much can be forgotten
-_INBOXES_MAX = 64  # of hubs that run at once with the same consumer
-_CLOSE_S = 10.0
+_WAIT_S = 5.0  # for an inbox of a hub that may be ending
+_WAIT_PAUSE_S = 0.05
+_SPARE_BYTES = 128 * limits.KIB  # of the disk, for a checkpoint when it is full
+_CLOSE_S = 10.0  # for a disk that works
+_CLOSE_PAUSE_S = 0.25  # for one that does not
+
+INBOXES_MAX = 64
+"""Of hubs that run at once with the same consumer."""
 
 
 class Known(msgspec.Struct, frozen=True, array_like=True):
@@ -116,7 +123,6 @@ class Item(NamedTuple):
 
     number: int
     what: Frame | Known | Gone | Done | Missed | Answered | Checkpoint | Lost
-    again: bool  # it was put in by an earlier process
 
 
 _KINDS: dict[bytes, type[Any]] = {
@@ -163,11 +169,12 @@ class Inbox:
         self.done: dict[
             tuple[str, str], int
         ] = {}  # requests of which records are here that are not given again, and up to which
+        self._joining: set[tuple[str, str]] = set()  # such requests of which frames are to come from another inbox
+        self._joined_from = 0  # behind this record
         self._spare_bytes = min(limits.MIB, bytes_max // 8)  # kept free of frames, for what makes room
         self._on_synced = on_synced
         self._files = files
         self._spool: Spool | None = None  # from `open`
-        self._last_left = 0  # the last record of an earlier process
         self._engines: dict[str, Known] = {}  # by name, as of what was taken out
         self._marks: dict[Source, int] = {}  # as of what was put in; the latest last
         self._lock = threading.Lock()  # guards the next
@@ -176,6 +183,7 @@ class Inbox:
         )  # not durable: its number, and up to which is forgotten then
         self._own: deque[int] = deque()  # the numbers of checkpoints that are not forgotten
         self._forgotten = 0  # up to which a checkpoint was made
+        self._stuck = False  # whether the last one had no room, which is said once
         self._checkpoint_at = 0.0  # when the latest was
         self._checkpoint_bytes = 0  # that were put in by then
         self._put_bytes = 0  # by this process
@@ -194,22 +202,84 @@ class Inbox:
     def open(self) -> None:
         """Take the directory and find what is in it; raises CapflowError.
 
-        While another hub has it, there is another one beside it, for this one.
+        While another hub has it, there is another one beside it, for this one. A hub that is ending gives its own back: it is waited for.
         """
-        for number in range(1, _INBOXES_MAX + 1):
-            directory = self.root / (self.name if number == 1 else f"{self.name}.{number}")
-            self._spool = Spool(directory, bytes_max=self.bytes_max, on_synced=self._synced, files=self._files)
+        give_up_at = time.monotonic() + _WAIT_S
+        number = 1
+        while True:
             try:
-                self._spool.open()
-                break
+                self.open_at(self.place(number))
             except InUseError:
-                if number == _INBOXES_MAX:
+                if number == INBOXES_MAX:
                     raise
-        self._recover()
+                if number == 1 and time.monotonic() < give_up_at:
+                    time.sleep(_WAIT_PAUSE_S)
+                else:
+                    number += 1
+            else:
+                return
+
+    def open_at(self, place: Path) -> None:
+        """Take this directory and no other. Raises InUseError while another hub has it, CapflowError when it cannot be used."""
+        spare_bytes = min(_SPARE_BYTES, self._spare_bytes)
+        spool = Spool(
+            place, bytes_max=self.bytes_max, spare_bytes=spare_bytes, on_synced=self._synced, files=self._files
+        )
+        spool.open()
+        self._spool = spool
+        try:
+            self._recover()
+        except CapflowError:
+            self._spool = None
+            spool.close()
+            raise
+
+    def place(self, number: int) -> Path:
+        """Return the directory of the hub that runs as this one of several with the same consumer, counted from 1."""
+        return self.root / (self.name if number == 1 else f"{self.name}.{number}")
+
+    def another(self) -> Inbox:
+        """Return one of the same consumer, to be opened at another place, for what is left there."""
+        return Inbox(self.root, self.name, self.bytes_max, on_synced=lambda _: None, files=self._files)
+
+    def join(self, other: Inbox, here: Mapping[tuple[Source, int], int]) -> None:
+        """Know what another one knows, of which the frames are to come behind what is here; before anything is put in or taken.
+
+        here: as of `frames_here`. Raises CapflowError.
+        """
+        for source, seq in other._marks.items():
+            self._mark(source, seq)
+        self.unkept += other.unkept
+        self.left = other.left | self.left
+        self.frames_left += other.frames_left
+        self._joining |= other.done.keys()
+        for frame, number in other.frames_here().items():  # that came before a kill
+            for key, through in other.done.items():
+                if frame in here and number <= through:
+                    self.done[key] = max(self.done.get(key, 0), here[frame])
+        with contextlib.suppress(FullError):
+            for known in other._engines.values():
+                self.put(known)
+        self._joined_from = self.spool.last
+
+    def joined(self, key: tuple[str, str], last: int) -> Done:
+        """Return what is to be put in of a request that the consumer was done with in another one, of which the last frame is this record here."""
+        self.done[key] = max(self.done.get(key, 0), last)
+        self._joining.discard(key)
+        return Done(*key, self.done[key])
+
+    @property
+    def has_done(self) -> bool:
+        """Whether `is_done` may be true of any request."""
+        return bool(self.done or self._joining)
+
+    def is_done(self, engine: str, request: str, number: int) -> bool:
+        """Return whether a record is of a request that the consumer was done with, and not of a later one with its id."""
+        key = engine, request
+        return (number > self._joined_from and key in self._joining) or self.done.get(key, 0) >= number
 
     def _recover(self) -> None:
         spool = self.spool
-        self._last_left = spool.last
         self._forgotten = spool.last - len(spool)
         for number, head in spool.heads():
             kind = head[:1]
@@ -257,6 +327,11 @@ class Inbox:
         known = self._engines.get(engine)
         return known.model if known is not None else None
 
+    def frames_here(self) -> dict[tuple[Source, int], int]:
+        """Return the numbers of the frames that an earlier process left; to be called after `open`, before anything is put in. Raises CapflowError."""
+        places = ((_place.decode(head[1:]), number) for number, head in self.spool.heads() if head[:1] == b"F")
+        return {((place.engine, place.boot, place.rank), place.seq): number for place, number in places}
+
     def status(self) -> dict[str, Any]:
         """Return the spool's counters, and the inbox's own."""
         own = {"unread": self.unread, "frames_spilled": self.frames, "frames_lost": self.frames_lost}
@@ -275,7 +350,8 @@ class Inbox:
         """
         header, payload = frame.encode()
         spare_bytes = 0 if spared else self._spare_bytes
-        number = self.spool.put(b"F" + header, payload, timeout_s, spare_bytes=spare_bytes)
+        ends = bool(frame.header.finished)  # of requests, without which their frames could not go
+        number = self.spool.put(b"F" + header, payload, timeout_s, spare_bytes=spare_bytes, needed=ends)
         self.skip(frame.header)
         self.frames += 1
         self._put_bytes += len(header) + frame.nbytes
@@ -302,28 +378,29 @@ class Inbox:
         found = self.spool.read(timeout_s)
         if found is None:
             return None
-        again = found.id <= self._last_left
         if not isinstance(found, Lost):
             self.taken_bytes += HEADER_BYTES + len(found.head) + len(found.body)
         else:
             self.frames_lost += found.last - found.first + 1
-            return Item(found.id, found, again)
+            return Item(found.id, found)
         try:
             said = _decoders[found.head[:1]].decode(found.head[1:])
         except (msgspec.MsgspecError, KeyError):  # of another version
-            return Item(found.id, Lost(found.id, found.id, "unreadable", None), again)
+            return Item(found.id, Lost(found.id, found.id, "unreadable", None))
         if isinstance(said, Known):
             self._engines[said.engine] = said
         elif isinstance(said, Gone) and said.replica is None:
             self._engines.pop(said.engine, None)
-        return Item(found.id, Frame(said, found.body) if isinstance(said, FrameHeader) else said, again)
+        return Item(found.id, Frame(said, found.body) if isinstance(said, FrameHeader) else said)
 
     def header_of(self, lost: Lost) -> FrameHeader | None:
         """Return the header of a frame of which only the rows are lost."""
         if lost.head is None or lost.head[:1] != b"F":
             return None
-        header: FrameHeader = _decoders[b"F"].decode(lost.head[1:])
-        return header
+        with contextlib.suppress(msgspec.MsgspecError):  # of another version
+            header: FrameHeader = _decoders[b"F"].decode(lost.head[1:])
+            return header
+        return None
 
     def forget(self, number: int, unkept: Callable[[int], list[Unkept]], *, at_once: bool = False) -> None:
         """Note that nothing up to a record is needed any more; on the disk, when that is worth a checkpoint, or at once.
@@ -342,15 +419,19 @@ class Inbox:
         marks = [Mark(*source, seq) for source, seq in list(self._marks.items())]
         said = Checkpoint(list(self._engines.values()), marks, unkept(number))
         try:
-            made = self.spool.put(b"C" + _encoder.encode(said), b"", 0)
+            made = self.spool.append(b"C" + _encoder.encode(said), needed=True)
         except FullError as e:
-            logger.warning("spool %s: nothing is forgotten: %s", self.directory, e)
+            if not self._stuck:
+                event = {"event": "inbox_full", "directory": str(self.directory), "reason": e.reason}
+                logger.warning("spool %s: nothing is forgotten: %s", self.directory, e, extra=event)
+            self._stuck = True
             return
+        self._stuck = False
         self._own.append(made)
         self._forgotten = number
         self._checkpoints.append((made, number))
         self._acknowledge(self.spool.synced_through)
-        for key in [key for key, last in self.done.items() if last <= number]:
+        for key in [key for key, last in list(self.done.items()) if last <= number]:
             del self.done[key]
 
     def _acknowledge(self, synced: int) -> None:
@@ -371,12 +452,21 @@ class Inbox:
         empty = needless >= self.spool.last and not keep
         if not empty:
             self.forget(needless, unkept, at_once=True)
-            if self.spool.wait_synced(self.spool.last, _CLOSE_S):
+            if self._wait(self.spool.wait_synced, self.spool.last):
                 self._acknowledge(self.spool.last)
-                self.spool.wait_acknowledged(self._forgotten, _CLOSE_S)
+                self._wait(self.spool.wait_acknowledged, self._forgotten)
         clean = self.spool.close()
         if empty and not self.spool.status()["segments_bad"]:
             shutil.rmtree(self.directory, ignore_errors=True)
         elif not clean:
-            logger.error("spool %s: not everything is on the disk", self.directory)
+            event = {"event": "spool_failed", "directory": str(self.directory)}
+            logger.error("spool %s: not everything is on the disk", self.directory, extra=event)
         return clean
+
+    def _wait(self, reached: Callable[[int, float], bool], number: int) -> bool:
+        """Wait for the disk, a while if it works and hardly if it does not; return whether it got there."""
+        deadline = time.monotonic() + _CLOSE_S
+        while not reached(number, _CLOSE_PAUSE_S):
+            if self.spool.trouble is not None or time.monotonic() > deadline:
+                return False
+        return True

@@ -68,6 +68,18 @@ class Losses:
             for gap in each.gaps:
                 lost.add(gap.sites, gap.start, gap.stop)
 
+    def blame(self, reason: str, rows: int, *, instead_of: str) -> None:
+        """Give some of the rows of one reason another: with their places when these are all, else without."""
+        before = self._reasons.pop(instead_of)
+        lost = self._of(reason)
+        lost.rows += rows
+        if rows == before.rows:
+            for sites, runs in before.gaps.items():
+                for run in runs:
+                    lost.add(sites, *run)
+        else:
+            self._of(instead_of).rows = before.rows - rows
+
     @property
     def rows(self) -> Counter[str]:
         """How many rows, by reason."""

@@ -257,6 +257,9 @@ def _spools(hub: Hub) -> Iterator[Metric]:
     yield _counter("consumer_spooled_frames", "Frames that went to its inbox.", kept, _CONSUMER)
     yield _counter("consumer_spool_lost_frames", "Of these, those that could not be read again.", damaged, _CONSUMER)
     yield _counter("consumer_spool_errors", "Times that its disk failed.", of_each("failures"), _CONSUMER)
+    unkept = [((lane.name,), lane.requests_unkept) for lane in hub.lanes if isinstance(lane, SpillingLane)]
+    meaning = "Requests too long for its inbox: a hub that ends while they run loses rows of them."
+    yield _counter("consumer_unkept_requests", meaning, unkept, _CONSUMER)
     told: list[tuple[tuple[str, str], Mapping[str, int]]] = [
         (_worker(known), known.source.told.spool)
         for known in list(hub.roster.peers.values())

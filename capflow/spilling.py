@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import Any
 
 from capflow import limits
 from capflow.action import Action, Answered
@@ -25,35 +22,26 @@ from capflow.errors import RemoteProtocolError
 from capflow.fanout import Lane
 from capflow.frame import Frame, FrameHeader, Rank, RequestRows, rows_of
 from capflow.inbox import Done, Gone, Inbox, Item, Known, Missed, Unkept
+from capflow.inboxwriter import InboxWriter, Kept, Taken
 from capflow.ledger import Engine, Ledger, Request, Wish
-from capflow.losses import Losses, lessened, note_frame
 from capflow.message import ModelInfo
 from capflow.plugins import ConfiguredConsumer
-from capflow.queue import Overload
 from capflow.result import CaptureResult
+from capflow.siblings import take_beside, tell_of_others
 from capflow.spool import FullError, Lost
 
 logger = logging.getLogger("capflow.consumer")
 
-_RETRY_S = 1.0
 _MISSED_S = 0.5  # how often it is put down that an engine is missed
 _PINNED_MAX = 0.5  # of the inbox's bytes: above, the oldest open requests are not kept for the next hub any more
-
-Taken = Callable[[], None]
-
-
-class _Kept(NamedTuple):
-    """A frame on its way into the inbox."""
-
-    frame: Frame
-    taken: Taken
 
 
 @dataclass
 class _Open:
     """A request that is not over, its first record, and the bytes that were taken out by then.
 
-    rows: of it in each frame that is not forgotten, as number, stage and count; forgotten: in those that are, by stage.
+    rows: of it in each frame that is not forgotten, as number, stage and count; forgotten: in those that are, by stage; recalled: in those that
+    an earlier hub forgot.
     """
 
     first: int
@@ -63,6 +51,7 @@ class _Open:
     rank: Rank
     rows: deque[tuple[int, int, int]] = field(default_factory=deque)
     forgotten: Counter[int] = field(default_factory=Counter)
+    recalled: int = 0
 
     def unkept(self, number: int) -> Unkept:
         """Return what is to be known of it when the records up to one are forgotten."""
@@ -75,7 +64,7 @@ class _Open:
 class SpillingLane(Lane):
     """One consumer's inbox and threads, from `open` to `close`; `taken` of a frame is called when the frame is durable.
 
-    fallback: what happens when the inbox has no room. `block`: frames wait, holding their workers' credit. `drop`: their rows are lost, counted.
+    What happens when the inbox has no room is its writer's to know.
     """
 
     keeps = True
@@ -91,16 +80,11 @@ class SpillingLane(Lane):
         super().__init__(index, configured, on_result=on_result, on_action=on_action)
         spill = configured.spill
         assert spill is not None
-        self.fallback = spill.fallback
         self.inbox = Inbox(spill.root, spill.name, spill.bytes_max, on_synced=self._synced)
         wish = Wish(self.name, self.consumer.spec(), self.consumer.reads_requests)
         self.ledger = Ledger([wish], results_kept_max=0)  # the consumer's thread's; results are the hub's
-        self._lost: dict[
-            str, dict[str, Losses]
-        ] = {}  # rows without room, by engine and request, until their end is told; the writer's
-        self._owed: deque[FrameHeader] = deque()  # the ends of requests without room; the writer's
-        self._pending_lock = threading.Lock()  # guards the next
-        self._pending: deque[tuple[int, Taken]] = deque()  # not durable, by number
+        self.writer = InboxWriter(self.name, self.inbox, self.queue, spill.fallback, self.dropped)
+        self._lost_unknown = False  # as the writer's, of what was taken out
         self._engines: dict[str, Engine] = {}  # the consumer's thread's
         self._boots: dict[tuple[str, Rank], str] = {}  # of workers, as of the last frame; the consumer's thread's
         self._open: dict[tuple[str, str], _Open] = {}  # not over, by first record; the consumer's thread's
@@ -111,10 +95,11 @@ class SpillingLane(Lane):
         self._gone: set[tuple[str, int | None]] = set()  # asked to be ended by the hub; its thread's
         self._opened_at = 0.0  # when the inbox was
         self._handled = 0  # the record that was handled last; the consumer's thread's
+        self._stuck = (
+            False  # whether it could not be put down that a request is done with, the last time, which is said once
+        )
         self._settled: SimpleQueue[Request] = SimpleQueue()  # that have results, and are in `_open` or `_long` yet
-        self._unkept = 0  # requests too long for the inbox
-        self._written = threading.Event()  # set when the writer has ended
-        self._writer = threading.Thread(target=self._write, name=f"capflow-{self.name}-inbox", daemon=True)
+        self.requests_unkept = 0  # requests too long for the inbox; written by the consumer's thread
 
     # Called by the hub.
 
@@ -123,20 +108,30 @@ class SpillingLane(Lane):
         self.inbox.open()
         self._opened_at = time.monotonic()
         self._handled = self.inbox.spool.last - self.inbox.unread
-        if self.inbox.frames_left:
-            logger.info("consumer %s: %d frames wait that an earlier hub left", self.name, self.inbox.frames_left)
+        beside: list[Inbox] = []
         try:
+            beside += take_beside(self.inbox)
+            here = self.inbox.frames_here() if beside else {}
+            for other in beside:
+                self.inbox.join(other, here)
+            if self.inbox.frames_left:
+                event = {"event": "inbox_found", "consumer": self.name, "frames": self.inbox.frames_left}
+                text = "consumer %s: %d frames wait that an earlier hub left"
+                logger.info(text, self.name, self.inbox.frames_left, extra=event)
+            tell_of_others(self.inbox, self.name)
             super().open()
         except BaseException:
+            for other in beside:
+                other.spool.close()
             self.inbox.close(0, self._unkept_by, keep=False)
             raise
-        self._writer.start()
+        self.writer.start(beside, here)
 
     def keep(self, frame: Frame, taken: Taken) -> None:
         """Take a frame; `taken` is called, on any thread, when it is durable."""
         if self._gone:
             self._gone = {gone for gone in self._gone if gone[0] != frame.header.engine}
-        self.queue.force(_Kept(frame, taken), frame.nbytes)
+        self.queue.force(Kept(frame, taken), frame.nbytes)
 
     def lose(self, engine: str, replica: int | None) -> None:
         """Tell the consumer, after everything before, that the open requests of an engine, or of a replica of it, are over."""
@@ -168,9 +163,13 @@ class SpillingLane(Lane):
             elif total // _MISSED_S > seconds // _MISSED_S:
                 self.queue.force(Missed(key[0], total))
 
+    def trouble(self, now: float) -> str | None:
+        """Return why the consumer or its inbox is taken to have failed; None when neither has. It names nothing that is captured."""
+        return super().trouble(now) or self.writer.trouble()
+
     def status(self) -> dict[str, Any]:
         """Return the lane's counters."""
-        spool = self.inbox.status() | {"requests_unkept": self._unkept} if self.inbox.is_open else None
+        spool = self.inbox.status() | {"requests_unkept": self.requests_unkept} if self.inbox.is_open else None
         return super().status() | {"spool": spool}
 
     @property
@@ -178,83 +177,8 @@ class SpillingLane(Lane):
         """How many records the consumer was not given, and how many requests are open."""
         return self.inbox.unread if self.inbox.is_open else 0, len(self._open) + len(self._long)
 
-    # The writer.
-
-    def _write(self) -> None:
-        try:
-            while (item := self.queue.get(_RETRY_S)) is not None or not self.queue.closed:
-                self._put_owed()
-                match item:
-                    case _Kept(frame, taken):
-                        self._put_frame(frame, taken)
-                    case Known() | Gone() | Missed() | Answered():
-                        self._insist(functools.partial(self.inbox.put, item))
-                del item
-            self._put_owed()
-        except FullError:  # the hub stops: what was not taken, this and all behind it, is its worker's for the next one
-            pass
-        except Exception:
-            logger.exception("consumer %s: its inbox failed", self.name)
-        finally:
-            self._written.set()
-
-    def _put_frame(self, frame: Frame, taken: Taken) -> None:
-        header = frame.header
-        if self.inbox.has(header):  # and is durable: it came from an earlier hub
-            taken()
-            return
-        lost = self._lost.get(header.engine)
-        if lost and header.finished:
-            frame = Frame(lessened(header, lost), frame.payload)
-        if self.fallback is Overload.BLOCK:
-            number = self._insist(functools.partial(self.inbox.put_frame, frame))
-        else:
-            try:
-                number = self.inbox.put_frame(frame, 0.0)
-            except FullError as e:
-                self._refuse(frame, e.reason)
-                taken()
-                return
-        with self._pending_lock:
-            self._pending.append((number, taken))
-        self._synced(self.inbox.spool.synced_through)
-
-    def _insist(self, put: Callable[[float], int]) -> int:
-        """Put something in, however long it takes; put is given how long to wait. Raises FullError when the hub stops before there is room."""
-        while True:
-            stopping = self.queue.closed
-            try:
-                return put(0.0 if stopping else _RETRY_S)
-            except FullError:
-                if stopping:
-                    raise
-
-    def _refuse(self, frame: Frame, reason: str) -> None:
-        """Count the rows of a frame that has no room as lost, and owe the consumer the ends of requests in it."""
-        header = frame.header
-        lost = self._lost.setdefault(header.engine, {})
-        note_frame(lost, header, reason)
-        self.dropped[reason] += rows_of(header).total()
-        self.inbox.skip(header)
-        if header.finished:
-            bare = msgspec.structs.replace(header, requests=(), blocks=())
-            self._owed.append(Frame.seal(lessened(bare, lost), b"").header)
-
-    def _put_owed(self) -> None:
-        while self._owed:
-            try:
-                self.inbox.put_frame(Frame(self._owed[0], b""), 0.0, spared=True)
-            except FullError:
-                return
-            self._owed.popleft()
-
     def _synced(self, number: int) -> None:
-        ready = []
-        with self._pending_lock:
-            while self._pending and self._pending[0][0] <= number:
-                ready.append(self._pending.popleft()[1])
-        for taken in ready:
-            taken()
+        self.writer.synced(number)
 
     # The consumer's thread.
 
@@ -264,7 +188,7 @@ class SpillingLane(Lane):
         self._recall()
         idle_at = time.monotonic() + limits.IDLE_S
         while not self._discarding:
-            written = self._written.is_set()
+            written = self.writer.ended.is_set()
             item = self.inbox.take(max(0.0, idle_at - time.monotonic()))
             if item is not None:
                 self._safely(item)
@@ -278,7 +202,7 @@ class SpillingLane(Lane):
                 self._guard("on_idle", self.consumer.on_idle)
                 idle_at = time.monotonic() + limits.IDLE_S
         self._guard("close", self.consumer.close)
-        self._written.wait(limits.SILENCE_S_MAX)
+        self.writer.ended.wait(limits.SILENCE_S_MAX)
         self._let_go()
         self.inbox.close(self._needless(), self._unkept_by, keep=bool(self._engines or self._long))
 
@@ -288,7 +212,8 @@ class SpillingLane(Lane):
             engine = self._engine(long.engine)
             if engine is not None and self.inbox.done.get((long.engine, long.request.id), 0) == 0:
                 request = self.ledger.recall(long.request, engine, long.rank, long.rows)
-                known = _Open(0, 0, request, long.request, long.rank, forgotten=Counter(long.rows))
+                forgotten = Counter(long.rows)
+                known = _Open(0, 0, request, long.request, long.rank, deque(), forgotten, forgotten.total())
                 self._long[long.engine, long.request.id] = known
 
     def _unkept_by(self, number: int) -> list[Unkept]:
@@ -303,10 +228,10 @@ class SpillingLane(Lane):
         oldest = next(iter(self._open.items()), None)
         if oldest is not None and self.inbox.taken_bytes - oldest[1].taken_bytes > _PINNED_MAX * self.inbox.bytes_max:
             self._long[oldest[0]] = self._open.pop(oldest[0])
-            self._unkept += 1
-            if self._unkept == 1:
-                text = "consumer %s: the spool is too small for the requests that run; a hub that is killed now loses rows of the oldest"
-                logger.warning(text, self.name)
+            self.requests_unkept += 1
+            if self.requests_unkept == 1:
+                text = "consumer %s: the spool is too small for the requests that run; a hub that ends now loses rows of the oldest"
+                logger.warning(text, self.name, extra={"event": "inbox_small", "consumer": self.name})
         self.inbox.forget(self._needless(), self._unkept_by)
 
     def _safely(self, item: Item) -> None:
@@ -325,7 +250,8 @@ class SpillingLane(Lane):
                 case Lost() as lost:
                     self._damaged(lost, item.number)
         except RemoteProtocolError as e:
-            logger.error("consumer %s: record %d of its inbox: %s", self.name, item.number, e)
+            event = {"event": "inbox_failed", "consumer": self.name}
+            logger.error("consumer %s: record %d of its inbox: %s", self.name, item.number, e, extra=event)
 
     def _greeted(self, name: str, model: ModelInfo) -> Engine:
         engine = self._engines.get(name)
@@ -349,9 +275,9 @@ class SpillingLane(Lane):
         if boot != header.boot:  # started again, while no hub was there to tell
             self._end_all(engine, header.rank.dp, item.number - 1)
         self._boots[engine.name, header.rank] = header.boot
-        if item.again:
+        if self.inbox.has_done:
             for name in {*(part.id for part in header.requests), *(finished.id for finished in header.finished)}:
-                if self.inbox.done.get((engine.name, name), 0) >= item.number:
+                if self.inbox.is_done(engine.name, name, item.number):
                     self.ledger.pass_over(name, engine, header.rank)
         deliveries = self.ledger.take(frame, engine)
         self._note_open(engine, header, item.number)
@@ -410,16 +336,33 @@ class SpillingLane(Lane):
         if request.tallies[0] is None:
             return
         if rows := request.lost.rows["earlier_hub"]:
-            self.dropped["earlier_hub"] += rows
+            self._explain(request, rows)
         self._finish(request, 0, functools.partial(self._done_with, request, number))
         self._let_go()
+
+    def _explain(self, request: Request, rows: int) -> None:
+        """Count the rows that did not come of a request that is over: an earlier hub or its worker had them, or a record of which nothing is known."""
+        known = self._long.get((request.engine, request.id))
+        damaged = rows - (known.recalled if known is not None and known.request is request else 0)
+        if damaged and (self._lost_unknown or self.writer.lost_unknown):
+            request.lost.blame("spool_damaged", damaged, instead_of="earlier_hub")
+            self.dropped["spool_damaged"] += damaged
+            rows -= damaged
+        if rows:
+            self.dropped["earlier_hub"] += rows
 
     def _done_with(self, request: Request, number: int) -> None:
         """Put down that the consumer has made a request its own. Called on any thread."""
         try:
             self.inbox.put(Done(request.engine, request.id, number))
         except FullError as e:
-            logger.warning("consumer %s: %s", self.name, e)
+            if not self._stuck:
+                event = {"event": "inbox_full", "consumer": self.name, "reason": e.reason}
+                text = "consumer %s: what it is done with may be given to it again: %s"
+                logger.warning(text, self.name, e, extra=event)
+            self._stuck = True
+        else:
+            self._stuck = False
         self._settled.put(request)
 
     def _let_go(self, until: Request | None = None) -> None:
@@ -436,6 +379,8 @@ class SpillingLane(Lane):
         """Count the rows of a record that cannot be read again; what its head says holds."""
         header = self.inbox.header_of(lost)
         engine = self._engine(header.engine) if header is not None else None
+        if header is None:
+            self._lost_unknown = True
         if header is None or engine is None:
             return
         self.dropped["spool_damaged"] += self.ledger.miss(header, engine, "spool_damaged")

@@ -37,7 +37,7 @@ class Inode:
 class Disk(Files):
     """One directory's files, as a `Files`. left: operations that change the disk until it crashes; None is never.
 
-    Errors to come: `fail_sync`, `fail_write`, each an errno, for the next operation of the kind.
+    Errors to come: `fail_sync`, `fail_write`, `fail_read`, each an errno, for the next operation of the kind.
     """
 
     def __init__(self, names=()):
@@ -47,7 +47,7 @@ class Disk(Files):
         self.open_files = {}  # descriptor → inode
         self.locked = False
         self.left = None
-        self.fail_sync = self.fail_write = None
+        self.fail_sync = self.fail_write = self.fail_read = None
         self.bytes_max = None  # of all files; then ENOSPC
 
     def crash(self, choose):
@@ -61,7 +61,7 @@ class Disk(Files):
     def kill(self):
         """End the process that used the disk; what was not synced is still there, and still not synced."""
         self.open_files.clear()
-        self.locked, self.left, self.fail_sync, self.fail_write = False, None, None, None
+        self.locked, self.left, self.fail_sync, self.fail_write, self.fail_read = False, None, None, None, None
 
     @staticmethod
     def _left_of(inode, choose):
@@ -105,6 +105,8 @@ class Disk(Files):
         return self._descriptor(self.now[path.name]) if path.name in self.now else self.create(path)
 
     def open(self, path):
+        if self.fail_read:
+            self._fail("fail_read")
         if path.name not in self.now:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         return self._descriptor(self.now[path.name])
@@ -116,6 +118,8 @@ class Disk(Files):
         return len(self.open_files[fd].current)
 
     def read(self, fd, length, offset):
+        if self.fail_read:
+            self._fail("fail_read")
         return bytes(self.open_files[fd].current[offset : offset + length])
 
     def write(self, fd, parts, offset):

@@ -44,6 +44,8 @@ LAYERS = (
         "pace",
         "fanout",
         "inbox",
+        "inboxwriter",
+        "siblings",
         "spilling",
         "guard",
         "health",

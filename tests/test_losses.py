@@ -72,6 +72,15 @@ def test_gaps_beyond_the_bound_are_counted():
     assert lost.rows["queue_full"] == limits.GAPS_MAX + 11
 
 
+def test_rows_that_turn_out_to_be_lost_for_another_reason_keep_their_places_when_they_are_all():
+    lost = Losses()
+    lost.add("earlier_hub", (FIRST,), 0, 4)
+    lost.blame("spool_damaged", 4, instead_of="earlier_hub")
+    assert lost.dropped == (Dropped(4, "spool_damaged", (Gap(("post_block:0",), 0, 4),)),)
+    lost.blame("earlier_hub", 3, instead_of="spool_damaged")
+    assert lost.dropped == (Dropped(3, "earlier_hub"), Dropped(1, "spool_damaged"))
+
+
 @pytest.mark.parametrize(
     ("gaps", "rows", "said"),
     [

@@ -172,6 +172,34 @@ def test_what_a_killed_worker_left_is_sent_in_its_name(address, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def left_by_a_worker(root, boot):
+    """Have a worker leave frames; return the directory."""
+    outbox = Outbox.of(root, make_hello(boot=boot), limits.SPOOL_BYTES_DEFAULT)
+    outbox.open()
+    for seq in range(1, 4):
+        frame = make_frame([("r1", 4, seq * 4, 4)], step=seq)
+        assert outbox.put(seq, frame.header, frame.payload, 0) is None
+    outbox.close()
+    return outbox.directory
+
+
+def test_what_dead_workers_left_and_cannot_be_sent_is_said_and_the_rest_is_sent(tmp_path, caplog):
+    good, gone, strange = (left_by_a_worker(tmp_path, f"boot-{n}") for n in range(3))
+    (gone / "cursor").unlink()
+    (gone / "cursor").mkdir()  # not to be read, whoever runs this
+    (strange / "hello").write_bytes(b"junk")
+    with Outbox.of(tmp_path, make_hello(boot="boot-3"), limits.SPOOL_BYTES_DEFAULT)._spool:  # whose worker lives
+        (tmp_path / "engine-1-0.0.0-boot-3" / "hello").write_bytes((good / "hello").read_bytes())
+        (outbox,) = left_behind(tmp_path)
+    assert outbox.directory == good
+    outbox.close()
+    said = [(record.event, record.directory) for record in caplog.records if record.levelname == "ERROR"]
+    assert said == [("spool_left", str(gone)), ("spool_left", str(strange))]
+    assert "boot-1 cannot be used: got Is a directory, expected a directory that can be" in caplog.text
+    assert "expected the hello of its worker; see what is there with `capflow spool inspect" in caplog.text
+    assert len(list(gone.glob("*.spool"))) == len(list(strange.glob("*.spool"))) == 1
+
+
 def test_what_went_by_memory_and_died_there_leaves_a_gap_that_a_living_hub_takes(address, tmp_path):
     consumer, hello = Recorder(), make_hello()
     with running_hub(address, consumer) as hub:

@@ -11,7 +11,7 @@ from frames import make_finished, make_frame, make_hello, make_model
 from hubs import Later, Recorder, address, configured, running_hub, worker_link
 from waiting import eventually
 
-from capflow import limits
+from capflow import inbox, limits
 from capflow.client import Client
 from capflow.frame import Rank
 from capflow.plugins import Spill
@@ -411,7 +411,8 @@ def test_hubs_that_live_for_a_moment_find_out_together_that_an_engine_is_gone(ad
     assert recorder.done["r1"].status == "error"
 
 
-def test_two_hubs_with_the_same_consumer_have_an_inbox_each(address, spills, tmp_path):
+def test_two_hubs_with_the_same_consumer_have_an_inbox_each(address, spills, tmp_path, monkeypatch):
+    monkeypatch.setattr(inbox, "_WAIT_S", 0.3)
     one, two = Recorder(), Recorder()
     with (
         running_hub(address, spills(one)),

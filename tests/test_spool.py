@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
+import pathlib
 import random
 import subprocess
 import sys
@@ -18,6 +21,7 @@ from waiting import eventually
 
 from capflow.errors import CapflowError
 from capflow.spool import Files, FullError, Lost, Record, Spool, items
+from capflow.spool.report import in_use
 from capflow.spool.survey import ENDLESS, Segment, stops, survey
 
 LIMIT_S = 20
@@ -110,6 +114,19 @@ def test_one_process_writes(tmp_path):
         assert "is in use" in other.stderr
     with Spool(tmp_path):
         pass
+
+
+def test_who_looks_whether_a_spool_is_in_use_keeps_nobody_from_it(tmp_path):
+    with Spool(tmp_path):
+        assert in_use(tmp_path)
+    with (tmp_path / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # as who looks does
+        assert not in_use(tmp_path)
+        looked = threading.Timer(0.03, fcntl.flock, (lock, fcntl.LOCK_UN))
+        looked.start()
+        with Spool(tmp_path):
+            assert in_use(tmp_path)
+        looked.join()
 
 
 def test_a_directory_that_cannot_be_used_is_named(tmp_path):
@@ -317,6 +334,77 @@ def test_a_disk_that_fails_for_long_leaves_a_bounded_queue_in_memory():
 def test_a_segment_ends_where_any_newer_one_begins():
     segments = [Segment(DIRECTORY / str(n), n, first, 0) for n, first in enumerate((1, 8, 4, 6))]
     assert stops(segments) == [4, 4, 6, ENDLESS]
+
+
+def test_what_was_read_and_removed_is_not_kept_open(tmp_path):
+    """A full disk would have no room in it, and what waits for room is what comes next."""
+    with Spool(tmp_path) as spool:
+        fill(spool, 3)
+        assert numbers(drain(spool)) == [1, 2, 3]
+        with spool._changed:
+            spool._begin_anew()
+        spool.acknowledge(3)
+        eventually(lambda: len(list(tmp_path.glob("*.spool"))) == 1)
+        assert spool.read() is None
+        held = [entry.resolve() for entry in pathlib.Path("/proc/self/fd").iterdir()]
+        assert not [path for path in held if path.parent == tmp_path and "(deleted)" in path.name]
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.ESTALE])
+def test_what_the_disk_does_not_give_once_is_read_later_and_not_lost(code, caplog):
+    disk = written(clean=True)
+    spool = reopened(disk)
+    disk.fail_read = code
+    assert spool.read() is None
+    assert (spool.records_lost, spool.status()["failures"], spool.unread) == (0, 1, 3)
+    assert spool.trouble == os.strerror(code)
+    disk.fail_read = code
+    assert spool.read() is None  # it is not asked all the time
+    assert spool.status()["failures"] == 1
+    assert numbers([spool.read(LIMIT_S)]) == [1]
+    assert (spool.status()["failures"], spool.trouble) == (2, None)
+    assert numbers(drain(spool)) == [2, 3]
+    assert spool.records_lost == 0
+    spool.acknowledge(3)
+    spool._work()
+    assert not [name for name in disk.now if name.endswith(".bad")]
+    events = [(record.event, record.getMessage()) for record in caplog.records]
+    assert [event for event, _ in events] == ["spool_failed", "spool_works"]
+    assert events[0][1] == f"spool /spool: record 1 cannot be read: {os.strerror(code)}; trying again"
+
+
+def test_a_segment_that_someone_took_away_is_missing_and_nothing_waits_for_it(tmp_path):
+    with Spool(tmp_path, segment_bytes=2500) as spool:
+        fill(spool, 6)
+        sorted(tmp_path.glob("*.spool"))[1].unlink()
+        found = [spool.read(LIMIT_S) for _ in range(5)]
+        assert [what.id for what in found] == [1, 2, 4, 5, 6]
+        assert found[2] == Lost(3, 4, "missing")
+        spool.acknowledge(6)
+        assert spool.wait_acknowledged(6, LIMIT_S)
+        eventually(lambda: not spool._due() or spool.failures)
+        assert (spool.failures, spool.trouble) == (0, None)
+
+
+def test_a_directory_that_is_not_there_for_a_while_loses_nothing(tmp_path):
+    with Spool(tmp_path / "s", segment_bytes=2500) as spool:
+        fill(spool, 6)
+        (tmp_path / "s").rename(tmp_path / "away")
+        assert spool.read(0.2) is None
+        assert spool.status()["failures"] > 1
+        (tmp_path / "away").rename(tmp_path / "s")
+        assert spool.read(LIMIT_S).id == 1
+        assert numbers(drain(spool)) == list(range(2, 7))
+
+
+def test_what_an_earlier_process_left_and_the_disk_does_not_give_is_an_error_that_says_so():
+    disk = written(clean=True)
+    spool = reopened(disk)
+    disk.fail_read = errno.EIO
+    with pytest.raises(
+        CapflowError, match=r"spool /spool cannot be read: got Input/output error, expected a disk that"
+    ):
+        list(spool.heads())
 
 
 def test_what_a_crash_cut_stays_cut_when_the_disk_fails_next():

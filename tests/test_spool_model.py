@@ -118,6 +118,9 @@ class SpoolMachine(RuleBasedStateMachine):
     def read_some(self, count):
         for _ in range(count):
             found = self.spool.read()
+            if found is None and self.spool._reader.failure is not None:  # it is put off, and not lost
+                self.spool._reader.again_at = 0.0
+                found = self.spool.read()
             if found is None:
                 assert self.read == self.spool.last
                 return
@@ -132,10 +135,11 @@ class SpoolMachine(RuleBasedStateMachine):
         self.spool.acknowledge(self.acked)
         self.promise()
 
-    @rule(sync=rarely(0), write=rarely(0), code=st.sampled_from([errno.EIO, errno.ENOSPC]))
-    def fail_next(self, sync, write, code):
+    @rule(sync=rarely(0), write=rarely(0), read=rarely(0), code=st.sampled_from([errno.EIO, errno.ENOSPC]))
+    def fail_next(self, sync, write, read, code):
         self.disk.fail_sync = None if sync is None else code
         self.disk.fail_write = None if write is None else code
+        self.disk.fail_read = None if read is None else code
 
     @rule(seed=SEEDS)
     def lose_power(self, seed):
@@ -151,7 +155,7 @@ class SpoolMachine(RuleBasedStateMachine):
 
     @rule()
     def close_and_open(self):
-        self.disk.fail_sync = self.disk.fail_write = None
+        self.disk.fail_sync = self.disk.fail_write = self.disk.fail_read = None
         self.spool._closing = True
         self.spool._work()
         assert not self.spool._unsynced

@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from waiting import eventually
 
-from capflow.spool import Spool
+from capflow.spool import Spool, report
+from capflow.spool.survey import survey
 
 
 def capflow_spool(*arguments, **options):
@@ -93,6 +95,29 @@ def test_a_spool_in_use_is_read_and_not_emptied(filled):
         done = capflow_spool("purge", filled, "--yes")
         assert (done.returncode, "is in use; stop the process" in done.stderr) == (1, True)
         assert [spool.read().id for _ in range(8)] == list(range(4, 12))
+
+
+def test_damage_in_a_spool_in_use_is_named_and_what_its_writer_does_meanwhile_is_not(filled, monkeypatch):
+    with Spool(filled) as spool:
+        segment = sorted(filled.glob("*.spool"))[1]
+        data = bytearray(segment.read_bytes())
+        data[data.index(b"555555")] ^= 1
+        segment.write_bytes(data)
+        done = capflow_spool("verify", filled, "--json")
+        told = json.loads(done.stdout)
+        assert (done.returncode, told["in_use"], told["lost"]) == (1, True, [[5, 5]])
+
+        def surveyed(files, directory):
+            found = survey(files, directory)
+            if spool.acknowledged_through == 3:  # its consumer goes on, and what it had is removed
+                assert [spool.read().id for _ in range(5)] == [4, 5, 6, 7, 8]
+                spool.acknowledge(8)
+                assert spool.wait_acknowledged(8, 20)
+                eventually(lambda: not list(filled.glob(found.segments[0].path.name)))
+            return found
+
+        monkeypatch.setattr(report, "survey", surveyed)
+        assert report.inspect(filled, verify=True)["lost"] == []
 
 
 @pytest.mark.parametrize(("path", "said"), [("s", "got no directory"), (".", "got a directory without a spool")])

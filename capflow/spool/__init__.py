@@ -6,7 +6,8 @@ durably is never read again; a record that is not whole is never read. The numbe
 be given again after a crash.
 
 **Files.** `lock` is held with flock(2) while a process writes. `cursor` says what was acknowledged. Segments hold
-the records; a segment is renamed to `*.bad` instead of removed when a damaged record was found in it. Anything else is left alone.
+the records; a segment is renamed to `*.bad` instead of removed when a damaged record was found in it. `spare`, in some spools, takes up room while a
+process writes. Anything else is left alone.
 
 **A segment** is named `SERIAL-FIRST-SALT.spool`: serial, decimal, 8 digits or more, counts the segments of the spool; first, decimal, 16 digits
 or more, is the lowest record number that it may hold; salt is 16 hexadecimal digits at random. It holds items, one after another,
@@ -41,10 +42,21 @@ from there on was ever said to be durable. After a failed sync the file is not s
 and a second sync would succeed. The records that were not synced are kept in memory until then, and are written to a new segment.
 """
 
-from capflow.spool.contents import records
+from capflow.spool.contents import heads, records
 from capflow.spool.files import Files
 from capflow.spool.place import check_root, default_root
 from capflow.spool.reader import Lost, Record
 from capflow.spool.spool import FullError, InUseError, Spool
 
-__all__ = ["Files", "FullError", "InUseError", "Lost", "Record", "Spool", "check_root", "default_root", "records"]
+__all__ = [
+    "Files",
+    "FullError",
+    "InUseError",
+    "Lost",
+    "Record",
+    "Spool",
+    "check_root",
+    "default_root",
+    "heads",
+    "records",
+]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from capflow.errors import CapflowError, UsageError, explain
 from capflow.spool import items
 from capflow.spool.files import Files
 from capflow.spool.reader import Lost, Record
-from capflow.spool.survey import LOCK, opened, stops, survey
+from capflow.spool.survey import check, opened, stops, survey, unreadable
+from capflow.spool.survey import heads as heads_of
 
 
 def records(directory: Path) -> Iterator[Record | Lost]:
@@ -18,9 +18,7 @@ def records(directory: Path) -> Iterator[Record | Lost]:
     A process may write the spool meanwhile: what it writes after this began is not read.
     Raises UsageError when the directory is no spool, CapflowError when it cannot be read.
     """
-    if not (directory / LOCK).is_file():
-        what = "a directory without a spool" if directory.is_dir() else "no directory"
-        raise UsageError(explain(f"spool {directory}", got=what, expected="the directory of a spool"))
+    check(directory)
     files = Files()
     try:
         remains = survey(files, directory)
@@ -42,6 +40,20 @@ def records(directory: Path) -> Iterator[Record | Lost]:
                         yield Record(number, head, body)
                     expected = number + 1
     except OSError as e:
-        raise CapflowError(explain(f"spool {directory} cannot be read", got=e.strerror or str(e))) from e
+        raise unreadable(directory, e) from e
     if expected <= remains.last:
         yield Lost(expected, remains.last, "damaged")
+
+
+def heads(directory: Path) -> Iterator[bytes]:
+    """Yield the head of every record that counts and is not done with, in order, but for those that are damaged; raises as `records` does."""
+    check(directory)
+    files = Files()
+    try:
+        remains = survey(files, directory)
+        for segment, stop in zip(remains.segments, stops(remains.segments), strict=True):
+            with opened(files, segment.path) as fd:
+                found = heads_of(files, fd, segment, remains.cursor.acked, min(stop, remains.last + 1))
+                yield from (head for _, head in found if head is not None)
+    except OSError as e:
+        raise unreadable(directory, e) from e

@@ -8,9 +8,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+_LOCK_TRIES = 6  # for a lock, this long after one another: who only asks whether it is held holds it for a moment
+_LOCK_PAUSE_S = 0.02
 
 
 class Files:
@@ -31,11 +35,23 @@ class Files:
         """Return the descriptor of a file, made if missing, that nobody else has locked; None if someone has."""
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            for tried in range(_LOCK_TRIES):
+                time.sleep(_LOCK_PAUSE_S if tried else 0)
+                if _flock(fd, fcntl.LOCK_EX):
+                    return fd
+        except OSError:
             os.close(fd)
-            return None
-        return fd
+            raise
+        os.close(fd)
+        return None
+
+    def locked(self, path: Path) -> bool:
+        """Return whether someone has a file locked; whoever tries to lock it meanwhile gets it all the same."""
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return not _flock(fd, fcntl.LOCK_SH)
+        finally:
+            os.close(fd)
 
     def create(self, path: Path) -> int:
         """Return the descriptor of a new, empty file to write."""
@@ -101,3 +117,12 @@ class Files:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def _flock(fd: int, how: int) -> bool:
+    """Lock a file, unless others have it; return whether it is locked."""
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

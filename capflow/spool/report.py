@@ -6,12 +6,26 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from capflow.errors import CapflowError, UsageError, explain
+from capflow.errors import CapflowError, explain
 from capflow.spool import items
 from capflow.spool.files import Files
-from capflow.spool.survey import CURSOR, ENDLESS, LOCK, Segment, opened, stops, survey
+from capflow.spool.spare import SPARE
+from capflow.spool.survey import CURSOR, ENDLESS, LOCK, Remains, Segment, check, opened, stops, survey, unreadable
+
+_LOOKS_MAX = 5  # at a spool whose segments are removed while it is looked at
+
+Gaps = list[list[int]]
+"""Ranges of records, the first and the last of each, in order."""
+
+
+class _Look(NamedTuple):
+    """What one look at a spool found: what there is, a row for each segment, and which records none of these holds."""
+
+    remains: Remains
+    rows: list[dict[str, Any]]
+    lost: Gaps
 
 
 def inspect(directory: Path, *, verify: bool = False) -> dict[str, Any]:
@@ -21,30 +35,46 @@ def inspect(directory: Path, *, verify: bool = False) -> dict[str, Any]:
     Raises UsageError when the directory is no spool, CapflowError when it cannot be read.
     """
     files = Files()
-    _check(directory)
+    check(directory)
     try:
-        remains = survey(files, directory)
-        rows = []
-        for segment, stop in zip(remains.segments, stops(remains.segments), strict=True):
-            stop = min(stop, remains.last + 1) if stop == ENDLESS else stop  # noqa: PLW2901
-            with contextlib.suppress(FileNotFoundError):  # its writer has just removed it
-                rows.append(_segment(files, segment, stop, remains.cursor.acked, verify=verify))
+        used = in_use(directory)
+        look = _look(files, directory, verify=verify)
+        lost = look.lost
+        if lost and (used or in_use(directory)):  # what its writer did meanwhile looks like a loss, once
+            lost = _both(lost, _look(files, directory, verify=verify).lost)
     except OSError as e:
-        raise CapflowError(explain(f"spool {directory} cannot be read", got=e.strerror or str(e))) from e
-    left = remains.last - remains.cursor.acked
-    found = sum(row["records"] for row in rows)
+        raise unreadable(directory, e) from e
+    remains, rows = look.remains, look.rows
     return {
         "directory": str(directory),
-        "in_use": in_use(directory),
+        "in_use": used,
         "acknowledged": remains.cursor.acked,
         "last": remains.last,
-        "records": left,
+        "records": remains.last - remains.cursor.acked,
         "bytes": sum(row["bytes"] for row in rows) + remains.bad_bytes,
         "void_bytes": remains.cut[2] if remains.cut is not None else 0,
-        "lost": [] if in_use(directory) and found < left else _gaps(rows, remains.cursor.acked, remains.last),
+        "lost": lost,
         "set_aside": [path.name for path in remains.bad],
         "segments": [{key: value for key, value in row.items() if key != "ranges"} for row in rows],
     }
+
+
+def _look(files: Files, directory: Path, *, verify: bool) -> _Look:
+    """Return what a spool holds now. Raises OSError."""
+    for left in reversed(range(_LOOKS_MAX)):
+        try:
+            remains = survey(files, directory)
+        except FileNotFoundError:  # its writer has just removed a segment
+            if not left:
+                raise
+        else:
+            break
+    rows, acked = [], remains.cursor.acked
+    for segment, stop in zip(remains.segments, stops(remains.segments), strict=True):
+        stop = min(stop, remains.last + 1) if stop == ENDLESS else stop  # noqa: PLW2901
+        with contextlib.suppress(FileNotFoundError):  # likewise
+            rows.append(_segment(files, segment, stop, acked, verify=verify))
+    return _Look(remains, rows, _gaps(rows, acked, remains.last))
 
 
 def _segment(files: Files, segment: Segment, stop: int, acked: int, *, verify: bool) -> dict[str, Any]:
@@ -75,9 +105,10 @@ def _segment(files: Files, segment: Segment, stop: int, acked: int, *, verify: b
     }
 
 
-def _gaps(rows: list[dict[str, Any]], acked: int, last: int) -> list[list[int]]:
+def _gaps(rows: list[dict[str, Any]], acked: int, last: int) -> Gaps:
     """Return the ranges of records that no segment holds."""
-    gaps, expected = [], acked + 1
+    gaps: Gaps = []
+    expected = acked + 1
     for first, until in sorted(span for row in rows for span in row["ranges"]):
         if first > expected:
             gaps.append([expected, first - 1])
@@ -87,13 +118,18 @@ def _gaps(rows: list[dict[str, Any]], acked: int, last: int) -> list[list[int]]:
     return gaps
 
 
+def _both(one: Gaps, other: Gaps) -> Gaps:
+    """Return what is in both."""
+    cuts = ([max(a, c), min(b, d)] for a, b in one for c, d in other)
+    return [[first, last] for first, last in cuts if first <= last]
+
+
 def in_use(directory: Path) -> bool:
-    """Return whether a process writes the spool."""
+    """Return whether a process writes the spool; one that begins to meanwhile is not kept from it."""
     try:
-        with _held(directory) as mine:
-            return not mine
+        return Files().locked(directory / LOCK)
     except OSError:
-        return False  # a spool that this process may not write
+        return False  # a spool that this process may not read
 
 
 def purge(directory: Path) -> int:
@@ -101,13 +137,18 @@ def purge(directory: Path) -> int:
 
     Raises CapflowError when a process writes it.
     """
-    _check(directory)
+    check(directory)
     try:
         with _held(directory) as mine:
             if not mine:
                 raise CapflowError(explain(f"spool {directory} is in use", do="stop the process that writes it"))
             remains = survey(Files(), directory)
-            paths = [*(segment.path for segment in remains.segments), *remains.bad, directory / CURSOR]
+            paths = [
+                *(segment.path for segment in remains.segments),
+                *remains.bad,
+                directory / SPARE,
+                directory / CURSOR,
+            ]
             total = 0
             for path in paths:  # the cursor last: without it, what is left would be read again
                 with contextlib.suppress(FileNotFoundError):
@@ -115,7 +156,9 @@ def purge(directory: Path) -> int:
                     path.unlink()
             return total
     except OSError as e:
-        raise CapflowError(explain(f"spool {directory} cannot be emptied", got=e.strerror or str(e))) from e
+        what, got = f"spool {directory} cannot be emptied", e.strerror or str(e)
+        expected, do = "a directory that this user may write", "see to that, and try again"
+        raise CapflowError(explain(what, got=got, expected=expected, do=do)) from e
 
 
 @contextlib.contextmanager
@@ -127,9 +170,3 @@ def _held(directory: Path) -> Iterator[bool]:
     finally:
         if fd is not None:
             os.close(fd)
-
-
-def _check(directory: Path) -> None:
-    if not (directory / LOCK).is_file():
-        what = "a directory without a spool" if directory.is_dir() else "no directory"
-        raise UsageError(explain(f"spool {directory}", got=what, expected="the directory of a spool"))

@@ -40,6 +40,9 @@ class Segments:
     def __len__(self) -> int:
         return len(self._all)
 
+    def __contains__(self, segment: object) -> bool:
+        return segment in self._all
+
     @property
     def active_bytes(self) -> int:
         """The length of the segment that is written to."""
@@ -149,10 +152,11 @@ class Segments:
     def free(self, segment: Segment) -> bool:
         """Remove a segment's file, or set it aside if it is damaged and there is room; return whether its bytes are free."""
         aside = segment.damaged and self.bad < limits.SEGMENTS_BAD_MAX and self.nbytes <= self.bytes_max // 2
-        if aside:
-            self._files.rename(segment.path, segment.path.with_name(segment.path.name + BAD))
-        else:
-            self._files.unlink(segment.path)
+        with contextlib.suppress(FileNotFoundError):  # someone took it away
+            if aside:
+                self._files.rename(segment.path, segment.path.with_name(segment.path.name + BAD))
+            else:
+                self._files.unlink(segment.path)
         return not aside
 
     def freed(self, segment: Segment, *, bytes_free: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -19,7 +20,8 @@ from capflow.spool.cursor import Cursor, CursorFile
 from capflow.spool.files import Files
 from capflow.spool.reader import Lost, Reader, Record
 from capflow.spool.segments import Segments
-from capflow.spool.survey import CURSOR, LOCK, opened, survey
+from capflow.spool.spare import Spare
+from capflow.spool.survey import CURSOR, LOCK, heads, opened, survey, unreadable
 
 logger = logging.getLogger("capflow.spool")
 
@@ -52,8 +54,8 @@ class Spool:
     """A bounded queue of records on disk, from `open` to `close`.
 
     Any thread appends, one reads, one acknowledges, and the spool's own syncs, frees and tries again what failed.
-    bytes_max bounds the segments together. unsynced_bytes_max bounds what is kept in memory until it is durable. on_synced(number) is
-    called on the spool's thread when every record up to there is durable.
+    bytes_max bounds the segments together. unsynced_bytes_max bounds what is kept in memory until it is durable. spare_bytes are kept on the disk
+    besides, for records that are put in as `needed`. on_synced(number) is called on the spool's thread when every record up to there is durable.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Spool:
         bytes_max: int = limits.SPOOL_BYTES_DEFAULT,
         segment_bytes: int | None = None,
         unsynced_bytes_max: int = limits.SPOOL_UNSYNCED_BYTES_MAX,
+        spare_bytes: int = 0,
         on_synced: Callable[[int], None] | None = None,
         files: Files | None = None,
     ) -> None:
@@ -76,12 +79,14 @@ class Spool:
         self._changed = threading.Condition()  # guards what follows; notified when any of it changed
         segment_bytes = segment_bytes or min(limits.SEGMENT_BYTES_MAX, max(1, bytes_max // 8))
         self._segments = Segments(self._files, self.directory, bytes_max, segment_bytes)
+        self._spare = Spare(self._files, self.directory, spare_bytes)
         self._unsynced: dict[int, _Entry] = {}  # by number, rising; emptied by syncs
         self._failure: OSError | None = None  # the disk's, from a failed sync until one that works
         self._next_append = 1
         self._next_read = 1
         self._acked = 0  # by `acknowledge`
-        self._failing = False  # whether the last attempt at anything failed; the thread's alone
+        self._failing: OSError | None = None  # why the thread's last attempt at anything failed; written by it
+        self._refused: tuple[OSError, float] | None = None  # why the last record was not written, and when
         self._told = 0  # what `on_synced` was told last; the thread's alone
         self._closing = False
         self._ended = threading.Event()  # set with `_closing`, for the thread while it rests
@@ -92,7 +97,7 @@ class Spool:
         self.unsynced_bytes = 0
         self.records_lost = 0
         self.syncs = 0
-        self.failures = 0
+        self.failures = 0  # to write
         self.bytes_cut = 0  # of no whole record, when the spool was opened
 
     # From open to close; by the owner's thread.
@@ -111,7 +116,9 @@ class Spool:
             self._recover()
         except OSError as e:
             self._release()
-            raise CapflowError(explain(f"spool {self.directory} cannot be used", got=e.strerror or str(e))) from e
+            what, got = f"spool {self.directory} cannot be used", e.strerror or str(e)
+            expected, do = "a directory that can be written and read", "mend that, or name another directory"
+            raise CapflowError(explain(what, got=got, expected=expected, do=do)) from e
         self._thread = threading.Thread(target=self._run, name="capflow-spool", daemon=True)
         self._thread.start()
 
@@ -125,7 +132,8 @@ class Spool:
         if thread is not None:
             thread.join(_CLOSE_S)
             if thread.is_alive():
-                logger.error("spool %s: the disk does not answer; what is not synced is left to it", self.directory)
+                what = "spool %s: the disk does not answer; what is not synced is left to it"
+                logger.error(what, self.directory, extra=self._event("spool_failed"))
                 return False
             self._release()
         return not self._unsynced
@@ -139,11 +147,11 @@ class Spool:
 
     # For the thread that appends.
 
-    def append(self, head: bytes, body: Any = b"", *, spare_bytes: int = 0) -> int:
+    def append(self, head: bytes, body: Any = b"", *, spare_bytes: int = 0, needed: bool = False) -> int:
         """Take a record; return its number. Until it is durable, as `synced_through` says, its buffers must not change.
 
         Waits only for the disk, when `unsynced_bytes_max` of records before it are not durable. Raises FullError, also when less than
-        `spare_bytes` would be left of `bytes_max`.
+        `spare_bytes` would be left of `bytes_max`. needed: without it nothing can be removed, so that what is kept of a full disk is for it.
         """
         body = memoryview(body).cast("B")
         nbytes = items.HEADER_BYTES + len(head) + len(body)
@@ -156,21 +164,33 @@ class Spool:
             if self._failure is None:
                 self._check_room(nbytes + spare_bytes)
                 try:
-                    self._segments.write(self._next_append, head, body)
+                    self._write(head, body, needed=needed)
                 except OSError as e:
+                    self._refused = e, time.monotonic()
+                    if e.errno in _NO_ROOM:
+                        self._begin_anew()
                     raise self._full(e) from e
+                self._refused = None
             self._unsynced[self._next_append] = _Entry(head, body, nbytes)
             self.unsynced_bytes += nbytes
             self._next_append += 1
             self._changed.notify_all()
             return self._next_append - 1
 
-    def put(self, head: bytes, body: Any = b"", timeout_s: float | None = None, *, spare_bytes: int = 0) -> int:
+    def put(
+        self,
+        head: bytes,
+        body: Any = b"",
+        timeout_s: float | None = None,
+        *,
+        spare_bytes: int = 0,
+        needed: bool = False,
+    ) -> int:
         """Take a record as `append` does, waiting for room for at most `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
-                return self.append(head, body, spare_bytes=spare_bytes)
+                return self.append(head, body, spare_bytes=spare_bytes, needed=needed)
             except FullError:
                 left = _RETRY_S if deadline is None else min(_RETRY_S, deadline - time.monotonic())
                 if left <= 0:
@@ -183,13 +203,35 @@ class Spool:
     def read(self, timeout_s: float | None = 0) -> Record | Lost | None:
         """Return what comes next, waiting for it for at most `timeout_s`; None when nothing came, or never will.
 
-        A record that is not durable yet is read from memory.
+        A record that is not durable yet is read from memory. What the disk does not give is tried for again and again, however long it takes:
+        lost is only what is not what was written.
         """
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            now = time.monotonic()
+            pause_s, left_s = self._reader.again_at - now, max(0.0, deadline - now)
+            if pause_s > 0 and (self._ended.wait(min(pause_s, left_s)) or pause_s > left_s):
+                return None
+            failed = self._reader.failure is not None
+            try:
+                found = self._read(None if left_s == math.inf else left_s)
+            except OSError as e:
+                if not failed:
+                    what = "spool %s: record %d cannot be read: %s; trying again"
+                    said, event = e.strerror or str(e), self._event("spool_failed")
+                    logger.error(what, self.directory, self._next_read, said, extra=event)
+                continue
+            if failed and self._reader.failure is None:
+                logger.error("spool %s: it can be read again", self.directory, extra=self._event("spool_works"))
+            return found
+
+    def _read(self, timeout_s: float | None) -> Record | Lost | None:
         with self._changed:
             if timeout_s != 0:
                 self._changed.wait_for(lambda: self._next_read < self._next_append or self._closing, timeout_s)
             number = self._next_read
             if number >= self._next_append:
+                self._reader.let_go(self._segments)  # or a full disk would keep what was removed
                 return None
             entry = self._unsynced.get(number)
             place = self._segments.at(number) if entry is None else None
@@ -203,24 +245,27 @@ class Spool:
             found = Lost(number, min(self._segments.first(), end) - 1, "missing")
         if isinstance(found, Lost):
             self.records_lost += found.last - found.first + 1
-            logger.error("spool %s: records %d to %d are lost: %s", self.directory, *found[:3])
+            event = self._event("spool_damaged", first=found.first, last=found.last)
+            logger.error("spool %s: records %d to %d are lost: %s", self.directory, *found[:3], extra=event)
         self._next_read = found.id + 1
         return found
 
     def heads(self) -> Iterator[tuple[int, bytes]]:
         """Yield number and head of every record that was left by an earlier process, but for those that are damaged.
 
-        To be called after `open`, before anything is appended or acknowledged. Raises OSError.
+        To be called after `open`, before anything is appended or acknowledged. Raises CapflowError when the disk does not give them.
         """
+        try:
+            yield from self._heads()
+        except OSError as e:
+            raise unreadable(self.directory, e) from e
+
+    def _heads(self) -> Iterator[tuple[int, bytes]]:
         for segment, stop in self._segments.ranges():
             with opened(self._files, segment.path) as fd:
-                for item in items.scan(self._files, fd, segment.size, segment.salt):
-                    if isinstance(item, items.Damage) or item.header.kind != items.RECORD:
-                        continue
-                    if self._acked < item.header.id < min(stop, self._next_append):
-                        head = items.read_head(self._files, fd, item)
-                        if head is not None:
-                            yield item.header.id, head
+                for number, head in heads(self._files, fd, segment, self._acked, min(stop, self._next_append)):
+                    if head is not None:
+                        yield number, head
 
     def acknowledge(self, number: int) -> None:
         """Say that every record up to here, all of them read, is done with: none of them is read again."""
@@ -268,6 +313,15 @@ class Spool:
                 do = "start the process that writes it again"
                 raise CapflowError(explain(f"spool {self.directory} is gone", got=e.strerror or str(e), do=do)) from e
 
+    @property
+    def trouble(self) -> str | None:
+        """Why its disk is taken to have failed; None when it has not. It names nothing that is in the spool."""
+        refused, now = self._refused, time.monotonic()
+        error = self._failing or self._reader.failure
+        if error is None and refused is not None and now - refused[1] < limits.CALL_S_MAX:
+            error = refused[0]
+        return None if error is None else error.strerror or type(error).__name__
+
     def status(self) -> dict[str, Any]:
         """Return the spool's counters."""
         return {
@@ -279,10 +333,22 @@ class Spool:
             "segments": len(self._segments),
             "segments_bad": self._segments.bad,
             "syncs": self.syncs,
-            "failures": self.failures,
+            "failures": self.failures + self._reader.failures,
         }
 
     # Under `_changed`.
+
+    def _write(self, head: bytes, body: Any, *, needed: bool) -> None:
+        if not needed:
+            self._spare.keep()
+            if self._spare.is_missing:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        try:
+            self._segments.write(self._next_append, head, body)
+        except OSError as e:
+            if not (needed and e.errno in _NO_ROOM and self._spare.give()):
+                raise
+            self._segments.write(self._next_append, head, body)
 
     def _fits_memory(self, nbytes: int) -> bool:
         return not self._unsynced or self.unsynced_bytes + nbytes <= self.unsynced_bytes_max
@@ -291,16 +357,27 @@ class Spool:
         segments = self._segments
         if segments.nbytes + nbytes <= segments.bytes_max:
             return
-        if segments.active_bytes and self._next_append - 1 == self._acked:  # a segment goes once there is a newer one
-            with contextlib.suppress(OSError):
-                segments.begin(self._next_append)
-                self._changed.notify_all()
+        if self._next_append - 1 == self._acked:
+            self._begin_anew()
         what, expected = f"spool {self.directory} is full", f"at most {segments.bytes_max}"
-        raise FullError("spool_full", explain(what, got=f"{segments.nbytes} and {nbytes} bytes", expected=expected))
+        got, do = f"{segments.nbytes} and {nbytes} bytes", "allow it more, or have it read faster"
+        raise FullError("spool_full", explain(what, got=got, expected=expected, do=do))
+
+    def _begin_anew(self) -> None:
+        """Write to another segment from here on: one goes, once it is done with, only when there is a newer one."""
+        if self._segments.active_bytes:
+            with contextlib.suppress(OSError):
+                self._segments.begin(self._next_append)
+                self._changed.notify_all()
 
     def _full(self, e: OSError) -> FullError:
-        reason = "disk_full" if e.errno in _NO_ROOM else "disk_failed"
-        return FullError(reason, explain(f"spool {self.directory}", got=e.strerror or str(e)))
+        no_room = e.errno in _NO_ROOM
+        what, got = f"spool {self.directory} takes nothing", e.strerror or str(e)
+        expected, do = ("room on its disk", "make some") if no_room else ("a disk that takes it", "see to the disk")
+        return FullError("disk_full" if no_room else "disk_failed", explain(what, got=got, expected=expected, do=do))
+
+    def _event(self, event: str, **fields: Any) -> dict[str, Any]:
+        return {"event": event, "directory": str(self.directory), **fields}
 
     # Opening and closing.
 
@@ -310,7 +387,7 @@ class Spool:
         if remains.cut is not None and remains.cut[2]:
             self.bytes_cut = remains.cut[2]
             message = "spool %s: cut behind record %d; the %d bytes behind it are void"
-            logger.warning(message, self.directory, last, self.bytes_cut)
+            logger.warning(message, self.directory, last, self.bytes_cut, extra=self._event("spool_cut", last=last))
         if last > cursor.synced:  # of a writer that was killed: whole, but perhaps only in memory
             for segment in remains.segments:
                 with opened(self._files, segment.path) as fd:
@@ -324,11 +401,14 @@ class Spool:
         self._acked = self.acknowledged_through = cursor.acked
         self._next_read = cursor.acked + 1
         self._free()
+        self._spare.keep()
         if len(self):
-            logger.info("spool %s: records left of earlier: %d", self.directory, len(self))
+            event = self._event("spool_found", records=len(self))
+            logger.info("spool %s: records left of earlier: %d", self.directory, len(self), extra=event)
 
     def _release(self) -> None:
         self._reader.close()
+        self._spare.give()
         self._segments.seal(every=True)
         self._cursor.close()
         if self._lock_fd is not None:
@@ -368,10 +448,11 @@ class Spool:
                     self._give_up(e)
         if error is not None:
             self.failures += 1
-        if (error is not None) != self._failing:
-            self._failing = error is not None
+        if (error is None) != (self._failing is None):
             said = "the disk works again" if error is None else f"{error.strerror or error}; trying again"
-            logger.error("spool %s: %s", self.directory, said)
+            event = self._event("spool_works" if error is None else "spool_failed")
+            logger.error("spool %s: %s", self.directory, said, extra=event)
+        self._failing = error
         if self._on_synced is not None and self.synced_through > self._told:
             self._told = self.synced_through
             self._on_synced(self._told)
@@ -427,4 +508,5 @@ class Spool:
             bytes_free = self._segments.free(segment)
             with self._changed:
                 self._segments.freed(segment, bytes_free=bytes_free)
+                self._spare.freed()
                 self._changed.notify_all()

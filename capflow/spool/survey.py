@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from capflow.errors import CapflowError, UsageError, explain
 from capflow.spool import items
 from capflow.spool.cursor import Cursor, read_cursor
 from capflow.spool.files import Files
@@ -55,6 +56,27 @@ def opened(files: Files, path: Path) -> Iterator[int]:
         yield fd
     finally:
         files.close(fd)
+
+
+def check(directory: Path) -> None:
+    """Raise UsageError when a directory is no spool."""
+    if not (directory / LOCK).is_file():
+        what = "a directory without a spool" if directory.is_dir() else "no directory"
+        do = "name the directory that holds its segments and `lock`"
+        raise UsageError(explain(f"spool {directory}", got=what, expected="the directory of a spool", do=do))
+
+
+def unreadable(directory: Path, e: OSError) -> CapflowError:
+    """Return the error to raise when a disk does not give what is in a spool."""
+    what, got = f"spool {directory} cannot be read", e.strerror or str(e)
+    return CapflowError(explain(what, got=got, expected="a disk that gives it back", do="mend that, and try again"))
+
+
+def heads(files: Files, fd: int, segment: Segment, acked: int, stop: int) -> Iterator[tuple[int, bytes | None]]:
+    """Yield number and head of every record of a segment above `acked` and below `stop`; None for a head that is damaged. Raises OSError."""
+    for item in items.scan(files, fd, segment.size, segment.salt):
+        if isinstance(item, items.Item) and item.header.kind == items.RECORD and acked < item.header.id < stop:
+            yield item.header.id, items.read_head(files, fd, item)
 
 
 def stops(segments: Sequence[Segment]) -> list[int]:

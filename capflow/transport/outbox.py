@@ -7,7 +7,6 @@ little-endian, and the frame's sealed header; its body is the payload. Numbers r
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
@@ -24,7 +23,7 @@ from capflow.frame import Frame, FrameHeader
 from capflow.losses import Losses, lessened, note_frame
 from capflow.message import Hello
 from capflow.session import Parts
-from capflow.spool import FullError, Lost, Spool
+from capflow.spool import FullError, InUseError, Lost, Spool
 
 logger = logging.getLogger("capflow.link")
 
@@ -76,7 +75,9 @@ class Outbox:
                 new.replace(path)
             except OSError as e:
                 self._spool.close()
-                raise CapflowError(explain(f"{path} cannot be written", got=e.strerror or str(e))) from e
+                what, got = f"{path} cannot be written", e.strerror or str(e)
+                expected, do = "room on its disk, and leave to write", "see to that, or name another --spool-dir"
+                raise CapflowError(explain(what, got=got, expected=expected, do=do)) from e
 
     @property
     def waiting(self) -> int:
@@ -136,27 +137,42 @@ class Outbox:
         """Leave what is not acknowledged to a later process, and nothing if everything is."""
         clean = self._spool.close()
         if not clean:
-            logger.error("spool %s: not everything is on the disk", self.directory)
+            event = {"event": "spool_failed", "directory": str(self.directory)}
+            logger.error("spool %s: not everything is on the disk", self.directory, extra=event)
         elif not len(self._spool) and not self._spool.status()["segments_bad"]:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def left_behind(root: Path) -> list[Outbox]:
-    """Return, opened, what workers that are gone left below a directory; what is empty is removed."""
+    """Return, opened, what workers that are gone left below a directory; what is empty is removed, what cannot be used is left alone, and said."""
     found = []
     for path in sorted(root.glob(f"*/{_HELLO}")):
         try:
-            hello = message.decode(path.read_bytes())
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as e:
-            logger.error("spool %s is left alone: %s", path.parent, e)
-            continue
-        if not isinstance(hello, Hello):
-            continue
-        outbox = Outbox(path.parent, hello, limits.SPOOL_BYTES_MAX)
-        with contextlib.suppress(CapflowError):  # its worker lives
+            outbox = Outbox(path.parent, _hello_of(path), limits.SPOOL_BYTES_MAX)
             outbox.open()
-            if outbox.unacknowledged:
-                found.append(outbox)
-            else:
-                outbox.close()
+        except InUseError:  # its worker lives
+            continue
+        except CapflowError as e:
+            event = {"event": "spool_left", "directory": str(path.parent)}
+            logger.error("what a worker that is gone left is not sent: %s", e, extra=event)
+            continue
+        if outbox.unacknowledged:
+            found.append(outbox)
+        else:
+            outbox.close()
     return found
+
+
+def _hello_of(path: Path) -> Hello:
+    """Return the hello in a file. Raises CapflowError when there is none in it."""
+    got = "another message"
+    try:
+        hello = message.decode(path.read_bytes())
+        if isinstance(hello, Hello):
+            return hello
+    except OSError as e:
+        got = e.strerror or str(e)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        got = str(e)
+    do = f"see what is there with `capflow spool inspect {path.parent}`"
+    raise CapflowError(explain(str(path), got=got, expected="the hello of its worker", do=do))

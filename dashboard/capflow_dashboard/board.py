@@ -119,10 +119,9 @@ class Board:
         with self._lock:
             self._turned_away.discard((done.engine, done.request))
             self._done += 1
-            lost = 0
-            for rows, reason in done.dropped:
-                self._dropped[reason] += rows
-                lost += rows
+            lost = sum(dropped.rows for dropped in done.dropped)
+            for dropped in done.dropped:
+                self._dropped[dropped.reason] += dropped.rows
             record = self._open.pop((done.engine, done.request), None)
             self._counts_version = self._next()
             if record is not None:

@@ -1,0 +1,238 @@
+"""The writer of an inbox: puts what a hub gives one consumer on disk, on a thread of its own, and says when it is there.
+
+What always holds: a frame is its worker's until it is durable here, or until its rows were counted as lost. A disk that fails, in whatever way, is
+one without room: frames wait, or their rows are lost, as the fallback says, and it is tried again.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from capflow.action import Answered
+from capflow.frame import Frame, FrameHeader, Source, rows_of
+from capflow.inbox import Gone, Inbox, Known, Missed
+from capflow.losses import Losses, lessened, note_frame
+from capflow.queue import ByteQueue, Overload
+from capflow.spool import FullError, Lost
+
+logger = logging.getLogger("capflow.consumer")
+
+_RETRY_S = 1.0
+
+Taken = Callable[[], None]
+
+
+class Kept(NamedTuple):
+    """A frame on its way into the inbox."""
+
+    frame: Frame
+    taken: Taken
+
+
+class InboxWriter:
+    """One inbox's writer, from `start` until the queue is closed and empty.
+
+    fallback: what happens when the inbox has no room. `block`: frames wait, holding their workers' credit. `drop`: their rows are lost, counted
+    by reason in `dropped`.
+    """
+
+    def __init__(
+        self, name: str, inbox: Inbox, queue: ByteQueue[Any], fallback: Overload, dropped: Counter[str]
+    ) -> None:
+        self.name = name
+        self.ended = threading.Event()  # set when the thread has
+        self.failed = False  # whether something went wrong, the last time, that is no disk without room
+        self.lost_unknown = False  # whether a record was lost of which nobody knows what it held
+        self._inbox = inbox
+        self._queue = queue
+        self._fallback = fallback
+        self._dropped = dropped
+        self._beside: list[Inbox] = []  # to be emptied into the inbox before anything else
+        self._here: Mapping[tuple[Source, int], int] = {}  # the numbers of frames that are in it since before
+        self._lost: defaultdict[str, dict[str, Losses]] = defaultdict(
+            dict
+        )  # rows that did not get in, by engine and request, until their end is told
+        self._owed: deque[FrameHeader] = deque()  # the ends of requests without room
+        self._pending_lock = threading.Lock()  # guards the next
+        self._pending: deque[tuple[int, Taken]] = deque()  # not durable, by number
+        self._thread = threading.Thread(target=self._run, name=f"capflow-{name}-inbox", daemon=True)
+
+    def start(self, beside: Sequence[Inbox], here: Mapping[tuple[Source, int], int]) -> None:
+        """Begin, with what other inboxes hold, each of them opened and joined; here: frames that were copied from them before."""
+        self._beside = list(beside)
+        self._here = here
+        self._thread.start()
+
+    def synced(self, number: int) -> None:
+        """Note that every record up to here is durable. Called on any thread."""
+        ready = []
+        with self._pending_lock:
+            while self._pending and self._pending[0][0] <= number:
+                ready.append(self._pending.popleft()[1])
+        for taken in ready:
+            taken()
+
+    def trouble(self) -> str | None:
+        """Return why the inbox is taken to have failed; None when it has not."""
+        if self.failed:
+            return "its inbox failed; see the log"
+        spools = [inbox.spool for inbox in (self._inbox, *self._beside) if inbox.is_open]
+        said = next((spool.trouble for spool in spools if spool.trouble is not None), None)
+        return None if said is None else f"the disk of its inbox: {said}"
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while self._beside:
+                self._safely(self._empty, self._beside[0])
+                self._beside[0].spool.close()
+                self._beside = self._beside[1:]
+            self._here = {}
+            while (item := self._queue.get(_RETRY_S)) is not None or not self._queue.closed:
+                self._put_owed()
+                self._safely(self._put, item)
+                del item
+            self._put_owed()
+        except FullError:  # the hub stops: what was not taken, this and all behind it, is its worker's for the next one
+            pass
+        finally:
+            for other in self._beside:
+                other.spool.close()
+            self.ended.set()
+
+    def _safely(self, do: Callable[[Any], None], what: Any) -> None:
+        """Do something. Raises FullError, and nothing else: a frame that is left over then is its worker's."""
+        try:
+            do(what)
+        except FullError:
+            raise
+        except Exception as e:  # noqa: BLE001  without this thread nothing would be acknowledged any more
+            self._note_failure(e)
+
+    def _note_failure(self, e: Exception) -> None:
+        if not self.failed:
+            event = {"event": "inbox_failed", "consumer": self.name}
+            logger.error("consumer %s: its inbox failed; it goes on", self.name, exc_info=e, extra=event)
+        self.failed = True
+
+    def _put(self, item: Any) -> None:
+        match item:
+            case Kept(frame, taken) if self._inbox.has(frame.header):  # and is durable: it came from an earlier hub
+                taken()
+            case Kept(frame, taken):
+                self._put_frame(frame, taken, self._fallback)
+            case Known() | Gone() | Missed() | Answered():
+                self._insist(functools.partial(self._inbox.put, item))
+
+    def _put_frame(self, frame: Frame, taken: Taken, fallback: Overload) -> int:
+        """Put a frame in; return the number of its record, 0 of one that has no room and is not to wait for it."""
+        if frame.header.finished:
+            frame = Frame(self._lessened(frame.header), frame.payload)
+        put = functools.partial(self._inbox.put_frame, frame)
+        try:
+            number = self._insist(put) if fallback is Overload.BLOCK else self._try(put, 0.0)
+        except FullError as e:
+            if fallback is Overload.BLOCK:
+                raise
+            self._refuse(frame.header, e.reason)
+            taken()
+            return 0
+        with self._pending_lock:
+            self._pending.append((number, taken))
+        self.synced(self._inbox.spool.synced_through)
+        return number
+
+    def _insist(self, put: Callable[[float], int]) -> int:
+        """Put something in, however long it takes; put is given how long to wait. Raises FullError when the hub stops before there is room."""
+        while True:
+            stopping = self._queue.closed
+            try:
+                return self._try(put, 0.0 if stopping else _RETRY_S)
+            except FullError:
+                if stopping:
+                    raise
+
+    def _try(self, put: Callable[[float], int], timeout_s: float) -> int:
+        """Put something in, waiting for room for at most so long. Raises FullError, and nothing else, whatever went wrong."""
+        try:
+            number = put(timeout_s)
+        except FullError:
+            raise
+        except Exception as e:
+            self._note_failure(e)
+            if timeout_s:
+                self.ended.wait(timeout_s)
+            raise FullError("disk_failed", f"{type(e).__name__}: {e}") from e
+        self.failed = False
+        return number
+
+    def _refuse(self, header: FrameHeader, reason: str) -> None:
+        """Count the rows of a frame that does not get in as lost, and owe the consumer the ends of requests in it."""
+        note_frame(self._lost[header.engine], header, reason)
+        self._dropped[reason] += rows_of(header).total()
+        self._inbox.skip(header)
+        if header.finished:
+            bare = msgspec.structs.replace(self._lessened(header), requests=(), blocks=())
+            self._owed.append(Frame.seal(bare, b"").header)
+
+    def _lessened(self, header: FrameHeader) -> FrameHeader:
+        """Return a header whose ends of requests say which of their rows did not get in."""
+        return lessened(header, self._lost[header.engine])
+
+    def _put_owed(self) -> None:
+        while self._owed:
+            try:
+                self._try(lambda _: self._inbox.put_frame(Frame(self._owed[0], b""), 0.0, spared=True), 0.0)
+            except FullError:
+                return
+            self._owed.popleft()
+
+    def _empty(self, other: Inbox) -> None:
+        """Have in the inbox what another one holds, each thing that one's until it is durable here; then that one goes. Raises FullError when the hub stops before."""
+        event = {"event": "inbox_joined", "consumer": self.name, "directory": str(other.directory)}
+        logger.info("consumer %s: what is in %s is given to it", self.name, other.directory, extra=event)
+        done = deque(sorted(other.done.items(), key=lambda end: end[1]))
+        last = 0  # of its frames, the number here
+        while other.unread:
+            item = other.take(_RETRY_S)
+            if item is None:  # its disk does not give it, yet
+                if self._queue.closed:
+                    raise FullError("disk_failed", "the hub stops")
+                continue
+            while done and done[0][1] < item.number:
+                self._pass_over(done.popleft()[0], last)
+            match item.what:
+                case Frame() as frame if number := self._here.get((frame.header.source, frame.header.seq)):
+                    last = max(last, number)
+                case Frame() as frame:
+                    taken = functools.partial(other.spool.acknowledge, item.number)
+                    last = self._put_frame(frame, taken, Overload.BLOCK)
+                case Known() | Gone() | Answered() as what:
+                    self._insist(functools.partial(self._inbox.put, what))
+                case Lost() as lost:
+                    self._miss(other, lost)
+        for key, _ in done:
+            self._pass_over(key, last)
+        while not self._inbox.spool.wait_synced(self._inbox.spool.last, _RETRY_S):
+            if self._queue.closed:
+                raise FullError("disk_failed", "the hub stops")
+        other.close(other.spool.last, lambda _: [], keep=False)
+
+    def _pass_over(self, key: tuple[str, str], last: int) -> None:
+        if last:
+            self._insist(functools.partial(self._inbox.put, self._inbox.joined(key, last)))
+
+    def _miss(self, other: Inbox, lost: Lost) -> None:
+        header = other.header_of(lost)
+        if header is None:
+            self.lost_unknown = True
+        else:
+            self._refuse(header, "spool_damaged")
