@@ -12,6 +12,8 @@ LAYERS = (
         "positions",
         "spec",
         "frame",
+        "losses",
+        "losslog",
         "plain",
         "packed",
         "vector",
