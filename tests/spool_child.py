@@ -32,8 +32,10 @@ class Killed(Files):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def change(self, path):
-        self.cursor = super().change(path)
-        return self.cursor
+        fd = super().change(path)
+        if path.name == "cursor":
+            self.cursor = fd
+        return fd
 
     def create(self, path):
         fd = super().create(path)

@@ -71,6 +71,7 @@ class Spool:
     ) -> None:
         self.directory = Path(directory)
         self.unsynced_bytes_max = unsynced_bytes_max
+        self._where = {"directory": str(self.directory)}  # of what is logged
         self._on_synced = on_synced
         self._files = files or Files()
         self._reader = Reader(self._files)  # the reading thread's
@@ -133,7 +134,7 @@ class Spool:
             thread.join(_CLOSE_S)
             if thread.is_alive():
                 what = "spool %s: the disk does not answer; what is not synced is left to it"
-                logger.error(what, self.directory, extra=self._event("spool_failed"))
+                logger.error(what, self.directory, extra={"event": "spool_failed"} | self._where)
                 return False
             self._release()
         return not self._unsynced
@@ -218,11 +219,13 @@ class Spool:
             except OSError as e:
                 if not failed:
                     what = "spool %s: record %d cannot be read: %s; trying again"
-                    said, event = e.strerror or str(e), self._event("spool_failed")
+                    said, event = e.strerror or str(e), {"event": "spool_failed"} | self._where
                     logger.error(what, self.directory, self._next_read, said, extra=event)
                 continue
             if failed and self._reader.failure is None:
-                logger.error("spool %s: it can be read again", self.directory, extra=self._event("spool_works"))
+                logger.error(
+                    "spool %s: it can be read again", self.directory, extra={"event": "spool_works"} | self._where
+                )
             return found
 
     def _read(self, timeout_s: float | None) -> Record | Lost | None:
@@ -245,7 +248,7 @@ class Spool:
             found = Lost(number, min(self._segments.first(), end) - 1, "missing")
         if isinstance(found, Lost):
             self.records_lost += found.last - found.first + 1
-            event = self._event("spool_damaged", first=found.first, last=found.last)
+            event = {"event": "spool_damaged", "first": found.first, "last": found.last} | self._where
             logger.error("spool %s: records %d to %d are lost: %s", self.directory, *found[:3], extra=event)
         self._next_read = found.id + 1
         return found
@@ -376,9 +379,6 @@ class Spool:
         expected, do = ("room on its disk", "make some") if no_room else ("a disk that takes it", "see to the disk")
         return FullError("disk_full" if no_room else "disk_failed", explain(what, got=got, expected=expected, do=do))
 
-    def _event(self, event: str, **fields: Any) -> dict[str, Any]:
-        return {"event": event, "directory": str(self.directory), **fields}
-
     # Opening and closing.
 
     def _recover(self) -> None:
@@ -387,7 +387,9 @@ class Spool:
         if remains.cut is not None and remains.cut[2]:
             self.bytes_cut = remains.cut[2]
             message = "spool %s: cut behind record %d; the %d bytes behind it are void"
-            logger.warning(message, self.directory, last, self.bytes_cut, extra=self._event("spool_cut", last=last))
+            logger.warning(
+                message, self.directory, last, self.bytes_cut, extra={"event": "spool_cut", "last": last} | self._where
+            )
         if last > cursor.synced:  # of a writer that was killed: whole, but perhaps only in memory
             for segment in remains.segments:
                 with opened(self._files, segment.path) as fd:
@@ -403,7 +405,7 @@ class Spool:
         self._free()
         self._spare.keep()
         if len(self):
-            event = self._event("spool_found", records=len(self))
+            event = {"event": "spool_found", "records": len(self)} | self._where
             logger.info("spool %s: records left of earlier: %d", self.directory, len(self), extra=event)
 
     def _release(self) -> None:
@@ -450,7 +452,7 @@ class Spool:
             self.failures += 1
         if (error is None) != (self._failing is None):
             said = "the disk works again" if error is None else f"{error.strerror or error}; trying again"
-            event = self._event("spool_works" if error is None else "spool_failed")
+            event = self._where | ({"event": "spool_works"} if error is None else {"event": "spool_failed"})
             logger.error("spool %s: %s", self.directory, said, extra=event)
         self._failing = error
         if self._on_synced is not None and self.synced_through > self._told:
