@@ -184,7 +184,17 @@ def test_keys_are_those_of_flags_and_of_the_environment():
     assert not Keys(keys_of([""], "")).admit({"X-API-Key": ""})
 
 
-@pytest.mark.parametrize("path", ["/v1/steering/set", "/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/steering/set",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/chat/completions/batch",
+        "/v1/other",
+    ],
+)
 def test_a_larger_body_is_413_before_it_is_read(tmp_path, path):
     app = server(tmp_path).app
     pieces = []
@@ -219,7 +229,7 @@ def test_a_route_that_takes_no_fields_is_never_reached_with_them(servers):
         assert answer.status_code == 400
         assert answer.json()["error"]["param"].startswith(next(iter(said)))
     assert not seen
-    others = [{"prompt": "steering_vectors " * 20_000, "vllm_xargs": {"theirs": 1}, "capture": None}, ["capture"]]
+    others = [{"prompt": "steering_vectors " * 5_000, "vllm_xargs": {"theirs": 1}, "capture": None}, ["capture"]]
     for said in others:
         assert servers[0].post("/v1/other", json=said).status_code == 200
     assert seen == others

@@ -63,8 +63,8 @@ class Plugin:
             app.post(path, dependencies=json_only, responses=answers, response_model=None)(route)
         app.include_router(steering_routes.router)
         app.include_router(APIRouter(lifespan=_beside))
-        app.add_middleware(StrayFields)
         app.add_middleware(BodyLimit)
+        app.add_middleware(StrayFields)  # around the other, whose refusals are for routes to raise
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Take what the routes need of the engine; nothing when it is not capflow's."""
