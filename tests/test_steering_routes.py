@@ -87,6 +87,8 @@ def test_where_the_model_can_be_steered(servers):
 
 
 MANY = {"post_block": {str(n): [n + 1.0] * WIDTH for n in range(3)}}
+CLAMP = {"vector": VECTOR, "value": 0}
+HUGE = {"post_block": {"1": [3e38] * WIDTH}}
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,9 @@ MANY = {"post_block": {str(n): [n + 1.0] * WIDTH for n in range(3)}}
         ("POST", "set", {"vectors": {"post_block": {"3": VECTOR}}}, 400, "vectors.post_block.3"),
         ("POST", "set", {"vectors": {"nowhere": {"1": VECTOR}}}, 400, "vectors"),
         ("POST", "set", {"clamps": {"post_block": {"1": {"vector": [0.0] * WIDTH}}}}, 400, "clamps.post_block.1"),
-        ("POST", "set", {"vectors": MANY, "prefill_vectors": {"post_block": {"0": [7.0] * WIDTH}}}, 400, "steering"),
+        ("POST", "set", {"vectors": MANY, "prefill_vectors": {"post_block": {"0": [7.0] * WIDTH}}}, 400, "vectors"),
+        ("POST", "set", {"decode_vectors": HUGE, "prefill_clamps": {"post_block": {"1": CLAMP}},
+                         "vectors": HUGE}, 400, "vectors.post_block.1"),
         ("POST", "set", {"vectors": [1]}, 400, "body.vectors"),
         ("POST", "set", {"replace": "perhaps"}, 400, "body.replace"),
         ("POST", "set", {"vector": {}}, 400, "body.vector"),
@@ -109,6 +113,8 @@ MANY = {"post_block": {str(n): [n + 1.0] * WIDTH for n in range(3)}}
         ("POST", "modules", {"name": "one", "patches": {}}, 400, "body.patches"),
         ("POST", "modules", {"name": "one", "vectors": {"post_block": {"1": [1.0]}}}, 400, "vectors.post_block.1"),
         ("DELETE", "modules", {"name": "gone"}, 404, "name"),
+        ("POST", "modules", {"name": "one", "decode_vectors": MANY, "clamps": {"post_block": {"0": CLAMP}}}, 400,
+         "decode_vectors"),
         ("POST", "modules/unregister", {"name": "gone"}, 404, "name"),
         ("GET", "modules/gone", None, 404, "name"),
     ],

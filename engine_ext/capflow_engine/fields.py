@@ -15,9 +15,10 @@ import msgspec
 from capflow import limits
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
-from capflow.program import SteeringProgram, program_of
+from capflow.program import SteeringProgram
 from capflow.steering import NOTHING, STEERING_FIELDS, Steering
 from capflow_engine.applied import Applied, key_of
+from capflow_engine.fit import Fit
 from capflow_engine.holdings import Size
 from capflow_engine.options import KEY, RequestOptions
 from capflow_engine.store import SteeringStore
@@ -113,20 +114,7 @@ def resolved(asked: Steering | None, server: Server) -> SteeringProgram | None:
 
     Raises UsageError for what does not fit the model or the bank, UnknownModuleError for a module's name.
     """
-    program = server.store.resolve(asked, server.info.hidden_size)
-    _check(program, server)
-    return program
-
-
-def check_room(steering: Steering, server: Server) -> None:
-    """Raise UsageError for a module or a global state that does not fit the model or the bank."""
-    _check(program_of(server.info.hidden_size, [steering]), server)
-
-
-def _check(program: SteeringProgram | None, server: Server) -> None:
-    if program is not None:
-        program.check(server.info)
-        server.size.check(program)
+    return Fit(server.info, server.size).program(asked, server.store)
 
 
 def check_spelling(extra: Collection[str]) -> None:

@@ -23,6 +23,7 @@ from capflow.steering import NOTHING
 from capflow_engine import compat
 from capflow_engine.beams import BEAMS, Beams
 from capflow_engine.fields import FIELDS, Asked, Server, check_spelling, resolved
+from capflow_engine.fit import Fit
 from capflow_engine.holdings import Size
 from capflow_engine.options import KEY, Packed, RequestOptions
 from capflow_engine.results import Askers
@@ -40,13 +41,13 @@ class Front:
     def __init__(self, vllm_config: Any, serving: Serving) -> None:
         self.settings: Settings = vllm_config.additional_config
         self.info = compat.model_info(vllm_config)
-        self.store = SteeringStore(serving.directory)
         requests_max = vllm_config.scheduler_config.max_num_seqs
         size = Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests_max)
         self.server = Server(self.info, self.store, size)
         self.keys = serving.keys
         self.body_bytes_max = serving.body_bytes_max
         self.rpc_address = serving.rpc_address
+        self.store = SteeringStore(serving.directory, Fit(self.info, size).check)
         self.asker = Askers(self.settings)
         self.running: WeakValueDictionary[str, Asked] = WeakValueDictionary()  # by what their choices are called
 

@@ -27,7 +27,7 @@ from capflow.positions import Positions
 from capflow.program import SteeringProgram, with_vectors
 from capflow.steering import Steering, Tier
 from capflow_engine import compat, compat_cache, compat_step
-from capflow_engine.holdings import Holdings, Need, Size, needs_of
+from capflow_engine.holdings import HOLDS_MORE, Holdings, Need, Size, needs_of
 from capflow_engine.hubs import HubLinks
 from capflow_engine.options import KEY, RequestOptions
 from capflow_engine.orders import Ended, Orders, Unscheduled, Wishes
@@ -370,20 +370,26 @@ class Ledger:
                 program = with_vectors(self._programs.get(key), self.info.hidden_size, action.vectors)
             except UsageError as e:
                 return str(e)
-            if not self._hold_action(key, program, request):
-                return explain("steering bank", got="no room for more", do="raise --steering-bank-bytes")
+            lacking = self._hold_action(key, program, request)
+            if lacking is not None:
+                do = f"try again when requests have ended, or start the engine with {HOLDS_MORE[lacking]}"
+                return explain(
+                    "steering bank", got=f"no room for more {lacking} beside what the running requests hold", do=do
+                )
             self._fork_for_itself(request, max(request.num_computed_tokens, request.num_prompt_tokens))
         self._actions.append((act.id, key, action))
         return None
 
-    def _hold_action(self, key: str, program: SteeringProgram | None, request: Any) -> bool:
-        """Take what an action needs of the bank, in the place of what the one before it took; False if there is no room."""
+    def _hold_action(self, key: str, program: SteeringProgram | None, request: Any) -> str | None:
+        """Take what an action needs of the bank, in the place of what the one before it took; return what has no room for it."""
         name = f"{key} {next(self._numbers)}"
-        if program is not None and not self._held.hold(name, needs_of(program, self._steered_from(request))):
-            return False
+        if program is not None:
+            needs = needs_of(program, self._steered_from(request))
+            if not self._held.hold(name, needs):
+                return self._held.lacking(needs)
         self._held.release(self._acted.get(key, ""))
         self._acted[key] = name
-        return True
+        return None
 
 
 def _wanted(options: RequestOptions, wishes: Wishes) -> Positions:
