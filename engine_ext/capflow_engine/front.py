@@ -26,6 +26,7 @@ from capflow_engine.fields import FIELDS, Asked, Server, check_spelling, resolve
 from capflow_engine.fit import Fit
 from capflow_engine.holdings import Size
 from capflow_engine.options import KEY, Packed, RequestOptions
+from capflow_engine.reach import check_params
 from capflow_engine.results import Askers
 from capflow_engine.serving import Serving
 from capflow_engine.settings import Settings
@@ -49,6 +50,7 @@ class Front:
         self.rpc_address = serving.rpc_address
         self.store = SteeringStore(serving.directory, Fit(self.info, size).check)
         self.asker = Askers(self.settings)
+        self.length_max: int = vllm_config.model_config.max_model_len
         self.running: WeakValueDictionary[str, Asked] = WeakValueDictionary()  # by what their choices are called
 
     def take(self, request: Any, own: str, prompts: int) -> Asked | None:
@@ -143,7 +145,10 @@ class Front:
         return params
 
     def steering(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an engine's `generate` that steers by the global state what no route of capflow's has seen."""
+        """Return an engine's `generate` that steers by the global state what no route of capflow's has seen.
+
+        It raises UsageError for patches of positions that a request never computes, before there is any answer.
+        """
 
         @functools.wraps(generate)
         def steered(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,3 +157,6 @@ class Front:
             return generate(prompt, params, *args, **kwargs)
 
         return steered
+            length = compat.rendered_length(prompt)
+            if length is not None:
+                check_params(params, length, self.length_max)
