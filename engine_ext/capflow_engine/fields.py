@@ -81,12 +81,20 @@ class Asked(msgspec.Struct, frozen=True, weakref=True):
 
     @classmethod
     def parse(
-        cls, fields: Mapping[str, Any], xargs: Any, server: Server, *, id: str, prompts: int, samples: int
+        cls,
+        fields: Mapping[str, Any],
+        xargs: Any,
+        server: Server,
+        *,
+        id: str,
+        prompts: int,
+        samples: int,
+        max_tokens: int | None = None,
     ) -> Asked:
         """Return what is asked for by the fields of a body, and by `vllm_xargs`' own if that is not None.
 
         id: what the request is called when it does not say so itself. prompts: how many it has, called `id#0`, `id#1`
-        and so on when there are several. samples: of each prompt.
+        and so on when there are several. samples: of each prompt. max_tokens: of each answer; None where it does not say.
 
         Raises UsageError that begins with the path of the field that is wrong, UnknownModuleError for a module's name.
         """
@@ -104,7 +112,7 @@ class Asked(msgspec.Struct, frozen=True, weakref=True):
         asked = options.steering or NOTHING
         options = msgspec.structs.replace(options, steering=None, program=program)
         everywhere = server.store.global_state != NOTHING
-        applied = Applied.of(program, asked, everywhere=everywhere) if report else None
+        applied = Applied.of(program, asked, everywhere=everywhere, max_tokens=max_tokens) if report else None
         key = key_of(program) if program is not None or asked != NOTHING or report else None
         return cls(_each(options, options.id or id, prompts, samples), wait, key, applied)
 

@@ -35,6 +35,9 @@ from capflow_engine.store import SteeringStore
 SAMPLES_MAX = envs.VLLM_MAX_N_SEQUENCES
 """How many samples vLLM lets a request ask for."""
 
+_MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+"""How the bodies say how long an answer may be, each what holds first."""
+
 
 class Front:
     """What the routes of one server share."""
@@ -44,13 +47,13 @@ class Front:
         self.info = compat.model_info(vllm_config)
         requests_max = vllm_config.scheduler_config.max_num_seqs
         size = Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests_max)
+        self.store = SteeringStore(serving.directory, Fit(self.info, size).check)
         self.server = Server(self.info, self.store, size)
         self.keys = serving.keys
+        self.length_max: int = vllm_config.model_config.max_model_len
         self.body_bytes_max = serving.body_bytes_max
         self.rpc_address = serving.rpc_address
-        self.store = SteeringStore(serving.directory, Fit(self.info, size).check)
         self.asker = Askers(self.settings)
-        self.length_max: int = vllm_config.model_config.max_model_len
         self.running: WeakValueDictionary[str, Asked] = WeakValueDictionary()  # by what their choices are called
 
     def take(self, request: Any, own: str, prompts: int) -> Asked | None:
@@ -71,7 +74,8 @@ class Front:
         samples = (request.n if "n" in known else None) or 1
         if not 1 <= samples <= SAMPLES_MAX:
             raise UsageError(explain("n", got=samples, expected=f"1..{SAMPLES_MAX}"))
-        asked = Asked.parse(said, xargs, self.server, id=own, prompts=prompts, samples=samples)
+        tokens = next((n for name in _MAX_TOKENS if name in known and (n := getattr(request, name)) is not None), None)
+        asked = Asked.parse(said, xargs, self.server, id=own, prompts=prompts, samples=samples, max_tokens=tokens)
         if beams:
             if asked.awaits:
                 raise UsageError(explain("use_beam_search", got=True, expected="false, with capture"))
@@ -154,9 +158,9 @@ class Front:
         def steered(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
             beams = BEAMS.get()
             params = beams.steered(prompt, sampling_params) if beams is not None else self.steered(sampling_params)
-            return generate(prompt, params, *args, **kwargs)
-
-        return steered
             length = compat.rendered_length(prompt)
             if length is not None:
                 check_params(params, length, self.length_max)
+            return generate(prompt, params, *args, **kwargs)
+
+        return steered
