@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from capflow.clamp import Clamp
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
 from capflow.patch import Patch
@@ -34,6 +35,20 @@ ADD, CLAMP, PATCH = 0, 1, 2
 DIGEST_BYTES = 16
 
 Row = npt.NDArray[np.float32]
+
+
+class TooLargeError(UsageError):
+    """What is done at a site is beyond float32. kind: `vectors` or `clamps`, as the fields end that say it. where: the field."""
+
+    def __init__(self, site: Site, kind: str, got: str, where: str = "") -> None:
+        where = where or f"steering_{kind}.{site.hook}.{site.layer}"
+        do = "make the vectors, or the scales that multiply them, smaller"
+        super().__init__(explain(where, got=got, expected=f"at most {NUMBER_MAX:.3g}", do=do))
+        self.site, self.kind, self.got = site, kind, got
+
+    def named(self, where: str) -> TooLargeError:
+        """Return the same, of another field."""
+        return TooLargeError(self.site, self.kind, self.got, where)
 
 
 class Op(NamedTuple):
@@ -110,14 +125,17 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     def check(self, info: ModelInfo) -> None:
         """Raise UsageError unless the program is of this model, and its sites are tapped."""
         if self.hidden_size != info.hidden_size:
-            raise UsageError(explain("steering", got=f"{self.hidden_size} numbers", expected=f"{info.hidden_size}"))
+            expected = f"{info.hidden_size}, the model's width"
+            raise UsageError(explain("steering", got=f"{self.hidden_size} numbers", expected=expected))
         if len(self.rows) != 4 * self.hidden_size * len(self.digests):
             raise UsageError(explain("steering", got=f"{len(self.rows)} bytes", expected=f"{len(self.digests)} rows"))
         numbers = (
             op.row for ops in (self.prefill, self.decode, *(o for _, o in self.patched)) for s in ops for op in s.ops
         )
         if not all(0 <= number < len(self.digests) for number in numbers):
-            raise UsageError(explain("steering", got="an operation on no row"))
+            expected = f"rows of 0..{len(self.digests) - 1}" if self.digests else "no operations, for there are no rows"
+            do = "make the program with capflow.program.program_of"
+            raise UsageError(explain("steering", got="an operation on no row", expected=expected, do=do))
         for site in sorted(self.sites - set(info.sites)):
             do = f"start the engine with --sites {site} to tap it"
             raise UsageError(explain("steering", got=f"no tap at {site}", expected="a tapped site", do=do))
@@ -183,13 +201,15 @@ def compile_program(
 ) -> SteeringProgram | None:
     """Return the program of a request with these tiers, in order, at its two phases; None when it does nothing.
 
-    Vectors at a site are added up in float64 and rounded to float32 once; what comes to nothing is left out.
+    Vectors at a site are added up in float64 and rounded to float32 once; what comes to nothing is left out. Raises UsageError
+    for a part of another width, TooLargeError for what is beyond float32.
     """
     rows = _Rows()
     before = _site_ops(hidden_size, prefill, rows)
     after = before if decode == prefill else _site_ops(hidden_size, decode, rows)
     patched: dict[int, dict[Site, tuple[Op, ...]]] = {}
     for patch in patches:
+        _check_width(patch, "steering_patches", hidden_size)
         if patch.amount == 0.0:
             continue
         given = np.frombuffer(patch.data, np.float32).reshape(len(patch.positions), hidden_size)
@@ -216,18 +236,26 @@ def _site_ops(hidden_size: int, tiers: Sequence[Tier], rows: _Rows) -> tuple[Sit
     ops: dict[Site, list[Op]] = {site: [Op(ADD, rows.number(total))] for site, total in sums.items()}
     for tier in tiers:
         for clamp in tier.clamps:
+            _check_width(clamp, "steering_clamps", hidden_size)
             if not abs(clamp.strength) <= NUMBER_MAX:
-                raise UsageError(explain(f"steering at {clamp.site}: strength", got=clamp.strength, expected="less"))
+                raise TooLargeError(clamp.site, "clamps", f"a strength of {clamp.strength:g}")
             if clamp.strength != 0.0:
                 row = rows.number(np.frombuffer(clamp.data, np.float32))
                 ops.setdefault(clamp.site, []).append(Op(CLAMP, row, clamp.strength, clamp.low, clamp.high))
     return tuple(SiteOps(*site, tuple(each)) for site, each in sorted(ops.items()))
 
 
+def _check_width(part: SteeringVector | Clamp | Patch, field: str, hidden_size: int) -> None:
+    if part.width != hidden_size:
+        at, expected = f"{field}.{part.hook}.{part.layer}", f"{hidden_size}, the model's width"
+        raise UsageError(explain(at, got=f"{part.width:g} numbers", expected=expected))
+
+
 def _sums(hidden_size: int, vectors: Iterable[SteeringVector]) -> dict[Site, Row]:
     """Return the sum of the vectors at each site where it is not nothing."""
     at: dict[Site, list[SteeringVector]] = {}
     for vector in vectors:
+        _check_width(vector, "steering_vectors", hidden_size)
         if vector.scale != 0.0:
             at.setdefault(vector.site, []).append(vector)
     sums = np.empty((len(at), hidden_size), np.float32)
@@ -237,7 +265,7 @@ def _sums(hidden_size: int, vectors: Iterable[SteeringVector]) -> dict[Site, Row
     largest = np.maximum(sums.max(axis=1), -sums.min(axis=1))  # NaN where there is one
     for site, size in zip(at, largest, strict=True):
         if not size <= NUMBER_MAX:
-            raise UsageError(explain(f"steering at {site}", got="a sum beyond float32", expected="smaller vectors"))
+            raise TooLargeError(site, "vectors", "a sum beyond float32")
     sums += np.float32(0)  # no negative zeros
     return {site: total for site, total, size in zip(at, sums, largest, strict=True) if size > 0.0}
 

@@ -11,6 +11,7 @@ As plain values, these are the fields of `STEERING_FIELDS`: those of an HTTP bod
 from __future__ import annotations
 
 import reprlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from capflow.clamp import Clamp, parse_clamps
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
 from capflow.patch import Patch, parse_patches
-from capflow.site import refusal_of_fixed
+from capflow.site import Site, refusal_of_fixed
 from capflow.vector import SteeringVector, parse_steering
 
 _TIERS = {"base": "", "prefill": "prefill_", "decode": "decode_"}
@@ -137,6 +138,21 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if width != first[1]:
                 expected = f"{first[1]:g}, as in {first[0]}"
                 raise UsageError(explain(at, got=f"{width:g} numbers", expected=expected))
+
+    def field_at(self, site: Site, kind: str) -> str | None:
+        """Return the full path of what is said of a site; None where nothing is. kind: `vectors` or `clamps`."""
+        said = ((field, part) for field, part in self.parts() if field.endswith(kind) and part.site == site)
+        return next((f"{field}.{site.hook}.{site.layer}" for field, _ in said), None)
+
+    @property
+    def largest_field(self) -> str:
+        """The field that brings the most rows; `steering_name` where modules bring all, `steering` where nothing is said."""
+        rows: Counter[str] = Counter()
+        for field, part in self.parts():
+            rows[field] += len(part.positions) if isinstance(part, Patch) else 1
+        if rows:
+            return max(rows, key=rows.__getitem__)
+        return "steering_name" if self.modules else "steering"
 
     @property
     def empty(self) -> bool:

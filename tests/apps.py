@@ -30,6 +30,7 @@ def server(directory, keys=Keys(open=True)):  # noqa: B008 - it is frozen
     model = SimpleNamespace(
         served_model_name="tiny",
         dtype="torch.float32",
+        max_model_len=128,
         get_total_num_hidden_layers=lambda: 4,
         get_hidden_size=lambda: WIDTH,
     )

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import AsyncGenerator
 
 import pytest
 from engines import GREEDY, environment, prompts, relative_error, vector
@@ -30,7 +31,7 @@ async def drive(model, root):
 
         async def last(prompt, **options):
             params = capflow.sampling_params(**{**GREEDY, "max_tokens": 6, **options})
-            if not isinstance(prompt, dict):
+            if isinstance(prompt, AsyncGenerator):
                 params.output_kind = RequestOutputKind.DELTA  # as vLLM wants it of streaming input
             return [output async for output in llm.generate(prompt, params)][-1]
 
@@ -49,7 +50,39 @@ async def drive(model, root):
         said["each"] = [sample.capture_results["filesystem"].status for sample in outputs[2].outputs]
         llm.steering.set_global(capflow_steering(), replace=True)
         said["global"] = list((await last(first)).outputs[0].token_ids)
+        collector = await llm.add_request("added", first, capflow.sampling_params(**GREEDY, max_tokens=6))
+        added = []
+        while not (added and added[-1].finished):
+            added.append(await collector.get())
+        said["added"] = list(added[-1].outputs[0].token_ids)
         llm.steering.clear_global()
+        ones = await asyncio.gather(*(last(first, decode_steering_vectors=STEERING, max_tokens=n) for n in (1, 2)))
+        said["applied"] = [None if one is None else [one.prefill, one.decode] for one in (
+            *(output.steering_applied for output in ones), outputs[0].steering_applied, outputs[1].steering_applied,
+        )]  # fmt: skip
+        far = {"post_block": {1: {"positions": [14], "vector": vector(1)}}}  # the prompt has 9 tokens
+        said["reach"] = []
+        for run in (last(first, steering_patches=far), llm.add_request("far", first, capflow.sampling_params(
+            **GREEDY, max_tokens=6, steering_patches=far)), last(first, steering_patches=far, max_tokens=7)):  # fmt: skip
+            try:
+                said["reach"].append(len((await run).outputs))
+            except capflow.UsageError as e:
+                said["reach"].append(str(e))
+        own = llm.input_processor.process_inputs("own", first, SamplingParams(**GREEDY), supported_tasks=("generate",))
+        said["own"] = []
+        for run in (last(own), llm.add_request("own", own, SamplingParams(**GREEDY))):
+            try:
+                await run
+            except capflow.UsageError as e:
+                said["own"].append(str(e))
+        said["shared"] = []
+        for wrong in ({"post_block": {1: [1.0]}}, {"mlp_out": {1: [1.0] * 64}}):
+            steering = capflow_steering(wrong)
+            for change in (lambda: llm.steering.register("wrong", steering), lambda: llm.steering.set_global(steering)):  # noqa: B023
+                try:
+                    change()
+                except capflow.UsageError as e:
+                    said["shared"].append(str(e).partition(":")[0])
         try:
             await last(first, steering_vectors={"post_block": {1: [1.0]}})
         except capflow.UsageError as e:
@@ -76,10 +109,10 @@ async def drive(model, root):
     print("SAID " + json.dumps(said))
 
 
-def capflow_steering():
+def capflow_steering(vectors=STEERING):
     from capflow.steering import Steering
 
-    return Steering.parse({"steering_vectors": STEERING})
+    return Steering.parse({"steering_vectors": vectors})
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +137,27 @@ def test_requests_at_once_are_captured_and_steered(said, reference):
         for layer, rows in enumerate(expected):
             got = data[name][capflow.Site(layer, "post_block")].rows
             assert relative_error(got, rows) < 1e-5
-    assert said["global"] == steered != plain
+    assert said["global"] == said["added"] == steered != plain
 
 
 def test_each_output_and_each_sample_says_what_became_of_its_rows(said):
     said, _ = said
     assert said["results"][:3] == [{"filesystem": "ok"}] * 3
     assert said["each"] == ["ok", "ok"]
+
+
+def test_each_last_output_says_what_steered_it(said):
+    said, _ = said
+    here = {"post_block:1": 1}
+    assert said["applied"] == [[{}, {}], [{}, here], None, [here, here]]
+
+
+def test_what_does_not_fit_the_prompt_or_the_model_is_refused(said):
+    said, _ = said
+    words = "steering_patches.post_block.1.positions: got 14, expected below 14, "
+    assert [one if isinstance(one, int) else one.startswith(words) for one in said["reach"]] == [True, True, 1]
+    assert [one.partition(",")[0] for one in said["own"]] == ["prompt: got an EngineCoreRequest"] * 2
+    assert said["shared"] == ["steering_vectors.post_block.1"] * 2 + ["steering_vectors.mlp_out.1"] * 2
 
 
 def test_what_is_wrong_is_refused_and_what_is_cancelled_leaves_nothing_behind(said):

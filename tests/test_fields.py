@@ -81,7 +81,11 @@ def test_the_response_reports_when_it_is_asked_to(fields, reports):
         ({"capture_id": "x" * 513}, "capture_id"),
         ({"steering_vectors": {"post_block": {"1": [0.5] * 7}}}, "steering_vectors.post_block.1"),
         ({"steering_vectors": {"post_block": {"1": [float("nan")] * 8}}}, "steering_vectors.post_block.1"),
-        ({"steering_vectors": {"post_block": {"1": [3e38] * 8}}, "steering_name": "large"}, "steering"),
+        ({"steering_vectors": {"post_block": {"1": [3e38] * 8}}, "steering_name": "large"}, "steering_vectors"),
+        (
+            {"steering_clamps": {"post_block": {"1": {"vector": [1] * 8, "value": 0}}}, "steering_name": {"large": 2}},
+            "steering_name",
+        ),
         ({"decode_steering_vectors": {"post_block": {"3": [0.5] * 8}}}, "decode_steering_vectors.post_block.3"),
         (
             {"prefill_steering_clamps": {"post_block": {"1": {"vector": [0] * 8}}}},

@@ -26,6 +26,7 @@ VECTOR = [3.0 if n % 2 else -3.0 for n in range(WIDTH)]
 OTHER = [-4.0 if n % 3 else 2.0 for n in range(WIDTH)]
 ONE = {"post_block": {"1": VECTOR}}
 BODY_BYTES_MAX = 200_000
+FAR = {"steering_patches": {"post_block": {"1": {"positions": [-30], "vector": OTHER}}}}
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +137,22 @@ def test_chat_and_responses_and_streams_are_steered_alike(client):
         assert raw.headers["x-capflow-steering"] == key
 
 
+@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])
+def test_a_report_says_that_an_answer_of_one_token_has_no_steered_token(port, route):
+    says = {"completions": {"prompt": PROMPT}, "responses": {"input": PROMPT}}
+    prompt = says.get(route, {"messages": [{"role": "user", "content": PROMPT}]})
+    body = {"model": "tiny", "steering_report": True, "decode_steering_vectors": ONE, **prompt}
+    limit = "max_output_tokens" if route == "responses" else "max_tokens"
+    found = []
+    for tokens in (1, 2):
+        status, answer = call(port, "POST", route, body | {limit: tokens})
+        assert status == 200, answer
+        found.append(answer["steering_applied"])
+    assert [one["decode"] for one in found] == [{}, {"post_block:1": 1}]
+    assert found[0]["prefill"] == found[1]["prefill"] == {}
+    assert found[0]["key"] == found[1]["key"]
+
+
 def test_the_global_state_steers_whoever_comes_after_it_at_either_server(client, port):
     plain, _ = completed(client)
     expected, key = completed(client, steering_vectors=ONE)
@@ -222,6 +239,8 @@ def test_files_are_modules_from_the_start(client, port):
         ({"steering_report": 1}, 400, "steering_report"),
         ({"steering_report": True, "n": 1_000_000_000}, 400, "n"),
         ({"user": "x" * BODY_BYTES_MAX}, 413, "body"),
+        (FAR, 400, "steering_patches.post_block.1.positions"),
+        (FAR | {"stream": True}, 400, "steering_patches.post_block.1.positions"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_before_anything_runs(port, route, body, status, param):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from capflow.errors import UsageError
 from capflow.message import ModelInfo
-from capflow.program import ADD, CLAMP, PATCH, program_of, with_vectors
+from capflow.program import ADD, CLAMP, PATCH, Op, SiteOps, SteeringProgram, program_of, with_vectors
 from capflow.site import Site
 from capflow.steering import Steering, Tier
 from capflow.vector import SteeringVector
@@ -232,9 +232,34 @@ class TestWithVectors:
         assert done(new, new.patches(2)[4])["post_block:3"][-1] == add(1, 2)
 
 
+@pytest.mark.parametrize("width", [1, 2, 8])
+@pytest.mark.parametrize("kind", ["steering_vectors", "steering_clamps", "steering_patches"])
+def test_a_part_of_another_width_is_refused(kind, width):
+    """One number would be added to all of a row, if nobody looked."""
+    entries = {
+        "steering_vectors": {"vector": [1.0] * width},
+        "steering_clamps": {"vector": [1.0] * width, "value": 0},
+        "steering_patches": {"vector": [1.0] * width, "positions": [0]},
+    }
+    steering = Steering.parse({kind: {"post_block": {1: entries[kind]}}})
+    with pytest.raises(UsageError, match=f"^{kind}.post_block.1: got {width} numbers, expected 4, the model's width$"):
+        program_of(4, [steering])
+
+
+def test_an_operation_on_no_row_is_refused():
+    ops = (SiteOps(1, "post_block", (Op(ADD, 1),)),)
+    info = ModelInfo("m", 3, 2, "float32", (Site(1, "post_block"),))
+    with pytest.raises(
+        UsageError, match=r"^steering: got an operation on no row, expected rows of 0..0; make the program"
+    ):
+        SteeringProgram(2, bytes(8), (b"0" * 16,), ops).check(info)
+
+
 def test_a_sum_beyond_float32_is_refused():
     huge = SteeringVector.make(Site(1, "post_block"), np.full(4, 3e38, np.float32))
-    with pytest.raises(UsageError, match="beyond float32"):
+    with pytest.raises(
+        UsageError, match=r"^steering_vectors.post_block.1: got a sum beyond float32, expected at most 3.4e\+38; make"
+    ):
         program_of(4, [Steering(base=Tier((huge,))), Steering(decode=Tier((huge,)))])
 
 

@@ -259,6 +259,8 @@ def test_every_choice_has_its_own_result(served, generate):
 
 
 INVALID, MISSING = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
+FAR = {"post_block": {"layers": {1: {"patches": [
+    {"positions": [10], "vector": {"dtype": "float32", "shape": [WIDTH], "data": ROW}}]}}}}  # fmt: skip
 SHORT = {"post_block": {"layers": {1: {"vector": [1.0]}}}}
 
 
@@ -279,6 +281,7 @@ SHORT = {"post_block": {"layers": {1: {"vector": [1.0]}}}}
          "steering_clamps.post_block.1.0"),
         ({"steering_patches": {"post_block": {"layers": {1: {"patches": [{"positions": [0]}]}}}}}, INVALID,
          "steering_patches.post_block.1.0.vector"),
+        ({"steering_patches": FAR}, INVALID, "steering_patches.post_block.1.positions"),
         ({"steering_scale": 2.0}, INVALID, "steering_scale"),
         ({"steering_scales": {"one": float("inf")}}, INVALID, "steering_name.one"),
         ({"steering_name": ["gone"]}, MISSING, "steering_name"),

@@ -1,11 +1,12 @@
 """`capflow run` and `capflow serve` as two processes that find each other at the default address."""
 
+import json
 import signal
 import subprocess
 import sys
 
 import pytest
-from engines import LAYERS, relative_error
+from engines import LAYERS, WIDTH, relative_error
 from hubs import free_port
 from servers import environment, healthy, post, process, wait_until
 
@@ -72,13 +73,22 @@ def test_a_server_finds_the_hub_and_either_may_leave_first(tiny_with_words, refe
         pytest.param(
             ("--steering-bank-bytes", "0"), "--steering-bank-bytes: got 0, expected 1..", marks=pytest.mark.long
         ),
+        pytest.param(
+            ("--steering-modules", "one={home}/one.json", "large={home}/large.json", "--steering-bank-bytes", "512"),
+            "large.json: vectors: got 3 different vectors, expected at most 2",
+            marks=pytest.mark.long,
+        ),
         pytest.param(("--grpc-port", "0"), "--grpc-port: got 0, expected 1..65535", marks=pytest.mark.long),
         pytest.param(
             ("--capture-wait-s", "soon"), "--capture-wait-s: got soon, expected more than 0", marks=pytest.mark.long
         ),
     ],
 )
-def test_a_wrong_option_is_one_line_before_anything_starts(tiny_with_words, arguments, words):
+def test_a_wrong_option_is_one_line_before_anything_starts(tiny_with_words, tmp_path, arguments, words):
+    for name, count in (("one", 1), ("large", 3)):
+        vectors = {str(layer): [layer + 1.0] * WIDTH for layer in range(count)}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"vectors": {"post_block": vectors}}))
+    arguments = [one.format(home=tmp_path) for one in arguments]
     command = [sys.executable, "-m", "capflow", "serve", tiny_with_words, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2

@@ -1,10 +1,12 @@
 """Steering in real engines: every hook, tier and operation in one batch, the prefix cache, and a bank that is too small."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from engines import GREEDY, VOCABULARY, answers, engine, prompts, save_tiny
@@ -295,7 +297,7 @@ def test_beams_are_steered_in_their_phases(worded, tier):
 
 
 def test_a_patch_behind_the_prompt_is_a_beams_too(worded):
-    """Ten tokens of the prompt, so that the third of the answer is patched; one that is never computed ends its request."""
+    """Ten tokens of the prompt, so that the third of the answer is patched."""
     (prompt,) = prompts([10])
     patches = {"steering_patches": {"post_block": {1: {"positions": [12], "vector": 20 * vector(6)}}}}
     options = {**GREEDY, "max_tokens": 6}
@@ -306,19 +308,145 @@ def test_a_patch_behind_the_prompt_is_a_beams_too(worded):
     assert beam.sequences[0].tokens == [*prompt["prompt_token_ids"], *answer]
     assert answer[:3] == list(plain.outputs[0].token_ids)[:3]
     assert answer != list(plain.outputs[0].token_ids)
-    (never,) = worded.generate(
-        prompt, capflow.sampling_params(**patches, **{**options, "max_tokens": 3}), use_tqdm=False
-    )
-    assert never.outputs[0].finish_reason == "abort"
 
 
-def test_beams_are_refused_what_does_not_fit(worded):
-    for steering, named in (
-        ({"steering_vectors": {"post_block": {0: [1.0]}}}, "post_block"),
-        ({"capture": {}}, "capture"),
+REACHES = [(-11, 6, "-10 or later"), (12, 3, "below 12"), (10, 1, "below 10"), (255, None, "below 255")]
+"""Positions that a prompt of ten tokens does not reach with so many of the answer: an engine of 256 in all."""
+
+
+def far(position, tokens):
+    patches = {"post_block": {1: {"positions": [2, position], "vector": vector(6)}}}
+    return capflow.sampling_params(steering_patches=patches, **{**GREEDY, "max_tokens": tokens})
+
+
+@pytest.mark.parametrize(("position", "tokens", "expected"), REACHES)
+def test_a_patch_out_of_a_request_s_reach_is_refused_and_nothing_of_its_batch_runs(worded, position, tokens, expected):
+    batch = prompts([10, 10])
+    params = [capflow.sampling_params(max_tokens=4, **GREEDY), far(position, tokens)]
+    words = f"^steering_patches.post_block.1.positions: got {position}, expected {expected}"
+    for ask in (worded.generate, worded.enqueue):
+        with pytest.raises(capflow.UsageError, match=words):
+            ask(batch, params, use_tqdm=False)
+        assert not worded.llm_engine.has_unfinished_requests()
+    last = {-11: -10, 12: 11, 10: 9, 255: 254}[position]
+    (output,) = worded.generate(batch[0], far(last, tokens), use_tqdm=False)
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_beams_are_refused_a_patch_before_their_prompt(worded):
+    patches = {"steering_patches": {"post_block": {1: {"positions": [-11], "vector": vector(6)}}}}
+    with pytest.raises(
+        capflow.UsageError, match=r"^steering_patches.post_block.1.positions: got -11, expected -10 or later"
     ):
-        with pytest.raises(capflow.UsageError, match=named):
-            worded.beam_search([{"prompt_token_ids": [1, 2]}], BeamSearchParams(1, 2), steering=steering)
+        worded.beam_search(prompts([10]), BeamSearchParams(2, 3, ignore_eos=True), steering=patches)
+
+
+def test_the_scheduler_ends_a_request_that_nobody_refused(worded, monkeypatch):
+    monkeypatch.delattr(worded.llm_engine.output_processor, "add_request")  # the one of vLLM's class is there then
+    (output,) = worded.generate(prompts([10]), far(12, 3), use_tqdm=False)
+    assert output.outputs[0].finish_reason == "abort"
+
+
+# --- what is said, and what is enqueued ---
+
+WRONG = {
+    "a vector of one number": ({"post_block": {1: [3.0]}}, "post_block.1: got 1 numbers, expected 64"),
+    "a vector of eight": ({"post_block": {1: [3.0] * 8}}, "post_block.1: got 8 numbers, expected 64"),
+    "a layer that is none": ({"post_block": {4: [3.0] * 64}}, r"post_block.4: got layer 4, expected 0\.\.3"),
+    "a site without a tap": ({"mlp_out": {1: [3.0] * 64}}, "mlp_out.1: got no tap at mlp_out:1"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_does_not_fit_the_model_is_neither_registered_nor_set(worded, what):
+    vectors, words = WRONG[what]
+    steering = Steering.parse({"steering_vectors": vectors})
+    for change in (lambda: worded.steering.register("wrong", steering), lambda: worded.steering.set_global(steering)):
+        with pytest.raises(capflow.UsageError, match=f"^steering_vectors.{words}"):
+            change()
+    assert worded.steering.names == ()
+    assert worded.steering.global_state.empty
+
+
+def test_outputs_say_what_steered_them(worded):
+    fields = [
+        {},
+        {"steering_vectors": ONE},
+        {"decode_steering_vectors": ONE},
+        {"decode_steering_vectors": ONE, "n": 2, "temperature": 1.0},
+    ]
+    tokens = [4, 4, 1, 4]
+    params = [
+        capflow.sampling_params(max_tokens=most, **{**GREEDY, **asked})
+        for most, asked in zip(tokens, fields, strict=True)
+    ]
+    plain, everywhere, one_token, decoded = (
+        output.steering_applied for output in worded.generate(prompts([9] * 4), params, use_tqdm=False)
+    )
+    assert plain is None
+    assert everywhere.prefill == everywhere.decode == {"post_block:1": 1}
+    assert (one_token.prefill, one_token.decode) == ({}, {}), "the one token of an answer is computed from the prompt"
+    assert (decoded.prefill, decoded.decode) == ({}, {"post_block:1": 1})
+    assert one_token.key == decoded.key != everywhere.key
+    worded.steering.set_global(Steering.parse({"steering_vectors": ONE}))
+    try:
+        (output,) = worded.chat([{"role": "user", "content": "w5 w9"}], params[0], use_tqdm=False, chat_template=CHAT)
+        assert output.steering_applied == msgspec.structs.replace(everywhere, everywhere=True)
+    finally:
+        worded.steering.clear_global()
+
+
+CHAT = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
+
+@contextlib.contextmanager
+def calm_and_everyone(llm):
+    """Have a module, and a global state, for as long as a block runs."""
+    llm.steering.register("calm", Steering.parse({"steering_vectors": ONE}))
+    llm.steering.set_global(Steering.parse({"steering_vectors": {"post_block": {2: vector(3)}}}))
+    try:
+        yield
+    finally:
+        llm.steering.unregister("calm")
+        llm.steering.clear_global()
+
+
+@pytest.mark.parametrize("kind", ["prompts", "chats"])
+def test_what_is_enqueued_is_steered_as_what_is_generated(worded, kind):
+    ask, enqueue, several, more = {
+        "prompts": (worded.generate, worded.enqueue, prompts([7, 40]), {}),
+        "chats": (
+            worded.chat,
+            worded.enqueue_chat,
+            [[{"role": "user", "content": f"w5 w{n}"}] for n in (6, 7)],
+            {"chat_template": CHAT},
+        ),
+    }[kind]
+    more["use_tqdm"] = False
+    plain = capflow.sampling_params(max_tokens=5, **GREEDY)
+    params = [capflow.sampling_params(max_tokens=5, steering_name="calm", **GREEDY), plain]
+    bare = ask(several, plain, **more)
+    with calm_and_everyone(worded):
+        expected = ask(several, params, **more)
+        enqueue(several[0], params[0], **more)
+        enqueue(several[1:], params[1:], **more)
+    got = worded.wait_for_completion(use_tqdm=False)
+    assert answers(got) == answers(expected)
+    assert all(one != other for one, other in zip(answers(got), answers(bare), strict=True))
+    assert [output.steering_applied for output in got] == [output.steering_applied for output in expected]
+    assert [output.steering_applied.modules for output in got] == [{"calm": 1.0}, {}]
+    with pytest.raises(capflow.UsageError, match=r"^steering_name: got calm"):
+        enqueue(several, params, **more)
+
+
+def test_what_was_enqueued_comes_with_what_is_generated_next_each_with_its_own_report(worded):
+    batch = prompts([7, 9])
+    plain = capflow.sampling_params(max_tokens=3, **GREEDY)
+    with calm_and_everyone(worded):
+        worded.enqueue(batch[0], plain, use_tqdm=False)
+    first, second = worded.generate(batch[1], plain, use_tqdm=False)
+    assert (first.steering_applied.everywhere, second.steering_applied) == (True, None)
+    assert answers([second]) == answers(worded.generate(batch[1], plain, use_tqdm=False))
 
 
 # --- the bank ---

@@ -12,7 +12,8 @@ import httpx
 import numpy as np
 from apps import LIMIT, WIDTH, server
 
-from capflow_engine.fields import FIELDS
+from capflow.errors import UsageError
+from capflow_engine.fields import FIELDS, Asked
 from capflow_engine.keys import Keys, is_loopback, keys_of
 
 VECTOR = [1.0] * WIDTH
@@ -86,6 +87,8 @@ def test_where_the_model_can_be_steered(servers):
     }
 
 
+CLAMP = {"vector": VECTOR, "value": 0}
+HUGE = {"post_block": {"1": [3e38] * WIDTH}}
 MANY = {"post_block": {str(n): [n + 1.0] * WIDTH for n in range(3)}}
 
 
@@ -97,7 +100,9 @@ MANY = {"post_block": {str(n): [n + 1.0] * WIDTH for n in range(3)}}
         ("POST", "set", {"vectors": {"post_block": {"3": VECTOR}}}, 400, "vectors.post_block.3"),
         ("POST", "set", {"vectors": {"nowhere": {"1": VECTOR}}}, 400, "vectors"),
         ("POST", "set", {"clamps": {"post_block": {"1": {"vector": [0.0] * WIDTH}}}}, 400, "clamps.post_block.1"),
-        ("POST", "set", {"vectors": MANY, "prefill_vectors": {"post_block": {"0": [7.0] * WIDTH}}}, 400, "steering"),
+        ("POST", "set", {"vectors": MANY, "prefill_vectors": {"post_block": {"0": [7.0] * WIDTH}}}, 400, "vectors"),
+        ("POST", "set", {"decode_vectors": HUGE, "prefill_clamps": {"post_block": {"1": CLAMP}},
+                         "vectors": HUGE}, 400, "vectors.post_block.1"),
         ("POST", "set", {"vectors": [1]}, 400, "body.vectors"),
         ("POST", "set", {"replace": "perhaps"}, 400, "body.replace"),
         ("POST", "set", {"vector": {}}, 400, "body.vector"),
@@ -108,6 +113,8 @@ MANY = {"post_block": {str(n): [n + 1.0] * WIDTH for n in range(3)}}
         ("POST", "modules", {"name": "empty"}, 400, "module"),
         ("POST", "modules", {"name": "one", "patches": {}}, 400, "body.patches"),
         ("POST", "modules", {"name": "one", "vectors": {"post_block": {"1": [1.0]}}}, 400, "vectors.post_block.1"),
+        ("POST", "modules", {"name": "one", "decode_vectors": MANY, "clamps": {"post_block": {"0": CLAMP}}}, 400,
+         "decode_vectors"),
         ("DELETE", "modules", {"name": "gone"}, 404, "name"),
         ("POST", "modules/unregister", {"name": "gone"}, 404, "name"),
         ("GET", "modules/gone", None, 404, "name"),
@@ -184,7 +191,17 @@ def test_keys_are_those_of_flags_and_of_the_environment():
     assert not Keys(keys_of([""], "")).admit({"X-API-Key": ""})
 
 
-@pytest.mark.parametrize("path", ["/v1/steering/set", "/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/steering/set",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/chat/completions/batch",
+        "/v1/other",
+    ],
+)
 def test_a_larger_body_is_413_before_it_is_read(tmp_path, path):
     app = server(tmp_path).app
     pieces = []
@@ -219,7 +236,7 @@ def test_a_route_that_takes_no_fields_is_never_reached_with_them(servers):
         assert answer.status_code == 400
         assert answer.json()["error"]["param"].startswith(next(iter(said)))
     assert not seen
-    others = [{"prompt": "steering_vectors " * 20_000, "vllm_xargs": {"theirs": 1}, "capture": None}, ["capture"]]
+    others = [{"prompt": "steering_vectors " * 5_000, "vllm_xargs": {"theirs": 1}, "capture": None}, ["capture"]]
     for said in others:
         assert servers[0].post("/v1/other", json=said).status_code == 200
     assert seen == others
@@ -237,6 +254,26 @@ def test_what_no_route_of_ours_has_seen_is_steered_by_the_global_state(servers):
     assert steered.extra_args["capflow"]["program"]
     assert params.extra_args == {"theirs": 1}
     assert here.engine.generate("prompt", steered) is steered
+
+
+@pytest.mark.parametrize(("max_tokens", "position", "expected"), [
+    (3, -6, "-5 or later"), (3, -5, None), (3, 6, None), (3, 7, "below 7"), (None, 126, None), (None, 127, "below 127"),
+])  # fmt: skip
+def test_a_patch_out_of_a_request_s_reach_is_refused_before_there_is_an_answer(servers, max_tokens, position, expected):
+    from vllm import SamplingParams
+
+    engine, front = servers[0].engine, servers[0].app.state.capflow
+    patches = {"post_block": {"2": {"positions": [0, position], "vector": VECTOR}}}
+    asked = Asked.parse({"steering_patches": patches}, None, front.server, id="x", prompts=1, samples=1)
+    params = SamplingParams(max_tokens=max_tokens, extra_args={"capflow": asked.options[0].pack()})
+    prompt = {"type": "token", "prompt_token_ids": [5] * 5}
+    if expected is None:
+        assert engine.generate(prompt, params) is params
+        return
+    with pytest.raises(
+        UsageError, match=f"^steering_patches.post_block.2.positions: got {position}, expected {expected}"
+    ):
+        engine.generate(prompt, params)
 
 
 def test_the_schema_describes_every_route_and_field(servers):

@@ -19,6 +19,7 @@ Members = Callable[[], Awaitable[bytes]]
 
 _DONE = "data: [DONE]"
 _COMPLETED = "event: response.completed\n"
+_BEGINS = ("event: response.created\n", "event: response.in_progress\n")
 
 
 def extended(response: JSONResponse, members: bytes) -> Response:
@@ -61,6 +62,24 @@ async def responses_stream(chunks: Any, members: Members) -> AsyncIterator[str]:
                 yield f"{_COMPLETED}data: {msgspec.json.encode(event).decode()}\n\n"
             else:
                 yield chunk
+
+
+async def begun(chunks: Any) -> AsyncIterator[str]:
+    """Return a stream's chunks once one says anything of the answer: what refuses the request is raised here, before there is one."""
+    held = []
+    async for chunk in chunks:
+        held.append(chunk)
+        if not chunk.startswith(_BEGINS):
+            break
+
+    async def rest() -> AsyncIterator[str]:
+        async with contextlib.aclosing(chunks):
+            for chunk in held:
+                yield chunk
+            async for chunk in chunks:
+                yield chunk
+
+    return rest()
 
 
 def _may_be_last(chunk: str) -> bool:

@@ -18,8 +18,9 @@ class Applied(msgspec.Struct, frozen=True, rename={"everywhere": "global"}):
     """What steers a request, as its response says it.
 
     key: of the program, equal for requests that are steered alike; `none` when nothing is done. prefill, decode: how many
-    operations there are at each site, at the prompt's positions and at generated ones. patched: the same at single
-    positions, before that. modules: the scales of the modules in it. everywhere: whether the global state is in it.
+    operations there are at each site, at the prompt's positions and at generated ones; no generated position is computed of an
+    answer of one token at most, so that nothing is done there. patched: the same at single positions, before that.
+    modules: the scales of the modules in it. everywhere: whether the global state is in it.
     """
 
     key: str
@@ -30,15 +31,20 @@ class Applied(msgspec.Struct, frozen=True, rename={"everywhere": "global"}):
     everywhere: bool = False
 
     @classmethod
-    def of(cls, program: SteeringProgram | None, asked: Steering, *, everywhere: bool) -> Applied:
-        """Return what a program applies, which was made of what a request asked for."""
+    def of(
+        cls, program: SteeringProgram | None, asked: Steering, *, everywhere: bool, max_tokens: int | None = None
+    ) -> Applied:
+        """Return what a program applies, which was made of what a request asked for.
+
+        max_tokens: how many tokens its answer has at most; None where that is not known.
+        """
         modules = {use.name: use.scale for use in asked.modules}
         if program is None:
             return cls(NOTHING_KEY, modules=modules, everywhere=everywhere)
         return cls(
             key_of(program),
             _counts(program.prefill),
-            _counts(program.decode),
+            _counts(program.decode if max_tokens is None or max_tokens > 1 else ()),
             {str(position): _counts(ops) for position, ops in program.patched},
             modules,
             everywhere,

@@ -20,9 +20,11 @@ from vllm import AsyncLLMEngine, RequestOutput, SamplingParams  # noqa: E402 - o
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 
 from capflow_engine.arming import arm  # noqa: E402
+from capflow_engine.fit import Fit  # noqa: E402
 from capflow_engine.holdings import Size  # noqa: E402
-from capflow_engine.options import KEY, RequestOptions  # noqa: E402
+from capflow_engine.options import KEY, Ready, RequestOptions  # noqa: E402
 from capflow_engine.params import Prepared  # noqa: E402
+from capflow_engine.reach import check_added  # noqa: E402
 from capflow_engine.results import Askers  # noqa: E402
 from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, Settings, engine_arguments  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
@@ -31,7 +33,8 @@ from capflow_engine.store import SteeringStore  # noqa: E402
 class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
     """vLLM's `AsyncLLM` whose requests may capture and be steered; made by `start`.
 
-    steering: the modules that requests may name, and the global state, which steers every request besides.
+    steering: the modules that requests may name, and the global state, which steers every request besides; it refuses
+    what does not fit the model.
     """
 
     steering: SteeringStore
@@ -86,14 +89,16 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
             raise
         self.capflow_settings = armed.settings
         self.capflow_model = compat.model_info(self.vllm_config)
-        self.steering = SteeringStore()
         self._capture_wait_s = capture_wait_s
         self._knows_hub = bool(consumers) or hub is not None
         self._asker = Askers(armed.settings)
         self._numbers = itertools.count()
         self._running = set()
         requests_max = self.vllm_config.scheduler_config.max_num_seqs
-        self._bank_size = Size.of(steering_bank_bytes, self.capflow_model.hidden_size, requests_max)
+        size = Size.of(steering_bank_bytes, self.capflow_model.hidden_size, requests_max)
+        self._fit = Fit(self.capflow_model, size)
+        self.steering = SteeringStore(check=self._fit.check)
+        check_added(self, self.vllm_config.model_config.max_model_len)
         if armed.hub is not None:
             self._stop_hub = weakref.finalize(self, armed.hub.stop)
         return self
@@ -103,11 +108,13 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
     ) -> AsyncIterator[RequestOutput]:
         """Yield outputs as vLLM's `generate` does; the last has `capture_results`, and so has each sample in it.
 
-        request_id: vLLM's name of the request; by default that of its parameters, or a new one. Raises UsageError for what does
-        not fit the model or the bank, and for a part of a streaming input that asks for anything itself.
+        It has `steering_applied` besides, as an output of `capflow.LLM` has. request_id: vLLM's name of the request; by default
+        that of its parameters, or a new one. Raises UsageError for what does not fit the model, the bank or the prompt, and for a
+        part of a streaming input that asks for anything itself, and for a request in the engine's own form.
         """
+        _check_prompt(prompt)
         name = request_id or f"{self.capflow_settings.engine[:8]}-{next(self._numbers)}"
-        prepared = Prepared.of(sampling_params, self.capflow_model, self.steering, self._bank_size, name)
+        prepared = Prepared.of(sampling_params, self._fit, self.steering, name)
         names = prepared.options.names
         if not self._running.isdisjoint(names):
             raise UsageError(explain("id", got=prepared.options.id, expected="one that no running request has"))
@@ -120,9 +127,22 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
                 async for output in outputs:
                     if output.finished:
                         await self._add_results(output, prepared.options)
+                        output.steering_applied = prepared.applied
                     yield output
         finally:
             self._running.difference_update(names)
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        """Add a request as vLLM's `add_request` does, steered by what holds now; its outputs say nothing of capflow.
+
+        Raises UsageError as `generate` does.
+        """
+        _check_prompt(prompt)
+        if isinstance(params, SamplingParams) and not isinstance((params.extra_args or {}).get(KEY), Ready):
+            params = Prepared.of(params, self._fit, self.steering, request_id).params
+            if isinstance(prompt, AsyncGenerator):
+                prompt = _asking_nothing(prompt)
+        return await super().add_request(request_id, prompt, params, *args, **kwargs)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the engine, then the hub that was started for it, once its consumers took everything."""
@@ -146,6 +166,13 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         output.capture_results = joined(found)
         for sample in output.outputs:
             sample.capture_results = found.get(options.names[sample.index], {})
+
+
+def _check_prompt(prompt: Any) -> None:
+    """Raise UsageError for a request in the engine's own form: the parameters in it would hold, and not those that are given."""
+    if compat.is_engine_request(prompt):
+        do = "give it as text, as tokens, or as vLLM's renderer returns it"
+        raise UsageError(explain("prompt", got="an EngineCoreRequest", expected="a prompt", do=do))
 
 
 async def _asking_nothing(parts: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:

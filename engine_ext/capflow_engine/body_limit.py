@@ -15,6 +15,7 @@ from capflow.errors import explain
 from capflow_engine.refusals import refused
 
 GUARDED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/steering")
+"""The routes that read such a body themselves; what else is read of others, `StrayFields` reads, and bounds."""
 
 
 class BodyLimit:
@@ -31,10 +32,9 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         bytes_max: int = front.body_bytes_max
-        announced = dict(scope["headers"]).get(b"content-length", b"")
-        if announced.isdigit() and int(announced) > bytes_max:
-            answer = refused(too_large(f"{int(announced):,} bytes", bytes_max), HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-            await answer(scope, receive, send)
+        announced = announced_bytes(scope)
+        if announced > bytes_max:
+            await refused_as_too_large(f"{announced:,} bytes", bytes_max)(scope, receive, send)
             return
         came = 0
 
@@ -48,6 +48,17 @@ class BodyLimit:
             return message
 
         await self.app(scope, counted, send)
+
+
+def announced_bytes(scope: Scope) -> int:
+    """Return how many bytes the body of a request says to have; 0 where it does not say."""
+    announced = dict(scope["headers"]).get(b"content-length", b"")
+    return int(announced) if announced.isdigit() else 0
+
+
+def refused_as_too_large(got: str, bytes_max: int) -> ASGIApp:
+    """Return the answer to a body that is too large."""
+    return refused(too_large(got, bytes_max), HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
 
 
 def too_large(got: str, bytes_max: int) -> str:

@@ -200,6 +200,51 @@ def flush(llm_engine: Any) -> None:
         llm_engine.step()
 
 
+def before_adding(engine: Any, check: Callable[[Any], None]) -> None:
+    """Have an engine call `check` with each new request, its prompt in tokens, before it is known; what that raises refuses it.
+
+    More input of a request that runs is not looked at. engine: vLLM's `LLMEngine` or `AsyncLLM`.
+    """
+    known = engine.output_processor
+    add = known.add_request
+
+    @functools.wraps(add)
+    def checked(request: Any, *args: Any, **kwargs: Any) -> Any:
+        if request.request_id not in known.request_states:
+            check(request)
+        return add(request, *args, **kwargs)
+
+    known.add_request = checked
+
+
+def is_engine_request(prompt: Any) -> bool:
+    """Return whether a prompt is a request in the engine's own form, which has parameters of its own."""
+    from vllm.v1.engine import EngineCoreRequest
+
+    return isinstance(prompt, EngineCoreRequest)
+
+
+def prompt_length(request: Any) -> int:
+    """Return how many positions the prompt of a request has; it has tokens, embeddings, or both."""
+    tokens = request.prompt_token_ids
+    return len(request.prompt_embeds if tokens is None else tokens)
+
+
+def rendered_length(prompt: Any) -> int | None:
+    """Return how many positions a prompt has as vLLM's renderer returns it; None for any other."""
+    if not isinstance(prompt, Mapping) or "type" not in prompt:
+        return None
+    if prompt["type"] == "enc_dec":
+        prompt = prompt["decoder_prompt"]
+    held = prompt.get("prompt_token_ids", prompt.get("prompt_embeds"))
+    return None if held is None else len(held)
+
+
+def outside_id(key: str) -> str:
+    """Return what the outputs of a request are called whose id `LLM.enqueue` returned: a number, where that has more behind it."""
+    return key.partition("-")[0]
+
+
 # --- the worker ---
 
 

@@ -15,9 +15,10 @@ import msgspec
 from capflow import limits
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
-from capflow.program import SteeringProgram, program_of
+from capflow.program import SteeringProgram
 from capflow.steering import NOTHING, STEERING_FIELDS, Steering
 from capflow_engine.applied import Applied, key_of
+from capflow_engine.fit import Fit
 from capflow_engine.holdings import Size
 from capflow_engine.options import KEY, RequestOptions
 from capflow_engine.store import SteeringStore
@@ -80,12 +81,20 @@ class Asked(msgspec.Struct, frozen=True, weakref=True):
 
     @classmethod
     def parse(
-        cls, fields: Mapping[str, Any], xargs: Any, server: Server, *, id: str, prompts: int, samples: int
+        cls,
+        fields: Mapping[str, Any],
+        xargs: Any,
+        server: Server,
+        *,
+        id: str,
+        prompts: int,
+        samples: int,
+        max_tokens: int | None = None,
     ) -> Asked:
         """Return what is asked for by the fields of a body, and by `vllm_xargs`' own if that is not None.
 
         id: what the request is called when it does not say so itself. prompts: how many it has, called `id#0`, `id#1`
-        and so on when there are several. samples: of each prompt.
+        and so on when there are several. samples: of each prompt. max_tokens: of each answer; None where it does not say.
 
         Raises UsageError that begins with the path of the field that is wrong, UnknownModuleError for a module's name.
         """
@@ -103,7 +112,7 @@ class Asked(msgspec.Struct, frozen=True, weakref=True):
         asked = options.steering or NOTHING
         options = msgspec.structs.replace(options, steering=None, program=program)
         everywhere = server.store.global_state != NOTHING
-        applied = Applied.of(program, asked, everywhere=everywhere) if report else None
+        applied = Applied.of(program, asked, everywhere=everywhere, max_tokens=max_tokens) if report else None
         key = key_of(program) if program is not None or asked != NOTHING or report else None
         return cls(_each(options, options.id or id, prompts, samples), wait, key, applied)
 
@@ -113,20 +122,7 @@ def resolved(asked: Steering | None, server: Server) -> SteeringProgram | None:
 
     Raises UsageError for what does not fit the model or the bank, UnknownModuleError for a module's name.
     """
-    program = server.store.resolve(asked, server.info.hidden_size)
-    _check(program, server)
-    return program
-
-
-def check_room(steering: Steering, server: Server) -> None:
-    """Raise UsageError for a module or a global state that does not fit the model or the bank."""
-    _check(program_of(server.info.hidden_size, [steering]), server)
-
-
-def _check(program: SteeringProgram | None, server: Server) -> None:
-    if program is not None:
-        program.check(server.info)
-        server.size.check(program)
+    return Fit(server.info, server.size).program(asked, server.store)
 
 
 def check_spelling(extra: Collection[str]) -> None:

@@ -23,8 +23,10 @@ from capflow.steering import NOTHING
 from capflow_engine import compat
 from capflow_engine.beams import BEAMS, Beams
 from capflow_engine.fields import FIELDS, Asked, Server, check_spelling, resolved
+from capflow_engine.fit import Fit
 from capflow_engine.holdings import Size
 from capflow_engine.options import KEY, Packed, RequestOptions
+from capflow_engine.reach import check_params
 from capflow_engine.results import Askers
 from capflow_engine.serving import Serving
 from capflow_engine.settings import Settings
@@ -33,6 +35,9 @@ from capflow_engine.store import SteeringStore
 SAMPLES_MAX = envs.VLLM_MAX_N_SEQUENCES
 """How many samples vLLM lets a request ask for."""
 
+_MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+"""How the bodies say how long an answer may be, each what holds first."""
+
 
 class Front:
     """What the routes of one server share."""
@@ -40,11 +45,12 @@ class Front:
     def __init__(self, vllm_config: Any, serving: Serving) -> None:
         self.settings: Settings = vllm_config.additional_config
         self.info = compat.model_info(vllm_config)
-        self.store = SteeringStore(serving.directory)
         requests_max = vllm_config.scheduler_config.max_num_seqs
         size = Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests_max)
+        self.store = SteeringStore(serving.directory, Fit(self.info, size).check)
         self.server = Server(self.info, self.store, size)
         self.keys = serving.keys
+        self.length_max: int = vllm_config.model_config.max_model_len
         self.body_bytes_max = serving.body_bytes_max
         self.rpc_address = serving.rpc_address
         self.asker = Askers(self.settings)
@@ -68,7 +74,8 @@ class Front:
         samples = (request.n if "n" in known else None) or 1
         if not 1 <= samples <= SAMPLES_MAX:
             raise UsageError(explain("n", got=samples, expected=f"1..{SAMPLES_MAX}"))
-        asked = Asked.parse(said, xargs, self.server, id=own, prompts=prompts, samples=samples)
+        tokens = next((n for name in _MAX_TOKENS if name in known and (n := getattr(request, name)) is not None), None)
+        asked = Asked.parse(said, xargs, self.server, id=own, prompts=prompts, samples=samples, max_tokens=tokens)
         if beams:
             if asked.awaits:
                 raise UsageError(explain("use_beam_search", got=True, expected="false, with capture"))
@@ -142,12 +149,18 @@ class Front:
         return params
 
     def steering(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an engine's `generate` that steers by the global state what no route of capflow's has seen."""
+        """Return an engine's `generate` that steers by the global state what no route of capflow's has seen.
+
+        It raises UsageError for patches of positions that a request never computes, before there is any answer.
+        """
 
         @functools.wraps(generate)
         def steered(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
             beams = BEAMS.get()
             params = beams.steered(prompt, sampling_params) if beams is not None else self.steered(sampling_params)
+            length = compat.rendered_length(prompt)
+            if length is not None:
+                check_params(params, length, self.length_max)
             return generate(prompt, params, *args, **kwargs)
 
         return steered

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from capflow.errors import UsageError, explain
-from capflow.limits import POSITION_MAX
+from capflow.limits import BANK_BYTES_MAX, POSITION_MAX
 from capflow.program import SiteOps, SteeringProgram
+from capflow.steering import NOTHING, Steering
 
 
 class Size(NamedTuple):
@@ -27,26 +28,55 @@ class Size(NamedTuple):
     def of(cls, bank_bytes: int, hidden_size: int, requests_max: int) -> Size:
         """Return what `bank_bytes` bytes of rows make; operations and slots are small beside them."""
         rows = max(1, min(bank_bytes // (4 * hidden_size), _ROWS_MAX))
-        return cls(rows, max(4 * rows, _OPS_MIN), max(_SLOTS_MIN, 4 * requests_max))
+        return cls(rows, max(_OPS_PER_ROW * rows, _OPS_MIN), max(_SLOTS_MIN, _SLOTS_PER_REQUEST * requests_max))
 
-    def check(self, program: SteeringProgram | None, prompt_length: int = POSITION_MAX) -> tuple[Need, ...]:
-        """Return what a program takes; raise UsageError for one that has no room in an empty bank."""
+    def check(
+        self, program: SteeringProgram | None, prompt_length: int = POSITION_MAX, *, said: Steering = NOTHING
+    ) -> tuple[Need, ...]:
+        """Return what a program takes; raise UsageError for one that has no room in an empty bank.
+
+        said: what the program was made of, by which the error names a field.
+        """
         if program is None:
             return ()
         needs = needs_of(program, prompt_length)
-        if not Holdings(self).hold("", needs):
-            rows = len({row for need in needs for row in need.rows})
-            ops, slots = sum(need.ops for need in needs), len(needs)
-            got = f"{rows} vectors, {ops} operations and {slots} configurations: more than the steering bank can hold"
-            do = "ask for less, or start the engine with more --steering-bank-bytes"
-            expected = f"at most {self.rows}, {self.ops} and {self.slots}"
-            raise UsageError(explain("steering", got=got, expected=expected, do=do))
+        part = Holdings(self).lacking(needs)
+        if part is not None:
+            got, expected, do = self._refusal(part, needs, program.hidden_size)
+            raise UsageError(explain(said.largest_field, got=got, expected=expected, do=do))
         return needs
 
+    def _refusal(self, part: str, needs: Sequence[Need], hidden_size: int) -> tuple[str, str, str]:
+        """Return what came, what was expected, and what to do where a part of the bank is too small for what is needed."""
+        if part == "slots":
+            got, do = f"{len(needs):,} positions that are steered differently", "patch fewer positions"
+            more = f"start the engine with --max-num-seqs {-(-len(needs) // _SLOTS_PER_REQUEST)} or more"
+            return got, f"at most {self.slots:,}, which is what a steering bank holds", f"{do}, or {more}"
+        if part == "ops":
+            count, what, do = sum(need.ops for need in needs), "operations", "clamp less, or patch fewer positions"
+            rows = -(-count // _OPS_PER_ROW)
+        else:
+            count, what, do = len({row for need in needs for row in need.rows}), "different vectors", "steer by fewer"
+            rows = count
+        bank_bytes = 4 * hidden_size * rows
+        if rows <= _ROWS_MAX and bank_bytes <= BANK_BYTES_MAX:
+            do = f"{do}, or start the engine with --steering-bank-bytes {bank_bytes} or more"
+            where = "which is what this steering bank holds"
+        else:
+            where = "which is what this steering bank holds; no larger one would hold it"
+        return f"{count:,} {what}", f"at most {getattr(self, part):,}, {where}", do
+
+
+HOLDS_MORE = {
+    "rows": "more --steering-bank-bytes",
+    "ops": "more --steering-bank-bytes",
+    "slots": "a larger --max-num-seqs",
+}
+"""What makes each part of a bank larger."""
 
 _ROWS_MAX = 65_536
-_OPS_MIN = 16_384
-_SLOTS_MIN = 1_024
+_OPS_PER_ROW, _OPS_MIN = 4, 16_384
+_SLOTS_PER_REQUEST, _SLOTS_MIN = 4, 1_024
 
 
 class Configuration(NamedTuple):
@@ -115,16 +145,19 @@ class Holdings:
         self._rows: Counter[bytes] = Counter()  # in how many configurations each row is
         self._ops = 0
 
-    def hold(self, name: str, needs: Sequence[Need]) -> bool:
-        """Take what is needed under a name that holds nothing; False, and nothing is taken, where there is no room."""
+    def lacking(self, needs: Sequence[Need]) -> str | None:
+        """Return which part of the bank, `rows`, `ops` or `slots`, has no room for what is needed; None where all have."""
         new = [need for need in needs if not self._slots[need.key]]
         rows = {row for need in new for row in need.rows if not self._rows[row]}
-        fits = (
-            len(self._rows) + len(rows) <= self.size.rows
-            and self._ops + sum(need.ops for need in new) <= self.size.ops
-            and len(self._slots) + len(new) <= self.size.slots
-        )
-        if not fits:
+        if len(self._rows) + len(rows) > self.size.rows:
+            return "rows"
+        if self._ops + sum(need.ops for need in new) > self.size.ops:
+            return "ops"
+        return "slots" if len(self._slots) + len(new) > self.size.slots else None
+
+    def hold(self, name: str, needs: Sequence[Need]) -> bool:
+        """Take what is needed under a name that holds nothing; False, and nothing is taken, where there is no room."""
+        if self.lacking(needs) is not None:
             return False
         assert name not in self._held
         for key, ops, some in needs:

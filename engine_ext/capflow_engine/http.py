@@ -24,7 +24,7 @@ from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from capflow.errors import UsageError, explain
 from capflow_engine import compat, steering_routes
-from capflow_engine.answers import Members, completions_stream, extended, responses_stream
+from capflow_engine.answers import Members, begun, completions_stream, extended, responses_stream
 from capflow_engine.beams import searching
 from capflow_engine.bodies import CapflowChatCompletionRequest, CapflowCompletionRequest, CapflowResponsesRequest
 from capflow_engine.body_limit import BodyLimit
@@ -63,8 +63,8 @@ class Plugin:
             app.post(path, dependencies=json_only, responses=answers, response_model=None)(route)
         app.include_router(steering_routes.router)
         app.include_router(APIRouter(lifespan=_beside))
-        app.add_middleware(StrayFields)
         app.add_middleware(BodyLimit)
+        app.add_middleware(StrayFields)  # around the other, whose refusals are for routes to raise
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Take what the routes need of the engine; nothing when it is not capflow's."""
@@ -131,12 +131,18 @@ async def _answer(
     try:
         response = await handler(request, raw_request)
         if isinstance(response, StreamingResponse):
+            if (
+                asked.program is not None and asked.program.patched
+            ):  # which may lie beyond the prompt, once that is tokens
+                response.body_iterator = await begun(response.body_iterator)
             streams = True
             response.body_iterator = _streamed(front, asked, response.body_iterator, stream)
         elif isinstance(response, JSONResponse) and response.status_code == HTTPStatus.OK and asked.reports:
             response = extended(response, await front.results(asked))
         if response is not None and asked.key is not None and response.status_code == HTTPStatus.OK:
             response.headers[STEERING_HEADER] = asked.key
+    except UsageError as e:
+        return refused(e)
     finally:
         if not streams:
             front.leave(asked)

@@ -22,9 +22,11 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
 from capflow_engine.arming import arm  # noqa: E402
 from capflow_engine.beams import with_program  # noqa: E402
+from capflow_engine.fit import Fit  # noqa: E402
 from capflow_engine.holdings import Size  # noqa: E402
 from capflow_engine.options import RequestOptions  # noqa: E402
 from capflow_engine.params import Prepared  # noqa: E402
+from capflow_engine.reach import check_added  # noqa: E402
 from capflow_engine.results import AllResults  # noqa: E402
 from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, engine_arguments  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
@@ -41,11 +43,13 @@ class LLM(VLLM):  # type: ignore[misc]
     holds then. steering_bank_bytes: the memory for the vectors that steer the requests which run; a request waits
     for room in it.
 
-    steering: the modules that requests may name, and the global state, which steers every request of `generate` and `chat`
-    besides; a `SteeringStore`. What is changed there holds for requests that come later.
+    steering: the modules that requests may name, and the global state, which steers every request of `generate`, `chat`, `enqueue`
+    and `enqueue_chat` besides; a `SteeringStore`, which refuses what does not fit the model. What is changed there holds for
+    requests that come later.
 
-    `beam_search` is steered by `steering=`. Outputs of `generate` and `chat` have `capture_results`: by consumer, what became of the request's rows. With `n` samples
-    each is a request of its own, called `id#0`, `id#1`, …; each of `output.outputs` has its own results too.
+    `beam_search` is steered by `steering=`. Outputs of `generate`, `chat` and `wait_for_completion` have `capture_results`: by consumer, what became of the request's rows. With `n` samples
+    each is a request of its own, called `id#0`, `id#1`, …; each of `output.outputs` has its own results too. They have
+    `steering_applied` besides, an `Applied`: what steered the request; None when it neither asked for that nor was steered.
     Close it with `close()` or use it as a context manager.
 
     Raises UsageError for wrong arguments and HubUnreachableError when a hub was named and does not answer.
@@ -72,7 +76,7 @@ class LLM(VLLM):  # type: ignore[misc]
         self._numbers = itertools.count()
         self._beams: SteeringProgram | None = None  # what steers the beams that are searched now
         self._generated = 0  # how many tokens of an answer each of them has
-        self.steering = SteeringStore()
+        self._enqueued: dict[str, Prepared] = {}  # requests whose outputs nobody has had, by what those are called
         armed = arm(
             EngineArgs,
             model,
@@ -93,23 +97,38 @@ class LLM(VLLM):  # type: ignore[misc]
             super().__init__(model, **engine_arguments(settings), **kwargs)
             config = self.llm_engine.vllm_config
             self.capflow_model = compat.model_info(config)
-            self._bank_size = Size.of(
-                steering_bank_bytes, self.capflow_model.hidden_size, config.scheduler_config.max_num_seqs
-            )
+            requests_max = config.scheduler_config.max_num_seqs
+            size = Size.of(steering_bank_bytes, self.capflow_model.hidden_size, requests_max)
+            self._fit = Fit(self.capflow_model, size)
+            self.steering = SteeringStore(check=self._fit.check)
+            check_added(self.llm_engine, config.model_config.max_model_len)
         except BaseException:
             self.close()
             raise
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[RequestOutput]:
-        """Generate as `vllm.LLM.generate` does; each output has `capture_results`."""
+        """Generate as `vllm.LLM.generate` does; each output has `capture_results` and `steering_applied`."""
         params = self._prepared(sampling_params, 1 if _is_one_prompt(prompts) else len(prompts))
         return self._with_results(super().generate(prompts, [one.params for one in params], **kwargs), params)
 
     def chat(self, messages: Any, sampling_params: Any = None, **kwargs: Any) -> list[RequestOutput]:
-        """Chat as `vllm.LLM.chat` does; each output has `capture_results`."""
-        one = bool(messages) and isinstance(messages[0], dict)
-        params = self._prepared(sampling_params, 1 if one else len(messages))
+        """Chat as `vllm.LLM.chat` does; each output has `capture_results` and `steering_applied`."""
+        params = self._prepared(sampling_params, _conversations(messages))
         return self._with_results(super().chat(messages, [one.params for one in params], **kwargs), params)
+
+    def enqueue(self, prompts: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> list[str]:
+        """Enqueue as `vllm.LLM.enqueue` does, steered by what holds now; the outputs are those of `wait_for_completion`."""
+        params = self._prepared(sampling_params, 1 if _is_one_prompt(prompts) else len(prompts))
+        return self._remembered(super().enqueue(prompts, [one.params for one in params], *args, **kwargs), params)
+
+    def enqueue_chat(self, messages: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> list[str]:
+        """Enqueue as `vllm.LLM.enqueue_chat` does, steered by what holds now."""
+        params = self._prepared(sampling_params, _conversations(messages))
+        return self._remembered(super().enqueue_chat(messages, [one.params for one in params], *args, **kwargs), params)
+
+    def wait_for_completion(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Wait as `vllm.LLM.wait_for_completion` does; each output has `capture_results` and `steering_applied`."""
+        return self._with_results(super().wait_for_completion(*args, **kwargs), [])
 
     def beam_search(
         self, prompts: Any, params: Any, *args: Any, steering: Mapping[str, Any] | None = None, **kwargs: Any
@@ -120,8 +139,7 @@ class LLM(VLLM):  # type: ignore[misc]
         """
         options = RequestOptions(steering=Steering.parse(steering) if steering else None)
         options.check(self.capflow_model)
-        self._beams = options.resolved(self.capflow_model, self.steering).program
-        self._bank_size.check(self._beams)
+        self._beams = self._fit.program(options.steering, self.steering)
         try:
             found: list[Any] = super().beam_search(prompts, params, *args, **kwargs)
         finally:
@@ -160,28 +178,41 @@ class LLM(VLLM):  # type: ignore[misc]
         prepared = [
             Prepared.of(
                 one,
-                self.capflow_model,
+                self._fit,
                 self.steering,
-                self._bank_size,
                 f"{self.capflow_settings.engine[:8]}-{next(self._numbers)}",
             )
             for one in many
         ]
-        names = [one.options.id for one in prepared]
+        names = [one.options.id for one in (*self._enqueued.values(), *prepared)]
         if len(set(names)) != len(names):
             twice = next(n for n in names if names.count(n) > 1)
             raise UsageError(explain("id", got=f"{twice} more than once", expected="a different id for each request"))
         return prepared
 
+    def _remembered(self, keys: list[str], params: list[Prepared]) -> list[str]:
+        self._enqueued.update(zip(map(compat.outside_id, keys), params, strict=True))
+        return keys
+
     def _with_results(self, outputs: list[Any], params: list[Prepared]) -> list[Any]:
+        """Return outputs with what became of their requests. params: of those that were not enqueued before, in order."""
         compat.flush(self.llm_engine)
-        options = [one.options for one in params]
-        found = self._results.ask(options)
-        for output, its in zip(outputs, options, strict=True):
-            for name, sample in zip(its.names, output.outputs, strict=True):
+        others = iter(params)
+        prepared = [self._enqueued.get(output.request_id) or next(others) for output in outputs]
+        self._enqueued.clear()  # vLLM runs whatever was enqueued
+        found = self._results.ask([one.options for one in prepared])
+        for output, one in zip(outputs, prepared, strict=True):
+            names = one.options.names
+            for name, sample in zip(names, output.outputs, strict=True):
                 sample.capture_results = found.get(name, {})
-            output.capture_results = joined({name: found[name] for name in its.names if name in found})
+            output.capture_results = joined({name: found[name] for name in names if name in found})
+            output.steering_applied = one.applied
         return outputs
+
+
+def _conversations(messages: Any) -> int:
+    """Return how many conversations vLLM takes `messages` as: one, or a list of them."""
+    return 1 if messages and isinstance(messages[0], dict) else len(messages)
 
 
 def _is_one_prompt(prompts: Any) -> bool:

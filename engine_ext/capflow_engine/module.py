@@ -8,8 +8,9 @@ else `capflow_engine.vectorfile` reads, such as what `capflow vectors fit` write
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,15 @@ def _as_written(message: str, written: Mapping[str, str]) -> str:
         if message.startswith((f"{full}.", f"{full}:")):
             return name + message.removeprefix(full)
     return message
+
+
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """Name the fields of a module, in the UsageErrors of a block, as `MODULE_FIELDS` does."""
+    try:
+        yield
+    except UsageError as e:
+        raise UsageError(_as_written(str(e), {full: name for name, full in MODULE_FIELDS.items()})) from e
 
 
 def load_module(path: str | os.PathLike[str]) -> Steering:

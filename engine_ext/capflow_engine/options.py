@@ -26,6 +26,10 @@ class Packed(dict[str, Any]):
     """Options that this process packed, and which are as it checked them; those that a client sent are plain dicts or text."""
 
 
+class Ready(Packed):
+    """Options with everything that steers their request worked out: nothing is to be added."""
+
+
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one request asks for.
 
@@ -123,5 +127,13 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise UsageError(explain(KEY, got=str(e), expected="packed options", do=do)) from e
 
 
+def patched(params: Any) -> RequestOptions | None:
+    """Return the options in sampling parameters, as `pack` made them, where patches are among them; None elsewhere."""
+    value = (params.extra_args or {}).get(KEY)
+    program = value.get("program") if isinstance(value, dict) else None
+    return RequestOptions.unpack(params.extra_args) if program is not None and program[_PATCHED] else None
+
+
+_PATCHED = SteeringProgram.__struct_fields__.index("patched")
 _NONE = RequestOptions()
 _TEXT_FIELDS = frozenset(("id", "capture", *STEERING_FIELDS))

@@ -6,15 +6,16 @@ from typing import Any
 
 import msgspec
 
-from capflow.message import ModelInfo
+from capflow.steering import NOTHING
 from capflow_engine import compat
 
 compat.require()
 
 from vllm import SamplingParams  # noqa: E402 - only once the version is known to be one that works
 
-from capflow_engine.holdings import Size  # noqa: E402
-from capflow_engine.options import KEY, RequestOptions  # noqa: E402
+from capflow_engine.applied import Applied  # noqa: E402
+from capflow_engine.fit import Fit  # noqa: E402
+from capflow_engine.options import KEY, Ready, RequestOptions  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
 
 
@@ -66,23 +67,37 @@ def sampling_params(
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """A request that is ready for the engine. options: of it, with its name and all that steers it."""
+    """A request that is ready for the engine.
+
+    options: of it, with its name and all that steers it. applied: what its output says of that; None when it neither asks
+    for steering nor is steered.
+    """
 
     params: SamplingParams
     options: RequestOptions
+    applied: Applied | None
 
     @classmethod
-    def of(cls, params: SamplingParams, info: ModelInfo, store: SteeringStore, size: Size, name: str) -> Prepared:
+    def of(cls, params: SamplingParams, fit: Fit, store: SteeringStore, name: str) -> Prepared:
         """Return a copy of parameters, checked and worked out. store: the modules, and the global state, which is added.
 
         name: what the request is called if it does not say so itself. Raises UsageError for what does not fit the model
         or the bank.
         """
         options = RequestOptions.unpack(params.extra_args)
-        options.check(info)
-        options = options.resolved(info, store)
-        size.check(options.program)
-        options = msgspec.structs.replace(options, id=options.id or name, samples=params.n)
+        options.check(fit.info)
+        asked, everywhere = options.steering or NOTHING, store.global_state != NOTHING
+        program = options.program
+        if program is None:
+            program = fit.program(options.steering, store)
+        else:
+            fit.size.check(program)
+        options = msgspec.structs.replace(
+            options, id=options.id or name, samples=params.n, steering=None, program=program
+        )
+        applied = None
+        if program is not None or asked != NOTHING:
+            applied = Applied.of(program, asked, everywhere=everywhere, max_tokens=params.max_tokens)
         clone = params.clone()
-        clone.extra_args = {**(params.extra_args or {}), KEY: options.pack()}
-        return cls(clone, options)
+        clone.extra_args = {**(params.extra_args or {}), KEY: Ready(options.pack())}
+        return cls(clone, options, applied)

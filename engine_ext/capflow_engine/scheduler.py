@@ -27,10 +27,11 @@ from capflow.positions import Positions
 from capflow.program import SteeringProgram, with_vectors
 from capflow.steering import Steering, Tier
 from capflow_engine import compat, compat_cache, compat_step
-from capflow_engine.holdings import Holdings, Need, Size, needs_of
+from capflow_engine.holdings import HOLDS_MORE, Holdings, Need, Size, needs_of
 from capflow_engine.hubs import HubLinks
 from capflow_engine.options import KEY, RequestOptions
 from capflow_engine.orders import Ended, Orders, Unscheduled, Wishes
+from capflow_engine.reach import check_patches, length_max
 from capflow_engine.settings import Settings
 
 logger = logging.getLogger("vllm.capflow.scheduler")
@@ -173,9 +174,7 @@ class Ledger:
             options = options.resolved(self.info)
             prompt = request.num_prompt_tokens - (options.generated or 0)
             needs = self._held.size.check(options.program, prompt)
-            _check_patches(
-                options.program, prompt, None if options.generated is not None else self._length_max(request)
-            )
+            check_patches(options.program, prompt, None if options.generated is not None else self._length_max(request))
         except UsageError as e:
             # The front ends of capflow refuse these before they come here; vLLM's own do not know them.
             logger.error("request %s: %s; it is aborted", key, e)
@@ -233,9 +232,7 @@ class Ledger:
         """Return how many positions of a request are computed at most; None when more input may come."""
         if request.resumable:
             return None
-        prompt: int = request.num_prompt_tokens
-        length: int = min(prompt + request.max_tokens, self._model_length_max)
-        return max(prompt, length - 1)  # nobody computes the last token
+        return length_max(request.num_prompt_tokens, request.max_tokens, self._model_length_max)
 
     def _steered_from(self, request: Any) -> int:
         """Return the first position of a request that is steered as generated ones are."""
@@ -370,38 +367,32 @@ class Ledger:
                 program = with_vectors(self._programs.get(key), self.info.hidden_size, action.vectors)
             except UsageError as e:
                 return str(e)
-            if not self._hold_action(key, program, request):
-                return explain("steering bank", got="no room for more", do="raise --steering-bank-bytes")
+            lacking = self._hold_action(key, program, request)
+            if lacking is not None:
+                do = f"try again when requests have ended, or start the engine with {HOLDS_MORE[lacking]}"
+                return explain(
+                    "steering bank", got=f"no room for more {lacking} beside what the running requests hold", do=do
+                )
             self._fork_for_itself(request, max(request.num_computed_tokens, request.num_prompt_tokens))
         self._actions.append((act.id, key, action))
         return None
 
-    def _hold_action(self, key: str, program: SteeringProgram | None, request: Any) -> bool:
-        """Take what an action needs of the bank, in the place of what the one before it took; False if there is no room."""
+    def _hold_action(self, key: str, program: SteeringProgram | None, request: Any) -> str | None:
+        """Take what an action needs of the bank, in the place of what the one before it took; return what has no room for it."""
         name = f"{key} {next(self._numbers)}"
-        if program is not None and not self._held.hold(name, needs_of(program, self._steered_from(request))):
-            return False
+        if program is not None:
+            needs = needs_of(program, self._steered_from(request))
+            if not self._held.hold(name, needs):
+                return self._held.lacking(needs)
         self._held.release(self._acted.get(key, ""))
         self._acted[key] = name
-        return True
+        return None
 
 
 def _wanted(options: RequestOptions, wishes: Wishes) -> Positions:
     """Return the positions that are wanted of a request, whatever the site."""
     every = (spec.set_of_positions() for spec in (options.capture, *wishes.captures) if spec is not None)
     return functools.reduce(operator.or_, every, Positions.NONE)
-
-
-def _check_patches(program: SteeringProgram | None, prompt_length: int, length_max: int | None) -> None:
-    """Raise UsageError for a patch that would do nothing: before the prompt, or behind what is computed at most."""
-    for position, _ in program.patched if program is not None else ():
-        expected = None
-        if position < -prompt_length:
-            expected = f"-{prompt_length} or later: the prompt has {prompt_length} tokens"
-        elif length_max is not None and position >= length_max:
-            expected = f"below {length_max}, which is all that is computed with this prompt and max_tokens"
-        if expected is not None:
-            raise UsageError(explain("steering_patches: positions", got=position, expected=expected))
 
 
 _classes: dict[type[Any], type[Any]] = {}

@@ -27,8 +27,10 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ModelInfo
 from capflow.steering import Steering
 from capflow_engine import compat, compat_model, keys
+from capflow_engine.fit import Fit
+from capflow_engine.holdings import Size
 from capflow_engine.hubs import hubs_at
-from capflow_engine.module import load_module
+from capflow_engine.module import as_written, load_module
 from capflow_engine.rpc import port
 from capflow_engine.serving import Serving
 from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, Settings, engine_arguments
@@ -111,14 +113,14 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     modules = {}
     if mine.steering_modules:
         width = engine_args.create_model_config().get_hidden_size()
-        modules = _modules(
-            mine.steering_modules, ModelInfo(args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed)
-        )
+        info = ModelInfo(args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed)
+        size = Size.of(mine.steering_bank_bytes, width, engine_args.max_num_seqs or 0)
+        modules = _modules(mine.steering_modules, Fit(info, size))
     return serve, args, modules
 
 
-def _modules(given: Sequence[str], info: ModelInfo) -> dict[str, Steering]:
-    """Return the modules in files, `NAME=PATH` each, by name; raise UsageError for one that does not fit the model."""
+def _modules(given: Sequence[str], fit: Fit) -> dict[str, Steering]:
+    """Return the modules in files, `NAME=PATH` each, by name; raise UsageError for one that does not fit the model or the bank."""
     modules: dict[str, Steering] = {}
     for one in given:
         name, equals, path = one.partition("=")
@@ -128,7 +130,8 @@ def _modules(given: Sequence[str], info: ModelInfo) -> dict[str, Steering]:
             raise UsageError(explain("--steering-modules", got=f"{name} twice", expected="each name once"))
         modules[name] = load_module(path)
         try:
-            modules[name].check(info)
+            with as_written():
+                fit.check(modules[name], modules[name])
         except UsageError as e:
             raise UsageError(f"{path}: {e}") from e
     return modules

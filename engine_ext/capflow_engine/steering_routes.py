@@ -17,8 +17,9 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from capflow.errors import UsageError, explain
 from capflow_engine.applied import NOTHING_KEY, key_of
-from capflow_engine.fields import check_room, resolved
+from capflow_engine.fields import resolved
 from capflow_engine.keys import ENVIRONMENT_VARIABLE, FLAG, Keys
+from capflow_engine.module import as_written
 from capflow_engine.refusals import refused
 from capflow_engine.steering_bodies import (
     ClearBody,
@@ -148,7 +149,8 @@ def set_state(body: SetBody, front: Front) -> Set:
     there.
     """
     steering = body.steering(front.info)
-    front.store.set_global(steering, replace=body.replace, check=lambda merged: check_room(merged, front.server))
+    with as_written():
+        front.store.set_global(steering, replace=body.replace)
     parts = [part for _, part in steering.parts()]
     return Set(
         hook_points=sorted({part.hook for part in parts}),
@@ -181,8 +183,8 @@ def module(name: str, front: Front) -> TiersState:
 def register_module(body: ModuleBody, front: Front) -> Named:
     """Register a module; one of this name is replaced, and requests that run with it keep it."""
     steering = body.steering(front.info)
-    check_room(steering, front.server)
-    front.store.register(body.name, steering)
+    with as_written():
+        front.store.register(body.name, steering)
     return Named(name=body.name, modules=list(front.store.names))
 
 

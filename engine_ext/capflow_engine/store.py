@@ -11,7 +11,7 @@ any of them changed, from its next question on. The directory holds
 | `lock` | held by who changes something |
 
 What always holds: an index names only files that are there until the next index is; whoever has a `Held` has all of it,
-whatever others change. Nothing here checks that a module fits a model.
+whatever others change. What fits a model is for whoever makes a store to say.
 """
 
 from __future__ import annotations
@@ -64,10 +64,18 @@ class Held(msgspec.Struct, frozen=True):
         return [*parts, own] if own != NOTHING else parts
 
 
-class SteeringStore:
-    """Modules by name, and the global state. directory: one that exists, for processes to share; None for this one alone."""
+Check = Callable[[Steering, Steering], None]
+"""Raises for a module or a global state that must not be: the first; the second is what was said, of which that came."""
 
-    def __init__(self, directory: Path | None = None) -> None:
+
+class SteeringStore:
+    """Modules by name, and the global state. directory: one that exists, for processes to share; None for this one alone.
+
+    check: raises UsageError for what does not fit the model; without it everything does.
+    """
+
+    def __init__(self, directory: Path | None = None, check: Check = lambda _now, _said: None) -> None:
+        self._check = check
         self._files = None if directory is None else _Files(directory)
         self._lock = threading.Lock()  # held while a thread of this process changes something
         self._held = Held()  # as last seen; replaced whole
@@ -118,12 +126,14 @@ class SteeringStore:
     def register(self, name: str, module: Steering) -> None:
         """Give a module a name; requests that run with another of this name keep that.
 
-        Raises UsageError for a wrong name, an empty module, and one with patches or with modules of its own.
+        Raises UsageError for a wrong name, an empty module, one with patches or with modules of its own, and one that
+        does not fit the model.
         """
         if not isinstance(name, str) or not 0 < len(name) <= limits.STEERING_NAME_LENGTH_MAX or not name.isprintable():
             expected = f"1..{limits.STEERING_NAME_LENGTH_MAX} characters that can be printed"
             raise UsageError(explain("name", got=name, expected=expected))
         _check_shared(module, f"module {name}")
+        self._check(module, module)
 
         def change(held: Held) -> Held:
             modules = {**held.modules, name: module}
@@ -143,14 +153,14 @@ class SteeringStore:
 
         self._change(change)
 
-    def set_global(
-        self, steering: Steering, *, replace: bool = False, check: Callable[[Steering], None] = lambda _: None
-    ) -> None:
+    def set_global(self, steering: Steering, *, replace: bool = False) -> None:
         """Steer every request that comes from now on.
 
         At the sites that `steering` names in a tier, its vectors take the place of the vectors there, and its clamps of the
         clamps; other sites stay as they are. With `replace` it takes the place of everything. A scale or a strength of 0
-        takes away what was there. check: raises for a global state that must not be.
+        takes away what was there.
+
+        Raises UsageError for nothing, for patches and modules, and for what does not fit the model, alone or with what is there.
         """
         _check_shared(steering, "global state")
 
@@ -161,7 +171,7 @@ class SteeringStore:
                 _merged(old.prefill, steering.prefill),
                 _merged(old.decode, steering.decode),
             )
-            check(everywhere)
+            self._check(everywhere, steering)
             return msgspec.structs.replace(held, everywhere=everywhere)
 
         self._change(change)

@@ -1,6 +1,7 @@
 """Where capflow's fields have no effect: a request that has one there is 400 before anything runs.
 
 vLLM has more routes than capflow gives its fields to, and most of them take no notice of a field that they do not know.
+A body that is looked into is held until its route reads it; one that has more than the limit is 413, as on the other routes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from http import HTTPStatus
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from capflow.errors import UsageError, explain
+from capflow.limits import BODY_BYTES_DEFAULT
+from capflow_engine.body_limit import announced_bytes, refused_as_too_large
 from capflow_engine.fields import XARGS, meant_for_capflow
 from capflow_engine.options import KEY
 from capflow_engine.refusals import refused
@@ -37,9 +40,19 @@ class StrayFields:
         if b"json" not in dict(scope["headers"]).get(b"content-type", b"").lower():
             await self.app(scope, receive, send)
             return
+        front = getattr(scope["app"].state, "capflow", None)
+        bytes_max = BODY_BYTES_DEFAULT if front is None else front.body_bytes_max
+        announced, came = announced_bytes(scope), 0
+        if announced > bytes_max:
+            await refused_as_too_large(f"{announced:,} bytes", bytes_max)(scope, receive, send)
+            return
         messages: list[Message] = []
         while not messages or (messages[-1]["type"] == "http.request" and messages[-1].get("more_body")):
             messages.append(await receive())
+            came += len(messages[-1].get("body", b""))
+            if came > bytes_max:
+                await refused_as_too_large(f"more than {bytes_max:,} bytes", bytes_max)(scope, receive, send)
+                return
         stray = _stray(b"".join(message.get("body", b"") for message in messages), path)
         if stray is not None:
             do = "send it to " + " or ".join(ROUTES)
