@@ -236,6 +236,7 @@ def test_rows_of_two_models_are_refused(tmp_path):
         (flip, "post_block.002.safetensors: got checksum"),
         (lambda file: file.write_bytes(file.read_bytes()[:700]), "post_block.002.safetensors: got checksum"),
         (lambda file: file.unlink(), "post_block.002.safetensors: got No such file or directory"),
+        (lambda file: flip(file.parent / "request.json", 20), "long/request.json: got "),
     ],
 )
 def test_damage_is_found_before_anything_is_written(root, tmp_path, to, damage, words):

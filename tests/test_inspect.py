@@ -171,8 +171,35 @@ def test_a_sidecar_that_cannot_be_read_is_damage(root, damage):
     (root / "b-c~x" / "request.json").write_bytes(damage)
     done = inspect(root)
     assert done.returncode == 1
-    assert "captures are damaged; the first: " in done.stderr
-    assert "what comes after it was not looked at" in done.stderr
+    assert f"1 of 4 captures are damaged; the first: {root}/b-c~x/request.json: got " in done.stderr
+    assert "486 at 150 positions" in done.stdout
+
+
+def test_all_damage_is_named_and_the_rest_is_surveyed_and_drawn(tmp_path):
+    root = write(tmp_path / "rows", {"a": (2, 5), "b": (2, 3), "c": (2, 4)})
+    for number in range(3):
+        write(root, {f"s{number}": (2, 6)}, layout="sharded")
+    flip(root / "a" / "request.json", 30)
+    flip(root / "b" / "post_block.002.safetensors")
+    for number, path in enumerate(sorted(root.glob("*.parquet"))[:2]):
+        flip(path, (-200, 1)[number])
+    done = inspect(root, "--json", "--png", tmp_path / "norms.png")
+    assert done.returncode == 1
+    told = json.loads(done.stdout)
+    assert (told["captures"], told["captures_damaged"], told["statuses"]) == (6, 4, {"ok": 5})
+    for what in ("a/request.json", "b/post_block.002.safetensors", "/shard~000001", "/shard~000002"):
+        assert sum(what in damage for damage in told["damaged"]) == 1, what
+    assert told["rows"] == 3 * (4 + 6 * 3)
+    assert (drawn(tmp_path / "norms.png")[..., :3] < 0.8).any()
+
+
+def test_nothing_is_drawn_when_nothing_is_whole(root, tmp_path):
+    for path in root.glob("*/*.safetensors"):
+        flip(path)
+    done = inspect(root, "--png", tmp_path / "norms.png")
+    assert done.returncode == 1
+    assert "3 of 3 captures are damaged" in done.stderr
+    assert not (tmp_path / "norms.png").exists()
 
 
 def test_positions_that_cannot_be_are_damage(root, monkeypatch):

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
+from captured import flip
 from frames import make_frame, row_of, token_of
 from test_filesystem import done, opened
 
@@ -244,6 +245,87 @@ def test_a_request_whose_rows_a_power_cut_spoiled_is_not_kept(torn):
     assert dataset.requests() == ["r0", "r1", "r3", "r4"]
     dataset.verify()
     assert not [row for row in pq.read_table(next(root.glob(PATTERN)))["request"].to_pylist() if row == "r2"]
+
+
+def place_in(shard, request, part):
+    """Return where in a shard the first batch of a request has a part: the metadata of its message, its rows, its commit, or the shard's head."""
+    entry = capflow.open(shard.parent.parent)[request].entry
+    return {
+        "metadata": entry.batches[0] + 60,
+        "length of the metadata": entry.batches[0] + 4,
+        "rows": entry.batches[0] + 2000,
+        "commit": entry.batches[-1] + 60,
+        "sidecar": shard.read_bytes().index(b'"request":"' + request.encode()),
+        "magic": 1,
+        "schema": 40,
+        "dtype in the schema": shard.read_bytes().index(b"float32"),
+    }[part]
+
+
+@pytest.mark.parametrize(
+    ("part", "request_id"),
+    [
+        *itertools.product(("metadata", "length of the metadata", "rows", "commit", "sidecar"), ("r0", "r1", "r4")),
+        *itertools.product(("magic", "schema", "dtype in the schema"), (None,)),
+    ],
+)
+def test_one_damaged_byte_in_a_dead_writers_shard_costs_its_request_and_the_file_is_kept(
+    torn, part, request_id, caplog
+):
+    root = torn.parent.parent
+    flip(torn, place_in(torn, request_id or "r0", part))
+    damaged = torn.read_bytes()
+    whole = [name for name in ("r0", "r1", "r2", "r3", "r4") if name != request_id]
+    if part != "rows":  # which nobody holds against their hashes while they lie there
+        assert capflow.open(root).requests() == whole
+    opened(root, SITES, layout="packed").close()
+    dataset = capflow.open(root)
+    assert dataset.requests() == whole
+    dataset.verify()
+    for name in whole:
+        rows = dataset[name][SITES[0]].rows
+        assert rows.tobytes() == b"".join(row_of(name, SITES[0], p, HIDDEN).tobytes() for p in range(10))
+    assert not list(root.glob(".partial-*"))
+    (kept,) = root.glob(".damaged-*")
+    assert kept.name == f".damaged-{torn.name}"
+    assert kept.read_bytes() == damaged
+    assert f"is damaged, and kept as {kept}" in caplog.text
+    assert pq.read_table(root / torn.name)["request"].unique().to_pylist() == whole
+
+
+def test_a_dead_writers_shard_of_which_nothing_can_be_read_is_kept(torn):
+    root = torn.parent.parent
+    torn.write_bytes(
+        bytes(600) + torn.read_bytes()[600:].replace(b"\xff\xff\xff\xff", b"\xff\xff\xff\xfe")
+    )  # but sidecars
+    opened(root, SITES, layout="packed").close()
+    assert capflow.open(root).requests() == []
+    assert [path.name for path in root.iterdir() if path.name != ".lock"] == [f".damaged-{torn.name}"]
+
+
+@pytest.mark.parametrize("left", [0.999, 0.5, 0.01])
+def test_a_torn_end_is_no_damage(torn, left):
+    root = torn.parent.parent
+    os.truncate(torn, int(torn.stat().st_size * left))
+    assert capflow.open(root).damaged() == []
+    opened(root, SITES, layout="packed").close()
+    assert not list(root.glob(".damaged-*"))
+
+
+def test_a_writer_that_dies_while_it_copies_from_a_damaged_shard_leaves_that_to_the_next(torn, monkeypatch):
+    root = torn.parent.parent
+    flip(torn, place_in(torn, "r1", "metadata"))
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shardfile.ShardFile, "commit", fail)
+        with pytest.raises(CapflowError):
+            opened(root, SITES, layout="packed")
+    opened(root, SITES, layout="packed").close()
+    assert capflow.open(root).requests() == ["r0", "r2", "r3", "r4"]
+    assert len(list(root.glob(".damaged-*"))) == 1
 
 
 def test_every_byte_of_a_shard_is_checked(tmp_path):

@@ -27,6 +27,14 @@ class Rows(NamedTuple):
         return Rows(self.rows[start:stop], self.positions[start:stop], self.token_ids[start:stop])
 
 
+class Damage(NamedTuple):
+    """What cannot be read, and is left out by those who read on: the file, what is wrong with it, and whether it is one capture's."""
+
+    path: Path
+    error: CapflowError
+    of_capture: bool
+
+
 class RequestCapture(ABC):
     """One captured request; `capture[(12, "post_block")]` or `capture["post_block:12"]` gives a site's rows.
 

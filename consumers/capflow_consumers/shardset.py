@@ -1,6 +1,6 @@
 """The shards of a data set: which captures are in them, also in those that are still written, and their rows.
 
-What always holds: a capture is seen when its commit is written, and not before.
+What always holds: a capture is seen when its commit is written, and not before. Damage hides what it is in, and nothing else.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,10 @@ import xxhash
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import DTYPES
 from capflow_consumers import layout, shardseal
-from capflow_consumers.capture import RequestCapture, Rows, damaged
+from capflow_consumers.capture import Damage, RequestCapture, Rows, damaged
 from capflow_consumers.disk import found_in
 from capflow_consumers.shardseal import Entry
-from capflow_consumers.shardstream import (
-    Batch,
-    batches,
-    decode,
-    hashes_of,
-    opened,
-    rows_of,
-)
+from capflow_consumers.shardstream import HEAD, Batch, Kind, batches, decode, hashes_of, opened, rows_of
 
 PATTERN = "shard~*.parquet"
 
@@ -39,11 +32,15 @@ _index_decoder = msgspec.msgpack.Decoder(shardseal.Index)
 
 
 class Shard:
-    """A mapped shard; entries: its captures. sealed: whether it is a whole Parquet file; end: where its last commit ends, where it is not."""
+    """A mapped shard; entries: its captures. sealed: whether it is a whole Parquet file; end: where its last commit ends, where it is not.
+
+    damage: what of it cannot be read, captures that the index names apart.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.entries: list[Entry] = []
+        self.damage: list[CapflowError] = []
         self.sealed = False
         self.end = 0
         self._begin = 0
@@ -51,7 +48,27 @@ class Shard:
         self._index: shardseal.Index | None = None
 
     def open(self) -> None:
-        """Map the file and read its index, or its stream where it has none; raises CapflowError, and OSError when it is gone."""
+        """Map the file and read its index, or its stream where it has none that is right.
+
+        Raises CapflowError when no capture can be read, and OSError when the file is gone.
+        """
+        self.map()
+        self._located = shardseal.locate(self.file)
+        self.sealed = self._located is not None
+        try:
+            if self._located is not None:
+                self._read_index(*self._located.index_at)
+                return
+            if not self.path.parent.name.startswith(layout.PARTIAL_PREFIX):
+                raise damaged(self.path, "no index where it should end", "a whole shard")
+        except UsageError:
+            raise
+        except CapflowError as e:
+            self.damage.append(e)
+        self.scan()
+
+    def map(self) -> None:
+        """Map the file; raises CapflowError when it is no shard's, and OSError."""
         fd = os.open(self.path, os.O_RDONLY)
         try:
             size = os.fstat(fd).st_size
@@ -59,18 +76,14 @@ class Shard:
         finally:
             os.close(fd)
         try:
-            self.kind, self.schema, begin = opened(self.file)
+            self.kind, self.schema, self._begin = opened(self.file)
         except ValueError as e:
-            raise damaged(self.path, str(e), "a shard") from e
-        self._begin = begin
-        self._located = shardseal.locate(self.file)
-        self.sealed = self._located is not None
-        if self._located is None:
-            if not self.path.parent.name.startswith(layout.PARTIAL_PREFIX):
-                raise damaged(self.path, "no index where it should end", "a whole shard")
-            self.rescan()
-        else:
-            self._read_index(*self._located.index_at)
+            error = damaged(self.path, str(e), "a shard")
+            kind = _kind_within(self.file)
+            if kind is None:
+                raise error from e
+            self.kind, self.schema, self._begin = kind, kind.schema(), len(HEAD)
+            self.damage.append(error)
 
     def capture(self, entry: Entry) -> ShardCapture:
         """Return a capture; raises CapflowError when what is there is not what was written."""
@@ -82,6 +95,8 @@ class Shard:
 
     def verify(self) -> None:
         """Read the whole file; raise CapflowError when a bit of it is not what was written."""
+        if self.damage:
+            raise self.damage[0]
         if self._index is None or self._located is None:
             return
         _, footer = self._located
@@ -96,7 +111,10 @@ class Shard:
         text = self.file.slice(begin, length)
         if xxhash.xxh3_64_intdigest(text) != digest:
             raise damaged(self.path, "another checksum of the index", "what was written")
-        self._index = _index_decoder.decode(text)
+        try:
+            self._index = _index_decoder.decode(text)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            raise damaged(self.path, str(e), "an index") from e
         if self._index.format != shardseal.FORMAT:
             got, expected = self._index.format, str(shardseal.FORMAT)
             raise UsageError(
@@ -104,22 +122,30 @@ class Shard:
             )
         self.entries = self._index.requests
 
-    def rescan(self) -> None:
-        """Find the captures in the stream, whatever the index says; one whose commit is damaged is left out."""
-        self.end = begin = self._begin
+    def scan(self) -> None:
+        """Find the captures in the stream, whatever the index says; one that is not whole is left out, and `damage` tells of it."""
+        self.end = self._begin
         self.entries = []
         mine: list[int] = []
-        for place, batch in batches(self.file, self.kind, self.schema, begin):
+        rows = 0
+        holes: list[CapflowError] = []  # since the last commit
+        for place, batch in batches(self.file, self.kind, self.schema, self._begin):
+            if batch is None:
+                holes.append(damaged(self.path, f"no batch at byte {place}", "one of a request"))
+                mine, rows = [], 0
+                continue
             mine.append(place)
-            if batch.sidecar is not None:
-                self.end = batch.end
-                try:
-                    sidecar = _sidecar(batch)
-                except ValueError:
-                    pass
-                else:
-                    self.entries.append(Entry(sidecar.request, sidecar.engine, mine))
-                mine = []
+            if batch.sidecar is None:
+                rows += len(batch.positions)
+                continue
+            try:
+                sidecar = _sidecar(batch, rows)
+                self.entries.append(Entry(sidecar.request, sidecar.engine, mine))
+            except ValueError as e:
+                holes.append(damaged(self.path, f"{e} at byte {place}", "a request"))
+            self.damage += holes
+            self.end = batch.end
+            mine, rows, holes = [], 0, []
 
 
 class ShardCapture(RequestCapture):
@@ -187,44 +213,71 @@ class ShardCapture(RequestCapture):
 
 
 class ShardSet:
-    """The shards under a root; `refresh` finds those that came. Captures come in the order in which their shards were begun."""
+    """The shards under a root; `refresh` finds those that came. Captures come in the order in which their shards were begun.
+
+    What is damaged is no error here but a `Damage` in its place.
+    """
 
     def __init__(self, root: Path, *, sealed_only: bool = False) -> None:
         self.root = root
         self.sealed_only = sealed_only
         self._shards: dict[str, Shard] = {}
+        self._unread: dict[str, Damage] = {}  # shards of which nothing can be read
         self._found: dict[str, list[tuple[Shard, Entry]]] | None = None
 
     def refresh(self) -> None:
-        """Look for shards that are new, sealed since, or have grown; raises CapflowError for a damaged one."""
+        """Look for shards that are new, sealed since, or have grown; raises OSError when the root cannot be listed."""
         writers = () if self.sealed_only else self.root.glob(f"{layout.PARTIAL_PREFIX}*")
         paths = {path.name: path for writer in writers for path in found_in(writer, PATTERN)}
         paths |= {path.name: path for path in self.root.glob(PATTERN)}
         if self._shards.keys() - paths.keys():
             self._shards = {name: shard for name, shard in self._shards.items() if name in paths}
             self._found = None
+        self._unread = {}
         for name, path in paths.items():
             known = self._shards.get(name)
             if known is None or not known.sealed or known.path != path:
                 self._open(name, path, known)
 
-    def find(self, request_id: str) -> list[ShardCapture]:
-        """Return the captures of an id in the shards that are known."""
-        if self._found is None:
-            self._found = {}
-            for shard, entry in self._entries():
-                self._found.setdefault(entry.request, []).append((shard, entry))
-        return [shard.capture(entry) for shard, entry in self._found.get(request_id, ())]
+    def find(self, request_id: str) -> Iterator[ShardCapture | Damage]:
+        """Yield the captures of an id in the shards that are known."""
+        for shard, entry in self._entries_of(request_id):
+            try:
+                yield shard.capture(entry)
+            except CapflowError as e:
+                yield Damage(shard.path, e, of_capture=True)
+
+    def __contains__(self, request_id: str) -> bool:
+        return bool(self._entries_of(request_id))
 
     def ids(self) -> Iterator[str]:
         """Yield the id of each capture."""
         for _, entry in self._entries():
             yield entry.request
 
-    def verify(self) -> None:
-        """Check every shard as a whole."""
+    @property
+    def damage(self) -> list[Damage]:
+        """What of the shards cannot be read, captures that an index names apart."""
+        found = [
+            Damage(shard.path, error, of_capture=False) for shard in self._shards.values() for error in shard.damage
+        ]
+        return [*self._unread.values(), *found]
+
+    def verify(self) -> Iterator[Damage]:
+        """Check every shard as a whole; yield the first that is wrong with each, and what is of none that can be read."""
+        yield from self._unread.values()
         for shard in self._shards.values():
-            shard.verify()
+            try:
+                shard.verify()
+            except CapflowError as e:
+                yield Damage(shard.path, e, of_capture=False)
+
+    def _entries_of(self, request_id: str) -> Sequence[tuple[Shard, Entry]]:
+        if self._found is None:
+            self._found = {}
+            for shard, entry in self._entries():
+                self._found.setdefault(entry.request, []).append((shard, entry))
+        return self._found.get(request_id, ())
 
     def _entries(self) -> Iterator[tuple[Shard, Entry]]:
         for name in sorted(self._shards):
@@ -236,14 +289,17 @@ class ShardSet:
             if known is not None and known.path == path and known.file.size == path.stat().st_size:
                 return
             shard.open()
-        except CapflowError:
-            if path.parent == self.root:
-                raise
-            return  # it has just been begun, and holds nothing yet
+        except CapflowError as e:
+            if path.parent == self.root:  # else it has just been begun, and holds nothing yet
+                self._unread[name] = Damage(path, e, of_capture=False)
+            return
         except FileNotFoundError:  # sealed meanwhile, and elsewhere
             sealed = self.root / name
             if path != sealed and sealed.exists():
                 self._open(name, sealed, known)
+            return
+        except OSError as e:
+            self._unread[name] = Damage(path, damaged(path, e.strerror or str(e), "a shard"), of_capture=False)
             return
         self._shards[name] = shard
         self._found = None
@@ -255,7 +311,22 @@ def site_digest(positions: npt.NDArray[Any], token_ids: npt.NDArray[Any], hashes
     return xxhash.xxh3_64_hexdigest(b"".join(column.astype(dtype).tobytes() for column, dtype in columns))
 
 
-def _sidecar(batch: Batch) -> layout.Sidecar:
+def _kind_within(file: Any) -> Kind | None:
+    """Return what the rows of a stream are whose head is damaged, by what is left of it; None when nothing says so."""
+    for _, sidecar in layout.sidecars_within(file):
+        dtype = next((entry.dtype for entry in sidecar.sites if entry.dtype), sidecar.dtype)
+        for compressed in (False, True):
+            kind = Kind(dtype, sidecar.hidden_size or 1, compressed)
+            if any(batch is not None for _, batch in batches(file, kind, kind.schema(), len(HEAD))):
+                return kind
+    return None
+
+
+def _sidecar(batch: Batch, rows: int | None = None) -> layout.Sidecar:
+    """Return the sidecar of a commit; raises ValueError where there is none, or other than `rows` rows came before it."""
     if batch.sidecar is None:
         raise ValueError("no sidecar")
-    return layout.read_sidecar(batch.sidecar)
+    sidecar = layout.read_sidecar(batch.sidecar)
+    if rows not in {None, sidecar.rows}:
+        raise ValueError(f"{rows} rows of {sidecar.request!r} before its sidecar, which says {sidecar.rows},")
+    return sidecar
