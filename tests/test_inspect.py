@@ -6,11 +6,12 @@ import sys
 
 import numpy as np
 import pytest
-from captured import LAYOUTS, REQUESTS, SITES, flip, run, write
+from captured import IDS, LAYOUTS, REQUESTS, SITES, STORED, flip, run, write
 from frames import row_of
 
 import capflow
 from capflow.site import Site
+from capflow_consumers import shardfile
 from capflow_consumers.normsplot import plot_norms
 from capflow_consumers.normstats import NormStats
 from capflow_consumers.survey import Surveyor, shown
@@ -314,16 +315,33 @@ def test_without_matplotlib_the_extra_is_named(root, tmp_path, monkeypatch):
 # Size.
 
 
-@pytest.mark.long
-def test_memory_does_not_grow_with_the_data_set(tmp_path):
-    """A request of 96 MiB is looked through by a process that may not have 64 MiB more than before."""
-    root = write(tmp_path / "rows", {"r": (1, 6144)}, SITES[:1], dtype="float32", hidden=4096)
+def survey_within(root, room):
+    """Return how many rows are found by a process that may not have more memory than before by so many bytes."""
     script = (
         "import resource, sys, capflow; from capflow_consumers.survey import Surveyor\n"
         "surveyor = Surveyor(capflow.open(sys.argv[1]))\n"
         "have = int(open('/proc/self/status').read().split('VmData:')[1].split()[0]) * 1024\n"
-        "resource.setrlimit(resource.RLIMIT_DATA, (have + (64 << 20),) * 2)\n"
-        "print(surveyor.survey().rows)\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (have + int(sys.argv[2]),) * 2)\n"
+        "survey = surveyor.survey()\n"
+        "print(survey.rows, survey.damaged)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True, check=False)
-    assert done.stdout == "6144\n", done.stderr
+    command = [sys.executable, "-c", script, str(root), str(room)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout or done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", STORED, ids=IDS)
+def test_memory_does_not_grow_with_the_data_set(tmp_path, options):
+    """A request of 96 MiB is looked through by a process that may not have 64 MiB more than before."""
+    root = write(tmp_path / "rows", {"r": (1, 6144)}, SITES[:1], dtype="float32", hidden=4096, **options)
+    assert survey_within(root, 64 << 20) == "6144 []\n"
+
+
+@pytest.mark.parametrize("options", STORED, ids=IDS)
+def test_memory_does_not_grow_with_a_request(tmp_path, options, monkeypatch):
+    """The same with a request of 48 MiB, 24 MiB a site, of which a batch has 4, and 24 MiB more than before."""
+    monkeypatch.setattr(shardfile, "BATCH_BYTES_MAX", 4 << 20)
+    monkeypatch.setattr(shardfile, "COMPRESSED_BATCH_BYTES_MAX", 4 << 20)
+    root = write(tmp_path / "rows", {"r": (1, 1536)}, SITES[:2], dtype="float32", hidden=4096, **options)
+    assert survey_within(root, 24 << 20) == "3072 []\n"

@@ -21,7 +21,7 @@ from test_filesystem import done, opened
 import capflow
 from capflow.errors import CapflowError
 from capflow.site import Site
-from capflow_consumers import layout, shardfile
+from capflow_consumers import layout, shardfile, shardset
 from capflow_consumers.shardset import PATTERN
 
 SITES = (Site(1, "mlp_in"), Site(0, "post_block"))  # in the order in which they lie
@@ -181,11 +181,16 @@ def test_rows_of_any_width(tmp_path, hidden, options):
     assert np.array_equal(rows[0], row_of("a", min(SITES), 0, hidden, "bfloat16"))
 
 
-def test_a_request_larger_than_a_batch_is_in_several(tmp_path, monkeypatch):
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_batches_are_cut_where_sites_end_and_within_one_that_is_larger(tmp_path, monkeypatch, compression):
     monkeypatch.setattr(shardfile, "BATCH_BYTES_MAX", 7 * HIDDEN * 4)
-    path = write(tmp_path, "float32")
+    monkeypatch.setattr(shardfile, "COMPRESSED_BATCH_BYTES_MAX", 7 * HIDDEN * 4)
+    path = write(tmp_path, "float32", compression=compression)
     dataset = capflow.open(tmp_path)
-    assert len(dataset["b/ü"].entry.batches) == 1 + 12  # a commit, and 80 rows in sevens
+    sizes = {name: [len(batch.positions) for batch in dataset[name]._decoded()] for name in LENGTHS}
+    assert sizes == {"a": [6, 6], "b/ü": [7, 7, 7, 7, 7, 5] * 2, "c": [6]}
+    assert [len(part.rows) for part in dataset["b/ü"].in_batches("mlp_in:1")] == [7, 7, 7, 7, 7, 5]
+    assert [len(batch.rows) for batch in dataset.batches("mlp_in:1", 10)] == [10, 10, 10, 10, 9]
     dataset.verify()
     rows, positions, token_ids = dataset["b/ü"]["mlp_in:1"]
     assert positions.tolist() == list(range(40))
@@ -247,6 +252,21 @@ def test_a_request_whose_rows_a_power_cut_spoiled_is_not_kept(torn):
     assert not [row for row in pq.read_table(next(root.glob(PATTERN)))["request"].to_pylist() if row == "r2"]
 
 
+def test_each_batch_is_decompressed_once_for_all_of_its_sites(tmp_path, monkeypatch):
+    sites = tuple(Site(layer, "post_block") for layer in range(18))
+    consumer = opened(tmp_path, sites, layout="sharded", compression="zstd")
+    consumer.on_frame(make_frame([("r", 4, 0, 5)], sites, hidden=HIDDEN))
+    consumer.on_request_done(done("r", computed_length=5, rows=90))
+    consumer.close()
+    calls = []
+    whole = shardset.rows_of
+    monkeypatch.setattr(shardset, "rows_of", lambda batch, kind: calls.append(batch.end) or whole(batch, kind))
+    capture = capflow.open(tmp_path)["r"]
+    for site in sites:
+        assert capture[site].rows.tobytes() == b"".join(row_of("r", site, p, HIDDEN).tobytes() for p in range(5))
+    assert len(calls) == 1
+
+
 def place_in(shard, request, part):
     """Return where in a shard the first batch of a request has a part: the metadata of its message, its rows, its commit, or the shard's head."""
     entry = capflow.open(shard.parent.parent)[request].entry
@@ -303,11 +323,14 @@ def test_a_dead_writers_shard_of_which_nothing_can_be_read_is_kept(torn):
     assert [path.name for path in root.iterdir() if path.name != ".lock"] == [f".damaged-{torn.name}"]
 
 
-@pytest.mark.parametrize("left", [0.999, 0.5, 0.01])
-def test_a_torn_end_is_no_damage(torn, left):
+@pytest.mark.parametrize("batch", [0, 1])
+@pytest.mark.parametrize("length", [0, 3, 8, 60, 900, 1500])
+def test_a_torn_end_is_no_damage(torn, batch, length):
     root = torn.parent.parent
-    os.truncate(torn, int(torn.stat().st_size * left))
+    begin = capflow.open(root)["r3"].entry.batches[batch]
+    os.truncate(torn, begin + length)
     assert capflow.open(root).damaged() == []
+    assert capflow.open(root).requests() == ["r0", "r1", "r2"]
     opened(root, SITES, layout="packed").close()
     assert not list(root.glob(".damaged-*"))
 

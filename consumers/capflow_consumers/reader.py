@@ -175,14 +175,15 @@ class Dataset:
         for capture in self:
             if found not in capture:
                 continue
-            rows = capture[found]
-            while len(rows.rows) + held >= rows_max:
-                taken = rows_max - held
-                yield _batch([*parts, (capture.id, rows.part(0, taken))])
-                rows, parts, held = rows.part(taken, len(rows.rows)), [], 0
-            if len(rows.rows):
-                parts.append((capture.id, rows))
-                held += len(rows.rows)
+            for part in capture.in_batches(found):
+                rows = part
+                while len(rows.rows) + held >= rows_max:
+                    taken = rows_max - held
+                    yield _batch([*parts, (capture.id, rows.part(0, taken))])
+                    rows, parts, held = rows.part(taken, len(rows.rows)), [], 0
+                if len(rows.rows):
+                    parts.append((capture.id, rows))
+                    held += len(rows.rows)
         if parts:
             yield _batch(parts)
 

@@ -21,7 +21,7 @@ import xxhash
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import DTYPES
 from capflow_consumers import layout, shardseal
-from capflow_consumers.capture import Damage, RequestCapture, Rows, damaged
+from capflow_consumers.capture import Damage, RequestCapture, Rows, damaged, site_of
 from capflow_consumers.disk import found_in
 from capflow_consumers.shardseal import Entry
 from capflow_consumers.shardstream import HEAD, Batch, Kind, batches, decode, hashes_of, opened, rows_of
@@ -31,14 +31,22 @@ PATTERN = "shard~*.parquet"
 _index_decoder = msgspec.msgpack.Decoder(shardseal.Index)
 
 
+class LastRows:
+    """The batch that was decompressed last: the next site that is asked for mostly lies in it, too."""
+
+    def __init__(self) -> None:
+        self.found: tuple[tuple[str, int], npt.NDArray[Any]] | None = None  # its shard and where it ends, and its rows
+
+
 class Shard:
     """A mapped shard; entries: its captures. sealed: whether it is a whole Parquet file; end: where its last commit ends, where it is not.
 
-    damage: what of it cannot be read, captures that the index names apart.
+    damage: what of it cannot be read, captures that the index names apart. last: of all shards of a set.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, last: LastRows | None = None) -> None:
         self.path = path
+        self._last = last or LastRows()
         self.entries: list[Entry] = []
         self.damage: list[CapflowError] = []
         self.sealed = False
@@ -92,6 +100,17 @@ class Shard:
         except ValueError as e:
             raise damaged(self.path, f"{e} at byte {entry.batches[-1]}", f"the sidecar of {entry.request}") from e
         return ShardCapture(self, entry, sidecar)
+
+    def rows(self, batch: Batch) -> npt.NDArray[Any]:
+        """Return a batch's rows `[n, row_bytes]`; raises ValueError when they cannot be decompressed."""
+        if batch.rows is not None:
+            return batch.rows
+        key = (self.path.name, batch.end)
+        found = self._last.found
+        if found is None or found[0] != key:
+            self._last.found = found = None  # before the next one takes memory
+            self._last.found = found = (key, rows_of(batch, self.kind))
+        return found[1]
 
     def verify(self) -> None:
         """Read the whole file; raise CapflowError when a bit of it is not what was written."""
@@ -157,27 +176,33 @@ class ShardCapture(RequestCapture):
         self._shard = shard
         self._batches: list[Batch] | None = None
 
+    def in_batches(self, site: tuple[int, str] | str) -> Iterator[Rows]:
+        """Yield a site's rows batch by batch, mapped, or decompressed one batch after another; raises as `capture[site]` does."""
+        entry = self._entries.get(site_of(site))
+        yield from (self[site],) if entry is None else self._parts(entry)
+
     def _rows(self, entry: layout.SiteFile) -> Rows:
+        found = list(self._parts(entry))
+        if len(found) == 1:
+            return found[0]
+        return _read_only(Rows(*(np.concatenate(arrays) for arrays in zip(*found, strict=True))))
+
+    def _parts(self, entry: layout.SiteFile) -> Iterator[Rows]:
         kind = self._shard.kind
+        batches = self._decoded()
+        ends = np.cumsum([len(batch.positions) for batch in batches]).tolist()
         first, last = entry.offset, entry.offset + entry.rows
-        found: list[tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]] = []
-        begin = 0
-        for batch in self._decoded():
-            low, high = max(first - begin, 0), min(last - begin, len(batch.positions))
+        if last > (ends[-1] if ends else 0) or first == last:
+            raise damaged(
+                self.path, f"{ends[-1] if ends else 0} rows of {self.id}", f"{self.sidecar.rows} as its sidecar says"
+            )
+        for batch, end in zip(batches, ends, strict=True):
+            begin = end - len(batch.positions)
+            low, high = max(first - begin, 0), min(last, end) - begin
             if low < high:
-                rows = self._bytes(batch)[low:high]
-                found.append((rows, batch.positions[low:high], batch.token_ids[low:high]))
-            begin += len(batch.positions)
-        if sum(len(rows) for rows, _, _ in found) != entry.rows:
-            raise damaged(self.path, f"{begin} rows of {self.id}", f"{self.sidecar.rows} as its sidecar says")
-        rows, positions, token_ids = (
-            found[0] if len(found) == 1 else (np.concatenate(a) for a in zip(*found, strict=True))
-        )
-        rows = rows.view(DTYPES[kind.dtype]).reshape(entry.rows, kind.hidden_size)
-        site = Rows(rows, positions.astype(np.int64), token_ids)
-        for array in site:
-            array.flags.writeable = False
-        return site
+                rows = self._bytes(batch)[low:high].view(DTYPES[kind.dtype]).reshape(high - low, kind.hidden_size)
+                positions = batch.positions[low:high].astype(np.int64)
+                yield _read_only(Rows(rows, positions, batch.token_ids[low:high]))
 
     def verify(self) -> None:
         """Compare every row with its hash, and every site's positions, tokens and hashes with the sidecar's."""
@@ -196,7 +221,7 @@ class ShardCapture(RequestCapture):
 
     def _bytes(self, batch: Batch) -> npt.NDArray[np.uint8]:
         try:
-            return rows_of(batch, self._shard.kind)
+            return self._shard.rows(batch)
         except ValueError as e:
             raise damaged(self.path, str(e), f"rows of {self.id}") from e
 
@@ -222,6 +247,7 @@ class ShardSet:
         self.root = root
         self.sealed_only = sealed_only
         self._shards: dict[str, Shard] = {}
+        self._last = LastRows()
         self._unread: dict[str, Damage] = {}  # shards of which nothing can be read
         self._found: dict[str, list[tuple[Shard, Entry]]] | None = None
 
@@ -284,7 +310,7 @@ class ShardSet:
             yield from zip(itertools.repeat(self._shards[name]), self._shards[name].entries)
 
     def _open(self, name: str, path: Path, known: Shard | None) -> None:
-        shard = Shard(path)
+        shard = Shard(path, self._last)
         try:
             if known is not None and known.path == path and known.file.size == path.stat().st_size:
                 return
@@ -309,6 +335,12 @@ def site_digest(positions: npt.NDArray[Any], token_ids: npt.NDArray[Any], hashes
     """Return the xxh3 of what a shard has of a site beside its rows: positions and token ids int32, the rows' hashes uint64."""
     columns = (positions, np.int32), (token_ids, np.int32), (hashes, np.uint64)
     return xxhash.xxh3_64_hexdigest(b"".join(column.astype(dtype).tobytes() for column, dtype in columns))
+
+
+def _read_only(rows: Rows) -> Rows:
+    for array in rows:
+        array.flags.writeable = False
+    return rows
 
 
 def _kind_within(file: Any) -> Kind | None:

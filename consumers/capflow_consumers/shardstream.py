@@ -205,7 +205,7 @@ def decode(file: Any, begin: int, kind: Kind, schema: pa.Schema) -> Batch:
 def batches(file: Any, kind: Kind, schema: pa.Schema, begin: int) -> Iterator[tuple[int, Batch | None]]:
     """Yield the whole batches from a place on, each with where it begins, and None for what stands before one and is none."""
     known = begin  # where the last batch begins
-    while begin < file.size and bytes(file.slice(begin, len(END))) != END:
+    while begin < file.size and bytes(file.slice(begin, min(len(END), file.size - begin))) != END:
         try:
             batch = decode(file, begin, kind, schema)
         except ValueError:
@@ -287,6 +287,8 @@ def rows_of(batch: Batch, kind: Kind) -> npt.NDArray[Any]:
     try:
         begin, _, body, plain_body = _PAGE_HEAD.unpack(batch.page[: _PAGE_HEAD.size].tobytes())
         return parquet.page_rows(kind.dtype, kind.hidden_size, count, batch.page[begin + body :], plain_body)
+    except MemoryError:  # which is one of Arrow's too, and says nothing of the page
+        raise
     except (pa.ArrowException, OSError, struct.error) as e:
         raise ValueError(str(e)) from e
 

@@ -187,7 +187,7 @@ class ShardRows(RequestFiles):
         dtypes = {self.dtype_of(found.site) for found in sites} or {self.dtype}
         dtype = dtypes.pop() if len(dtypes) == 1 else "float32"  # which holds every number of the others
         self._kind = kind = Kind(dtype, self.hidden_size or 1, self._shards.compressed)
-        parts = [part for found in sites for part in self._as(dtype, found)]
+        parts = [self._as(dtype, found) for found in sites]
         positions = np.concatenate([np.zeros(0, np.int32), *(found.positions for found in sites)]).astype(np.int32)
         token_ids = np.concatenate([np.zeros(0, np.int32), *(found.token_ids for found in sites)])
         self._batches = list(batches_of(kind, parts, positions, token_ids))

@@ -18,7 +18,7 @@ from capflow.errors import CapflowError, explain
 from capflow.site import Site
 from capflow_consumers.contents import in_order
 from capflow_consumers.normstats import NormStats
-from capflow_consumers.reader import Damage, Dataset, RequestCapture
+from capflow_consumers.reader import Damage, Dataset, RequestCapture, Rows
 
 LISTED_MAX = 100
 """How many damages and gaps are told of one by one; all are counted."""
@@ -146,25 +146,30 @@ class Surveyor:
 
     def _look_at(self, capture: RequestCapture, site: Site) -> npt.NDArray[np.int64]:
         """Count and measure the rows of a site; return their positions."""
-        rows, positions, _ = capture[site]
-        ahead = len(positions) > 1 and bool((positions[1:] <= positions[:-1]).any())
-        if ahead or (len(positions) and not 0 <= int(positions[0]) <= int(positions[-1]) < capture.computed_length):
-            expected = f"rising from 0 to below {capture.computed_length}"
-            raise CapflowError(explain(f"positions of {site}", got=shown(positions), expected=expected))
-        told = self._sites.setdefault(site, SiteSurvey(str(site)))
-        told.captures += 1
+        every = np.zeros(0, np.int64)
+        for part in capture.in_batches(site):
+            every = np.concatenate([every, part.positions])
+            ahead = bool((every[1:] <= every[:-1]).any())
+            if ahead or (len(every) and not 0 <= int(every[0]) <= int(every[-1]) < capture.computed_length):
+                expected = f"rising from 0 to below {capture.computed_length}"
+                raise CapflowError(explain(f"positions of {site}", got=shown(every), expected=expected))
+            self._count(site, part)
+        self._sites[site].captures += 1
+        return every
+
+    def _count(self, site: Site, part: Rows) -> None:
+        rows, positions, _ = part
+        told, found = self._sites.setdefault(site, SiteSurvey(str(site))), self._survey
         told.rows += len(rows)
         told.bytes += rows.nbytes
         told.dtypes = sorted({*told.dtypes, rows.dtype.name})
         told.hidden_sizes = sorted({*told.hidden_sizes, rows.shape[1]})
-        found = self._survey
         found.rows += len(rows)
         found.bytes += rows.nbytes
         if len(positions):
             found.positions = max(found.positions, int(positions[-1]) + 1)
         if found.checked:
             self.norms.setdefault(site, NormStats()).add(rows, positions)
-        return positions
 
     def _look_for_gaps(self, capture: RequestCapture, positions: dict[Site, npt.NDArray[np.int64]]) -> None:
         dropped: Counter[str] = Counter()
