@@ -4,7 +4,8 @@
 
 Writing: the consumer is given frames of whole requests and told of their ends, as by a hub; beside it a loop writes the rows of the same frames
 into one file, under the same fsync policy: with `fsync` both have each request on the disk before the next. The clock runs until the consumer
-is closed, its shards sealed. `per_file` is compared with as many files opened, written with as many bytes, and renamed.
+is closed, its shards sealed. Requests of a row a site are compared with files opened, written and renamed, of as many bytes and as many as
+`per_file` makes of them; `packed` and `sharded`, which make fewer of the same requests, count as if they had made those, and then as the files that they make.
 Reading: every byte of a sharded set looked at through `capflow.open`, against `cat` to /dev/null, the page cache dropped before each;
 then one site of a request that is drawn, in a set that was just opened and in one that is open. All take turns; a line is the
 medians and the ratio of these.
@@ -16,9 +17,10 @@ bare one: 0.3 with one site, 0.7 with 18. Random access: a dictionary, one page 
 in an open set; opening reads 30 us a shard and 1 us a request. Sequentially 0.9 of cat, which waits for the same disk.
 Goals: 0.85 for writing, 0.8 for per_file and for reading, milliseconds.
 
-Found instead: the disk takes 0.9 GB/s synced and the page cache 3.5 GB/s of one payload that stays in the processor's cache. Packed then has 0.3 to 0.5 and sharded
-0.1 to 0.4 of the loop, at 0.4 to 1.4 and 0.26 to 0.7 GB/s: hashes of rows (2 GB/s, with the interpreter's lock), CRC32 (1.9 GB/s), and the copy
-out of the frames come one after another with the disk, and more threads did not help beside that lock. per_file 0.6 and 0.8. Reading has 1.0 of cat.
+Found instead, as docs/performance.md has it: the disk takes 0.6 to 1.4 GB/s synced, and the page cache 3 GB/s of one payload that stays in the processor's cache. Of these
+packed has 0.65 to 1.2 synced and 0.17 to 0.69 not synced, sharded 0.47 to 0.73 and 0.13 to 0.40: hashes of rows (2 GB/s, with the interpreter's lock) come before the
+disk, and a second thread writes while the next request is taken. per_file has 0.61 to 0.83 of the bare files with 2 files a request and 0.65 to 0.76
+with 19. Reading has 1.0 of cat; one site 6.4 ms, 0.7 when cached, 14.5 with opening the set.
 """
 
 from __future__ import annotations
@@ -128,8 +130,8 @@ def turn(directory: Path, run: Callable[[Path], float]) -> float:
         shutil.rmtree(place)
 
 
-def compare(name: str, unit: str, amount: float, turns: int, runs: dict[str, Callable[[], float]]) -> None:
-    """Print the medians of how much each run does in a second, the first being what the others are compared with."""
+def compare(name: str, unit: str, amount: float, turns: int, runs: dict[str, Callable[[], float]]) -> dict[str, float]:
+    """Print how much each run does in a second, the first being what the others are compared with; return the medians in seconds."""
     seconds: dict[str, list[float]] = {what: [] for what in runs}
     for _ in range(turns):
         for what, run in runs.items():
@@ -139,6 +141,7 @@ def compare(name: str, unit: str, amount: float, turns: int, runs: dict[str, Cal
     for what, took in medians.items():
         spread = f"{amount / max(seconds[what]):.0f}-{amount / min(seconds[what]):.0f}"
         print(f"{name:34} {what:10} {amount / took:8.0f} {unit:8} {base / took:5.2f}   {spread}", flush=True)
+    return medians
 
 
 def writing(directory: Path, turns: int, megabytes: int) -> None:
@@ -160,13 +163,19 @@ def small(directory: Path, turns: int) -> None:
     for layers in (1, 18):
         requests = list(frames(1000, layers, 1))
         files = len(requests) * (layers + 1)
-        runs = {
-            "bare": lambda n=files: turn(directory, lambda place: bare(place, n, 512 + HIDDEN * 2 + 12)),
-            "per_file": lambda r=requests: turn(
-                directory, lambda place: consumed(place, r, fsync=False, layout="per_file", threads=0)
-            ),
-        }
-        compare(f"1,000 requests of {layers + 1} files", "files/s", files, turns, runs)
+        made = {"per_file": files}
+
+        def write(place: Path, layout: str, requests: list[tuple[Frame, RequestDone]], made: dict[str, int]) -> float:
+            took = consumed(place, requests, fsync=False, layout=layout)
+            made[layout] = sum(path.is_file() and not path.name.startswith(".") for path in place.rglob("*"))
+            return took
+
+        runs = {"bare": lambda n=files: turn(directory, lambda place: bare(place, n, 512 + HIDDEN * 2 + 12))}
+        for layout in ("per_file", "packed", "sharded"):
+            runs[layout] = lambda x=layout, r=requests, m=made: turn(directory, lambda place: write(place, x, r, m))
+        seconds = compare(f"1,000 requests of {layers + 1} files", "files/s", files, turns, runs)
+        for layout, count in made.items():
+            print(f"{'  ' + layout:34} {count} files, {count / seconds[layout]:.0f} files/s of its own", flush=True)
 
 
 def drop(root: Path) -> None:

@@ -19,6 +19,8 @@ from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
 SITES = (Site(2, "post_block"), Site(3, "post_block"), Site(3, "mlp_out"))
 REQUESTS = {"a": (4, 9), "b/c": (3, 3), "long": (40, 150)}  # prompt_length, computed_length
 LAYOUTS = ("per_file", "packed", "sharded")
+STORED = [*({"layout": layout} for layout in LAYOUTS), {"layout": "sharded", "compression": "zstd"}]
+IDS = [*LAYOUTS, "zstd"]
 _BOOTS = itertools.count()  # frames of one boot that come again are known
 
 

@@ -46,7 +46,7 @@ def dying(at):
 def main():
     root, at, options = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
     dying(at)
-    consumer = opened(root, SITES, fsync=True, on_collision="suffix", **options)
+    consumer = opened(root, SITES, **{"fsync": True, "on_collision": "suffix", **options})
     for number in range(REQUESTS):
         rows = rows_of(number)
         request = make_frame([(f"r{number}", 2, 0, rows)], SITES, hidden=1024, seq=number + 1, boot="b")

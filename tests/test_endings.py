@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import threading
 from collections import Counter
 
@@ -95,13 +97,27 @@ def test_a_sync_that_fails_takes_its_own_requests_only(tmp_path, layout, monkeyp
     go.set()
     assert first.result(20).status == "ok"
     for future in lost:
-        assert future.result(20) == CaptureResult("error", "[Errno 5] Input/output error")
+        assert future.result(20) == CaptureResult(
+            "error",
+            f"{tmp_path} cannot be written: got Input/output error, expected a file system that takes the request's rows; "
+            "see what the kernel says of it; requests that end later are tried again",
+        )
     monkeypatch.setattr(module, name, whole)
     assert give(consumer, "lost1", 9).result(20).status == "ok"  # as if there had been none
     consumer.close()
     dataset = capflow.open(tmp_path)
     assert sorted(dataset.requests()) == ["before", "first", "lost1"]
     dataset.verify()
+
+
+def test_a_sync_that_fails_says_why(tmp_path, monkeypatch):
+    def syncfs(_):
+        ctypes.set_errno(errno.EIO)
+        return -1
+
+    monkeypatch.setattr(disk, "_syncfs", syncfs)
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}'"):
+        disk.sync_trees([tmp_path])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

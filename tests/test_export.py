@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from captured import LAYOUTS, REQUESTS, SITES, flip, run, write
+from captured import IDS, LAYOUTS, REQUESTS, SITES, STORED, flip, run, write
 from frames import row_of, token_of
 from safetensors import safe_open
 from sources import ROOT
@@ -236,6 +236,7 @@ def test_rows_of_two_models_are_refused(tmp_path):
         (flip, "post_block.002.safetensors: got checksum"),
         (lambda file: file.write_bytes(file.read_bytes()[:700]), "post_block.002.safetensors: got checksum"),
         (lambda file: file.unlink(), "post_block.002.safetensors: got No such file or directory"),
+        (lambda file: flip(file.parent / "request.json", 20), "long/request.json: got "),
     ],
 )
 def test_damage_is_found_before_anything_is_written(root, tmp_path, to, damage, words):
@@ -336,10 +337,11 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(root, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("options", STORED, ids=IDS)
 @pytest.mark.parametrize("to", ["safetensors", "saelens"])
-def test_memory_does_not_grow_with_the_data_set(tmp_path, to):
+def test_memory_does_not_grow_with_the_data_set(tmp_path, to, options):
     """A request of 96 MiB is exported by a process that may not have 64 MiB more than before."""
-    root = write(tmp_path / "rows", {"r": (1, 6144)}, SITES[:1], dtype="float32", hidden=4096)
+    root = write(tmp_path / "rows", {"r": (1, 6144)}, SITES[:1], dtype="float32", hidden=4096, **options)
     script = (
         "import resource, sys, datasets, pyarrow; from capflow.cli import main\n"
         "have = int(open('/proc/self/status').read().split('VmData:')[1].split()[0]) * 1024\n"

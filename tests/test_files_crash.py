@@ -20,12 +20,13 @@ import capflow
 from capflow_consumers.shardset import PATTERN
 
 CHILD = Path(__file__).parent / "files_child.py"
-SMALL = {"shard_bytes": 1 << 20, "threads": 0}  # so that shards are sealed now and then, and calls come in one order
+SMALL = {"sharded": {"shard_bytes": 1 << 20}}  # so that shards are sealed now and then
+WRITERS = {**LAYOUTS, "threads": {"layout": "per_file", "threads": 2}, "seal": {"layout": "sharded", "fsync": "seal"}}
 
 
 def live(root, call, options):
     """Run the child until its end or its death; return what it acknowledged, and whether it died."""
-    command = [sys.executable, CHILD, root, str(call), json.dumps(options | SMALL)]
+    command = [sys.executable, CHILD, root, str(call), json.dumps(SMALL.get(options["layout"], {}) | options)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode in {0, -signal.SIGKILL}, run.stderr
     return run.stdout.split(), run.returncode != 0
@@ -61,13 +62,13 @@ def killed_at(root, call, options):
     return died
 
 
-@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS)
 def test_a_writer_killed_at_a_call_loses_and_repeats_nothing(tmp_path, options):
     assert killed_at(tmp_path, 23, options)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("options", WRITERS.values(), ids=WRITERS)
 def test_a_writer_killed_at_every_third_call_loses_and_repeats_nothing(tmp_path, options):
     call = 1
     while killed_at(tmp_path / str(call), call, options):

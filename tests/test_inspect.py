@@ -6,11 +6,12 @@ import sys
 
 import numpy as np
 import pytest
-from captured import LAYOUTS, REQUESTS, SITES, flip, run, write
+from captured import IDS, LAYOUTS, REQUESTS, SITES, STORED, flip, run, write
 from frames import row_of
 
 import capflow
 from capflow.site import Site
+from capflow_consumers import shardfile
 from capflow_consumers.normsplot import plot_norms
 from capflow_consumers.normstats import NormStats
 from capflow_consumers.survey import Surveyor, shown
@@ -171,8 +172,35 @@ def test_a_sidecar_that_cannot_be_read_is_damage(root, damage):
     (root / "b-c~x" / "request.json").write_bytes(damage)
     done = inspect(root)
     assert done.returncode == 1
-    assert "captures are damaged; the first: " in done.stderr
-    assert "what comes after it was not looked at" in done.stderr
+    assert f"1 of 4 captures are damaged; the first: {root}/b-c~x/request.json: got " in done.stderr
+    assert "486 at 150 positions" in done.stdout
+
+
+def test_all_damage_is_named_and_the_rest_is_surveyed_and_drawn(tmp_path):
+    root = write(tmp_path / "rows", {"a": (2, 5), "b": (2, 3), "c": (2, 4)})
+    for number in range(3):
+        write(root, {f"s{number}": (2, 6)}, layout="sharded")
+    flip(root / "a" / "request.json", 30)
+    flip(root / "b" / "post_block.002.safetensors")
+    for number, path in enumerate(sorted(root.glob("*.parquet"))[:2]):
+        flip(path, (-200, 1)[number])
+    done = inspect(root, "--json", "--png", tmp_path / "norms.png")
+    assert done.returncode == 1
+    told = json.loads(done.stdout)
+    assert (told["captures"], told["captures_damaged"], told["statuses"]) == (6, 4, {"ok": 5})
+    for what in ("a/request.json", "b/post_block.002.safetensors", "/shard~000001", "/shard~000002"):
+        assert sum(what in damage for damage in told["damaged"]) == 1, what
+    assert told["rows"] == 3 * (4 + 6 * 3)
+    assert (drawn(tmp_path / "norms.png")[..., :3] < 0.8).any()
+
+
+def test_nothing_is_drawn_when_nothing_is_whole(root, tmp_path):
+    for path in root.glob("*/*.safetensors"):
+        flip(path)
+    done = inspect(root, "--png", tmp_path / "norms.png")
+    assert done.returncode == 1
+    assert "3 of 3 captures are damaged" in done.stderr
+    assert not (tmp_path / "norms.png").exists()
 
 
 def test_positions_that_cannot_be_are_damage(root, monkeypatch):
@@ -287,16 +315,33 @@ def test_without_matplotlib_the_extra_is_named(root, tmp_path, monkeypatch):
 # Size.
 
 
-@pytest.mark.long
-def test_memory_does_not_grow_with_the_data_set(tmp_path):
-    """A request of 96 MiB is looked through by a process that may not have 64 MiB more than before."""
-    root = write(tmp_path / "rows", {"r": (1, 6144)}, SITES[:1], dtype="float32", hidden=4096)
+def survey_within(root, room):
+    """Return how many rows are found by a process that may not have more memory than before by so many bytes."""
     script = (
         "import resource, sys, capflow; from capflow_consumers.survey import Surveyor\n"
         "surveyor = Surveyor(capflow.open(sys.argv[1]))\n"
         "have = int(open('/proc/self/status').read().split('VmData:')[1].split()[0]) * 1024\n"
-        "resource.setrlimit(resource.RLIMIT_DATA, (have + (64 << 20),) * 2)\n"
-        "print(surveyor.survey().rows)\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (have + int(sys.argv[2]),) * 2)\n"
+        "survey = surveyor.survey()\n"
+        "print(survey.rows, survey.damaged)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(root)], capture_output=True, text=True, check=False)
-    assert done.stdout == "6144\n", done.stderr
+    command = [sys.executable, "-c", script, str(root), str(room)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout or done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", STORED, ids=IDS)
+def test_memory_does_not_grow_with_the_data_set(tmp_path, options):
+    """A request of 96 MiB is looked through by a process that may not have 64 MiB more than before."""
+    root = write(tmp_path / "rows", {"r": (1, 6144)}, SITES[:1], dtype="float32", hidden=4096, **options)
+    assert survey_within(root, 64 << 20) == "6144 []\n"
+
+
+@pytest.mark.parametrize("options", STORED, ids=IDS)
+def test_memory_does_not_grow_with_a_request(tmp_path, options, monkeypatch):
+    """The same with a request of 48 MiB, 24 MiB a site, of which a batch has 4, and 24 MiB more than before."""
+    monkeypatch.setattr(shardfile, "BATCH_BYTES_MAX", 4 << 20)
+    monkeypatch.setattr(shardfile, "COMPRESSED_BATCH_BYTES_MAX", 4 << 20)
+    root = write(tmp_path / "rows", {"r": (1, 1536)}, SITES[:2], dtype="float32", hidden=4096, **options)
+    assert survey_within(root, 24 << 20) == "3072 []\n"

@@ -22,7 +22,7 @@ from capflow.errors import CapflowError, UsageError
 from capflow.frame import Frame, Rank
 from capflow.site import Site
 from capflow.spec import CaptureSpec
-from capflow_consumers import shardset
+from capflow_consumers import disk, shardfile, shardset
 
 LAYOUTS = {
     "per_file": {"layout": "per_file"},
@@ -180,6 +180,8 @@ def test_the_late_rest_of_a_request_is_read_as_one_with_its_beginning(tmp_path, 
     whole = dataset["r1"]
     assert_is_whole(whole, "r1", SITES[:1], 8)
     assert (whole.status, whole.error, whole.sidecar.rows, list(whole.texts)) == ("ok", None, 8, list(range(8)))
+    (batch,) = dataset.batches(SITES[0], 100)
+    assert batch.positions.tolist() == list(range(8))
     assert [c.id for c in dataset] == ["r1"]
     dataset.verify()
 
@@ -330,7 +332,10 @@ def test_a_full_disk_is_the_requests_error_and_those_before_stay(tmp_path, optio
         assert consumer.on_request_done(done("first")).status == "ok"
         result = consumer.on_request_done(done("big"))
         assert result.status == "error"
-        assert "No space left on device" in result.error
+        assert result.error == (
+            f"{tmp_path} cannot be written: got No space left on device, expected a file system that takes the request's "
+            "rows; make room on it; requests that end later are tried again"
+        )
         assert consumer.on_request_done(done("last")).status == "ok"
         consumer.close()
         dataset = capflow.open(tmp_path)
@@ -374,6 +379,9 @@ def test_a_truncated_file_is_noticed(tmp_path, options, left):
     os.truncate(file, int(size * left) if isinstance(left, float) else left % size)
     with pytest.raises(CapflowError):
         capflow.open(tmp_path).verify()
+    if (left, options["layout"]) == (-1, "sharded"):  # which is the footer's, and no request's
+        assert_is_whole(capflow.open(tmp_path)["r1"], "r1", SITES, 5)
+        return
     with pytest.raises(CapflowError):
         assert_is_whole(capflow.open(tmp_path)["r1"], "r1", SITES, 5)
 
@@ -388,6 +396,16 @@ def test_options_that_do_not_go_together_are_named(tmp_path):
         ("shard_bytes=1", "filesystem.shard_bytes: got 1, expected 1048576 or more"),
         ("tail_s=nan", "filesystem.tail_s: got nan"),
         ("threads=-1", "filesystem.threads: got -1, expected 0 or more"),
+        ("fsync=seal", "filesystem.fsync: got seal, expected true or false with packed; set layout=sharded"),
+        ("layout=per_file,fsync=seal", "filesystem.fsync: got seal, expected true or false with per_file"),
+        ("threads=2", "filesystem.threads: got 2, expected 0 with packed; set layout=per_file, or remove it"),
+        ("layout=sharded,threads=2", "filesystem.threads: got 2, expected 0 with sharded; set layout=per_file"),
+        ("tail_s=2", "filesystem.tail_s: got 2.0, expected 1.0 with packed; set layout=per_file, or remove it"),
+        ("shard_bytes=2097152", "filesystem.shard_bytes: got 2097152, expected 1073741824 with packed; set layout="),
+        (
+            "layout=per_file,shard_bytes=2097152",
+            "filesystem.shard_bytes: got 2097152, expected 1073741824 with per_file",
+        ),
     ):
         name, options = plugins.parse(f"filesystem:root={tmp_path},{text}")
         with pytest.raises(UsageError) as error:
@@ -395,9 +413,42 @@ def test_options_that_do_not_go_together_are_named(tmp_path):
         assert message in str(error.value)
 
 
-def test_threads_are_optional(tmp_path, options):
-    assert capture(tmp_path, "r1", options, threads=0).status == "ok"
-    assert_is_whole(capflow.open(tmp_path)["r1"], "r1", SITES, 5)
+def test_an_empty_root_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name, options = plugins.parse("filesystem:root=")
+    with pytest.raises(UsageError, match=r"filesystem\.root: got , expected the path of a directory"):
+        plugins.configure(name, options, plugins.load_plugins()).consumer.check()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_write_the_same_bytes(tmp_path):
+    for threads in (0, 2):
+        assert capture(tmp_path / str(threads), "r1", LAYOUTS["per_file"], threads=threads).status == "ok"
+    files = files_under(tmp_path / "0")
+    assert len(files) == len(SITES) + 1
+    assert files_under(tmp_path / "2") == files
+    for file in files:
+        assert (tmp_path / "2" / file).read_bytes() == (tmp_path / "0" / file).read_bytes()
+    assert_is_whole(capflow.open(tmp_path / "2")["r1"], "r1", SITES, 5)
+
+
+@pytest.mark.parametrize(("fsync", "requests", "seals"), [(True, 3, 1), ("seal", 0, 1), (False, 0, 0)])
+def test_what_is_synced_is_what_fsync_says(tmp_path, monkeypatch, fsync, requests, seals):
+    synced = []
+    monkeypatch.setattr(shardfile.os, "fdatasync", synced.append)
+    monkeypatch.setattr(disk, "sync", synced.append)
+    consumer = opened(tmp_path, layout="sharded", fsync=fsync)
+    synced.clear()
+    for number in range(3):
+        consumer.on_frame(make_frame([(f"r{number}", 4, 0, 4)], seq=number + 1))
+        assert consumer.on_request_done(done(f"r{number}")).status == "ok"
+    assert sum(isinstance(what, int) for what in synced) == requests
+    synced.clear()
+    consumer.close()
+    assert [what.name for what in synced if what.suffix == ".parquet"] == [
+        p.name for p in tmp_path.glob(shardset.PATTERN)
+    ] * seals
+    assert len(capflow.open(tmp_path)) == 3
 
 
 def test_shards_are_sealed_at_their_size(tmp_path):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from captured import LAYOUTS, flip, write
 from frames import make_frame, make_model, row_of
+from test_filesystem import done, opened
 
 import capflow
 from capflow.errors import CapflowError, UsageError
@@ -16,6 +19,7 @@ from capflow.result import RequestDone
 from capflow.site import Site
 from capflow_consumers import layout
 from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
+from capflow_consumers.shardset import PATTERN, ShardSet
 
 SITES = (Site(2, "post_block"), Site(3, "mlp_out"))
 
@@ -97,6 +101,10 @@ def test_a_missing_file_is_named(root):
 @pytest.mark.parametrize(
     ("sidecar", "message"),
     [
+        (
+            lambda text: text.replace('"request":"a"', '"request":"\udcff"'),
+            "request.json: got 'utf-8' codec can't decode",
+        ),
         (lambda text: text[:-10], "request.json: got Input data was truncated"),
         (lambda text: text.replace('"format":1', '"format":2'), "format: got 2, expected 1"),
         (lambda text: text.replace("mlp_out.003.safetensors", "../../secret"), "got a file that is no site's"),
@@ -105,9 +113,139 @@ def test_a_missing_file_is_named(root):
 )
 def test_a_sidecar_that_cannot_be_trusted_is_refused(root, sidecar, message):
     file = root / "a" / "request.json"
-    file.write_text(sidecar(file.read_text()))
+    file.write_text(sidecar(file.read_text()), errors="surrogateescape")
+    dataset = capflow.open(root)
     with pytest.raises(CapflowError, match=re.escape(message)):
-        capflow.open(root)["a"]
+        dataset["a"]
+    assert dataset.requests() == ["b/c"]
+    (damaged,) = dataset.damaged()
+    assert message in damaged
+
+
+@pytest.fixture
+def mixed(root):
+    """The same with a request in a packed file, and four in two shards."""
+    for number, options in enumerate(({"layout": "packed"}, {"layout": "sharded"}, {"layout": "sharded"})):
+        write(root, {f"{number}{name}": (2, 3) for name in ("x", "y")}, SITES, **options)
+    return root
+
+
+@pytest.mark.parametrize("piece", ["sidecar", "index", "head", "end", "nothing left", "no access"])
+def test_what_is_damaged_hides_nothing_else(mixed, piece, caplog):
+    every = ["0x", "0y", "a", "b/c", "1x", "1y", "2x", "2y"]
+    first, _ = sorted(mixed.glob(PATTERN))
+    file, lost = (mixed / "0x" / "request.json", ["0x"]) if piece == "sidecar" else (first, [])
+    whole = file.read_bytes()
+    if piece == "sidecar":
+        flip(file, 20)
+    elif piece == "index":
+        flip(file, whole.rindex(b"\xa21x"))  # msgpack's
+    elif piece == "head":
+        flip(file, 1)
+    elif piece == "end":
+        file.write_bytes(whole[:-1])
+    elif piece == "nothing left":
+        file.write_bytes(bytes(len(whole)))
+        lost = ["1x", "1y"]
+    else:
+        file.unlink()
+        file.mkdir()
+        lost = ["1x", "1y"]
+    dataset = capflow.open(mixed)
+    left = [name for name in every if name not in lost]
+    assert sorted(dataset.requests()) == sorted(left)
+    for _ in range(2):
+        assert sorted(capture.id for capture in dataset) == sorted(left)
+    for capture in dataset:
+        capture.verify()
+    (damage,) = dataset.damaged()
+    assert damage.startswith(f"{file}: got ")
+    assert caplog.text.count(f"{damage}; it is left out") == 1
+    with pytest.raises(CapflowError, match=re.escape(str(file))):
+        dataset.verify()
+    for name in lost:
+        with pytest.raises(CapflowError, match=re.escape(str(file))):
+            dataset[name]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_damaged_shard_stops_no_hub(mixed, layout, caplog):
+    first, second = sorted(mixed.glob(PATTERN))
+    first.write_bytes(b"")
+    with second.open("r+b") as file:
+        file.write(second.read_bytes().replace(b'"request":"2x"', b'"request":"2?"', 1))  # whose hash is another now
+    for request in ("new", "2x"):
+        write(mixed, {request: (2, 3)}, SITES, layout=layout)
+    assert f"{first}: got it does not begin as a shard does" in caplog.text
+    assert "new" in capflow.open(mixed).requests()
+    assert "new" in [capture.id for capture in capflow.open(mixed)]
+
+
+def test_a_shard_that_cannot_be_looked_at_fails_no_request_that_is_committed(tmp_path, monkeypatch):
+    consumer = opened(tmp_path, layout="sharded", shard_bytes=1 << 20)
+
+    def fail(*_):
+        raise OSError(24, "Too many open files")
+
+    for number in range(8):
+        consumer.on_frame(make_frame([(f"r{number}", 4, 0, 100)], hidden=1024, seq=number + 1))
+        if number == 4:
+            monkeypatch.setattr(ShardSet, "refresh", fail)
+        assert consumer.on_request_done(done(f"r{number}", computed_length=100)).status == "ok"
+    monkeypatch.undo()
+    consumer.close()
+    assert len(capflow.open(tmp_path)) == 8
+
+
+@pytest.mark.parametrize("deleted", [["r1"], ["r1~2"], ["r1", "r1~2"], ["r1~2", "r1~3"], ["r1", "r1~11"]])
+def test_captures_that_are_left_are_found_whichever_were_deleted(tmp_path, deleted):
+    every = ["r1", *(f"r1~{number}" for number in range(2, 12))]
+    for number in range(11):
+        write(tmp_path, {"r1": (1, 1 + number), "other": (1, 1)}, SITES, on_collision="suffix")
+    for name in deleted:
+        shutil.rmtree(tmp_path / name)
+    left = [1 + number for number, name in enumerate(every) if name not in deleted]
+    for _ in range(2):
+        dataset = capflow.open(tmp_path)
+        assert dataset.requests() == ["other", "r1"]
+        assert [len(capture[SITES[0]].rows) for capture in dataset if capture.id == "r1"] == left
+        assert [len(capture[SITES[0]].rows) for capture in dataset.captures("r1")] == left
+        assert len(dataset["r1"][SITES[0]].rows) == left[-1]
+        assert "r1" in dataset
+        dataset.verify()
+        write(tmp_path, {"r1": (1, 30)}, SITES, on_collision="suffix")  # and a new one is the last
+        left = [*left, 30]
+        assert [len(capture[SITES[0]].rows) for capture in dataset if capture.id == "r1"] == left
+        assert len(dataset["r1"][SITES[0]].rows) == 30
+
+
+def test_captures_that_a_living_writer_adds_and_a_user_deletes_stay_in_order(tmp_path):
+    consumer = opened(tmp_path, on_collision="suffix")
+    dataset = None
+    for number in range(1, 8):
+        consumer.on_frame(make_frame([("r1", 4, 0, number)], seq=number))
+        consumer.on_request_done(done(computed_length=number))
+        dataset = dataset or capflow.open(tmp_path)
+        if number in {3, 5}:
+            shutil.rmtree(tmp_path / f"r1~{number - 1}")
+    consumer.close()
+    assert sorted(path.name for path in tmp_path.glob("r1*")) == ["r1", "r1~3", "r1~5", "r1~6", "r1~7"]
+    assert len(dataset["r1"][0, "post_block"].rows) == 7
+
+
+@pytest.mark.parametrize(("on_collision", "status"), [("error", "error"), ("overwrite", "ok")])
+def test_a_name_is_taken_by_what_is_left_of_it(tmp_path, on_collision, status):
+    for number in (1, 2):
+        write(tmp_path, {"r1": (1, number)}, SITES, on_collision="suffix")
+    shutil.rmtree(tmp_path / "r1")
+    consumer = opened(tmp_path, on_collision=on_collision)
+    consumer.on_frame(make_frame([("r1", 4, 0, 4)]))
+    result = consumer.on_request_done(done())
+    consumer.close()
+    assert result.status == status
+    assert status == "ok" or f"{tmp_path}/r1~2 exists already" in result.error
+    assert [path.name for path in tmp_path.glob("r1*")] == ["r1~2"]
+    assert len(capflow.open(tmp_path)["r1"].sites) == (1 if status == "ok" else 2)
 
 
 def test_what_is_not_there_is_named_with_what_is(root):

@@ -14,13 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
+from captured import flip
 from frames import make_frame, row_of, token_of
 from test_filesystem import done, opened
 
 import capflow
 from capflow.errors import CapflowError
 from capflow.site import Site
-from capflow_consumers import layout, shardfile
+from capflow_consumers import layout, shardfile, shardset
 from capflow_consumers.shardset import PATTERN
 
 SITES = (Site(1, "mlp_in"), Site(0, "post_block"))  # in the order in which they lie
@@ -180,11 +181,16 @@ def test_rows_of_any_width(tmp_path, hidden, options):
     assert np.array_equal(rows[0], row_of("a", min(SITES), 0, hidden, "bfloat16"))
 
 
-def test_a_request_larger_than_a_batch_is_in_several(tmp_path, monkeypatch):
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_batches_are_cut_where_sites_end_and_within_one_that_is_larger(tmp_path, monkeypatch, compression):
     monkeypatch.setattr(shardfile, "BATCH_BYTES_MAX", 7 * HIDDEN * 4)
-    path = write(tmp_path, "float32")
+    monkeypatch.setattr(shardfile, "COMPRESSED_BATCH_BYTES_MAX", 7 * HIDDEN * 4)
+    path = write(tmp_path, "float32", compression=compression)
     dataset = capflow.open(tmp_path)
-    assert len(dataset["b/ü"].entry.batches) == 1 + 12  # a commit, and 80 rows in sevens
+    sizes = {name: [len(batch.positions) for batch in dataset[name]._decoded()] for name in LENGTHS}
+    assert sizes == {"a": [6, 6], "b/ü": [7, 7, 7, 7, 7, 5] * 2, "c": [6]}
+    assert [len(part.rows) for part in dataset["b/ü"].in_batches("mlp_in:1")] == [7, 7, 7, 7, 7, 5]
+    assert [len(batch.rows) for batch in dataset.batches("mlp_in:1", 10)] == [10, 10, 10, 10, 9]
     dataset.verify()
     rows, positions, token_ids = dataset["b/ü"]["mlp_in:1"]
     assert positions.tolist() == list(range(40))
@@ -244,6 +250,105 @@ def test_a_request_whose_rows_a_power_cut_spoiled_is_not_kept(torn):
     assert dataset.requests() == ["r0", "r1", "r3", "r4"]
     dataset.verify()
     assert not [row for row in pq.read_table(next(root.glob(PATTERN)))["request"].to_pylist() if row == "r2"]
+
+
+def test_each_batch_is_decompressed_once_for_all_of_its_sites(tmp_path, monkeypatch):
+    sites = tuple(Site(layer, "post_block") for layer in range(18))
+    consumer = opened(tmp_path, sites, layout="sharded", compression="zstd")
+    consumer.on_frame(make_frame([("r", 4, 0, 5)], sites, hidden=HIDDEN))
+    consumer.on_request_done(done("r", computed_length=5, rows=90))
+    consumer.close()
+    calls = []
+    whole = shardset.rows_of
+    monkeypatch.setattr(shardset, "rows_of", lambda batch, kind: calls.append(batch.end) or whole(batch, kind))
+    capture = capflow.open(tmp_path)["r"]
+    for site in sites:
+        assert capture[site].rows.tobytes() == b"".join(row_of("r", site, p, HIDDEN).tobytes() for p in range(5))
+    assert len(calls) == 1
+
+
+def place_in(shard, request, part):
+    """Return where in a shard the first batch of a request has a part: the metadata of its message, its rows, its commit, or the shard's head."""
+    entry = capflow.open(shard.parent.parent)[request].entry
+    return {
+        "metadata": entry.batches[0] + 60,
+        "length of the metadata": entry.batches[0] + 4,
+        "rows": entry.batches[0] + 2000,
+        "commit": entry.batches[-1] + 60,
+        "sidecar": shard.read_bytes().index(b'"request":"' + request.encode()),
+        "magic": 1,
+        "schema": 40,
+        "dtype in the schema": shard.read_bytes().index(b"float32"),
+    }[part]
+
+
+@pytest.mark.parametrize(
+    ("part", "request_id"),
+    [
+        *itertools.product(("metadata", "length of the metadata", "rows", "commit", "sidecar"), ("r0", "r1", "r4")),
+        *itertools.product(("magic", "schema", "dtype in the schema"), (None,)),
+    ],
+)
+def test_one_damaged_byte_in_a_dead_writers_shard_costs_its_request_and_the_file_is_kept(
+    torn, part, request_id, caplog
+):
+    root = torn.parent.parent
+    flip(torn, place_in(torn, request_id or "r0", part))
+    damaged = torn.read_bytes()
+    whole = [name for name in ("r0", "r1", "r2", "r3", "r4") if name != request_id]
+    if part != "rows":  # which nobody holds against their hashes while they lie there
+        assert capflow.open(root).requests() == whole
+    opened(root, SITES, layout="packed").close()
+    dataset = capflow.open(root)
+    assert dataset.requests() == whole
+    dataset.verify()
+    for name in whole:
+        rows = dataset[name][SITES[0]].rows
+        assert rows.tobytes() == b"".join(row_of(name, SITES[0], p, HIDDEN).tobytes() for p in range(10))
+    assert not list(root.glob(".partial-*"))
+    (kept,) = root.glob(".damaged-*")
+    assert kept.name == f".damaged-{torn.name}"
+    assert kept.read_bytes() == damaged
+    assert f"is damaged, and kept as {kept}" in caplog.text
+    assert pq.read_table(root / torn.name)["request"].unique().to_pylist() == whole
+
+
+def test_a_dead_writers_shard_of_which_nothing_can_be_read_is_kept(torn):
+    root = torn.parent.parent
+    torn.write_bytes(
+        bytes(600) + torn.read_bytes()[600:].replace(b"\xff\xff\xff\xff", b"\xff\xff\xff\xfe")
+    )  # but sidecars
+    opened(root, SITES, layout="packed").close()
+    assert capflow.open(root).requests() == []
+    assert [path.name for path in root.iterdir() if path.name != ".lock"] == [f".damaged-{torn.name}"]
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+@pytest.mark.parametrize("length", [0, 3, 8, 60, 900, 1500])
+def test_a_torn_end_is_no_damage(torn, batch, length):
+    root = torn.parent.parent
+    begin = capflow.open(root)["r3"].entry.batches[batch]
+    os.truncate(torn, begin + length)
+    assert capflow.open(root).damaged() == []
+    assert capflow.open(root).requests() == ["r0", "r1", "r2"]
+    opened(root, SITES, layout="packed").close()
+    assert not list(root.glob(".damaged-*"))
+
+
+def test_a_writer_that_dies_while_it_copies_from_a_damaged_shard_leaves_that_to_the_next(torn, monkeypatch):
+    root = torn.parent.parent
+    flip(torn, place_in(torn, "r1", "metadata"))
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shardfile.ShardFile, "commit", fail)
+        with pytest.raises(CapflowError):
+            opened(root, SITES, layout="packed")
+    opened(root, SITES, layout="packed").close()
+    assert capflow.open(root).requests() == ["r0", "r2", "r3", "r4"]
+    assert len(list(root.glob(".damaged-*"))) == 1
 
 
 def test_every_byte_of_a_shard_is_checked(tmp_path):

@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from captured import LAYOUTS, REQUESTS, SITES, write
+from captured import IDS, LAYOUTS, REQUESTS, SITES, STORED, write
 from frames import row_of, token_of
 from sources import ROOT
 
@@ -284,9 +284,10 @@ def test_a_capture_that_was_replaced_or_removed_is_an_error(tmp_path):
 
 
 @pytest.mark.long
-def test_memory_is_bounded_by_the_buffer(tmp_path):
+@pytest.mark.parametrize("options", STORED, ids=IDS)
+def test_memory_is_bounded_by_the_buffer(tmp_path, options):
     """A request of 96 MiB goes by in a process that may not have 64 MiB more than before."""
-    root = write(tmp_path / "rows", {"r": (1, 6144)}, [Site(0, "post_block")], dtype="float32", hidden=4096)
+    root = write(tmp_path / "rows", {"r": (1, 6144)}, [Site(0, "post_block")], dtype="float32", hidden=4096, **options)
     script = (
         "import resource, sys; from capflow_consumers.torchrows import TorchRows\n"
         "rows = TorchRows(sys.argv[1], batch_rows=256, shuffle_rows=1024)\n"  # 16 MiB, 4 MiB a batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,14 @@ class Rows(NamedTuple):
     def part(self, start: int, stop: int) -> Rows:
         """Return rows `start..stop`, views of these."""
         return Rows(self.rows[start:stop], self.positions[start:stop], self.token_ids[start:stop])
+
+
+class Damage(NamedTuple):
+    """What cannot be read, and is left out by those who read on: the file, what is wrong with it, and whether it is one capture's."""
+
+    path: Path
+    error: CapflowError
+    of_capture: bool
 
 
 class RequestCapture(ABC):
@@ -82,6 +90,11 @@ class RequestCapture(ABC):
         """The token's text at each position where it is known."""
         return {run.start + i: text for run in self.sidecar.texts for i, text in enumerate(run.texts)}
 
+    def rows_at(self, site: Site) -> int:
+        """Return how many rows a site has, as the sidecar says."""
+        entry = self._entries.get(site)
+        return entry.rows if entry is not None else 0
+
     def __contains__(self, site: object) -> bool:
         return site_of(site) in self._entries
 
@@ -94,6 +107,10 @@ class RequestCapture(ABC):
                 explain(f"{self.path}: no rows at a site", got=str(site_of(site)), expected=f"one of {have}")
             )
         return self._rows(entry)
+
+    def in_batches(self, site: tuple[int, str] | str) -> Iterator[Rows]:
+        """Yield a site's rows in parts that follow one another, of which memory holds one at a time; raises as `capture[site]` does."""
+        yield self[site]
 
     @abstractmethod
     def _rows(self, entry: layout.SiteFile) -> Rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import re
@@ -10,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from capflow.errors import explain
 
 _PARTS_PER_CALL_MAX = 1024  # IOV_MAX of Linux
 
@@ -52,9 +55,26 @@ def sync_trees(directories: Sequence[Path]) -> None:
     fd = os.open(directories[0], os.O_RDONLY)
     try:
         if _syncfs(fd) != 0:
-            raise OSError(ctypes.get_errno(), "syncfs failed")
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(directories[0]))
     finally:
         os.close(fd)
+
+
+def refused(root: Path, error: OSError) -> str:
+    """Return the message of a request whose rows the file system below a root did not take."""
+    got, expected = error.strerror or str(error), "a file system that takes the request's rows"
+    return explain(f"{root} cannot be written", got=got, expected=expected, do=_DO.get(error.errno or 0, _DO_ELSE))
+
+
+_DO_ELSE = "see what the kernel says of it; requests that end later are tried again"
+_DO = {
+    errno.ENOSPC: "make room on it; requests that end later are tried again",
+    errno.EDQUOT: "make room on it, or have a larger quota; requests that end later are tried again",
+    errno.ENOENT: "start the hub again, which makes the directory",
+    errno.EACCES: "let the hub write to it",
+    errno.EROFS: "mount it for writing",
+}
 
 
 def _find_syncfs() -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from capflow.errors import UsageError, explain
+from capflow.errors import CapflowError, UsageError, explain
 from capflow.site import Site
 from capflow_consumers.reader import open_dataset
 
@@ -42,6 +42,8 @@ def export(
         check_datasets()
     dataset = open_dataset(path)
     _check_apart(dataset.path, dest)
+    if damaged := dataset.damaged():
+        raise CapflowError(damaged[0])
     captures = len(dataset)
     contents = Contents(dataset.path, map(Site.parse, names))
     with progress("reading" if no_verify else "checking", captures) as step:

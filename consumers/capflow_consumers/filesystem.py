@@ -28,7 +28,7 @@ from capflow.message import ModelInfo
 from capflow.positions import Form
 from capflow.result import CaptureResult, RequestDone
 from capflow.spec import CaptureSpec, StoredDtype, Wanted, join, read_layers
-from capflow_consumers import layout
+from capflow_consumers import disk, layout
 from capflow_consumers.endings import Endings
 from capflow_consumers.filedrequest import FiledRequest
 from capflow_consumers.packedfile import PackedFile
@@ -48,8 +48,8 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     every request, as in `CaptureSpec`; max_rows 0 is no bound. capture: `requests` to write only what requests ask for
     themselves. layout: how rows lie under the root. fsync: `true`, a request is on the disk, and not only with the kernel, when
     its result says `ok`; `seal`, a shard is when it is sealed; `false`, nothing waits for the disk. tail_s: with `per_file`, how often
-    rows of running requests are written, seconds; 0 is never. compression and shard_bytes are of `sharded`. threads: that write beside
-    the consumer's own.
+    rows of running requests are written, seconds; 0 is never. compression and shard_bytes are of `sharded`. threads: with `per_file`, that
+    write beside the consumer's own.
     """
 
     root: str
@@ -67,6 +67,11 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compression: Literal["none", "zstd"] = "none"
     shard_bytes: int = 1024 * limits.MIB
     threads: int = 0
+
+
+_DEFAULTS = FilesystemConfig("")
+_LAYOUT_OF = {"compression": "sharded", "shard_bytes": "sharded", "tail_s": "per_file", "threads": "per_file"}
+"""The options that one layout alone has a use for."""
 
 
 class _Open(NamedTuple):
@@ -123,9 +128,16 @@ class FilesystemConsumer(Consumer):
             if not least <= (got := getattr(config, name)) < math.inf:
                 do = "remove it to use the default"
                 raise UsageError(explain(f"consumers.{self.name}.{name}", got=got, expected=f"{least} or more", do=do))
-        if config.compression != "none" and config.layout != "sharded":
-            what, do = f"consumers.{self.name}.compression", "set layout=sharded, or remove it"
-            raise UsageError(explain(what, got=config.compression, expected=f"none with {config.layout}", do=do))
+        if not config.root:
+            raise UsageError(explain(f"consumers.{self.name}.root", got="", expected="the path of a directory"))
+        for name, only in _LAYOUT_OF.items():
+            got, default = getattr(config, name), getattr(_DEFAULTS, name)
+            if got != default and config.layout != only:
+                what, do = f"consumers.{self.name}.{name}", f"set layout={only}, or remove it"
+                raise UsageError(explain(what, got=got, expected=f"{default} with {config.layout}", do=do))
+        if config.fsync == "seal" and config.layout != "sharded":
+            what, do = f"consumers.{self.name}.fsync", "set layout=sharded, whose files are sealed"
+            raise UsageError(explain(what, got="seal", expected=f"true or false with {config.layout}", do=do))
         if config.on_collision == "overwrite" and config.layout == "sharded":
             what, do = (
                 f"consumers.{self.name}.on_collision",
@@ -160,7 +172,7 @@ class FilesystemConsumer(Consumer):
         try:
             store.open()
         except OSError as e:
-            raise self._bad_root(str(e)) from e
+            raise self._bad_root(f"{e.filename or self._root}: {e.strerror or e}") from e
         publisher = Publisher(store, config.on_collision, lambda: self._count("requests_failed"))
         self._open = _Open(workers, store, publisher, Endings(publisher.write, publisher.publish))
         self._open.endings.open()
@@ -316,7 +328,7 @@ class FilesystemConsumer(Consumer):
         try:
             request.files.append(request.buffer.take(), request.tokens)
         except OSError as e:  # this request's, and not the one's whose frame is being handled
-            self._fail(request, explain(f"{request.files.path} cannot be written", got=e.strerror))
+            self._fail(request, disk.refused(self._root, e))
 
     def _fail(self, request: FiledRequest, error: str) -> None:
         request.error = error

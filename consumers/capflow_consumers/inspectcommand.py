@@ -45,13 +45,13 @@ def inspect(path: Path, png: Path | None, *, as_json: bool, quick: bool) -> None
         click.echo(msgspec.json.format(msgspec.json.encode(survey)).decode())
     else:
         _show(survey, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH))
+    if png is not None and (surveyor.norms or not survey.damaged):
+        plot_norms(surveyor.norms, png, f"{path.resolve().name}: {survey.captures} captures, {survey.rows:,} rows")
     if survey.damaged:
         what = (
             f"{path}: {survey.captures_damaged} of {max(survey.captures, survey.captures_damaged)} captures are damaged"
         )
         raise CapflowError(f"{what}; the first: {survey.damaged[0]}")
-    if png is not None:
-        plot_norms(surveyor.norms, png, f"{path.resolve().name}: {survey.captures} captures, {survey.rows:,} rows")
 
 
 def _show(survey: Survey, console: Console) -> None:

@@ -7,6 +7,7 @@
         request.json                  the sidecar
       shard~….parquet                 sharded: many requests in one file; see `capflow_consumers.shardstream`
       .partial-…/, .lock              the writer's own; never part of the data set
+      .damaged-shard~….parquet        a dead writer's shard of which something cannot be read; what can be is in the one of its name
 
 A packed file holds, for each site, the tensors named below with `HOOK.LAYER.` before their names, site after site in the order of the sidecar. A site's own
 file is plain safetensors too. Its header, padded with spaces, fills the first `HEADER_BYTES`, so that rows are
@@ -20,9 +21,10 @@ written, and is never changed after.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -119,6 +121,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
 _decoder = msgspec.json.Decoder(Sidecar)
 _encoder = msgspec.json.Encoder()
 _CHECKED = re.compile(rb'(.*),"xxh3_64":"([0-9a-f]{16})"\}', re.DOTALL)
+_WITHIN = re.compile(rb'\{"format":\d+,"capflow":".{0,100}?","request":.*?,"xxh3_64":"[0-9a-f]{16}"\}', re.DOTALL)
 
 
 def write_sidecar(sidecar: Sidecar) -> bytes:
@@ -146,6 +149,13 @@ def read_sidecar(text: bytes) -> Sidecar:
     if not {sidecar.dtype, *(entry.dtype for entry in sidecar.sites)} <= {None, *DTYPES}:
         raise ValueError(f"a dtype that rows do not have, expected one of {', '.join(DTYPES)}")
     return sidecar
+
+
+def sidecars_within(data: Any) -> Iterator[tuple[int, Sidecar]]:
+    """Yield the sidecars that bytes hold, wherever these lie, each with where it ends."""
+    for found in _WITHIN.finditer(memoryview(data)):
+        with contextlib.suppress(ValueError):
+            yield found.end(), read_sidecar(bytes(found[0]))
 
 
 def file_name(site: Site) -> str:

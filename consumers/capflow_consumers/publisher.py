@@ -10,7 +10,7 @@ import capflow
 from capflow.errors import CapflowError
 from capflow.result import CaptureResult, RequestDone, Status
 from capflow.site import Site
-from capflow_consumers import layout
+from capflow_consumers import disk, layout
 from capflow_consumers.filedrequest import FiledRequest
 from capflow_consumers.promises import problems_of
 from capflow_consumers.requestfiles import RequestFiles, Runs
@@ -53,7 +53,8 @@ class Publisher:
         """Remove what was written of a request; return its result."""
         files.discard()
         self._failed()
-        return CaptureResult("error", str(error))
+        told = disk.refused(self._store.work.root, error) if isinstance(error, OSError) else str(error)
+        return CaptureResult("error", told)
 
     def _put(self, request: FiledRequest, done: RequestDone, expected: Mapping[Site, Runs], model: str) -> Written:
         files, store = request.files, self._store

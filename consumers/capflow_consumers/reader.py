@@ -7,7 +7,7 @@ lie. Nothing is checked against the checksums until `verify` is called.
 from __future__ import annotations
 
 import itertools
-import re
+import logging
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -19,20 +19,22 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from capflow.errors import UsageError, explain
+from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import DTYPES
 from capflow.site import HOOKS
 from capflow_consumers import layout
-from capflow_consumers.capture import JoinedCapture, RequestCapture, Rows, damaged, joined, site_of
+from capflow_consumers.capture import Damage, JoinedCapture, RequestCapture, Rows, damaged, joined, site_of
+from capflow_consumers.numbered import Numbered, split
 from capflow_consumers.running import RunningCapture, running
 from capflow_consumers.shardset import PATTERN, ShardSet
 from capflow_consumers.slug import slug
 
-__all__ = ["Dataset", "JoinedCapture", "RequestCapture", "RowBatch", "Rows", "RunningCapture", "open_dataset"]
+__all__ = ["Damage", "Dataset", "JoinedCapture", "RequestCapture", "RowBatch", "Rows", "RunningCapture", "open_dataset"]
+
+logger = logging.getLogger("capflow.data")
 
 _decoder = msgspec.json.Decoder(layout.Sidecar)
 _READ_BYTES = 1 << 22
-_LATER = re.compile(r"(.+)~(\d+)")
 
 assert DTYPES["bfloat16"] == ml_dtypes.bfloat16
 
@@ -124,27 +126,36 @@ class Dataset:
 
     Requests that are finished while it is open are seen, those in shards that are not sealed too. An id captured several times
     (`on_collision=suffix`) stands for its last capture; `captures` gives all of them. Captures that hold parts of one request are
-    read as one.
+    read as one. What is damaged is left out where several are read, and named in a warning; `damaged` names all of it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._shards = ShardSet(path)
-        self._shards.refresh()
+        self._directories = Numbered(path)
+        self._told: set[str] = set()  # what was named in a warning
+        self._look()
 
     def requests(self) -> list[str]:
         """Return the ids of the requests, each once: those with directories in the order of these names, then those in shards."""
-        self._shards.refresh()
-        directories = (_open_request(path).id for path in self._directories())
+        opened = [_open_or_damage(path) for path in self._look()]
+        directories = [found.id for found in opened if isinstance(found, RequestCapture)]
+        for found in (*self._shards.damage, *opened):
+            self._tell(found)
         return list(dict.fromkeys(itertools.chain(directories, self._shards.ids())))
+
+    def damaged(self) -> list[str]:
+        """Return what cannot be read, as errors that name it: sidecars, and shards or parts of them. Rows are for `verify`."""
+        return [str(found.error) for found in self.walk() if isinstance(found, Damage)]
 
     def captures(self, request_id: str, *, look: bool = True) -> list[RequestCapture]:
         """Return every capture of an id, first to last, parts of one request each by itself.
 
-        look: whether to look for shards that came since the data set was opened or last looked at, which takes time with the number of entries of the root.
+        look: whether to look for what came since the data set was opened or last looked at, which takes time with the number of
+        entries of the root. Raises CapflowError when one of them is damaged.
         """
         if look:
-            self._shards.refresh()
+            self._look()
         return self._captures(request_id)
 
     def running(self) -> list[RunningCapture]:
@@ -164,30 +175,44 @@ class Dataset:
         for capture in self:
             if found not in capture:
                 continue
-            rows = capture[found]
-            while len(rows.rows) + held >= rows_max:
-                taken = rows_max - held
-                yield _batch([*parts, (capture.id, rows.part(0, taken))])
-                rows, parts, held = rows.part(taken, len(rows.rows)), [], 0
-            if len(rows.rows):
-                parts.append((capture.id, rows))
-                held += len(rows.rows)
+            for part in capture.in_batches(found):
+                rows = part
+                while len(rows.rows) + held >= rows_max:
+                    taken = rows_max - held
+                    yield _batch([*parts, (capture.id, rows.part(0, taken))])
+                    rows, parts, held = rows.part(taken, len(rows.rows)), [], 0
+                if len(rows.rows):
+                    parts.append((capture.id, rows))
+                    held += len(rows.rows)
         if parts:
             yield _batch(parts)
 
     def __iter__(self) -> Iterator[RequestCapture]:
-        """Yield every capture."""
-        self._shards.refresh()
-        seen = set()
-        for path in self._directories():
-            later = _LATER.fullmatch(path.name)
-            if later is None or not (self.path / later[1] / layout.SIDECAR_NAME).is_file():
-                first = _open_request(path)
-                seen.add(first.id)
-                yield from joined(self._captures(first.id))
+        """Yield every capture that is not damaged."""
+        for found in self.walk():
+            if isinstance(found, RequestCapture):
+                yield found
+            self._tell(found)
+
+    def walk(self) -> Iterator[RequestCapture | Damage]:
+        """Yield every capture, and what cannot be read in its place."""
+        directories = self._look()
+        yield from self._shards.damage
+        seen: set[str] = set()
+        for _, paths in itertools.groupby(directories, lambda path: split(path.name)[0]):
+            captures: dict[str, list[RequestCapture]] = {}
+            for path in paths:
+                found = _open_or_damage(path)
+                if isinstance(found, Damage):
+                    yield found
+                else:
+                    captures.setdefault(found.id, []).append(found)
+            for request_id, mine in captures.items():
+                yield from self._joined(mine, None if request_id in seen else request_id)
+                seen.add(request_id)
         for request_id in dict.fromkeys(self._shards.ids()):
             if request_id not in seen:
-                yield from joined(self._shards.find(request_id))
+                yield from self._joined([], request_id)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -198,43 +223,69 @@ class Dataset:
     def __contains__(self, request_id: object) -> bool:
         if not isinstance(request_id, str):
             return False
-        if (self.path / slug(request_id) / layout.SIDECAR_NAME).is_file() or self._shards.find(request_id):
+        if self._paths(request_id) or request_id in self._shards:
             return True
-        self._shards.refresh()
-        return bool(self._shards.find(request_id))
+        self._look()
+        return bool(self._paths(request_id)) or request_id in self._shards
 
     def __getitem__(self, request_id: str) -> RequestCapture:
-        """Return the capture of a request; raises UsageError when there is none."""
+        """Return the capture of a request; raises UsageError when there is none, and CapflowError when it is damaged."""
         if request_id not in self:
             do = "requests() lists what is there; a request appears when it is over"
+            if self._shards.damage:
+                do += f", and {self._shards.damage[0].path} is damaged"
             raise UsageError(explain(f"{self.path}: no such request", got=request_id, do=do))
         return joined(self._captures(request_id))[-1]
 
     def verify(self) -> None:
         """Check every file of every request; raise CapflowError naming the first that is damaged."""
-        for capture in self:
-            capture.verify()
-        self._shards.verify()
+        for found in self.walk():
+            if isinstance(found, Damage):
+                raise found.error
+            found.verify()
+        for damage in self.verify_shards():
+            raise damage.error
+
+    def verify_shards(self) -> Iterator[Damage]:
+        """Check every shard as a whole, also what no capture is read from; yield what is damaged."""
+        return self._shards.verify()
 
     def _captures(self, request_id: str) -> list[RequestCapture]:
-        name = slug(request_id)
-        found: list[RequestCapture] = []
-        number = 1
-        while (path := self.path / (name if number == 1 else f"{name}~{number}")).is_dir():
-            found.append(_open_request(path))
-            number += 1
-        return [*found, *self._shards.find(request_id)]
+        captures: list[RequestCapture] = [_open_request(path) for path in self._paths(request_id)]
+        for found in self._shards.find(request_id):
+            if isinstance(found, Damage):
+                raise found.error
+            captures.append(found)
+        return captures
 
-    def _directories(self) -> Iterator[Path]:
-        for path in sorted(self.path.iterdir()):
-            if not path.name.startswith(".") and (path / layout.SIDECAR_NAME).is_file():
-                yield path
+    def _joined(self, captures: list[RequestCapture], in_shards: str | None) -> Iterator[RequestCapture | Damage]:
+        """Yield captures of an id with those that shards have of one, which come later."""
+        for found in self._shards.find(in_shards) if in_shards is not None else ():
+            if isinstance(found, Damage):
+                yield found
+            else:
+                captures.append(found)
+        yield from joined(captures)
+
+    def _look(self) -> Iterator[Path]:
+        """Look for what came; return the directories of requests, by name and number."""
+        self._shards.refresh()
+        return filter(_has_sidecar, self._directories.look())
+
+    def _paths(self, request_id: str) -> list[Path]:
+        return list(filter(_has_sidecar, self._directories.of(slug(request_id))))
+
+    def _tell(self, found: RequestCapture | Damage) -> None:
+        """Name what is damaged in a warning, once."""
+        if isinstance(found, Damage) and str(found.error) not in self._told:
+            self._told.add(str(found.error))
+            logger.warning("%s; it is left out", found.error)
 
 
 def open_dataset(path: str | Path) -> Dataset:
     """Return the data set that the filesystem consumer wrote to `path`.
 
-    Raises UsageError when there is no such directory, or something else is in it, and CapflowError when a shard is damaged.
+    Raises UsageError when there is no such directory, or something else is in it. Damage is no error here: see `Dataset.damaged`.
     """
     root = Path(path).absolute()
     if not root.is_dir():
@@ -249,12 +300,18 @@ def open_dataset(path: str | Path) -> Dataset:
     raise UsageError(explain(f"{root} is not a captured data set", expected=expected))
 
 
+def _has_sidecar(path: Path) -> bool:
+    return (path / layout.SIDECAR_NAME).is_file()
+
+
 def _open_request(path: Path) -> RequestCapture:
     file = path / layout.SIDECAR_NAME
     try:
         text = file.read_bytes()
         sidecar = _decoder.decode(text)
-    except (OSError, msgspec.MsgspecError) as e:
+    except OSError as e:
+        raise damaged(file, e.strerror or str(e), "a sidecar") from e
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise damaged(file, str(e), "a sidecar") from e
     if sidecar.format != layout.FORMAT:
         do = f"read it with capflow {sidecar.capflow}"
@@ -270,6 +327,13 @@ def _open_request(path: Path) -> RequestCapture:
     except ValueError as e:
         raise damaged(file, str(e), "what was written") from e
     return DirectoryCapture(path, sidecar)
+
+
+def _open_or_damage(path: Path) -> RequestCapture | Damage:
+    try:
+        return _open_request(path)
+    except CapflowError as e:
+        return Damage(path, e, of_capture=True)
 
 
 def _batch(parts: list[tuple[str, Rows]]) -> RowBatch:

@@ -21,6 +21,7 @@ from capflow_consumers.disk import write
 from capflow_consumers.shardstream import Encoder, Kind, hashes_of, page_of, page_room
 
 BATCH_BYTES_MAX = 64 * limits.MIB  # of rows, unless one has more
+COMPRESSED_BATCH_BYTES_MAX = 8 * limits.MIB  # where who wants one row has all of them decompressed
 IN_PLACE_BYTES_MIN = 2 * limits.MIB  # of rows of a batch that is its own row group; smaller ones are copied together
 
 Bytes = Any
@@ -41,11 +42,15 @@ class Batch(NamedTuple):
 
 
 def batches_of(
-    kind: Kind, parts: Sequence[Bytes], positions: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]
+    kind: Kind, sites: Sequence[Sequence[Bytes]], positions: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32]
 ) -> Iterator[Batch]:
-    """Yield rows, parts `[k, row_bytes]` one after another, as batches with all that has to be computed of them."""
+    """Yield rows, of each site parts `[k, row_bytes]` one after another, as batches with all that has to be computed of them.
+
+    A batch has whole sites, or a part of one that is larger than a batch.
+    """
     done = 0
-    for rows in _batched(parts, kind.row_bytes):
+    bytes_max = COMPRESSED_BATCH_BYTES_MAX if kind.compressed else BATCH_BYTES_MAX
+    for rows in _batched(sites, max(1, bytes_max // kind.row_bytes)):
         count = sum(len(part) for part in rows)
         mine = slice(done, done + count)
         hashes = np.empty(count, np.uint64)
@@ -131,18 +136,25 @@ class ShardFile:
             self._fd = -1
 
 
-def _batched(parts: Sequence[Bytes], row_bytes: int) -> Iterator[list[Bytes]]:
-    """Yield the parts, in order, as batches of no more than `BATCH_BYTES_MAX`."""
-    rows_max = max(1, BATCH_BYTES_MAX // row_bytes)
+def _batched(sites: Sequence[Sequence[Bytes]], rows_max: int) -> Iterator[list[Bytes]]:
+    """Yield the parts, in order, as batches of no more than `rows_max` rows, cut where a site ends or within one that is larger."""
     batch: list[Bytes] = []
     room = rows_max
-    for whole in parts:
-        part = whole
-        while len(part) > room:
-            yield [*batch, part[:room]]
-            batch, part, room = [], part[room:], rows_max
-        batch.append(part)
-        room -= len(part)
+    for parts in sites:
+        count = sum(map(len, parts))
+        if batch and (count > room or count > rows_max):
+            yield batch
+            batch, room = [], rows_max
+        for whole in parts:
+            part = whole
+            while len(part) > room:
+                yield [*batch, part[:room]]
+                batch, part, room = [], part[room:], rows_max
+            batch.append(part)
+            room -= len(part)
+        if count > rows_max:
+            yield batch
+            batch, room = [], rows_max
     if batch:
         yield batch
 

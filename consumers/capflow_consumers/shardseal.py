@@ -143,8 +143,7 @@ def _groups(fd: int, file: Any, tip: int, entries: Sequence[Entry]) -> tuple[lis
 def _pieces(file: Any, kind: Kind, schema: pa.Schema, entries: Sequence[Entry]) -> Iterator[_Piece]:
     for entry in entries:
         commit = decode(file, entry.batches[-1], kind, schema)
-        assert commit.sidecar is not None
-        sidecar = layout.read_sidecar(commit.sidecar)
+        sidecar = layout.read_sidecar(commit.sidecar or b"")
         first = 0
         for begin in entry.batches[:-1]:
             batch = decode(file, begin, kind, schema)

@@ -1,6 +1,6 @@
 """The shards of a data set: which captures are in them, also in those that are still written, and their rows.
 
-What always holds: a capture is seen when its commit is written, and not before.
+What always holds: a capture is seen when its commit is written, and not before. Damage hides what it is in, and nothing else.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +21,34 @@ import xxhash
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import DTYPES
 from capflow_consumers import layout, shardseal
-from capflow_consumers.capture import RequestCapture, Rows, damaged
+from capflow_consumers.capture import Damage, RequestCapture, Rows, damaged, site_of
 from capflow_consumers.disk import found_in
 from capflow_consumers.shardseal import Entry
-from capflow_consumers.shardstream import (
-    Batch,
-    batches,
-    decode,
-    hashes_of,
-    opened,
-    rows_of,
-)
+from capflow_consumers.shardstream import HEAD, Batch, Kind, batches, decode, hashes_of, opened, rows_of
 
 PATTERN = "shard~*.parquet"
 
 _index_decoder = msgspec.msgpack.Decoder(shardseal.Index)
 
 
-class Shard:
-    """A mapped shard; entries: its captures. sealed: whether it is a whole Parquet file; end: where its last commit ends, where it is not."""
+class LastRows:
+    """The batch that was decompressed last: the next site that is asked for mostly lies in it, too."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self) -> None:
+        self.found: tuple[tuple[str, int], npt.NDArray[Any]] | None = None  # its shard and where it ends, and its rows
+
+
+class Shard:
+    """A mapped shard; entries: its captures. sealed: whether it is a whole Parquet file; end: where its last commit ends, where it is not.
+
+    damage: what of it cannot be read, captures that the index names apart. last: of all shards of a set.
+    """
+
+    def __init__(self, path: Path, last: LastRows | None = None) -> None:
         self.path = path
+        self._last = last or LastRows()
         self.entries: list[Entry] = []
+        self.damage: list[CapflowError] = []
         self.sealed = False
         self.end = 0
         self._begin = 0
@@ -51,7 +56,27 @@ class Shard:
         self._index: shardseal.Index | None = None
 
     def open(self) -> None:
-        """Map the file and read its index, or its stream where it has none; raises CapflowError, and OSError when it is gone."""
+        """Map the file and read its index, or its stream where it has none that is right.
+
+        Raises CapflowError when no capture can be read, and OSError when the file is gone.
+        """
+        self.map()
+        self._located = shardseal.locate(self.file)
+        self.sealed = self._located is not None
+        try:
+            if self._located is not None:
+                self._read_index(*self._located.index_at)
+                return
+            if not self.path.parent.name.startswith(layout.PARTIAL_PREFIX):
+                raise damaged(self.path, "no index where it should end", "a whole shard")
+        except UsageError:
+            raise
+        except CapflowError as e:
+            self.damage.append(e)
+        self.scan()
+
+    def map(self) -> None:
+        """Map the file; raises CapflowError when it is no shard's, and OSError."""
         fd = os.open(self.path, os.O_RDONLY)
         try:
             size = os.fstat(fd).st_size
@@ -59,18 +84,14 @@ class Shard:
         finally:
             os.close(fd)
         try:
-            self.kind, self.schema, begin = opened(self.file)
+            self.kind, self.schema, self._begin = opened(self.file)
         except ValueError as e:
-            raise damaged(self.path, str(e), "a shard") from e
-        self._begin = begin
-        self._located = shardseal.locate(self.file)
-        self.sealed = self._located is not None
-        if self._located is None:
-            if not self.path.parent.name.startswith(layout.PARTIAL_PREFIX):
-                raise damaged(self.path, "no index where it should end", "a whole shard")
-            self.rescan()
-        else:
-            self._read_index(*self._located.index_at)
+            error = damaged(self.path, str(e), "a shard")
+            kind = _kind_within(self.file)
+            if kind is None:
+                raise error from e
+            self.kind, self.schema, self._begin = kind, kind.schema(), len(HEAD)
+            self.damage.append(error)
 
     def capture(self, entry: Entry) -> ShardCapture:
         """Return a capture; raises CapflowError when what is there is not what was written."""
@@ -80,8 +101,21 @@ class Shard:
             raise damaged(self.path, f"{e} at byte {entry.batches[-1]}", f"the sidecar of {entry.request}") from e
         return ShardCapture(self, entry, sidecar)
 
+    def rows(self, batch: Batch) -> npt.NDArray[Any]:
+        """Return a batch's rows `[n, row_bytes]`; raises ValueError when they cannot be decompressed."""
+        if batch.rows is not None:
+            return batch.rows
+        key = (self.path.name, batch.end)
+        found = self._last.found
+        if found is None or found[0] != key:
+            self._last.found = found = None  # before the next one takes memory
+            self._last.found = found = (key, rows_of(batch, self.kind))
+        return found[1]
+
     def verify(self) -> None:
         """Read the whole file; raise CapflowError when a bit of it is not what was written."""
+        if self.damage:
+            raise self.damage[0]
         if self._index is None or self._located is None:
             return
         _, footer = self._located
@@ -96,7 +130,10 @@ class Shard:
         text = self.file.slice(begin, length)
         if xxhash.xxh3_64_intdigest(text) != digest:
             raise damaged(self.path, "another checksum of the index", "what was written")
-        self._index = _index_decoder.decode(text)
+        try:
+            self._index = _index_decoder.decode(text)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            raise damaged(self.path, str(e), "an index") from e
         if self._index.format != shardseal.FORMAT:
             got, expected = self._index.format, str(shardseal.FORMAT)
             raise UsageError(
@@ -104,22 +141,30 @@ class Shard:
             )
         self.entries = self._index.requests
 
-    def rescan(self) -> None:
-        """Find the captures in the stream, whatever the index says; one whose commit is damaged is left out."""
-        self.end = begin = self._begin
+    def scan(self) -> None:
+        """Find the captures in the stream, whatever the index says; one that is not whole is left out, and `damage` tells of it."""
+        self.end = self._begin
         self.entries = []
         mine: list[int] = []
-        for place, batch in batches(self.file, self.kind, self.schema, begin):
+        rows = 0
+        holes: list[CapflowError] = []  # since the last commit
+        for place, batch in batches(self.file, self.kind, self.schema, self._begin):
+            if batch is None:
+                holes.append(damaged(self.path, f"no batch at byte {place}", "one of a request"))
+                mine, rows = [], 0
+                continue
             mine.append(place)
-            if batch.sidecar is not None:
-                self.end = batch.end
-                try:
-                    sidecar = _sidecar(batch)
-                except ValueError:
-                    pass
-                else:
-                    self.entries.append(Entry(sidecar.request, sidecar.engine, mine))
-                mine = []
+            if batch.sidecar is None:
+                rows += len(batch.positions)
+                continue
+            try:
+                sidecar = _sidecar(batch, rows)
+                self.entries.append(Entry(sidecar.request, sidecar.engine, mine))
+            except ValueError as e:
+                holes.append(damaged(self.path, f"{e} at byte {place}", "a request"))
+            self.damage += holes
+            self.end = batch.end
+            mine, rows, holes = [], 0, []
 
 
 class ShardCapture(RequestCapture):
@@ -131,27 +176,33 @@ class ShardCapture(RequestCapture):
         self._shard = shard
         self._batches: list[Batch] | None = None
 
+    def in_batches(self, site: tuple[int, str] | str) -> Iterator[Rows]:
+        """Yield a site's rows batch by batch, mapped, or decompressed one batch after another; raises as `capture[site]` does."""
+        entry = self._entries.get(site_of(site))
+        yield from (self[site],) if entry is None else self._parts(entry)
+
     def _rows(self, entry: layout.SiteFile) -> Rows:
+        found = list(self._parts(entry))
+        if len(found) == 1:
+            return found[0]
+        return _read_only(Rows(*(np.concatenate(arrays) for arrays in zip(*found, strict=True))))
+
+    def _parts(self, entry: layout.SiteFile) -> Iterator[Rows]:
         kind = self._shard.kind
+        batches = self._decoded()
+        ends = np.cumsum([len(batch.positions) for batch in batches]).tolist()
         first, last = entry.offset, entry.offset + entry.rows
-        found: list[tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]] = []
-        begin = 0
-        for batch in self._decoded():
-            low, high = max(first - begin, 0), min(last - begin, len(batch.positions))
+        if last > (ends[-1] if ends else 0) or first == last:
+            raise damaged(
+                self.path, f"{ends[-1] if ends else 0} rows of {self.id}", f"{self.sidecar.rows} as its sidecar says"
+            )
+        for batch, end in zip(batches, ends, strict=True):
+            begin = end - len(batch.positions)
+            low, high = max(first - begin, 0), min(last, end) - begin
             if low < high:
-                rows = self._bytes(batch)[low:high]
-                found.append((rows, batch.positions[low:high], batch.token_ids[low:high]))
-            begin += len(batch.positions)
-        if sum(len(rows) for rows, _, _ in found) != entry.rows:
-            raise damaged(self.path, f"{begin} rows of {self.id}", f"{self.sidecar.rows} as its sidecar says")
-        rows, positions, token_ids = (
-            found[0] if len(found) == 1 else (np.concatenate(a) for a in zip(*found, strict=True))
-        )
-        rows = rows.view(DTYPES[kind.dtype]).reshape(entry.rows, kind.hidden_size)
-        site = Rows(rows, positions.astype(np.int64), token_ids)
-        for array in site:
-            array.flags.writeable = False
-        return site
+                rows = self._bytes(batch)[low:high].view(DTYPES[kind.dtype]).reshape(high - low, kind.hidden_size)
+                positions = batch.positions[low:high].astype(np.int64)
+                yield _read_only(Rows(rows, positions, batch.token_ids[low:high]))
 
     def verify(self) -> None:
         """Compare every row with its hash, and every site's positions, tokens and hashes with the sidecar's."""
@@ -170,7 +221,7 @@ class ShardCapture(RequestCapture):
 
     def _bytes(self, batch: Batch) -> npt.NDArray[np.uint8]:
         try:
-            return rows_of(batch, self._shard.kind)
+            return self._shard.rows(batch)
         except ValueError as e:
             raise damaged(self.path, str(e), f"rows of {self.id}") from e
 
@@ -187,63 +238,94 @@ class ShardCapture(RequestCapture):
 
 
 class ShardSet:
-    """The shards under a root; `refresh` finds those that came. Captures come in the order in which their shards were begun."""
+    """The shards under a root; `refresh` finds those that came. Captures come in the order in which their shards were begun.
+
+    What is damaged is no error here but a `Damage` in its place.
+    """
 
     def __init__(self, root: Path, *, sealed_only: bool = False) -> None:
         self.root = root
         self.sealed_only = sealed_only
         self._shards: dict[str, Shard] = {}
+        self._last = LastRows()
+        self._unread: dict[str, Damage] = {}  # shards of which nothing can be read
         self._found: dict[str, list[tuple[Shard, Entry]]] | None = None
 
     def refresh(self) -> None:
-        """Look for shards that are new, sealed since, or have grown; raises CapflowError for a damaged one."""
+        """Look for shards that are new, sealed since, or have grown; raises OSError when the root cannot be listed."""
         writers = () if self.sealed_only else self.root.glob(f"{layout.PARTIAL_PREFIX}*")
         paths = {path.name: path for writer in writers for path in found_in(writer, PATTERN)}
         paths |= {path.name: path for path in self.root.glob(PATTERN)}
         if self._shards.keys() - paths.keys():
             self._shards = {name: shard for name, shard in self._shards.items() if name in paths}
             self._found = None
+        self._unread = {}
         for name, path in paths.items():
             known = self._shards.get(name)
             if known is None or not known.sealed or known.path != path:
                 self._open(name, path, known)
 
-    def find(self, request_id: str) -> list[ShardCapture]:
-        """Return the captures of an id in the shards that are known."""
-        if self._found is None:
-            self._found = {}
-            for shard, entry in self._entries():
-                self._found.setdefault(entry.request, []).append((shard, entry))
-        return [shard.capture(entry) for shard, entry in self._found.get(request_id, ())]
+    def find(self, request_id: str) -> Iterator[ShardCapture | Damage]:
+        """Yield the captures of an id in the shards that are known."""
+        for shard, entry in self._entries_of(request_id):
+            try:
+                yield shard.capture(entry)
+            except CapflowError as e:
+                yield Damage(shard.path, e, of_capture=True)
+
+    def __contains__(self, request_id: str) -> bool:
+        return bool(self._entries_of(request_id))
 
     def ids(self) -> Iterator[str]:
         """Yield the id of each capture."""
         for _, entry in self._entries():
             yield entry.request
 
-    def verify(self) -> None:
-        """Check every shard as a whole."""
+    @property
+    def damage(self) -> list[Damage]:
+        """What of the shards cannot be read, captures that an index names apart."""
+        found = [
+            Damage(shard.path, error, of_capture=False) for shard in self._shards.values() for error in shard.damage
+        ]
+        return [*self._unread.values(), *found]
+
+    def verify(self) -> Iterator[Damage]:
+        """Check every shard as a whole; yield the first that is wrong with each, and what is of none that can be read."""
+        yield from self._unread.values()
         for shard in self._shards.values():
-            shard.verify()
+            try:
+                shard.verify()
+            except CapflowError as e:
+                yield Damage(shard.path, e, of_capture=False)
+
+    def _entries_of(self, request_id: str) -> Sequence[tuple[Shard, Entry]]:
+        if self._found is None:
+            self._found = {}
+            for shard, entry in self._entries():
+                self._found.setdefault(entry.request, []).append((shard, entry))
+        return self._found.get(request_id, ())
 
     def _entries(self) -> Iterator[tuple[Shard, Entry]]:
         for name in sorted(self._shards):
             yield from zip(itertools.repeat(self._shards[name]), self._shards[name].entries)
 
     def _open(self, name: str, path: Path, known: Shard | None) -> None:
-        shard = Shard(path)
+        shard = Shard(path, self._last)
         try:
             if known is not None and known.path == path and known.file.size == path.stat().st_size:
                 return
             shard.open()
-        except CapflowError:
-            if path.parent == self.root:
-                raise
-            return  # it has just been begun, and holds nothing yet
+        except CapflowError as e:
+            if path.parent == self.root:  # else it has just been begun, and holds nothing yet
+                self._unread[name] = Damage(path, e, of_capture=False)
+            return
         except FileNotFoundError:  # sealed meanwhile, and elsewhere
             sealed = self.root / name
             if path != sealed and sealed.exists():
                 self._open(name, sealed, known)
+            return
+        except OSError as e:
+            self._unread[name] = Damage(path, damaged(path, e.strerror or str(e), "a shard"), of_capture=False)
             return
         self._shards[name] = shard
         self._found = None
@@ -255,7 +337,28 @@ def site_digest(positions: npt.NDArray[Any], token_ids: npt.NDArray[Any], hashes
     return xxhash.xxh3_64_hexdigest(b"".join(column.astype(dtype).tobytes() for column, dtype in columns))
 
 
-def _sidecar(batch: Batch) -> layout.Sidecar:
+def _read_only(rows: Rows) -> Rows:
+    for array in rows:
+        array.flags.writeable = False
+    return rows
+
+
+def _kind_within(file: Any) -> Kind | None:
+    """Return what the rows of a stream are whose head is damaged, by what is left of it; None when nothing says so."""
+    for _, sidecar in layout.sidecars_within(file):
+        dtype = next((entry.dtype for entry in sidecar.sites if entry.dtype), sidecar.dtype)
+        for compressed in (False, True):
+            kind = Kind(dtype, sidecar.hidden_size or 1, compressed)
+            if any(batch is not None for _, batch in batches(file, kind, kind.schema(), len(HEAD))):
+                return kind
+    return None
+
+
+def _sidecar(batch: Batch, rows: int | None = None) -> layout.Sidecar:
+    """Return the sidecar of a commit; raises ValueError where there is none, or other than `rows` rows came before it."""
     if batch.sidecar is None:
         raise ValueError("no sidecar")
-    return layout.read_sidecar(batch.sidecar)
+    sidecar = layout.read_sidecar(batch.sidecar)
+    if rows not in {None, sidecar.rows}:
+        raise ValueError(f"{rows} rows of {sidecar.request!r} before its sidecar, which says {sidecar.rows},")
+    return sidecar

@@ -11,11 +11,13 @@ wants before the vectors, which follow it in the file; where it is empty, sealin
 its parts are: see `page_of`. A commit's only row has position -1, and `sidecar` the JSON of a
 `layout.Sidecar`.
 
-What always holds: what comes before the end of a commit is whole. What comes behind the last one is of no request.
+What always holds: what comes before the end of a commit is whole, but for what the disk did to it. What comes behind the last one is of no
+request. A message begins at a multiple of 8 bytes and with a mark, so that behind one that is damaged the next is found.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -33,6 +35,9 @@ END = b"\xff\xff\xff\xff\0\0\0\0"
 """What ends an Arrow stream."""
 
 _PAGE_HEAD = struct.Struct("<4I")
+_CONTINUATION = 0xFFFFFFFF  # with which Arrow's messages begin, and then how long their metadata is
+_METADATA_BYTES_MAX = 1 << 16
+_SEARCHED_AT_ONCE = 1 << 20  # places
 
 
 class Kind(NamedTuple):
@@ -167,18 +172,23 @@ class _Parts:
 
 def decode(file: Any, begin: int, kind: Kind, schema: pa.Schema) -> Batch:
     """Return the batch at a place of a mapped file, without touching its rows; raises ValueError when there is no whole one."""
-    reader = pa.BufferReader(file.slice(begin))
     try:
+        reader = pa.BufferReader(file.slice(begin))
         batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), schema)
         batch.validate()
-    except (pa.ArrowException, EOFError, OSError) as e:
+        end = begin + reader.tell()
+    except (pa.ArrowException, EOFError, OSError, IndexError) as e:
         raise ValueError(str(e)) from e
     count = len(batch)
     if count == 0:
         raise ValueError("an empty batch")
+    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer]
+    last = max(buffer.address + buffer.size for buffer in buffers) - file.address
+    if last + -last % 8 != end:
+        raise ValueError(f"a batch that ends at byte {last}, and its message at {end}")
     positions, token_ids, hashes = (_values(batch.column(i), dtype) for i, dtype in enumerate(_DTYPES))
-    page = _first(batch.column(4))
-    commit = positions[0] < 0
+    sidecar, page = _first(batch.column(3)), _first(batch.column(4))
+    commit = len(sidecar) or positions[0] < 0
     rows = None if kind.compressed else _values(batch.column(5), np.dtype(np.uint8))[: count * kind.row_bytes]
     return Batch(
         positions[:count],
@@ -187,20 +197,39 @@ def decode(file: Any, begin: int, kind: Kind, schema: pa.Schema) -> Batch:
         None if rows is None else rows.reshape(count, kind.row_bytes),
         page,
         page.ctypes.data - file.address,
-        _first(batch.column(3)).tobytes() if commit else None,
-        begin + reader.tell(),
+        sidecar.tobytes() if commit else None,
+        end,
     )
 
 
-def batches(file: Any, kind: Kind, schema: pa.Schema, begin: int) -> Iterator[tuple[int, Batch]]:
-    """Yield the whole batches from a place on, each with where it begins."""
-    while True:
+def batches(file: Any, kind: Kind, schema: pa.Schema, begin: int) -> Iterator[tuple[int, Batch | None]]:
+    """Yield the whole batches from a place on, each with where it begins, and None for what stands before one and is none."""
+    known = begin  # where the last batch begins
+    while begin < file.size and bytes(file.slice(begin, min(len(END), file.size - begin))) != END:
         try:
             batch = decode(file, begin, kind, schema)
         except ValueError:
-            return
+            found = _next(file, known + 8, kind, schema)
+            if found is None:
+                return
+            yield begin, None
+            begin, batch = found
         yield begin, batch
-        begin = batch.end
+        known, begin = begin, batch.end
+
+
+def _next(file: Any, begin: int, kind: Kind, schema: pa.Schema) -> tuple[int, Batch] | None:
+    """Return the first whole batch that begins at a place or behind it, and where; None when there is none."""
+    if file.size < begin + 8:
+        return None
+    words = np.frombuffer(file, np.uint32, (file.size - begin) // 8 * 2, begin).reshape(-1, 2)
+    for first in range(0, len(words), _SEARCHED_AT_ONCE):
+        marks, lengths = words[first : first + _SEARCHED_AT_ONCE].T
+        places = np.flatnonzero((marks == _CONTINUATION) & (lengths > 0) & (lengths <= _METADATA_BYTES_MAX))
+        for place in (begin + 8 * (first + places)).tolist():
+            with contextlib.suppress(ValueError):
+                return place, decode(file, place, kind, schema)
+    return None
 
 
 def opened(file: Any) -> tuple[Kind, pa.Schema, int]:
@@ -212,7 +241,10 @@ def opened(file: Any) -> tuple[Kind, pa.Schema, int]:
         schema = pa.ipc.read_schema(reader)
     except (pa.ArrowException, EOFError, OSError) as e:
         raise ValueError(str(e)) from e
-    return Kind.of(schema), schema, len(HEAD) + reader.tell()
+    kind = Kind.of(schema)
+    if not schema.equals(kind.schema(), check_metadata=True):
+        raise ValueError("another schema than that of its rows")
+    return kind, schema, len(HEAD) + reader.tell()
 
 
 def page_of(pages: parquet.Pages, room: int | None = None) -> npt.NDArray[np.uint8]:
@@ -255,6 +287,8 @@ def rows_of(batch: Batch, kind: Kind) -> npt.NDArray[Any]:
     try:
         begin, _, body, plain_body = _PAGE_HEAD.unpack(batch.page[: _PAGE_HEAD.size].tobytes())
         return parquet.page_rows(kind.dtype, kind.hidden_size, count, batch.page[begin + body :], plain_body)
+    except MemoryError:  # which is one of Arrow's too, and says nothing of the page
+        raise
     except (pa.ArrowException, OSError, struct.error) as e:
         raise ValueError(str(e)) from e
 

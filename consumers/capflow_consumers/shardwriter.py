@@ -19,15 +19,15 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from capflow.errors import CapflowError
 from capflow.frame import DTYPES
 from capflow.site import Site
-from capflow_consumers import disk, layout, shardseal
+from capflow_consumers import disk, layout
 from capflow_consumers.requestfiles import RequestFiles, SiteRows
 from capflow_consumers.rowbuffer import Piece
 from capflow_consumers.shardfile import Batch, ShardFile, batches_of
+from capflow_consumers.shardrecovery import publish
 from capflow_consumers.shardseal import Entry
-from capflow_consumers.shardset import PATTERN, Shard, site_digest
+from capflow_consumers.shardset import PATTERN, site_digest
 from capflow_consumers.shardstream import Kind
 from capflow_consumers.tokenlog import TokenLog
 
@@ -145,8 +145,9 @@ class ShardWriter:
                 if shard.path.exists():
                     entries = [Entry(*request) for request in shard.requests]
                     publish(shard.path, shard.end, entries, self.root, sync=self.sync_seals)
-            except OSError as e:
-                logger.error("%s cannot be sealed: %s; the next hub does it", shard.path, e.strerror or e)
+            except (OSError, ValueError, BufferError) as e:  # the last where a map of what is damaged is still held
+                why = e.strerror if isinstance(e, OSError) and e.strerror else e
+                logger.error("%s cannot be sealed: %s; the next hub does it", shard.path, why)
                 continue
             self._unsealed.remove(shard)
             self.seals += 1
@@ -186,7 +187,7 @@ class ShardRows(RequestFiles):
         dtypes = {self.dtype_of(found.site) for found in sites} or {self.dtype}
         dtype = dtypes.pop() if len(dtypes) == 1 else "float32"  # which holds every number of the others
         self._kind = kind = Kind(dtype, self.hidden_size or 1, self._shards.compressed)
-        parts = [part for found in sites for part in self._as(dtype, found)]
+        parts = [self._as(dtype, found) for found in sites]
         positions = np.concatenate([np.zeros(0, np.int32), *(found.positions for found in sites)]).astype(np.int32)
         token_ids = np.concatenate([np.zeros(0, np.int32), *(found.token_ids for found in sites)])
         self._batches = list(batches_of(kind, parts, positions, token_ids))
@@ -232,36 +233,3 @@ class ShardRows(RequestFiles):
         if mine == dtype:
             return found.parts
         return [part.view(DTYPES[mine]).astype(DTYPES[dtype]).view(np.uint8) for part in found.parts]
-
-
-def publish(path: Path, end: int, entries: Sequence[Entry], root: Path, *, sync: bool) -> None:
-    """Seal a shard and give it its name under the root; one without requests is removed. Raises OSError."""
-    if not entries:
-        path.unlink()
-        return
-    shardseal.seal(path, end, entries)
-    if sync:
-        disk.sync(path)
-    path.rename(root / path.name)
-    if sync:
-        disk.sync(root)
-
-
-def recover(path: Path, root: Path) -> None:
-    """Seal what a dead writer left of a shard: every request in it that is whole. Raises OSError."""
-    shard = Shard(path)
-    whole = []
-    try:
-        shard.open()
-        shard.rescan()
-    except CapflowError as e:
-        logger.warning("%s holds no request: %s", path, e)
-    for entry in shard.entries:
-        try:
-            shard.capture(entry).verify()
-        except CapflowError as e:
-            logger.warning("request %s is not kept: %s", entry.request, e)
-        else:
-            whole.append(entry)
-    publish(path, shard.end, whole, root, sync=True)
-    logger.info("%s has %d requests that a writer left who did not seal it", root / path.name, len(whole))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
@@ -11,11 +12,15 @@ from typing import NamedTuple
 from capflow.errors import CapflowError, explain
 from capflow.site import Site
 from capflow_consumers import disk, layout
+from capflow_consumers.capture import Damage
+from capflow_consumers.numbered import split
 from capflow_consumers.requestfiles import RequestFiles
 from capflow_consumers.shardset import ShardSet
 from capflow_consumers.shardwriter import ShardRows, ShardWriter
 from capflow_consumers.slug import slug
 from capflow_consumers.workdir import OnCollision, WorkDir
+
+logger = logging.getLogger("capflow.consumer")
 
 Found = list[tuple[Path, layout.Sidecar]]
 
@@ -42,9 +47,11 @@ class Store:
         self._sealed = ShardSet(work.root, sealed_only=True)
 
     def open(self) -> None:
-        """Make the root, and put in order what dead writers left; raises OSError and CapflowError."""
+        """Make the root, and put in order what dead writers left; raises OSError."""
         self.work.open()
         self._sealed.refresh()
+        for found in self._sealed.damage:
+            logger.warning("%s; the hub goes on without it", found.error)
 
     def files(self, dtype: str, hidden_size: int, dtypes: Mapping[Site, str]) -> RequestFiles:
         """Return what takes the rows of a request."""
@@ -94,7 +101,12 @@ class Store:
                 continue  # not one of ours
             if sidecar.request == request:
                 captures.append((path, sidecar))
-        return captures + [(capture.path, capture.sidecar) for capture in self._sealed.find(request)]
+        for capture in self._sealed.find(request):
+            if isinstance(capture, Damage):
+                logger.warning("a capture of %s is not looked at: %s", request, capture.error)
+            else:
+                captures.append((capture.path, capture.sidecar))
+        return captures
 
 
 class ShardStore(Store):
@@ -110,7 +122,7 @@ class ShardStore(Store):
         self._sync_requests = sync_requests
 
     def open(self) -> None:
-        """Make the root, and put in order what dead writers left; raises OSError and CapflowError."""
+        """Make the root, and put in order what dead writers left; raises OSError."""
         super().open()
         self._writer = ShardWriter(
             self.work.root,
@@ -127,11 +139,11 @@ class ShardStore(Store):
 
     def number(self, request: str, on_collision: OnCollision) -> int | None:
         """Return which capture of its id the next one of a request is; raises CapflowError when there may be none."""
-        number = 1 + len(self._captures(request))
-        if number > 1 and on_collision == "error":
+        taken = [sidecar.capture or split(path.name)[1] for path, sidecar in self._captures(request)]
+        if taken and on_collision == "error":
             do = "set on_collision to suffix, or use another root"
             raise CapflowError(explain(f"{self.work.root} has a capture of {request} already", do=do))
-        return number
+        return max(taken, default=0) + 1
 
     def put(self, files: RequestFiles, sidecar: layout.Sidecar, text: bytes, on_collision: OnCollision) -> Written:
         """Write the sidecar of a request, as JSON in `text`, behind its rows; raises OSError."""
@@ -143,7 +155,7 @@ class ShardStore(Store):
         failed = self._writer.settle()
         with self._lock:
             if self._writer.seal():
-                self._sealed.refresh()
+                self._find_sealed()
         found: list[Path | OSError | CapflowError] = []
         for written in group:
             assert written.path is not None
@@ -153,6 +165,13 @@ class ShardStore(Store):
     def close(self) -> None:
         """Seal what is open; what cannot be now is left to the next writer."""
         self.work.close(keep=not self._writer.close())
+
+    def _find_sealed(self) -> None:
+        """Look for shards that were sealed; what they hold is there, whether or not they can be looked at now."""
+        try:
+            self._sealed.refresh()
+        except OSError as e:
+            logger.error("the shards of %s cannot be listed: %s", self.work.root, e.strerror or e)
 
     def _captures(self, request: str) -> Found:
         with self._lock:

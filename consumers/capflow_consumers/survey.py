@@ -18,7 +18,7 @@ from capflow.errors import CapflowError, explain
 from capflow.site import Site
 from capflow_consumers.contents import in_order
 from capflow_consumers.normstats import NormStats
-from capflow_consumers.reader import Dataset, RequestCapture
+from capflow_consumers.reader import Damage, Dataset, RequestCapture, Rows
 
 LISTED_MAX = 100
 """How many damages and gaps are told of one by one; all are counted."""
@@ -62,7 +62,8 @@ class Gap(msgspec.Struct, frozen=True):
 class Survey(msgspec.Struct):
     """What a data set holds.
 
-    bytes: of rows; bytes_on_disk: of every file below the root. models: captures by model; ended: captures by how the request ended;
+    captures: also those whose sidecars cannot be read; captures_damaged: these, those with other damage, and shards with damage
+    that is no capture's. bytes: of rows; bytes_on_disk: of every file below the root. models: captures by model; ended: captures by how the request ended;
     statuses: captures by whether all rows are here. positions: one more than the last that has a row. damaged: what could not be read, or
     is not what was written. checked: whether rows were read; without, there are no norms, and only damage to what describes them is found.
     """
@@ -99,19 +100,21 @@ class Surveyor:
         self._ended: Counter[str] = Counter()
         self._statuses: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
+        self._damaged: set[Path] = set()
 
     def survey(self, on_capture: Callable[[], object] = lambda: None) -> Survey:
         """Look at every capture, and return what was found. on_capture: called after each."""
         found = self._survey
-        whole = self._verify()
-        try:
-            for capture in self._dataset:
-                self._look(capture, verify=whole is not None)
-                on_capture()
-            if whole is not None and not found.damaged:  # in what no capture is read from
-                self._damage(str(whole))
-        except CapflowError as e:  # where the next capture begins is not known
-            self._damage(f"{e}; what comes after it was not looked at")
+        for capture in self._dataset.walk():
+            if isinstance(capture, Damage):
+                found.captures += capture.of_capture
+                self._damage(str(capture.error), capture.path)
+            else:
+                self._look(capture)
+            on_capture()
+        for damage in self._dataset.verify_shards() if found.checked else ():
+            if damage.path not in self._damaged:  # in what no capture is read from
+                self._damage(str(damage.error), damage.path)
         found.bytes_on_disk = _size(self._dataset.path)
         for counts, name in (
             (self._models, "models"),
@@ -125,16 +128,7 @@ class Surveyor:
             _tell_norms(self._sites[site], norms)
         return found
 
-    def _verify(self) -> CapflowError | None:
-        """Return the first damage that checksums show; where there is one, each capture has to be verified by itself."""
-        try:
-            if self._survey.checked:
-                self._dataset.verify()
-        except CapflowError as e:
-            return e
-        return None
-
-    def _look(self, capture: RequestCapture, *, verify: bool) -> None:
+    def _look(self, capture: RequestCapture) -> None:
         found, sidecar = self._survey, capture.sidecar
         found.captures += 1
         found.prompt_tokens += capture.prompt_length
@@ -142,35 +136,40 @@ class Surveyor:
         self._ended[sidecar.status] += 1
         self._statuses[capture.status] += 1
         try:
-            if verify:
+            if found.checked:
                 capture.verify()
             positions = {site: self._look_at(capture, site) for site in capture.sites}
         except CapflowError as e:
-            self._damage(f"request {capture.id!r}: {e}")
+            self._damage(f"request {capture.id!r}: {e}", capture.path)
             return
         self._look_for_gaps(capture, positions)
 
     def _look_at(self, capture: RequestCapture, site: Site) -> npt.NDArray[np.int64]:
         """Count and measure the rows of a site; return their positions."""
-        rows, positions, _ = capture[site]
-        ahead = len(positions) > 1 and bool((positions[1:] <= positions[:-1]).any())
-        if ahead or (len(positions) and not 0 <= int(positions[0]) <= int(positions[-1]) < capture.computed_length):
-            expected = f"rising from 0 to below {capture.computed_length}"
-            raise CapflowError(explain(f"positions of {site}", got=shown(positions), expected=expected))
-        told = self._sites.setdefault(site, SiteSurvey(str(site)))
-        told.captures += 1
+        every = np.zeros(0, np.int64)
+        for part in capture.in_batches(site):
+            every = np.concatenate([every, part.positions])
+            ahead = bool((every[1:] <= every[:-1]).any())
+            if ahead or (len(every) and not 0 <= int(every[0]) <= int(every[-1]) < capture.computed_length):
+                expected = f"rising from 0 to below {capture.computed_length}"
+                raise CapflowError(explain(f"positions of {site}", got=shown(every), expected=expected))
+            self._count(site, part)
+        self._sites[site].captures += 1
+        return every
+
+    def _count(self, site: Site, part: Rows) -> None:
+        rows, positions, _ = part
+        told, found = self._sites.setdefault(site, SiteSurvey(str(site))), self._survey
         told.rows += len(rows)
         told.bytes += rows.nbytes
         told.dtypes = sorted({*told.dtypes, rows.dtype.name})
         told.hidden_sizes = sorted({*told.hidden_sizes, rows.shape[1]})
-        found = self._survey
         found.rows += len(rows)
         found.bytes += rows.nbytes
         if len(positions):
             found.positions = max(found.positions, int(positions[-1]) + 1)
         if found.checked:
             self.norms.setdefault(site, NormStats()).add(rows, positions)
-        return positions
 
     def _look_for_gaps(self, capture: RequestCapture, positions: dict[Site, npt.NDArray[np.int64]]) -> None:
         dropped: Counter[str] = Counter()
@@ -193,7 +192,8 @@ class Surveyor:
             if len(self._survey.gaps) < LISTED_MAX:
                 self._survey.gaps.append(Gap(capture.id, capture.status, capture.error, missing, dict(dropped)))
 
-    def _damage(self, what: str) -> None:
+    def _damage(self, what: str, path: Path) -> None:
+        self._damaged.add(path)
         self._survey.captures_damaged += 1
         if len(self._survey.damaged) < LISTED_MAX:
             self._survey.damaged.append(what)

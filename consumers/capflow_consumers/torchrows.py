@@ -9,9 +9,10 @@ The only module of the consumers that imports torch; nothing imports it but who 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,10 +129,11 @@ class TorchRows(IterableDataset[Batch]):
                 start += count
                 if spans:
                     captures = dataset.captures(request, look=False) if captures is None else captures
-                    found = [capture[self.sites[site]] for capture in captures if self.sites[site] in capture]
-                    if sum(len(rows) for rows, _, _ in found) != count:
+                    found = [capture for capture in captures if self.sites[site] in capture]
+                    if sum(capture.rows_at(self.sites[site]) for capture in found) != count:
                         raise self._changed(request)
-                    yield from _cut(found, site, spans)
+                    parts = itertools.chain.from_iterable(capture.in_batches(self.sites[site]) for capture in found)
+                    yield from _cut(parts, site, spans)
 
     def _changed(self, request: str) -> CapflowError:
         what = f"{self._path}: request {request!r} is not what it was"
@@ -185,7 +187,7 @@ class _Buffer:
 
 
 def _cut(
-    found: list[Rows], site: int, spans: list[tuple[int, int]]
+    found: Iterable[Rows], site: int, spans: list[tuple[int, int]]
 ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
     """Yield what spans of the rows of several captures, one after another, are, as `TorchRows._parts` does."""
     begin = 0

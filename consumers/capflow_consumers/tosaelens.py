@@ -102,16 +102,16 @@ def _write(
             if site not in capture:
                 on_capture()
                 continue
-            some = capture[site]
-            taken = 0
-            while taken < len(some.rows):
-                count = min(len(some.rows) - taken, size - filled)
-                rows[filled : filled + count] = some.rows[taken : taken + count]
-                token_ids[filled : filled + count] = some.token_ids[taken : taken + count]
-                filled, taken = filled + count, taken + count
-                if filled == size:
-                    writer.add(rows, token_ids)
-                    filled = 0
+            for some in capture.in_batches(site):
+                taken = 0
+                while taken < len(some.rows):
+                    count = min(len(some.rows) - taken, size - filled)
+                    rows[filled : filled + count] = some.rows[taken : taken + count]
+                    token_ids[filled : filled + count] = some.token_ids[taken : taken + count]
+                    filled, taken = filled + count, taken + count
+                    if filled == size:
+                        writer.add(rows, token_ids)
+                        filled = 0
             on_capture()
         left = filled % context_size
         writer.add(rows[: filled - left], token_ids[: filled - left])

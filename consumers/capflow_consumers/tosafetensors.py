@@ -8,13 +8,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from capflow.frame import DTYPES
 from capflow.site import Site
 from capflow_consumers.destination import Destination
 from capflow_consumers.layout import SAFETENSORS_DTYPES
@@ -23,6 +25,7 @@ from capflow_consumers.slug import slug
 
 METADATA = ("request", "model", "prompt_length", "computed_length", "status", "capture_status", "error")
 _DTYPES = {**SAFETENSORS_DTYPES, "int64": "I64", "int32": "I32"}
+_SIZES = {**{name: dtype.itemsize for name, dtype in DTYPES.items()}, "int64": 8, "int32": 4}
 _ALIGNMENT = 64
 _PART_BYTES = 8 << 20
 
@@ -46,27 +49,37 @@ def to_safetensors(
 
 
 def _write(capture: RequestCapture, sites: Sequence[Site], stream: Any) -> None:
-    """Write a capture's rows at these sites; they are mapped, and copied a part at a time."""
-    tensors: dict[str, npt.NDArray[Any]] = {}
+    """Write a capture's rows at these sites; they are read a part at a time, once for where they are and once to be copied."""
+    tensors: list[tuple[str, str, tuple[int, ...], Iterable[npt.NDArray[Any]]]] = []
     for site in sites:
-        rows, positions, token_ids = capture[site]
+        dtype, width = "", 0
+        places = []
+        for rows, positions, token_ids in capture.in_batches(site):
+            dtype, width = rows.dtype.name, rows.shape[1]
+            places.append((positions, token_ids))
+        at, ids = (np.concatenate(arrays) for arrays in zip(*places, strict=True))
         name = f"{site.hook}.{site.layer:03d}"
-        tensors |= {f"{name}.rows": rows, f"{name}.positions": positions, f"{name}.token_ids": token_ids}
+        tensors += [
+            (f"{name}.rows", dtype, (len(at), width), (part.rows for part in capture.in_batches(site))),
+            (f"{name}.positions", "int64", at.shape, [at]),
+            (f"{name}.token_ids", "int32", ids.shape, [ids]),
+        ]
     sidecar = capture.sidecar
     told = {name: getattr(sidecar, name) for name in METADATA}
     header: dict[str, Any] = {
         "__metadata__": {name: "" if value is None else str(value) for name, value in told.items()}
     }
     # The widest first: safetensors wants tensors without gaps, and readers want each aligned.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    ordered = sorted(tensors, key=lambda tensor: -_SIZES[tensor[1]])
     end = 0
-    for name, tensor in ordered:
-        end, start = end + tensor.nbytes, end
-        header[name] = {"dtype": _DTYPES[tensor.dtype.name], "shape": tensor.shape, "data_offsets": [start, end]}
+    for name, dtype, shape, _ in ordered:
+        end, start = end + math.prod(shape) * _SIZES[dtype], end
+        header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     stream.write(len(text).to_bytes(8, "little") + text)
-    for _, tensor in ordered:
-        flat = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-        for start in range(0, len(flat), _PART_BYTES):
-            stream.write(flat[start : start + _PART_BYTES].data)
+    for *_, parts in ordered:
+        for part in parts:
+            flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+            for start in range(0, len(flat), _PART_BYTES):
+                stream.write(flat[start : start + _PART_BYTES].data)

@@ -24,11 +24,12 @@ from typing import Literal
 
 from capflow.errors import CapflowError, explain
 from capflow_consumers import layout
+from capflow_consumers.numbered import Numbered, split
+from capflow_consumers.shardrecovery import recover
 from capflow_consumers.shardset import PATTERN
-from capflow_consumers.shardwriter import recover
 
 OnCollision = Literal["error", "overwrite", "suffix"]
-"""What to do when the request's name is taken. `error`: keep the old and report. `suffix`: publish as `NAME~2`, `NAME~3`, …"""
+"""What to do when the request's name is taken. `error`: keep the old and report. `overwrite`: replace the last. `suffix`: publish as `NAME~2`, `NAME~3`, …"""
 
 PREFIX = layout.PARTIAL_PREFIX
 
@@ -45,6 +46,7 @@ class WorkDir:
         self.path = root
         self._lock = -1
         self._numbers = itertools.count()
+        self._published = Numbered(root)
 
     def open(self) -> None:
         """Make the root and the hidden directory, and remove those of dead writers; raises OSError."""
@@ -52,6 +54,7 @@ class WorkDir:
         with _locked(self.root / ".lock"):
             for stale in sorted(self.root.glob(PREFIX + "*")):
                 _remove_if_dead(stale, self.root)
+            self._published.look()
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self.root))
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)  # a reader may look whether it is held
@@ -68,31 +71,29 @@ class WorkDir:
         """Return the path of a directory for one request, not yet made."""
         return self.path / str(next(self._numbers))
 
-    def published(self, name: str) -> Iterator[Path]:
-        """Yield the finished requests of a name: `NAME`, then `NAME~2` and so on."""
-        path = self.root / name
-        for number in itertools.count(2):
-            if not path.exists():
-                return
-            yield path
-            path = self.root / f"{name}~{number}"
+    def published(self, name: str) -> list[Path]:
+        """Return the finished requests of a name, first to last: `NAME`, `NAME~2` and so on, as far as they are there."""
+        return self._published.of(name)
 
     def publish(self, source: Path, name: str, on_collision: OnCollision) -> Path:
         """Give a finished request its name in one rename; return where it is. That lasts when the root is synced.
 
-        Raises OSError, and CapflowError when the name is taken and `on_collision` is `error`.
+        Its name is taken by any capture of it, and is numbered on from the last. Raises OSError, and CapflowError when the
+        name is taken and `on_collision` is `error`.
         """
-        target = self.root / name
+        target = (self.published(name) or [self.root / name])[-1]
         if not _rename(source, target):
             if on_collision == "error":
                 do = "set on_collision to suffix or overwrite, or use another root"
                 raise CapflowError(explain(f"{target} exists already", do=do))
-            target = self._suffix(source, name) if on_collision == "suffix" else self._overwrite(source, target)
+            target = self._suffix(source, target) if on_collision == "suffix" else self._overwrite(source, target)
+        self._published.add(target)
         return target
 
-    def _suffix(self, source: Path, name: str) -> Path:
-        for number in itertools.count(2):
-            target = self.root / f"{name}~{number}"
+    def _suffix(self, source: Path, last: Path) -> Path:
+        name, number = split(last.name)
+        for later in itertools.count(number + 1):
+            target = self.root / f"{name}~{later}"
             if _rename(source, target):
                 return target
         raise AssertionError

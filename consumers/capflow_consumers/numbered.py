@@ -1,0 +1,57 @@
+"""The directories of the captures of one id: `NAME`, then `NAME~2`, `NAME~3` and so on, of which any may have been deleted.
+
+What always holds: a later capture has a larger number, also where those before it are gone.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_LATER = re.compile(r"(.+)~([1-9][0-9]*)")
+
+
+def split(name: str) -> tuple[str, int]:
+    """Return a directory's name without its number, and the number, 1 where it has none."""
+    later = _LATER.fullmatch(name)
+    return (later[1], int(later[2])) if later else (name, 1)
+
+
+class Numbered:
+    """Those under a root: what was there when it was last looked at, and what was numbered on since.
+
+    One thread may call `of`, another `add`.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._later: dict[str, tuple[int, ...]] = {}  # by name, the numbers from 2 on
+
+    def look(self) -> list[Path]:
+        """List the root, which takes time with the number of its entries; return what is not hidden, by name and number. Raises OSError."""
+        found = sorted((*split(path.name), path) for path in self._root.iterdir() if not path.name.startswith("."))
+        later: dict[str, tuple[int, ...]] = {}
+        for name, number, _ in found:
+            if number > 1:
+                later[name] = (*later.get(name, ()), number)
+        self._later = later
+        return [path for _, _, path in found]
+
+    def add(self, path: Path) -> None:
+        """Remember a directory that was made."""
+        name, number = split(path.name)
+        if number > 1 and number not in self._later.get(name, ()):
+            self._later[name] = (*self._later.get(name, ()), number)
+
+    def of(self, name: str) -> list[Path]:
+        """Return what there is of a name, first to last."""
+        numbers = sorted({1, *self._later.get(name, ())})
+        found = [path for number in numbers if (path := self._path(name, number)).exists()]
+        number = numbers[-1] + 1
+        while (path := self._path(name, number)).exists():
+            found.append(path)
+            number += 1
+        return found
+
+    def _path(self, name: str, number: int) -> Path:
+        return self._root / (name if number == 1 else f"{name}~{number}")
