@@ -36,6 +36,7 @@ CREDIT_BYTES_DEFAULT = 256 * MIB
 OUTBOUND_BYTES_DEFAULT = 256 * MIB
 QUEUE_BYTES_DEFAULT = 256 * MIB
 QUEUE_BYTES_MAX = 64 * 1024 * MIB
+NOTES_BYTES_MAX = 32 * MIB  # ends of requests, engines and answers that wait for one consumer; some 10,000 ends
 
 # On disk, in one spool.
 SPOOL_BYTES_DEFAULT = 2048 * MIB

@@ -23,6 +23,7 @@ from capflow.fanout import Lane
 from capflow.frame import Rank
 from capflow.health import problems
 from capflow.hub import Hub
+from capflow.notes import KINDS
 from capflow.roster import Peer, Source
 from capflow.spilling import SpillingLane
 
@@ -160,6 +161,11 @@ def _consumers(hub: Hub) -> Iterator[Metric]:
     peak = each(lambda lane: lane.queue.bytes_peak)
     yield _gauge("consumer_queue_peak_bytes", "The most that were in it since the hub began.", peak, _CONSUMER)
     yield _gauge("consumer_queue_limit_bytes", "Its `queue_bytes_max`.", bound, _CONSUMER)
+    noted = each(lambda lane: lane.notes.nbytes)
+    yield _gauge("consumer_note_bytes", "Ends, engines and answers that wait for it, by weight.", noted, _CONSUMER)
+    yield _gauge("consumer_note_limit_bytes", "The bound of that.", each(lambda _: limits.NOTES_BYTES_MAX), _CONSUMER)
+    unnoted = [((lane.name, kind), lane.notes.lost[kind]) for lane in lanes for kind in KINDS]
+    yield _counter("consumer_lost_notes", "Of these, those that had no room.", unnoted, (*_CONSUMER, "kind"))
     lag = each(lambda lane: lane.pace.lag_s(now))
     yield _gauge("consumer_lag_seconds", "How long the hub has had the frame that it is at; else 0.", lag, _CONSUMER)
     busy = each(lambda lane: lane.pace.busy_so_far_s(now))

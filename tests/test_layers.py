@@ -42,6 +42,7 @@ LAYERS = (
         "waiters",
         "roster",
         "pace",
+        "notes",
         "fanout",
         "inbox",
         "spilling",

@@ -112,9 +112,10 @@ class HubRun:
 
     @property
     def exit_code(self) -> int:
-        """1 when rows were lost, a consumer failed or it did not drain; known at the end."""
+        """1 when rows were lost, a consumer failed, was not told of an end or did not drain; known at the end."""
         now = self.hub.snapshot()
-        return 1 if now.rows_lost or now.errors or not self._drained else 0
+        untold = any(lane.notes.lost["end"] for lane in self.hub.lanes)
+        return 1 if now.rows_lost or now.errors or untold or not self._drained else 0
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> None:
         """Show how things go until `until` holds or a signal comes."""
