@@ -31,8 +31,6 @@ from capflow.result import CaptureResult
 
 logger = logging.getLogger("capflow.consumer")
 
-_GIVE_UP_S = 5.0  # how long a consumer that does not stop is waited for, after everything it has was taken away
-
 
 class _Rows(NamedTuple):
     delivery: Delivery
@@ -210,7 +208,7 @@ class Lane:
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until the consumer is closed; return whether it is."""
-        self._thread.join(_GIVE_UP_S if timeout_s is None else max(0.0, timeout_s))
+        self._thread.join(limits.GIVE_UP_S if timeout_s is None else max(0.0, timeout_s))
         return not self._thread.is_alive()
 
     def trouble(self, now: float) -> str | None:

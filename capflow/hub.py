@@ -117,10 +117,11 @@ class Hub:
         self._thread.start()
         self.state = HubState.RUNNING
 
-    def stop(self, drain_s: float = limits.DRAIN_S_MAX) -> bool:
+    def stop(self, drain_s: float = limits.DRAIN_S_MAX, *, leave: bool = False) -> bool:
         """Let the consumers handle what they have, for at most `drain_s` seconds, close them and end.
 
         A consumer that is in one call for `limits.HANG_S_MAX` is not waited for any longer. Frames that come meanwhile stay with their workers.
+        leave: what consumers that spill have not handled after `limits.LEAVE_S` waits in their inboxes for the next hub.
         Open requests are ended with status `error`, but for consumers that spill: these go on with them under the next hub.
         Return whether everything was handled and every consumer closed.
         """
@@ -136,10 +137,15 @@ class Hub:
 
         self.post(drain)
         drained.wait(limits.SILENCE_S_MAX)
+        leave_at = min(deadline, time.monotonic() + limits.LEAVE_S)
+        for lane in self.lanes:
+            if leave and lane.keeps and not _drained(lane, leave_at):
+                lane.discard()
         in_time = [_drained(lane, deadline) for lane in self.lanes]
         for lane in self.lanes:
             lane.discard()
-        closed = [lane.join(0 if _hangs(lane) else None) for lane in self.lanes]
+        give_up_at = time.monotonic() + limits.GIVE_UP_S
+        closed = [lane.join(0 if _hangs(lane) else give_up_at - time.monotonic()) for lane in self.lanes]
         for lane, is_closed in zip(self.lanes, closed, strict=True):
             if not is_closed:
                 event = {"event": "consumer_left_behind", "consumer": lane.name}

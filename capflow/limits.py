@@ -59,10 +59,15 @@ SILENCE_S_MAX = 10.0
 MISSED_S = 5.0  # of hubs that run, in which an engine that an earlier one had may come back
 HUB_WAIT_S_DEFAULT = 5.0
 BLOCK_S_MAX = 30.0
-DRAIN_S_MAX = 60.0
-HANG_S_MAX = 8.0  # one call of a consumer while the hub stops; then the hub stops without it
 CAPTURE_WAIT_S_DEFAULT = 30.0
 CAPTURE_WAIT_S_MAX = 600.0
+
+# What may take how long at an end, seconds. Who gets on is given more time than who hangs.
+DRAIN_S_DEFAULT = 20.0  # of a hub that is stopped, for consumers that get on
+DRAIN_S_MAX = 60.0  # likewise of a run that ends because all is done, and of an engine
+LEAVE_S = 2.0  # for consumers that spill when the hub is stopped: their inbox keeps the rest
+HANG_S_MAX = 7.0  # one call of a consumer, or a hub that acknowledges nothing; then the end comes without
+GIVE_UP_S = 2.0  # for what does not stop after everything it had to do was taken away
 
 # What a server holds of steering, and takes in one request.
 STEERING_MODULES_HELD_MAX = 4_096
@@ -79,6 +84,8 @@ assert QUEUE_BYTES_DEFAULT <= QUEUE_BYTES_MAX
 assert SEGMENT_BYTES_MAX * 8 <= SPOOL_BYTES_DEFAULT <= SPOOL_BYTES_MAX
 assert HEARTBEAT_S * 3 <= SILENCE_S_MAX
 assert CAPTURE_WAIT_S_DEFAULT <= CAPTURE_WAIT_S_MAX
+assert LEAVE_S < HANG_S_MAX < DRAIN_S_DEFAULT <= DRAIN_S_MAX
+assert HANG_S_MAX + GIVE_UP_S < 10
 assert BODY_BYTES_DEFAULT <= BODY_BYTES_MAX
 
 # What a hub bears: beyond these a peer is refused, or cut off.

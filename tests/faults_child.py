@@ -14,12 +14,12 @@ from pathlib import Path
 
 from hubs import EVERYTHING
 
+from capflow import limits
 from capflow.consumer import Consumer
 from capflow.hub import Hub
 from capflow.plugins import ConfiguredConsumer
 
 SLOW_S = 0.02
-DRAIN_S = 8.0  # a slow consumer may take what `--drain-s` allows it
 
 
 class Good(Consumer):
@@ -69,7 +69,7 @@ def main():
     print("ready", flush=True)
     stopped.wait()
     begun = time.monotonic()
-    hub.stop(DRAIN_S)
+    hub.stop(limits.DRAIN_S_DEFAULT, leave=True)
     print(f"{time.monotonic() - begun:.3f}", flush=True)
 
 

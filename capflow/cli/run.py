@@ -53,7 +53,11 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
     help="Watch what the hub at this address takes, live: for consumers with policy drop or skip. It waits for nothing here.",
 )
 @click.option("--tap-key", metavar="NAME|PATH", help="This side's key for --tap. Default: that of CAPFLOW_KEY.")
-@click.option("--drain-s", type=click.FloatRange(min=0), help="How long consumers may take at the end.")
+@click.option(
+    "--drain-s",
+    type=click.FloatRange(min=0),
+    help="How long consumers that get on may take at the end. Default: 20; with --model 60.",
+)
 @click.option("--model", metavar="MODEL", help="Run this model over --prompts, and end when it is through.")
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="The prompts for --model, JSON Lines.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens for each answer.")
@@ -94,7 +98,6 @@ def run(
     Alone it waits for engines until Ctrl-C; with --model and --prompts it runs that model and ends when all its
     prompts are through. The exit code is 1 when rows were lost.
     """
-    from capflow import limits
     from capflow.address import check_address, default_address, private_address
     from capflow.cli.hubrun import HubRun
     from capflow.endpoint import parse_listen
@@ -121,7 +124,6 @@ def run(
 
         check_live(made, controllers)
         tapping = functools.partial(Tapping, tap, key=tap_key, insecure=insecure, own_key=key)
-    drain_s = limits.DRAIN_S_MAX if drain_s is None else drain_s
     job = None
     if model is not None and prompts is not None:
         from capflow.cli.job import ModelJob, parse_pairs, read_prompts
@@ -137,7 +139,15 @@ def run(
         )
         job.check()
     running = HubRun(
-        address, made, controllers, key=key, insecure=insecure, drain_s=drain_s, metrics=metrics, log_format=log_format
+        address,
+        made,
+        controllers,
+        key=key,
+        insecure=insecure,
+        drain_s=drain_s,
+        ends=job is not None or until_eof,
+        metrics=metrics,
+        log_format=log_format,
     )
     if job is not None:
         from capflow.cli.job import run_job

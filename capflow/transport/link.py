@@ -73,9 +73,10 @@ class Link:
         return self.welcome if self.connected else None
 
     def close(self, drain_s: float = limits.LINGER_S) -> None:
-        """Get out what was taken, for at most `drain_s` seconds, say Bye and stop."""
-        if not self._closing.is_set():
-            self._close_by = time.monotonic() + drain_s
+        """Get out what was taken, for at most `drain_s` seconds, say Bye and stop. A second call may shorten what the first allowed."""
+        close_by = time.monotonic() + drain_s
+        if not self._closing.is_set() or close_by < self._close_by:
+            self._close_by = close_by
             self._closing.set()
             self._waker.wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():

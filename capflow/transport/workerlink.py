@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -68,6 +69,8 @@ class WorkerLink(Link):
         self._staged = staged
         self._told_at = 0.0  # when the hub was last told the counts; the thread's
         self._queue: ByteQueue[tuple[int, FrameHeader, memoryview]] = ByteQueue(outbound_bytes_max)
+        self._close_lock = threading.Lock()  # guards the next: whoever waits for an end may close once more
+        self._outbox_closed = False
         self._gave_up = False  # a whole `block_s_max` was waited for a hub that is gone; cleared by its return
         self._frames = 0  # accepted by `send`
         self._bytes = 0
@@ -81,6 +84,16 @@ class WorkerLink(Link):
     def give_up(self) -> None:
         """Note that it was waited for room in vain."""
         self._gave_up = not self.connected
+
+    @property
+    def acked(self) -> int:
+        """The number of the frame up to which the hub has acknowledged all."""
+        return self._session.acked
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is left that `close` should wait for."""
+        return self._drained()
 
     @property
     def counters(self) -> dict[str, Any]:
@@ -165,8 +178,10 @@ class WorkerLink(Link):
         """
         super().close(drain_s)
         self._queue.close()
-        if self.outbox is not None and not self._thread.is_alive():
-            self.outbox.close()
+        with self._close_lock:
+            if self.outbox is not None and not self._thread.is_alive() and not self._outbox_closed:
+                self._outbox_closed = True
+                self.outbox.close()
 
     def _fill(self, dealer: Dealer, now: float) -> None:
         if self.outbox is not None:
