@@ -31,8 +31,10 @@ HEADER_BYTES_MAX = 32 * MIB
 PAYLOAD_BYTES_MAX = 1024 * MIB
 MESSAGE_PARTS_MAX = 2
 
-# What may be in flight: a worker never sends past the credit that its hub granted.
-CREDIT_BYTES_DEFAULT = 256 * MIB
+# What may be in flight: a worker never sends past the credit that its hub granted, nor past its own bound.
+CREDIT_BYTES_DEFAULT = 256 * MIB  # of one worker
+CREDIT_BYTES_TOTAL = 4096 * MIB  # of all workers of a hub: more than 16 that are connected share it evenly
+UNACKED_BYTES_MAX = 512 * MIB  # that a worker keeps of what it sent, whatever a hub grants
 OUTBOUND_BYTES_DEFAULT = 256 * MIB
 QUEUE_BYTES_DEFAULT = 256 * MIB
 QUEUE_BYTES_MAX = 64 * 1024 * MIB
@@ -80,6 +82,8 @@ RESULTS_KEPT_MAX = 20_000
 ACTIONS_WAITING_MAX = 4_096
 
 assert HEADER_BYTES_MAX < PAYLOAD_BYTES_MAX
+assert CREDIT_BYTES_DEFAULT <= UNACKED_BYTES_MAX
+assert CREDIT_BYTES_DEFAULT <= CREDIT_BYTES_TOTAL
 assert QUEUE_BYTES_DEFAULT <= QUEUE_BYTES_MAX
 assert SEGMENT_BYTES_MAX * 8 <= SPOOL_BYTES_DEFAULT <= SPOOL_BYTES_MAX
 assert HEARTBEAT_S * 3 <= SILENCE_S_MAX

@@ -123,7 +123,10 @@ def _hub(hub: Hub) -> Iterator[Metric]:
     actions = [(("applied",), relay.applied), (("rejected",), relay.rejected)]
     yield _counter("actions", "Actions that engines answered.", actions, ["outcome"])
     yield _gauge("waiting_actions", "Actions that engines have not answered.", len(relay))
-    yield _gauge("credit_window_bytes", "What each worker may have under way.", roster.window_bytes)
+    pool = roster.pool
+    yield _gauge("credit_window_bytes", "What each worker may have under way now.", pool.window_bytes)
+    yield _gauge("credit_committed_bytes", "What all workers may send and what is held of them.", pool.committed_bytes)
+    yield _gauge("credit_limit_bytes", "The bound of that.", pool.bytes_max)
     taps = hub.taps
     yield _gauge("taps", "Hubs that tap this one.", len(taps))
     yield _counter("tap_frames", "Copies of frames that were sent to taps.", taps.frames)
@@ -203,7 +206,10 @@ def _workers(hub: Hub) -> Iterator[Metric]:
     yield _gauge("worker_held_bytes", "Its frames that are held here and not acknowledged.", held, _WORKER)
     held_peak = each(lambda source: source.intake.held_bytes_peak)
     yield _gauge(
-        "worker_held_peak_bytes", "The most that were; `capflow_credit_window_bytes` bounds it.", held_peak, _WORKER
+        "worker_held_peak_bytes",
+        "The most that were; what `capflow_credit_window_bytes` was bounds it.",
+        held_peak,
+        _WORKER,
     )
 
 
@@ -234,6 +240,7 @@ def _worker_counts(hub: Hub) -> Iterator[Metric]:
     yield gauge("queue_limit_bytes", "The bound of its outbound queue.", "queue_bytes_max")
     yield gauge("unacknowledged_frames", "Frames that it keeps until the hub acknowledges them.", "unacked_frames")
     yield gauge("unacknowledged_bytes", "Bytes of these frames.", "unacked_bytes")
+    yield gauge("unacknowledged_peak_bytes", "The most that were since the worker began.", "unacked_bytes_peak")
     yield gauge("staged_bytes", "Its host memory for rows, from the step to the acknowledgement.", "staged_bytes")
     yield gauge("staging_limit_bytes", "The bound of that; steps under way come on top.", "staged_bytes_max")
     yield counter("reconnects", "Connections to a hub that it lost.", "reconnects")

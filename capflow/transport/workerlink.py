@@ -34,7 +34,7 @@ class WorkerLink(Link):
     """A worker's link: takes frames from one thread and gets each to the hub once.
 
     outbound_bytes_max bounds the frames that wait here; those sent and not acknowledged are bounded by the hub's
-    credit besides. policy: what `send` does when there is no room, waiting at most block_s_max seconds
+    credit besides, and by `limits.UNACKED_BYTES_MAX` whatever the hub says. policy: what `send` does when there is no room, waiting at most block_s_max seconds
     for it. on_welcome: called on the link's thread with every Welcome. staged: gives, on the link's thread, what the hub
     is told of what comes before this link.
 
@@ -223,6 +223,7 @@ class WorkerLink(Link):
             queue_bytes_peak=self._queue.bytes_peak,
             unacked_frames=self._session.unacked,
             unacked_bytes=self._session.unacked_bytes,
+            unacked_bytes_peak=self._session.unacked_bytes_peak,
             staged_bytes=staged.nbytes,
             staged_bytes_max=staged.bytes_max,
             dropped_rows=dict(staged.dropped_rows),
