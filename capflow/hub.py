@@ -2,7 +2,7 @@
 
 One thread owns the socket and the exchange, and never waits for a consumer; each consumer has a lane. What other
 threads want of the hub's thread they `post`. A frame holds its worker's credit until every consumer with policy `block` has
-handled it, and is acknowledged then; what `drop` consumers hold is bounded by their own queues.
+handled it and every one with policy `spill` has it on disk, and is acknowledged then; what `drop` and `skip` consumers hold is bounded by their own queues.
 """
 
 from __future__ import annotations
@@ -262,32 +262,45 @@ class Hub:
         router = self._router
         assert router is not None
         while not self._ended:
-            router.poll(_TICK_S)
-            router.waker.clear()
+            if not self._safely(functools.partial(self._listen, router)):
+                time.sleep(_TICK_S)  # what failed once may fail at each turn
             while self._posted:
                 self._safely(self._posted.popleft())
-            for _ in range(_RECEIVE_BATCH):
-                received = router.receive()
-                if received is None:
-                    break
-                self._exchange.receive(*received)
+            self._safely(functools.partial(self._receive, router))
             self._safely(self._exchange.acknowledge)
             now = self._turned_at = time.monotonic()
             if now >= self._tick_at:
                 self._tick_at = now + _TICK_S
-                for peer in self._attached.keys() & self.roster.peers.keys():  # who is in this process is alive
-                    self._exchange.receive(peer, [encode(Beat())])
-                self._safely(functools.partial(self._exchange.tick, now))
-        self._exchange.goodbye()
+                self._safely(functools.partial(self._tick, now))
+        self._safely(self._exchange.goodbye)
+
+    def _listen(self, router: Router) -> None:
+        router.poll(_TICK_S)
+        router.waker.clear()
+
+    def _receive(self, router: Router) -> None:
+        for _ in range(_RECEIVE_BATCH):
+            received = router.receive()
+            if received is None:
+                return
+            self._exchange.receive(*received)
+
+    def _tick(self, now: float) -> None:
+        for peer in self._attached.keys() & self.roster.peers.keys():  # who is in this process is alive
+            self._exchange.receive(peer, [encode(Beat())])
+        self._exchange.tick(now)
 
     def _detach(self, peer: bytes) -> None:
         self._attached.pop(peer, None)
 
-    def _safely(self, call: Callable[[], None]) -> None:
+    def _safely(self, call: Callable[[], None]) -> bool:
+        """Call something; return whether it went well."""
         try:
             call()
         except Exception:
             logger.exception("the hub failed at something and goes on", extra={"event": "hub_failed"})
+            return False
+        return True
 
     def _send(self, peer: bytes, parts: Parts) -> None:
         if (take := self._attached.get(peer)) is not None:
