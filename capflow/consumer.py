@@ -35,6 +35,15 @@ Policy = Literal["block", "drop", "spill"]
 ConsumerPolicy = Literal["block", "drop", "skip", "spill"]
 """The same, and `skip`: the oldest rows make room for the newest, for who shows what happens now. With `spill` everything goes to disk."""
 
+POLICY_DEFAULT: Policy = "block"
+"""Of workers: nothing is lost, and nothing is written to a disk that nobody named."""
+
+CONSUMER_POLICY_DEFAULT: ConsumerPolicy = "block"
+"""Of consumers that do not say otherwise; those that keep what they are given say `spill`."""
+
+FALLBACK_DEFAULT: Fallback = "block"
+"""What holds when a spool is full, of workers and of consumers."""
+
 
 class NoConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A plugin without options."""
@@ -60,7 +69,7 @@ class Consumer(ABC):
 
     name: ClassVar[str]
     Config: ClassVar[type[msgspec.Struct]] = NoConfig
-    policy: ClassVar[ConsumerPolicy] = "block"
+    policy: ClassVar[ConsumerPolicy] = CONSUMER_POLICY_DEFAULT
     reads_requests: ClassVar[bool] = True
 
     def __init__(self, config: Any) -> None:

@@ -211,6 +211,16 @@ class TestWhatIsRefused:
             (["run", "--consumer", "keep:path=x", "--drain-s", "-1"], 2, "Invalid value for '--drain-s'"),
             (["run", "--consumer", "keep:path=x", "--model", "m"], 2, "--model: got no --prompts"),
             (["run", "--consumer", "keep:path=x", "--prompts", "p"], 2, "--prompts: got no --model"),
+            (
+                ["run", "--consumer", "keep:path=x", "--policy", "drop"],
+                2,
+                "--policy: got no --model, expected it beside",
+            ),
+            (
+                ["run", "--consumer", "keep:path=x", "--model", "m", "--prompts", "p", "--spool-dir", "d"],
+                2,
+                "--spool-dir: got no --policy spill, expected it beside",
+            ),
             (["status", "--address", "nowhere"], 2, "address: got nowhere, expected ipc://"),
             (["steer"], 2, "Missing argument 'REQUEST'"),
             (["steer", "r1"], 2, "Missing option"),

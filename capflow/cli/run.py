@@ -15,6 +15,7 @@ import click
 if TYPE_CHECKING:
     from capflow.cli.hubrun import HubRun
     from capflow.cli.logs import Format
+    from capflow.consumer import Fallback, Policy
 
 
 def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
@@ -65,6 +66,16 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--engine-arg", multiple=True, metavar="NAME=VALUE", help="An engine argument of vLLM; repeatable.")
 @click.option("--sampling", multiple=True, metavar="NAME=VALUE", help="A sampling parameter of vLLM; repeatable.")
 @click.option(
+    "--policy",
+    type=click.Choice(["block", "drop", "spill"]),
+    help="What a worker of --model does when its queue is full. Default: block.",
+)
+@click.option("--spool-dir", metavar="DIR", help="Where a worker with policy spill has its spool.")
+@click.option("--spool-bytes", type=click.IntRange(min=1), help="How much it may hold. Default: 2 GiB.")
+@click.option(
+    "--spill-fallback", type=click.Choice(["block", "drop"]), help="What holds when it is full. Default: block."
+)
+@click.option(
     "--metrics-address",
     metavar="[HOST:]PORT",
     help="Serve /metrics, /healthz and /readyz over HTTP; HOST is 127.0.0.1 unless given, PORT 0 is any free one.",
@@ -89,6 +100,10 @@ def run(
     sites: tuple[str, ...],
     engine_arg: tuple[str, ...],
     sampling: tuple[str, ...],
+    policy: Policy | None,
+    spool_dir: str | None,
+    spool_bytes: int | None,
+    spill_fallback: Fallback | None,
     metrics_address: str | None,
     log_format: Format,
     until_eof: bool,
@@ -107,6 +122,13 @@ def run(
     if (model is None) != (prompts is None):
         given, missing = ("--prompts", "--model") if model is None else ("--model", "--prompts")
         raise UsageError(explain(given, got=f"no {missing}", expected="both or neither"))
+    spill = {"spool_dir": spool_dir, "spool_bytes": spool_bytes, "spill_fallback": spill_fallback}
+    outbound = {name: value for name, value in {"policy": policy, **spill}.items() if value is not None}
+    for name in outbound:
+        if model is None or (name != "policy" and policy != "spill"):
+            missing = "no --model" if model is None else "no --policy spill"
+            do = "say the policy where the engine is started" if model is None else ""
+            raise UsageError(explain("--" + name.replace("_", "-"), got=missing, expected="it beside", do=do))
     if tap is not None and model is not None:
         raise UsageError(explain("--tap", got="--model with it", expected="one of them"))
     if tap is None and tap_key is not None:
@@ -136,6 +158,7 @@ def run(
             engine=parse_pairs(engine_arg, "--engine-arg"),
             sampling=parse_pairs(sampling, "--sampling"),
             key=key,
+            outbound=outbound,
         )
         job.check()
     running = HubRun(

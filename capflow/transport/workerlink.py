@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from capflow import limits
-from capflow.consumer import Fallback, Policy
+from capflow.consumer import FALLBACK_DEFAULT, POLICY_DEFAULT, Fallback, Policy
 from capflow.frame import Frame, FrameHeader
 from capflow.message import Beat, Hello, Message, Welcome, WorkerCounts
 from capflow.queue import ByteQueue, Overload
@@ -51,13 +51,13 @@ class WorkerLink(Link):
         hello: Hello,
         *,
         outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT,
-        policy: Policy = "block",
+        policy: Policy = POLICY_DEFAULT,
         block_s_max: float = limits.BLOCK_S_MAX,
         on_welcome: Callable[[Welcome], None] | None = None,
         staged: Callable[[], Staged] = Staged,
         key: str | None = None,
         outbox: Outbox | None = None,
-        fallback: Fallback = "block",
+        fallback: Fallback = FALLBACK_DEFAULT,
     ) -> None:
         super().__init__(address, hello, key=key)
         assert (policy == "spill") == (outbox is not None)
