@@ -20,6 +20,7 @@ from capflow.hub import Hub
 from capflow.plugins import ConfiguredConsumer
 
 SLOW_S = 0.02
+HOG_S = 0.01
 
 
 class Good(Consumer):
@@ -36,7 +37,7 @@ class Good(Consumer):
 
 
 class Bad(Good):
-    """Sleeps, raises, hangs or dies."""
+    """Sleeps, raises, hangs, dies, or does well; or takes the processor from all others for a while."""
 
     name = "bad"
 
@@ -51,6 +52,14 @@ class Bad(Good):
 
     def hangs(self):
         threading.Event().wait()
+
+    def takes(self):
+        pass
+
+    def hogs(self):
+        until = time.monotonic() + HOG_S
+        while time.monotonic() < until:
+            pass
 
     def dies(self):
         sys.exit("no more")

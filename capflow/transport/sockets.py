@@ -114,7 +114,7 @@ class Dealer:
         message_bytes_max: int = limits.HEADER_BYTES_MAX,
     ) -> None:
         self._context = zmq.Context()
-        self._monitor: zmq.Socket[bytes] | None = None  # from here to `close`
+        self._watched = False  # whether there is a `_monitor` to be closed
         try:
             self._open(address, key, message_bytes_max)
             self._poller = zmq.Poller()
@@ -147,7 +147,8 @@ class Dealer:
             self._socket.set(zmq.CURVE_SERVERKEY, bytes.fromhex(hub))
             self._socket.set(zmq.CURVE_PUBLICKEY, bytes.fromhex(key.public))
             self._socket.set(zmq.CURVE_SECRETKEY, bytes.fromhex(key.secret))
-        self._monitor = self._socket.get_monitor_socket(sum(_EVENTS))
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(sum(_EVENTS))
+        self._watched = True
 
     def poll(self, timeout_s: float | None) -> None:
         """Wait until there is something to read, an event, or a wake-up."""
@@ -176,7 +177,7 @@ class Dealer:
 
     def close(self) -> None:
         """Leave, having given what was sent a moment to get out."""
-        if self._monitor is not None:
+        if self._watched:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
         self._context.destroy()  # and its sockets, each with the time to linger that it has
