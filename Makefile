@@ -7,7 +7,7 @@ RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
 	--consumer dashboard:probes=examples/code.safetensors
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test proof chaos soak soak-transport conformance lint format bench proto env system compiler lock clean
+.PHONY: help demo test proof chaos soak soak-requests conformance lint format bench proto env system compiler lock clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -31,11 +31,11 @@ proof: env system  ## run the tests that take minutes each
 chaos: env  ## kill the hub and the engine side 80 times under load, and check every row; some ten minutes
 	$(PYTHON) tests/chaos.py
 
-soak: env  ## 5,000 random requests against the oracle; a quarter of an hour
-	CAPFLOW_ORACLE_REQUESTS=5000 $(PYTHON) -m pytest -s tests/test_oracle.py
-
-soak-transport: env  ## half an hour of frames through a worker's link, a hub and files; memory and descriptors must not grow
+soak: env  ## half an hour of frames through a worker's link, a hub and files; memory and descriptors must not grow
 	$(PYTHON) tests/soak.py
+
+soak-requests: env  ## 5,000 random requests against the oracle; a quarter of an hour
+	CAPFLOW_ORACLE_REQUESTS=5000 $(PYTHON) -m pytest -s tests/test_oracle.py
 
 conformance: env  ## every architecture against Transformers; writes docs/compatibility.md; a quarter of an hour
 	$(PYTHON) tests/conformance.py --write

@@ -35,6 +35,15 @@ Policy = Literal["block", "drop", "spill"]
 ConsumerPolicy = Literal["block", "drop", "skip", "spill"]
 """The same, and `skip`: the oldest rows make room for the newest, for who shows what happens now. With `spill` everything goes to disk."""
 
+POLICY_DEFAULT: Policy = "block"
+"""Of workers: nothing is lost, and nothing is written to a disk that nobody named."""
+
+CONSUMER_POLICY_DEFAULT: ConsumerPolicy = "block"
+"""Of consumers that do not say otherwise; those that keep what they are given say `spill`."""
+
+FALLBACK_DEFAULT: Fallback = "block"
+"""What holds when a spool is full, of workers and of consumers."""
+
 
 class NoConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A plugin without options."""
@@ -60,7 +69,7 @@ class Consumer(ABC):
 
     name: ClassVar[str]
     Config: ClassVar[type[msgspec.Struct]] = NoConfig
-    policy: ClassVar[ConsumerPolicy] = "block"
+    policy: ClassVar[ConsumerPolicy] = CONSUMER_POLICY_DEFAULT
     reads_requests: ClassVar[bool] = True
 
     def __init__(self, config: Any) -> None:
@@ -77,7 +86,7 @@ class Consumer(ABC):
         """Take what the consumer needs. An exception stops the hub's start."""
 
     def on_session(self, engine: str, model: ModelInfo) -> None:
-        """An engine connected (or came back); called before any frame of it."""
+        """An engine connected (or came back); called before any frame of it. What happens twice before it is told may be told once."""
 
     @abstractmethod
     def on_frame(self, frame: Frame) -> None:
@@ -90,7 +99,8 @@ class Consumer(ABC):
     def on_request_done(self, done: RequestDone) -> CaptureResult | Future[CaptureResult] | None:
         """A request is over, and every row of it was given to `on_frame`. None means `ok` with no payload.
 
-        Called for every request of which this consumer was promised rows. A Future lets what takes time go on beside what comes next: the hub keeps
+        Called for every request of which this consumer was promised rows, but for those that end while 32 MiB of such ends wait for it
+        (`limits.NOTES_BYTES_MAX`). A Future lets what takes time go on beside what comes next: the hub keeps
         what it has of the request until the Future has a result, and takes an exception in it as one of this method. `close` sees to it that none is left.
         """
         return None

@@ -43,7 +43,7 @@ from capflow.queue import Overload
 from capflow.relay import Relay
 from capflow.result import CaptureResult
 from capflow.roster import Peer, Roster, Source
-from capflow.session import HubSession, Parts, State, UnexpectedMessageError, cost
+from capflow.session import HubSession, Parts, Pool, State, UnexpectedMessageError, cost
 from capflow.spilling import SpillingLane
 from capflow.taps import Taps
 from capflow.waiters import Waiters
@@ -114,7 +114,7 @@ class Exchange:
             default=limits.CREDIT_BYTES_DEFAULT,
         )
         self.roster = Roster(
-            min(window_bytes, limits.CREDIT_BYTES_DEFAULT),
+            Pool(min(window_bytes, limits.CREDIT_BYTES_DEFAULT)),
             self.controllers,
             fits=self.ledger.check,
             on_engine=self._greet,
@@ -277,7 +277,7 @@ class Exchange:
             self._acks.pop(known.source, None)  # the welcome says it
             for lane in self._keepers:
                 lane.greet(hello.engine, known.source.engine.model)
-        welcome = Welcome(self._id, self.roster.window_bytes)
+        welcome = Welcome(self._id, 0)  # a worker's credit is its intake's to say
         if hello.role == "scheduler":
             controllers = tuple(controller.spec() for controller in self.controllers)
             welcome = Welcome(self._id, 0, captures=self._captures, controllers=controllers)
@@ -349,7 +349,7 @@ class Exchange:
         assert source is not None
         if not source.intake.take(header.seq, nbytes):
             self.counts.duplicates += 1
-            self._send(peer, known.session.send(source.intake.refund(nbytes), now))
+            self._send(peer, known.session.send(source.intake.refund(), now))
             return
         self._count(source, header, now)
         hold = _Hold(source, header.seq, 1)

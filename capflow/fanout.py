@@ -1,7 +1,8 @@
 """The fan-out: one lane per consumer, each with a queue and a thread, so that none waits for another.
 
 A consumer's methods are called on its lane's thread only. What its exceptions mean is decided here: they
-are counted, logged once per kind, and told to the requests that they hit.
+are counted, logged once per kind, and told to the requests that they hit. Whatever a consumer does, what waits for it is bounded: rows
+by its policy, and what has no rows by `capflow.notes`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,13 @@ from capflow.ledger import Delivery, Request, Tally
 from capflow.losses import note_chunk
 from capflow.losslog import LossLog
 from capflow.message import ModelInfo
+from capflow.notes import Notes, weight
 from capflow.pace import Pace
 from capflow.plugins import ConfiguredConsumer
 from capflow.queue import ByteQueue, Overload
 from capflow.result import CaptureResult
 
 logger = logging.getLogger("capflow.consumer")
-
-_GIVE_UP_S = 5.0  # how long a consumer that does not stop is waited for, after everything it has was taken away
 
 
 class _Rows(NamedTuple):
@@ -43,11 +43,18 @@ class _Rows(NamedTuple):
 class _Done(NamedTuple):
     request: Request
     taken: Callable[[], None] | None
+    weight: int  # of the note, as of those below; 0 when a frame's credit bounds it
 
 
 class _Session(NamedTuple):
     engine: str
     model: ModelInfo
+    weight: int
+
+
+class _Told(NamedTuple):
+    answered: Answered
+    weight: int
 
 
 class Lane:
@@ -81,6 +88,7 @@ class Lane:
         self.counts: Counter[str] = Counter()  # the consumer's own; guarded by `_lock`
         self.dropped: Counter[str] = Counter()  # rows by reason; by the hub's thread, at shutdown by the lane's
         self._losses = LossLog(logger, f"consumer {self.name}", consumer=self.name)
+        self.notes = Notes()  # those in the queue, and those that had no room
         self._on_result = on_result
         self._on_action = on_action
         self._lock = threading.Lock()
@@ -88,6 +96,10 @@ class Lane:
             set()
         )  # kinds of errors whose traceback is in the log; so too
         self._unsettled: dict[Future[CaptureResult], float] = {}  # of requests that are over, and since when; so too
+        self._greeting: dict[str, ModelInfo] = {}  # engines that wait in the queue to be told of; so too
+        self._unmet: dict[
+            str, None
+        ] = {}  # engines, oldest first, of which there was no room to tell; the hub's thread's
         self._discarding = False  # set by `discard`: rows are thrown away, ends are still told
         self._opened = threading.Event()  # set by the thread when `open` is through
         self._open_error: Exception | None = None  # set by the thread before `_opened`
@@ -116,15 +128,7 @@ class Lane:
         """
         waited_for = taken if self.policy is Overload.BLOCK else None
         item, nbytes = _Rows(delivery, waited_for, time.monotonic()), delivery.frame.nbytes
-        accepted = not self.queue.closed
-        if self.policy is Overload.BLOCK:
-            self.queue.force(item, nbytes)
-        elif self.policy is Overload.SKIP:
-            for skipped in self.queue.displace(item, nbytes):
-                if isinstance(skipped, _Rows) and skipped is not item:
-                    self._lose(skipped.delivery, "skipped")
-        else:
-            accepted = self.queue.offer(item, nbytes)
+        accepted = delivery.frame.header.engine not in self._unmet and self._accept(item, nbytes)
         if accepted:
             for tally, rows in delivery.parts:
                 tally.rows += rows
@@ -132,20 +136,70 @@ class Lane:
             self._lose(delivery, "consumer_queue_full")
         return accepted and item.taken is not None
 
+    def _accept(self, item: _Rows, nbytes: int) -> bool:
+        if self.policy is Overload.DROP or self.queue.closed:
+            return self.queue.offer(item, nbytes)
+        if self.policy is Overload.BLOCK:
+            self.queue.force(item, nbytes)
+        else:
+            for skipped in self.queue.displace(item, nbytes):
+                self._lose(skipped.delivery, "skipped")
+        return True
+
     def finish(self, request: Request, taken: Callable[[], None] | None) -> bool:
-        """Tell the consumer, after everything before, that a request is over; return as `deliver` does."""
-        waited_for = taken is not None and self.policy is Overload.BLOCK and not self.queue.closed
-        self.queue.force(_Done(request, taken if waited_for else None))
+        """Tell the consumer, after everything before, that a request is over; return as `deliver` does.
+
+        An end that has no room is not told: the request's result says so.
+        """
+        if self.queue.closed:
+            return False
+        waited_for = taken is not None and self.policy is Overload.BLOCK and request.engine not in self._unmet
+        nbytes = 0 if waited_for else weight(tuple(request.finished.values()))
+        if not waited_for and (request.engine in self._unmet or not self.notes.admit(nbytes)):
+            self.notes.lost["end"] += 1
+            untold = CaptureResult("error", "the consumer was not told of its end: consumer_queue_full")
+            self._on_result(request, self.index, request.judge(self.index, untold))
+            return False
+        self.queue.force(_Done(request, taken if waited_for else None, nbytes))
         return waited_for
 
     def greet(self, engine: str, model: ModelInfo) -> None:
-        """Tell the consumer, after everything before, that an engine connected."""
-        self.queue.force(_Session(engine, model))
+        """Tell the consumer, after everything before, that an engine connected; once, if it comes and goes before that is told.
+
+        When there is no room for it, all rows of the engine are lost until it connects again.
+        """
+        if self.queue.closed:
+            return
+        self._unmet.pop(engine, None)
+        with self._lock:
+            if self._greeting.get(engine) == model:
+                return
+        nbytes = weight(model)
+        if not self.notes.admit(nbytes):
+            self.notes.lost["session"] += 1
+            self._unmet[engine] = None
+            if len(self._unmet) > 2 * limits.SESSIONS_MAX:  # more than a hub knows at once: the oldest are gone
+                del self._unmet[next(iter(self._unmet))]
+            return
+        with self._lock:
+            self._greeting[engine] = model
+        self.queue.force(_Session(engine, model, nbytes))
 
     def tell(self, answered: Answered) -> None:
-        """Tell the consumer, if it minds them, what came of an action."""
-        if type(self.consumer).on_action is not Consumer.on_action:
+        """Tell the consumer, if it minds them, what came of an action; the oldest that wait make room for the newest."""
+        if type(self.consumer).on_action is Consumer.on_action:
+            return
+        if self.keeps:
             self.queue.force(answered)
+            return
+        told = _Told(answered, weight(answered))
+        while not self.notes.admit(told.weight):
+            self.notes.lost["action"] += 1
+            oldest = self.queue.remove(lambda item: isinstance(item, _Told))
+            if oldest is None:
+                return
+            self.notes.taken(oldest.weight)
+        self.queue.force(told)
 
     def close(self) -> None:
         """Take nothing more; the consumer is closed when it has handled what it has."""
@@ -157,7 +211,7 @@ class Lane:
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until the consumer is closed; return whether it is."""
-        self._thread.join(_GIVE_UP_S if timeout_s is None else max(0.0, timeout_s))
+        self._thread.join(limits.GIVE_UP_S if timeout_s is None else max(0.0, timeout_s))
         return not self._thread.is_alive()
 
     def trouble(self, now: float) -> str | None:
@@ -191,6 +245,7 @@ class Lane:
             "trouble": self.trouble(now),
             "results": dict(self.results),
             "dropped_rows": dict(self.dropped),
+            "notes": self.notes.status(),
             "errors": self.errors,
             "counts": dict(self.counts),
         }
@@ -234,7 +289,7 @@ class Lane:
                 idle_at = time.monotonic() + limits.IDLE_S
         self._guard("close", self.consumer.close)
 
-    def _handle(self, item: _Rows | _Done | _Session | Answered) -> None:
+    def _handle(self, item: _Rows | _Done | _Session | _Told) -> None:
         match item:
             case _Rows(delivery, taken, at):
                 if self._discarding:
@@ -245,12 +300,18 @@ class Lane:
                     self.pace.waited_since = None
                     if taken is not None:
                         taken()
-            case _Done(request, taken):
+            case _Done(request, taken, nbytes):
+                self.notes.taken(nbytes)
                 self._finish(request, self.index, taken)
-            case _Session(engine, model):
+            case _Session(engine, model, nbytes):
+                self.notes.taken(nbytes)
+                with self._lock:
+                    if self._greeting.get(engine) is model:
+                        del self._greeting[engine]
                 self._guard("on_session", self.consumer.on_session, engine, model)
-            case Answered():
-                self._guard("on_action", self.consumer.on_action, item)
+            case _Told(answered, nbytes):
+                self.notes.taken(nbytes)
+                self._guard("on_action", self.consumer.on_action, answered)
 
     def _give(self, delivery: Delivery) -> None:
         header = delivery.frame.header

@@ -2,7 +2,7 @@
 
 One thread owns the socket and the exchange, and never waits for a consumer; each consumer has a lane. What other
 threads want of the hub's thread they `post`. A frame holds its worker's credit until every consumer with policy `block` has
-handled it, and is acknowledged then; what `drop` consumers hold is bounded by their own queues.
+handled it and every one with policy `spill` has it on disk, and is acknowledged then; what `drop` and `skip` consumers hold is bounded by their own queues.
 """
 
 from __future__ import annotations
@@ -117,10 +117,11 @@ class Hub:
         self._thread.start()
         self.state = HubState.RUNNING
 
-    def stop(self, drain_s: float = limits.DRAIN_S_MAX) -> bool:
+    def stop(self, drain_s: float = limits.DRAIN_S_MAX, *, leave: bool = False) -> bool:
         """Let the consumers handle what they have, for at most `drain_s` seconds, close them and end.
 
         A consumer that is in one call for `limits.HANG_S_MAX` is not waited for any longer. Frames that come meanwhile stay with their workers.
+        leave: what consumers that spill have not handled after `limits.LEAVE_S` waits in their inboxes for the next hub.
         Open requests are ended with status `error`, but for consumers that spill: these go on with them under the next hub.
         Return whether everything was handled and every consumer closed.
         """
@@ -136,10 +137,15 @@ class Hub:
 
         self.post(drain)
         drained.wait(limits.SILENCE_S_MAX)
+        leave_at = min(deadline, time.monotonic() + limits.LEAVE_S)
+        for lane in self.lanes:
+            if leave and lane.keeps and not _drained(lane, leave_at):
+                lane.discard()
         in_time = [_drained(lane, deadline) for lane in self.lanes]
         for lane in self.lanes:
             lane.discard()
-        closed = [lane.join(0 if _hangs(lane) else None) for lane in self.lanes]
+        give_up_at = time.monotonic() + limits.GIVE_UP_S
+        closed = [lane.join(0 if _hangs(lane) else give_up_at - time.monotonic()) for lane in self.lanes]
         for lane, is_closed in zip(self.lanes, closed, strict=True):
             if not is_closed:
                 event = {"event": "consumer_left_behind", "consumer": lane.name}
@@ -256,32 +262,45 @@ class Hub:
         router = self._router
         assert router is not None
         while not self._ended:
-            router.poll(_TICK_S)
-            router.waker.clear()
+            if not self._safely(functools.partial(self._listen, router)):
+                time.sleep(_TICK_S)  # what failed once may fail at each turn
             while self._posted:
                 self._safely(self._posted.popleft())
-            for _ in range(_RECEIVE_BATCH):
-                received = router.receive()
-                if received is None:
-                    break
-                self._exchange.receive(*received)
+            self._safely(functools.partial(self._receive, router))
             self._safely(self._exchange.acknowledge)
             now = self._turned_at = time.monotonic()
             if now >= self._tick_at:
                 self._tick_at = now + _TICK_S
-                for peer in self._attached.keys() & self.roster.peers.keys():  # who is in this process is alive
-                    self._exchange.receive(peer, [encode(Beat())])
-                self._safely(functools.partial(self._exchange.tick, now))
-        self._exchange.goodbye()
+                self._safely(functools.partial(self._tick, now))
+        self._safely(self._exchange.goodbye)
+
+    def _listen(self, router: Router) -> None:
+        router.poll(_TICK_S)
+        router.waker.clear()
+
+    def _receive(self, router: Router) -> None:
+        for _ in range(_RECEIVE_BATCH):
+            received = router.receive()
+            if received is None:
+                return
+            self._exchange.receive(*received)
+
+    def _tick(self, now: float) -> None:
+        for peer in self._attached.keys() & self.roster.peers.keys():  # who is in this process is alive
+            self._exchange.receive(peer, [encode(Beat())])
+        self._exchange.tick(now)
 
     def _detach(self, peer: bytes) -> None:
         self._attached.pop(peer, None)
 
-    def _safely(self, call: Callable[[], None]) -> None:
+    def _safely(self, call: Callable[[], None]) -> bool:
+        """Call something; return whether it went well."""
         try:
             call()
         except Exception:
             logger.exception("the hub failed at something and goes on", extra={"event": "hub_failed"})
+            return False
+        return True
 
     def _send(self, peer: bytes, parts: Parts) -> None:
         if (take := self._attached.get(peer)) is not None:

@@ -177,6 +177,7 @@ class Inbox:
         self._spool: Spool | None = None  # from `open`
         self._engines: dict[str, Known] = {}  # by name, as of what was taken out
         self._marks: dict[Source, int] = {}  # as of what was put in; the latest last
+        self._marks_lost = 0  # that had no room
         self._lock = threading.Lock()  # guards the next
         self._checkpoints: deque[tuple[int, int]] = (
             deque()
@@ -370,6 +371,10 @@ class Inbox:
         self._marks[source] = max(had, seq)
         while len(self._marks) > _MARKS_MAX:
             del self._marks[next(iter(self._marks))]
+            if not self._marks_lost:
+                text = "inbox %s: more than %d workers at once; what older ones send again is given again, for the consumer to recognise"
+                logger.warning(text, self.name, _MARKS_MAX)
+            self._marks_lost += 1
 
     # For the thread that takes out.
 

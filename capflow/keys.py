@@ -68,7 +68,10 @@ def make_directory(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as e:
-        raise CapflowError(explain(f"directory of keys {path}", got=e.strerror or str(e))) from e
+        expected, do = "one that can be made", "set XDG_CONFIG_HOME to a directory that you can write to"
+        raise CapflowError(
+            explain(f"directory of keys {path}", got=e.strerror or str(e), expected=expected, do=do)
+        ) from e
     check_directory(path)
     return path
 
@@ -106,7 +109,8 @@ def write_key(where: Path, name: str, pair: KeyPair) -> Path:
         do = "choose another name, or remove it if nothing uses it"
         raise UsageError(explain(f"key {path}", got="a file that exists", do=do)) from e
     except OSError as e:
-        raise CapflowError(explain(f"key {path}", got=e.strerror or str(e))) from e
+        expected, do = "a file that can be written", f"look at the room and the rights at {path.parent}"
+        raise CapflowError(explain(f"key {path}", got=e.strerror or str(e), expected=expected, do=do)) from e
     with os.fdopen(handle, "w", encoding="ascii") as file:
         os.fchmod(handle, 0o600)  # whatever the umask
         file.write(f"public {pair.public}\nsecret {pair.secret}\n")

@@ -32,11 +32,14 @@ HEADER_BYTES_MAX = 32 * MIB
 PAYLOAD_BYTES_MAX = 1024 * MIB
 MESSAGE_PARTS_MAX = 2
 
-# What may be in flight: a worker never sends past the credit that its hub granted.
-CREDIT_BYTES_DEFAULT = 256 * MIB
+# What may be in flight: a worker never sends past the credit that its hub granted, nor past its own bound.
+CREDIT_BYTES_DEFAULT = 256 * MIB  # of one worker
+CREDIT_BYTES_TOTAL = 4096 * MIB  # of all workers of a hub: more than 16 that are connected share it evenly
+UNACKED_BYTES_MAX = 512 * MIB  # that a worker keeps of what it sent, whatever a hub grants
 OUTBOUND_BYTES_DEFAULT = 256 * MIB
 QUEUE_BYTES_DEFAULT = 256 * MIB
 QUEUE_BYTES_MAX = 64 * 1024 * MIB
+NOTES_BYTES_MAX = 32 * MIB  # ends of requests, engines and answers that wait for one consumer; some 10,000 ends
 
 # On disk, in one spool.
 SPOOL_BYTES_DEFAULT = 2048 * MIB
@@ -60,10 +63,15 @@ SILENCE_S_MAX = 10.0
 MISSED_S = 5.0  # of hubs that run, in which an engine that an earlier one had may come back
 HUB_WAIT_S_DEFAULT = 5.0
 BLOCK_S_MAX = 30.0
-DRAIN_S_MAX = 60.0
-HANG_S_MAX = 8.0  # one call of a consumer while the hub stops; then the hub stops without it
 CAPTURE_WAIT_S_DEFAULT = 30.0
 CAPTURE_WAIT_S_MAX = 600.0
+
+# What may take how long at an end, seconds. Who gets on is given more time than who hangs.
+DRAIN_S_DEFAULT = 20.0  # of a hub that is stopped, for consumers that get on
+DRAIN_S_MAX = 60.0  # likewise of a run that ends because all is done, and of an engine
+LEAVE_S = 2.0  # for consumers that spill when the hub is stopped: their inbox keeps the rest
+HANG_S_MAX = 7.0  # one call of a consumer, or a hub that acknowledges nothing; then the end comes without
+GIVE_UP_S = 2.0  # for what does not stop after everything it had to do was taken away
 
 # What a server holds of steering, and takes in one request.
 STEERING_MODULES_HELD_MAX = 4_096
@@ -76,10 +84,14 @@ RESULTS_KEPT_MAX = 20_000
 ACTIONS_WAITING_MAX = 4_096
 
 assert HEADER_BYTES_MAX < PAYLOAD_BYTES_MAX
+assert CREDIT_BYTES_DEFAULT <= UNACKED_BYTES_MAX
+assert CREDIT_BYTES_DEFAULT <= CREDIT_BYTES_TOTAL
 assert QUEUE_BYTES_DEFAULT <= QUEUE_BYTES_MAX
 assert SEGMENT_BYTES_MAX * 8 <= SPOOL_BYTES_DEFAULT <= SPOOL_BYTES_MAX
 assert HEARTBEAT_S * 3 <= SILENCE_S_MAX
 assert CAPTURE_WAIT_S_DEFAULT <= CAPTURE_WAIT_S_MAX
+assert LEAVE_S < HANG_S_MAX < DRAIN_S_DEFAULT <= DRAIN_S_MAX
+assert HANG_S_MAX + GIVE_UP_S < 10
 assert BODY_BYTES_DEFAULT <= BODY_BYTES_MAX
 
 # What a hub bears: beyond these a peer is refused, or cut off.

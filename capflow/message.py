@@ -107,8 +107,8 @@ _Totals = Annotated[dict[Name, Total], msgspec.Meta(max_length=limits.REASONS_MA
 class WorkerCounts(msgspec.Struct, frozen=True):
     """What a worker counts on its side of the session, since its boot; what is `queued`, `unacked` or `staged` is so now.
 
-    sent: frames taken for the hub. queued: those that wait in the outbound queue; peak: the most that did. unacked: those given to the session, which
-    the hub has not acknowledged. staged_bytes: host memory lent for rows, from the step until the acknowledgement.
+    sent: frames taken for the hub. queued: those that wait in the outbound queue. unacked: those given to the session, which
+    the hub has not acknowledged. peak: the most that did or were. staged_bytes: host memory lent for rows, from the step until the acknowledgement.
     dropped_rows: by the reasons of `docs/backpressure.md`. reconnects: connections lost. spool: what its spool counts, by the names
     of `Outbox.status`; None without one.
     """
@@ -121,6 +121,7 @@ class WorkerCounts(msgspec.Struct, frozen=True):
     queue_bytes_peak: Total = 0
     unacked_frames: Total = 0
     unacked_bytes: Total = 0
+    unacked_bytes_peak: Total = 0
     staged_bytes: Total = 0
     staged_bytes_max: Total = 0
     dropped_rows: _Totals = msgspec.field(default_factory=dict)

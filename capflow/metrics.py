@@ -23,6 +23,7 @@ from capflow.fanout import Lane
 from capflow.frame import Rank
 from capflow.health import problems
 from capflow.hub import Hub
+from capflow.notes import KINDS
 from capflow.roster import Peer, Source
 from capflow.spilling import SpillingLane
 
@@ -122,7 +123,10 @@ def _hub(hub: Hub) -> Iterator[Metric]:
     actions = [(("applied",), relay.applied), (("rejected",), relay.rejected)]
     yield _counter("actions", "Actions that engines answered.", actions, ["outcome"])
     yield _gauge("waiting_actions", "Actions that engines have not answered.", len(relay))
-    yield _gauge("credit_window_bytes", "What each worker may have under way.", roster.window_bytes)
+    pool = roster.pool
+    yield _gauge("credit_window_bytes", "What each worker may have under way now.", pool.window_bytes)
+    yield _gauge("credit_committed_bytes", "What all workers may send and what is held of them.", pool.committed_bytes)
+    yield _gauge("credit_limit_bytes", "The bound of that.", pool.bytes_max)
     taps = hub.taps
     yield _gauge("taps", "Hubs that tap this one.", len(taps))
     yield _counter("tap_frames", "Copies of frames that were sent to taps.", taps.frames)
@@ -160,6 +164,11 @@ def _consumers(hub: Hub) -> Iterator[Metric]:
     peak = each(lambda lane: lane.queue.bytes_peak)
     yield _gauge("consumer_queue_peak_bytes", "The most that were in it since the hub began.", peak, _CONSUMER)
     yield _gauge("consumer_queue_limit_bytes", "Its `queue_bytes_max`.", bound, _CONSUMER)
+    noted = each(lambda lane: lane.notes.nbytes)
+    yield _gauge("consumer_note_bytes", "Ends, engines and answers that wait for it, by weight.", noted, _CONSUMER)
+    yield _gauge("consumer_note_limit_bytes", "The bound of that.", each(lambda _: limits.NOTES_BYTES_MAX), _CONSUMER)
+    unnoted = [((lane.name, kind), lane.notes.lost[kind]) for lane in lanes for kind in KINDS]
+    yield _counter("consumer_lost_notes", "Of these, those that had no room.", unnoted, (*_CONSUMER, "kind"))
     lag = each(lambda lane: lane.pace.lag_s(now))
     yield _gauge("consumer_lag_seconds", "How long the hub has had the frame that it is at; else 0.", lag, _CONSUMER)
     busy = each(lambda lane: lane.pace.busy_so_far_s(now))
@@ -197,7 +206,10 @@ def _workers(hub: Hub) -> Iterator[Metric]:
     yield _gauge("worker_held_bytes", "Its frames that are held here and not acknowledged.", held, _WORKER)
     held_peak = each(lambda source: source.intake.held_bytes_peak)
     yield _gauge(
-        "worker_held_peak_bytes", "The most that were; `capflow_credit_window_bytes` bounds it.", held_peak, _WORKER
+        "worker_held_peak_bytes",
+        "The most that were; what `capflow_credit_window_bytes` was bounds it.",
+        held_peak,
+        _WORKER,
     )
 
 
@@ -228,6 +240,7 @@ def _worker_counts(hub: Hub) -> Iterator[Metric]:
     yield gauge("queue_limit_bytes", "The bound of its outbound queue.", "queue_bytes_max")
     yield gauge("unacknowledged_frames", "Frames that it keeps until the hub acknowledges them.", "unacked_frames")
     yield gauge("unacknowledged_bytes", "Bytes of these frames.", "unacked_bytes")
+    yield gauge("unacknowledged_peak_bytes", "The most that were since the worker began.", "unacked_bytes_peak")
     yield gauge("staged_bytes", "Its host memory for rows, from the step to the acknowledgement.", "staged_bytes")
     yield gauge("staging_limit_bytes", "The bound of that; steps under way come on top.", "staged_bytes_max")
     yield counter("reconnects", "Connections to a hub that it lost.", "reconnects")

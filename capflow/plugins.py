@@ -20,7 +20,7 @@ import xxhash
 from msgspec import inspect
 
 from capflow import hookspecs, limits
-from capflow.consumer import Consumer, ConsumerPolicy, Controller, Fallback
+from capflow.consumer import FALLBACK_DEFAULT, Consumer, ConsumerPolicy, Controller, Fallback
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ControllerSpec
 from capflow.queue import Overload
@@ -46,8 +46,8 @@ class Spill:
 
     root: Path
     name: str
-    bytes_max: int = limits.SPOOL_BYTES_DEFAULT
-    fallback: Overload = Overload.BLOCK
+    bytes_max: int
+    fallback: Overload
 
     @classmethod
     def of(cls, consumer: Consumer, root: Path | None, bytes_max: int | None, fallback: str | None) -> Spill:
@@ -58,7 +58,7 @@ class Spill:
             (root or default_root() / "hub").absolute(),
             f"{consumer.name}-{digest}",
             limits.SPOOL_BYTES_DEFAULT if bytes_max is None else bytes_max,
-            Overload(fallback or "block"),
+            Overload(fallback or FALLBACK_DEFAULT),
         )
 
 
@@ -194,7 +194,7 @@ def options_of(plugin: Plugin) -> list[Option]:
             Option("queue_bytes_max", "int", required=False, default=limits.QUEUE_BYTES_DEFAULT),
             Option("spool_dir", "str", required=False, default=str(default_root() / "hub")),
             Option("spool_bytes", "int", required=False, default=limits.SPOOL_BYTES_DEFAULT),
-            Option("spill_fallback", " or ".join(get_args(Fallback)), required=False, default="block"),
+            Option("spill_fallback", " or ".join(get_args(Fallback)), required=False, default=FALLBACK_DEFAULT),
         ]
     return options
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -39,7 +40,10 @@ class ByteQueue(Generic[T]):
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
-        self._items: deque[tuple[T, int]] = deque()  # guarded by `_changed`; emptied by `get`
+        self._items: OrderedDict[int, tuple[T, int]] = (
+            OrderedDict()
+        )  # by number; guarded by `_changed`; emptied by `get`
+        self._sized: deque[int] = deque()  # the numbers of those that have a size, so that `displace` looks at no other
         self._bytes = 0  # sum of the sizes in `_items`
         self._closed = False  # set once, by `close`
         self._changed = threading.Condition()  # guards every field here; notified when any of them changed
@@ -83,18 +87,13 @@ class ByteQueue(Generic[T]):
     def displace(self, item: T, nbytes: int) -> list[T]:
         """Add the item; return those that went to make room: the oldest, as many as it takes, items of size 0 never."""
         gone: list[T] = []
-        kept: list[tuple[T, int]] = []
         with self._changed:
             if self._closed:
                 return [item]
-            while self._bytes and self._bytes + nbytes > self.bytes_max:
-                oldest = self._items.popleft()
-                if oldest[1]:
-                    gone.append(oldest[0])
-                    self._bytes -= oldest[1]
-                else:
-                    kept.append(oldest)
-            self._items.extendleft(reversed(kept))
+            while self._sized and self._bytes + nbytes > self.bytes_max:
+                oldest, size = self._items.pop(self._sized.popleft())
+                gone.append(oldest)
+                self._bytes -= size
             self._add(item, nbytes)
         self.refused += len(gone)
         return gone
@@ -104,6 +103,19 @@ class ByteQueue(Generic[T]):
         with self._changed:
             if not self._closed:
                 self._add(item, nbytes)
+
+    def remove(self, match: Callable[[T], bool]) -> T | None:
+        """Remove and return the oldest item that matches; None when none does. Looks at every item before it."""
+        with self._changed:
+            for number, (item, nbytes) in self._items.items():
+                if match(item):
+                    del self._items[number]
+                    if nbytes:
+                        self._sized.remove(number)
+                        self._bytes -= nbytes
+                    self._changed.notify_all()
+                    return item
+            return None
 
     def get(self, timeout_s: float | None = None) -> T | None:
         """Remove and return the oldest item; None when none came in time, or ever will.
@@ -115,8 +127,10 @@ class ByteQueue(Generic[T]):
                 self._changed.wait_for(lambda: self._items or self._closed, timeout_s)
             if not self._items:
                 return None
-            item, nbytes = self._items.popleft()
-            self._bytes -= nbytes
+            _, (item, nbytes) = self._items.popitem(last=False)
+            if nbytes:
+                self._sized.popleft()
+                self._bytes -= nbytes
             self._changed.notify_all()
             return item
 
@@ -130,8 +144,10 @@ class ByteQueue(Generic[T]):
         return not self._closed and (not self._items or self._bytes + nbytes <= self.bytes_max)
 
     def _add(self, item: T, nbytes: int) -> None:
-        self._items.append((item, nbytes))
-        self._bytes += nbytes
+        self._items[self.accepted] = item, nbytes
+        if nbytes:
+            self._sized.append(self.accepted)
+            self._bytes += nbytes
         self.accepted += 1
         self.bytes_peak = max(self.bytes_peak, self._bytes)
         self._changed.notify_all()

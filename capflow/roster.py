@@ -19,7 +19,7 @@ from capflow.frame import FrameHeader, Rank
 from capflow.ledger import Engine
 from capflow.message import Hello, ModelInfo, WorkerCounts
 from capflow.plugins import ConfiguredController
-from capflow.session import HubSession, Intake
+from capflow.session import HubSession, Intake, Pool
 
 
 @dataclass(eq=False)
@@ -83,14 +83,14 @@ class Roster:
 
     def __init__(
         self,
-        window_bytes: int,
+        pool: Pool,
         controllers: Sequence[ConfiguredController],
         *,
         fits: Callable[[ModelInfo], None],
         on_engine: Callable[[Engine], None],
         on_lost: Callable[[Engine, int | None], None],
     ) -> None:
-        self.window_bytes = window_bytes
+        self.pool = pool  # of credit, which the workers share
         self.controllers = tuple(controllers)
         self.peers: dict[bytes, Peer] = {}  # by connection, until they leave
         self.engines: dict[str, Engine] = {}  # by name, while a worker or a scheduler of it is known
@@ -141,6 +141,7 @@ class Roster:
         name = known.hello.engine
         if known.source is not None:
             known.source.peer = None
+            known.source.intake.revoke()
             if for_good:
                 self._sources.pop((name, known.hello.rank), None)
                 self._on_lost(known.source.engine, known.hello.rank.dp)
@@ -183,9 +184,10 @@ class Roster:
             self.peers.pop(source.peer, None)  # the connection that this one replaces
         if source is None or source.boot != hello.boot:
             if source is not None:
+                source.intake.revoke()
                 self._on_lost(source.engine, hello.rank.dp)
             self._prune()
-            source = self._sources[key] = Source(hello.boot, hello.rank, engine, Intake(self.window_bytes))
+            source = self._sources[key] = Source(hello.boot, hello.rank, engine, Intake(self.pool))
         else:
             self.resumed += 1
         source.engine = engine

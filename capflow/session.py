@@ -16,7 +16,8 @@ States of a peer, and what moves it:
 
 Credit: a frame costs the bytes of its parts. A peer starts with `Welcome.credit_bytes`, pays for each frame that it
 sends, and gains `Ack.credit_bytes`. It sends a frame that it cannot pay for only when it has
-none unacknowledged, so that a frame larger than all its credit still gets through. Frames are kept
+none unacknowledged, so that a frame larger than all its credit still gets through. Whatever credit it is given, it
+has no more than `limits.UNACKED_BYTES_MAX` of frames sent and not acknowledged: a hub can hold it up, not fill its memory. Frames are kept
 until `Ack.seq` covers them. After a reconnect those above `Welcome.last_seq` are sent again, in order; the
 others wait for their acknowledgement: a hub that is killed before it gives it has them resent to its successor.
 """
@@ -144,8 +145,10 @@ class PeerSession:
         self.seq = seq  # the last number given to a frame, or one that is not below it
         self.acked = 0  # every frame up to here is the hub's
         self.unacked_bytes = 0  # of the frames kept because they are not acknowledged; other threads may read it
+        self.unacked_bytes_peak = 0  # likewise
         self._waiting: deque[_Kept] = deque()  # to be sent, in order; emptied by `next_frame`
         self._sent: deque[_Kept] = deque()  # sent on this connection, not acknowledged; emptied by Acks
+        self._sent_bytes = 0  # of these
         self._pulse = _Pulse(now)
 
     @property
@@ -171,13 +174,15 @@ class PeerSession:
         self.state = State.LOST
         self._sent.extend(self._waiting)
         self._waiting, self._sent = self._sent, deque()
+        self._sent_bytes = 0
 
     def push(self, header: FrameHeader, payload: Any) -> None:
         """Take a frame to send: numbers and seals it. `next_frame` gives its parts when there is credit."""
         if self.hello.role != "worker":
             raise LocalProtocolError(explain("frame", got=f"from a {self.hello.role}", expected="from a worker"))
-        self.seq += 1
-        self._keep(Frame.seal(msgspec.structs.replace(header, seq=self.seq), payload).encode())
+        parts = Frame.seal(msgspec.structs.replace(header, seq=self.seq + 1), payload).encode()
+        self.seq += 1  # only now: there is no gap where one cannot be sealed
+        self._keep(parts)
 
     def push_sealed(self, seq: int, parts: Parts) -> None:
         """Take a frame that was numbered and sealed before, by this process or one that is gone."""
@@ -188,16 +193,19 @@ class PeerSession:
         kept = _Kept(self.seq, cost(parts), parts)
         self._waiting.append(kept)
         self.unacked_bytes += kept.cost
+        self.unacked_bytes_peak = max(self.unacked_bytes_peak, self.unacked_bytes)
 
     def next_frame(self, now: float) -> Parts | None:
         """Return the parts of the next frame to send; None when none waits or none may be sent."""
         if self.state is not State.OPEN or not self._waiting:
             return None
         kept = self._waiting[0]
-        if kept.cost > self.credit_bytes and self._sent:
+        too_much = self._sent_bytes + kept.cost > limits.UNACKED_BYTES_MAX
+        if self._sent and (kept.cost > self.credit_bytes or too_much):
             return None
         self._waiting.popleft()
         self._sent.append(kept)
+        self._sent_bytes += kept.cost
         self.credit_bytes -= kept.cost
         self._pulse.sent = now
         return kept.parts
@@ -259,9 +267,10 @@ class PeerSession:
             raise RemoteProtocolError(explain("last_seq", got=welcome.last_seq, expected=f"0..{self.seq}"))
         self.state = State.OPEN
         self.welcome = welcome
-        self.credit_bytes = welcome.credit_bytes
+        self.credit_bytes = min(welcome.credit_bytes, limits.UNACKED_BYTES_MAX)
         while self._waiting and self._waiting[0].seq <= welcome.last_seq:
             self._sent.append(self._waiting.popleft())
+            self._sent_bytes += self._sent[-1].cost
 
     def _acknowledge(self, ack: Ack) -> None:
         sent_last = self._sent[-1].seq if self._sent else self.acked
@@ -270,24 +279,47 @@ class PeerSession:
             raise RemoteProtocolError(
                 explain("ack", got=f"{ack.seq}, {ack.credit_bytes} bytes", expected="of what was sent")
             )
-        self.credit_bytes += ack.credit_bytes
+        self.credit_bytes = min(self.credit_bytes + ack.credit_bytes, limits.UNACKED_BYTES_MAX)
         self.acked = max(self.acked, ack.seq)
         while self._sent and self._sent[0].seq <= self.acked:
-            self.unacked_bytes -= self._sent.popleft().cost
+            nbytes = self._sent.popleft().cost
+            self._sent_bytes -= nbytes
+            self.unacked_bytes -= nbytes
 
     def _said(self, said: Message, now: float) -> Parts:
         self._pulse.sent = now
         return [message.encode(said)]
 
 
+class Pool:
+    """The credit that the workers of a hub share: each that is connected an even part, and none more than `each_bytes_max`.
+
+    What is committed, to be sent or held here, also of workers that are gone, is at most `bytes_max`, but for frames larger than their worker's
+    part, of which each may have one.
+    """
+
+    def __init__(self, each_bytes_max: int, bytes_max: int = limits.CREDIT_BYTES_TOTAL) -> None:
+        self.each_bytes_max = each_bytes_max
+        self.bytes_max = bytes_max
+        self.workers = 0  # that are connected
+        self.committed_bytes = 0  # the credit of all of them, and the frames held
+
+    @property
+    def window_bytes(self) -> int:
+        """What each worker may have under way, as many as there are now."""
+        return min(self.each_bytes_max, self.bytes_max // max(1, self.workers))
+
+
 class Intake:
     """What a hub has of one boot of one worker: which frames, and how much of the credit they hold.
 
-    A frame holds its cost from `take` to `release`. `acked` is the last frame up to which all are released.
+    A frame holds its cost from `take` to `release`. `acked` is the last frame up to which all are released. Credit comes back with
+    released frames, up to the worker's part of the pool: so what more workers need is taken of what the others have when they next send.
     """
 
-    def __init__(self, window_bytes: int) -> None:
-        self.window_bytes = window_bytes
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.connected = False  # from `grant` to `revoke`
         self.last_seq = 0  # the last frame taken
         self.acked = 0
         self.credit_bytes = 0  # what the worker may still send
@@ -301,9 +333,19 @@ class Intake:
         return self._held_bytes
 
     def grant(self) -> int:
-        """Return the credit of a new connection: the window, less what is held."""
-        self.credit_bytes = max(0, self.window_bytes - self.held_bytes)
+        """Return the credit of a new connection: the worker's part, less what is held."""
+        self.revoke()
+        self.connected = True
+        self.pool.workers += 1
+        self._give()
         return self.credit_bytes
+
+    def revoke(self) -> None:
+        """Take back the credit, the connection being gone; what is held stays so."""
+        if self.connected:
+            self.connected = False
+            self.pool.workers -= 1
+            self._credit(-self.credit_bytes)
 
     def take(self, seq: int, nbytes: int) -> bool:
         """Note that a frame came; return False when it is one that the hub has already.
@@ -315,29 +357,44 @@ class Intake:
             raise RemoteProtocolError(explain("credit", got=got, expected=f"at most {self.credit_bytes} bytes"))
         if seq < 1 or (self.last_seq and seq > self.last_seq + 1):
             raise RemoteProtocolError(explain("frame number", got=seq, expected=str(self.last_seq + 1)))
-        self.credit_bytes -= nbytes
+        self._credit(-nbytes)
         if seq <= self.last_seq:
             return False
         if not self.last_seq:
             self.acked = seq - 1  # an earlier hub has those before
         self.last_seq = seq
         self._held[seq] = nbytes
-        self._held_bytes += nbytes
+        self._hold(nbytes)
         self.held_bytes_peak = max(self.held_bytes_peak, self._held_bytes)
         return True
 
-    def refund(self, nbytes: int) -> Ack:
+    def refund(self) -> Ack:
         """Return the Ack that gives back what a frame cost that `take` did not take."""
-        self.credit_bytes += nbytes
-        return Ack(self.acked, nbytes)
+        return Ack(self.acked, self._give())
 
     def release(self, seq: int) -> Ack:
         """Note that nothing needs the frame any more; return the Ack that says so."""
-        nbytes = self._held.pop(seq)
-        self._held_bytes -= nbytes
+        self._hold(-self._held.pop(seq))
         self.acked = next(iter(self._held)) - 1 if self._held else self.last_seq
+        return Ack(self.acked, self._give())
+
+    def _give(self) -> int:
+        """Return the credit that the worker is given now: what its part and the pool allow, perhaps nothing."""
+        pool = self.pool
+        if not self.connected:
+            return 0
+        part = pool.window_bytes - self._held_bytes - self.credit_bytes
+        given = max(0, min(part, pool.bytes_max - pool.committed_bytes))
+        self._credit(given)
+        return given
+
+    def _credit(self, nbytes: int) -> None:
         self.credit_bytes += nbytes
-        return Ack(self.acked, nbytes)
+        self.pool.committed_bytes += nbytes
+
+    def _hold(self, nbytes: int) -> None:
+        self._held_bytes += nbytes
+        self.pool.committed_bytes += nbytes
 
 
 class HubSession:

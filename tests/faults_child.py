@@ -14,12 +14,13 @@ from pathlib import Path
 
 from hubs import EVERYTHING
 
+from capflow import limits
 from capflow.consumer import Consumer
 from capflow.hub import Hub
 from capflow.plugins import ConfiguredConsumer
 
 SLOW_S = 0.02
-DRAIN_S = 8.0  # a slow consumer may take what `--drain-s` allows it
+HOG_S = 0.01
 
 
 class Good(Consumer):
@@ -36,7 +37,7 @@ class Good(Consumer):
 
 
 class Bad(Good):
-    """Sleeps, raises, hangs or dies."""
+    """Sleeps, raises, hangs, dies, or does well; or takes the processor from all others for a while."""
 
     name = "bad"
 
@@ -51,6 +52,14 @@ class Bad(Good):
 
     def hangs(self):
         threading.Event().wait()
+
+    def takes(self):
+        pass
+
+    def hogs(self):
+        until = time.monotonic() + HOG_S
+        while time.monotonic() < until:
+            pass
 
     def dies(self):
         sys.exit("no more")
@@ -69,7 +78,7 @@ def main():
     print("ready", flush=True)
     stopped.wait()
     begun = time.monotonic()
-    hub.stop(DRAIN_S)
+    hub.stop(limits.DRAIN_S_DEFAULT, leave=True)
     print(f"{time.monotonic() - begun:.3f}", flush=True)
 
 

@@ -1,6 +1,6 @@
 """Runs the transport for long, and holds its memory and its descriptors against bounds.
 
-    make soak-transport          (or: python tests/soak.py [--minutes N] [--rate N] [--seed N])
+    make soak          (or: python tests/soak.py [--minutes N] [--rate N] [--seed N])
 
 The worker of `chaos.py`, `capflow run` with the filesystem consumer, and this process, which checks every row as it is published. Every
 few seconds the resident memory and the descriptors of both are noted; over the second half the memory must grow by less than 1 MB a minute (least squares), and

@@ -49,7 +49,7 @@ with HubRun(sys.argv[1], [ConfiguredConsumer.of(Nothing(None))]) as running:
 """
 
 PLUGIN = '''
-import os, time
+import os, threading, time
 import msgspec
 import capflow
 from capflow import CaptureSpec
@@ -81,6 +81,8 @@ class Keep(capflow.Consumer):
 
     def on_frame(self, frame):
         time.sleep(self.config.slow_s)
+        if self.config.fail == "hang":
+            threading.Event().wait()
         if self.config.fail == "frame":
             raise ValueError("bad frame")
         self.file.write(f"{frame.header.seq}\\n")
@@ -140,7 +142,7 @@ def hub(environment, address):
     """Start `capflow run` and wait until it listens."""
     with contextlib.ExitStack() as stack:
 
-        def start(*arguments):
+        def start(*arguments, address=address):
             process = subprocess.Popen(
                 [sys.executable, "-m", "capflow", "run", "--address", address, *map(str, arguments)],
                 env=environment,
@@ -209,6 +211,16 @@ class TestWhatIsRefused:
             (["run", "--consumer", "keep:path=x", "--drain-s", "-1"], 2, "Invalid value for '--drain-s'"),
             (["run", "--consumer", "keep:path=x", "--model", "m"], 2, "--model: got no --prompts"),
             (["run", "--consumer", "keep:path=x", "--prompts", "p"], 2, "--prompts: got no --model"),
+            (
+                ["run", "--consumer", "keep:path=x", "--policy", "drop"],
+                2,
+                "--policy: got no --model, expected it beside",
+            ),
+            (
+                ["run", "--consumer", "keep:path=x", "--model", "m", "--prompts", "p", "--spool-dir", "d"],
+                2,
+                "--spool-dir: got no --policy spill, expected it beside",
+            ),
             (["status", "--address", "nowhere"], 2, "address: got nowhere, expected ipc://"),
             (["steer"], 2, "Missing argument 'REQUEST'"),
             (["steer", "r1"], 2, "Missing option"),
@@ -319,6 +331,60 @@ class TestRun:
         assert "rows lost: " in output
         assert "shutdown" in output
         assert (tmp_path / "kept").read_text().endswith("closed\n")
+
+    def test_ends_within_ten_seconds_beside_a_consumer_that_hangs_whatever_its_policy(self, hub, address, tmp_path):
+        def start(policy):
+            options = f",spool_dir={tmp_path}/spool" if policy == "spill" else ""
+            consumer = f"keep:path={tmp_path}/{policy},fail=hang,policy={policy}{options}"
+            return hub("--consumer", consumer, address=f"{address}-{policy}")
+
+        policies = ("block", "drop", "skip", "spill")
+        processes = {policy: start(policy) for policy in policies}
+        for policy in policies:
+            with worker_link(f"{address}-{policy}") as link, Client(f"{address}-{policy}") as client:
+                for step in range(20):
+                    frame = make_frame([("r1", 4, step * 4, 4)], step=step)
+                    assert link.send(frame.header, frame.payload) is None
+                eventually(lambda: client.status()["frames"] == 20)
+        begun = time.monotonic()
+        for process in processes.values():
+            process.send_signal(signal.SIGTERM)
+        for process in processes.values():
+            code, output = end(process)
+            assert time.monotonic() - begun < 10
+            assert code == 1
+            assert "consumer keep does not stop; it is left behind" in output
+
+    def test_a_consumer_that_spills_and_gets_on_is_left_to_the_next_hub(self, hub, address, tmp_path):
+        consumer = f"keep:path={tmp_path}/kept,slow_s=0.1,policy=spill,spool_dir={tmp_path}/spool"
+        process = hub("--consumer", consumer)
+        with worker_link(address) as link, Client(address) as client:
+            for step in range(200):
+                frame = make_frame([("r1", 4, step * 4, 4)], step=step)
+                assert link.send(frame.header, frame.payload) is None
+            eventually(lambda: client.status()["frames"] == 200)
+            eventually(lambda: not link.counters["unacked_frames"])
+            begun = time.monotonic()
+            code, output = end(process, signal.SIGINT)
+        assert time.monotonic() - begun < 10
+        assert code == 0
+        assert "frames wait; the next hub with this consumer goes on with them" in output
+
+    def test_a_run_that_ends_because_all_is_done_has_handled_everything(self, environment, address, tmp_path):
+        consumer = f"keep:path={tmp_path}/kept,slow_s=0.1,policy=spill,spool_dir={tmp_path}/spool"
+        command = ["run", "--address", address, "--until-eof", "--consumer", consumer]
+        with subprocess.Popen(
+            [sys.executable, "-m", "capflow", *command], env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            assert process.stderr.readline() == f"capflow: listening at {address}\n".encode()
+            with worker_link(address) as link, Client(address) as client:
+                for step in range(60):
+                    frame = make_frame([("r1", 4, step * 4, 4)], step=step)
+                    assert link.send(frame.header, frame.payload) is None
+                eventually(lambda: client.status()["frames"] == 60)
+                process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0
+        assert (tmp_path / "kept").read_text().split() == [*map(str, range(1, 61)), "closed"]
 
     def test_a_second_ctrl_c_is_in_a_hurry(self, hub, address, tmp_path):
         process = hub("--consumer", f"keep:path={tmp_path}/kept,slow_s=0.3")

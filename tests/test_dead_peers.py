@@ -9,8 +9,8 @@ import threading
 import time
 
 import pytest
-from frames import make_frame, make_hello
-from hubs import Recorder, address, answer, free_port, raw_peer, running_hub, worker_link
+from frames import make_finished, make_frame, make_hello
+from hubs import Recorder, address, answer, configured, free_port, raw_peer, running_hub, worker_link
 from waiting import eventually
 
 from capflow import limits, message
@@ -18,7 +18,7 @@ from capflow.address import hub_key, with_key
 from capflow.client import Client
 from capflow.keys import write_key
 from capflow.message import Await, Hello, Welcome
-from capflow.transport import new_key
+from capflow.transport import Outbox, new_key
 
 __all__ = ["address"]
 
@@ -28,18 +28,21 @@ class Wire:
 
     def __init__(self, address):
         self.target = int(address.rpartition(":")[2])
-        self.server = socket.create_server(("127.0.0.1", 0))
+        self.quiet = threading.Event()
+        self.sockets = []
+        self._listen(0)
         self.address = f"tcp://127.0.0.1:{self.server.getsockname()[1]}"
         if hub_key(address):
             self.address = with_key(self.address, hub_key(address))
-        self.quiet = threading.Event()
-        self.sockets = []
-        threading.Thread(target=self._accept, daemon=True).start()
 
-    def _accept(self):
+    def _listen(self, port):
+        self.server = socket.create_server(("127.0.0.1", port))
+        threading.Thread(target=self._accept, args=(self.server,), daemon=True).start()
+
+    def _accept(self, server):
         with contextlib.suppress(OSError):
             while True:
-                near, _ = self.server.accept()
+                near, _ = server.accept()
                 far = socket.create_connection(("127.0.0.1", self.target))
                 self.sockets += [near, far]
                 quiet = self.quiet  # those made later pass again
@@ -58,6 +61,16 @@ class Wire:
         """Pass nothing more on the connections that are there; new ones work."""
         was, self.quiet = self.quiet, threading.Event()
         was.set()
+
+    def cut(self):
+        """Be gone: pass nothing more, and refuse every connection until `mend`."""
+        self.server.shutdown(socket.SHUT_RDWR)
+        self.server.close()
+        self.go_quiet()
+
+    def mend(self):
+        """Take connections again, at the same address."""
+        self._listen(int(self.address.rpartition(":")[2]))
 
     def close(self):
         self.server.close()
@@ -103,6 +116,59 @@ def test_a_worker_notices_that_its_hub_is_not_reached_any_more_and_loses_nothing
         assert time.monotonic() - began < 15
         eventually(lambda: consumer.seqs == list(range(1, 31)))
         eventually(lambda: not link.counters["unacked_frames"])
+
+
+@pytest.mark.parametrize("policy", ["block", "spill"])
+def test_a_worker_that_spills_loses_nothing_however_long_the_network_is_gone(quick, tmp_path, policy):
+    """Both sides have given each other up long before it is back, and everything since then waited on disk."""
+    hello = make_hello()
+    outbox = Outbox.of(tmp_path / "outbox", hello, limits.SPOOL_BYTES_DEFAULT)
+    consumer = Recorder()
+    spill = {"spool_dir": tmp_path / "inbox"} if policy == "spill" else {}
+    with (
+        hub_on_tcp(configured(consumer, policy, **spill)) as hub,
+        contextlib.closing(Wire(hub.address)) as wire,
+        Client(hub.address, 20) as client,
+        worker_link(wire.address, hello, policy="spill", outbox=outbox, outbound_bytes_max=20_000) as link,
+    ):
+        frames = [make_frame([("r1", 4, step * 4, 4)], step=step) for step in range(100)]
+        frames += [make_frame([("r2", 4, step * 4, 4)], step=step) for step in range(100, 200)]
+        frames.append(make_frame([], finished=[make_finished("r2", computed_length=400, rows=400)], step=200))
+        for frame in frames[:50]:
+            assert link.send(frame.header, frame.payload) is None
+        eventually(lambda: consumer.rows["r1"] == 200)
+        wire.cut()
+        began = time.monotonic()
+        for frame in frames[50:]:
+            assert link.send(frame.header, frame.payload) is None
+            time.sleep(3 * limits.SILENCE_S_MAX / 150)
+        eventually(lambda: hub.counts.sessions_lost == 1 and not link.connected)
+        eventually(lambda: time.monotonic() - began > 5 * limits.SILENCE_S_MAX)
+        assert link.outbox.waiting > 100
+        wire.mend()
+        assert client.results(["r2"], timeout=20)["r2"]["recorder"].status == "ok"
+        assert consumer.rows == {"r1": 400, "r2": 400}
+        assert consumer.seqs == list(range(1, 201))
+        eventually(lambda: not link.outbox.unacknowledged)
+
+
+def test_a_hub_that_moves_is_found_behind_the_address_that_it_has_kept(quick):
+    """As with a machine's name or a service: what it leads to is another machine, at another port, when it is connected to again."""
+    before, after = Recorder(), Recorder()
+    with hub_on_tcp(before) as hub, contextlib.closing(Wire(hub.address)) as wire, worker_link(wire.address) as link:
+        first = make_frame([("r1", 4, 0, 4)])
+        assert link.send(first.header, first.payload) is None
+        eventually(lambda: before.rows["r1"] == 4 and not link.counters["unacked_frames"])
+        with hub_on_tcp(after) as moved:
+            assert port_of(moved) != port_of(hub)
+            wire.target = port_of(moved)
+            wire.go_quiet()
+            second = make_frame([("r2", 4, 0, 4)], finished=[make_finished("r2")])
+            assert link.send(second.header, second.payload) is None
+            eventually(lambda: "r2" in after.done)
+            assert link.reconnects == 1
+    assert before.rows == {"r1": 4}
+    assert after.rows == {"r2": 4}
 
 
 def test_a_client_notices(quick):

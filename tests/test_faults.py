@@ -33,7 +33,11 @@ ROWS = 4  # in a frame: 64 KiB
 QUEUE_BYTES = 16 * limits.MIB
 MORE_BYTES_MAX = 64 * limits.MIB
 STOP_S_MAX = 10.0
-RATE = 500  # frames a second; the bad one that sleeps does a tenth of it
+TURNS = {
+    "drop": 4000,
+    "spill": 1000,
+}  # frames in a turn, about a second; the consumer that sleeps takes twenty for a thousand
+PAIRS_MAX = 28  # of turns: an inbox holds 32,768 frames
 KINDS = ("sleeps", "raises", "hangs", "dies")
 
 
@@ -58,15 +62,18 @@ class HubChild:
         told = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
         return int(next(line for line in told.splitlines() if line.startswith(what)).split()[1]) * limits.KIB
 
-    def send(self, count, rate=None):
-        """Send frames of one request, so many a second, and wait until the hub acknowledged them; return how many seconds it took."""
+    def send(self, count):
+        """Send frames of one request and wait until the hub acknowledged them; return how many seconds it took."""
         steps = range(self.sent, self.sent + count)
-        frames = [make_frame([("r1", ROWS, step * ROWS, ROWS)], hidden=HIDDEN, step=step) for step in steps]
-        self.sent += count
+        return self.send_all(
+            [make_frame([("r1", ROWS, step * ROWS, ROWS)], hidden=HIDDEN, step=step) for step in steps]
+        )
+
+    def send_all(self, frames):
+        """Send these as `send` does."""
+        self.sent += len(frames)
         begun = time.monotonic()
-        for number, frame in enumerate(frames):
-            if rate is not None:
-                time.sleep(max(0.0, begun + number / rate - time.monotonic()))
+        for frame in frames:
             assert self.link.send(frame.header, frame.payload) is None
         eventually(lambda: not self.link.counters["unacked_frames"] and not self.link.counters["queued_bytes"], 60)
         return time.monotonic() - begun
@@ -165,24 +172,44 @@ def test_a_consumer_that_fails_and_spills_loses_nothing_that_it_did_not_refuse(h
     assert max(hub.stop()) <= STOP_S_MAX
 
 
+def rate_beside(hub_child, kind, policy, seconds):
+    """Return the rate of the others beside a consumer of this kind, over that beside one that does well, and the first hub.
+
+    Both as fast as they can, in turns, each first in every other; the median of the ratios of two turns after each other.
+    """
+    bad, well = hub_child(kind, policy=policy), hub_child("takes", policy=policy)
+    frames = [make_frame([("r1", ROWS, step * ROWS, ROWS)], hidden=HIDDEN, step=step) for step in range(100)]
+    frames *= TURNS[policy] // len(frames)
+    for hub in (bad, well):
+        hub.send_all(frames)  # whatever is done once
+    ratios = []
+    begun = time.monotonic()
+    while time.monotonic() - begun < seconds and len(ratios) < PAIRS_MAX:
+        took = {hub: hub.send_all(frames) for hub in ((bad, well) if len(ratios) % 2 else (well, bad))}
+        ratios.append(took[well] / took[bad])
+    ratio = statistics.median(ratios)
+    print(f"{kind}, {policy}: {ratio:.3f} of {len(frames) / took[well]:.0f} frames/s, {len(ratios)} pairs of turns")
+    return ratio, bad
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("policy", ["drop", "spill"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_others_keep_their_rate_beside_a_consumer_that_fails(hub_child, kind, policy):
-    """At a rate that the hub can do, with and without the bad one, in turns for a minute; and memory does not grow meanwhile."""
-    beside, alone = hub_child(kind, policy=policy), hub_child("none")
-    took = {beside: [], alone: []}
-    begun = time.monotonic()
-    while time.monotonic() - begun < 60:
-        for hub in (beside, alone):
-            took[hub].append(hub.send(500, RATE))
-    ratio = statistics.median(took[alone]) / statistics.median(took[beside])
-    print(
-        f"{kind}: {ratio:.3f} of the rate without it, {500 / statistics.median(took[alone]):.0f} frames/s, {len(took[alone])} turns"
-    )
+    """A minute of turns, and another if the machine had other things to do; memory does not grow meanwhile."""
+    for _ in range(2):
+        ratio, bad = rate_beside(hub_child, kind, policy, 60)
+        assert bad.memory("VmHWM") - bad.resident <= 2 * QUEUE_BYTES + MORE_BYTES_MAX
+        assert max(bad.stop()) <= STOP_S_MAX
+        if ratio >= 0.95:
+            break
     assert ratio >= 0.95
-    assert beside.memory("VmHWM") - beside.resident <= 2 * QUEUE_BYTES + MORE_BYTES_MAX
-    assert max(beside.stop()) <= STOP_S_MAX
+
+
+@pytest.mark.long
+def test_a_consumer_that_costs_the_others_something_would_be_noticed(hub_child):
+    ratio, _ = rate_beside(hub_child, "hogs", "drop", 20)
+    assert ratio < 0.9
 
 
 def test_a_hub_whose_consumers_hang_stops_in_time_however_long_it_may_drain(address, monkeypatch):

@@ -617,7 +617,7 @@ def test_stop_is_bounded_though_a_consumer_hangs(address, caplog):
     consumer = Recorder(held=True)
     with worker_link(address, wait=False) as link:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("capflow.fanout._GIVE_UP_S", 0.2)
+            patch.setattr(limits, "GIVE_UP_S", 0.2)
             from capflow.hub import Hub
 
             hub = Hub(address, [configured(consumer)])

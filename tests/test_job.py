@@ -88,6 +88,7 @@ def test_a_wrong_job_is_refused_before_anything_starts(tmp_path, prompts, argume
         (("--consumer", "filesystem:root={tmp}/rows,hooks=mlp_in"), "--sites mlp_in"),
         (("--consumer", "log", "--sites", "post_block:77"), "post_block:77"),
         (("--consumer", "log", "--engine-arg", "colour=red"), "colour"),
+        (("--consumer", "log", "--policy", "spill", "--spool-dir", "/dev/null/spool"), "--spool-dir: got /dev/null"),
     ],
 )
 def test_what_the_model_does_not_have_is_refused_before_it_is_loaded(tmp_path, prompts, arguments, words):

@@ -23,7 +23,7 @@ from capflow.client import Client
 from capflow.errors import CapflowError, HubUnreachableError, UsageError
 from capflow.guard import Guard, Offences
 from capflow.hub import Hub
-from capflow.keys import AllowList, find_key, peer_key, read_key, write_key
+from capflow.keys import AllowList, find_key, make_directory, peer_key, read_key, write_key
 from capflow.message import Hello
 from capflow.transport import Dealer, Event, new_key
 
@@ -446,3 +446,11 @@ def test_the_command(keys, tmp_path):
     elsewhere = Path(tmp_path / "elsewhere")
     capflow("keys", "new", "carl", "--dir", str(elsewhere))
     assert elsewhere.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_place_that_cannot_be_written_is_told_with_what_to_do(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CapflowError, match=r"directory of keys .*: got .*, expected one that can be made; set XDG_"):
+        make_directory(tmp_path / "file" / "keys")
+    with pytest.raises(CapflowError, match=r"key .*: got .*, expected a file that can be written; look at the room"):
+        write_key(tmp_path / "nowhere", "me", new_key())

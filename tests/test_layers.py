@@ -44,6 +44,7 @@ LAYERS = (
         "waiters",
         "roster",
         "pace",
+        "notes",
         "fanout",
         "inbox",
         "inboxwriter",

@@ -1,6 +1,6 @@
 """Random requests against the oracle, and proof that it notices a plan that is wrong by one.
 
-`CAPFLOW_ORACLE_REQUESTS` says how many requests (`make soak`: 5,000), `CAPFLOW_ORACLE_SEED` repeats a run; the seed is printed.
+`CAPFLOW_ORACLE_REQUESTS` says how many requests (`make soak-requests`: 5,000), `CAPFLOW_ORACLE_SEED` repeats a run; the seed is printed.
 """
 
 import dataclasses

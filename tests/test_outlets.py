@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import time
 
 import pytest
 from frames import FIRST, make_finished, make_frame, make_hello, make_model
@@ -11,7 +12,7 @@ from hubs import Recorder, running_hub
 from waiting import eventually
 
 from capflow import limits
-from capflow.transport import Outbox
+from capflow.transport import Outbox, left_behind
 from capflow_engine.hubs import HubAt
 from capflow_engine.outlets import Outlets
 from capflow_engine.ring import Ring
@@ -29,6 +30,26 @@ def outlets_of(addresses, **kwargs):
     settings = Settings("engine-2", tuple(map(HubAt, addresses)), model.sites, **kwargs)
     ring = Ring(limits.MIB, pinned=False)
     return Outlets(settings, rank=FIRST, info=model, sites=model.sites, ring=ring, text_of=None)
+
+
+def send(outlets, count):
+    """Send frames of four rows to every hub."""
+    for step in range(count):
+        for way in outlets._sender.ways:
+            frame = make_frame([("r1", 4, step * 4, 4)], engine="engine-2", boot=way.boot, step=step)
+            assert way.link.send(frame.header, frame.payload) is None
+
+
+class Slow(Recorder):
+    """Takes its time with each frame."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def on_frame(self, frame):
+        time.sleep(self.seconds)
+        super().on_frame(frame)
 
 
 def leave(root, name):
@@ -52,6 +73,38 @@ def test_what_was_spilled_for_a_hub_goes_to_it_wherever_it_is_now(addresses, tmp
     (said,) = [record.message for record in caplog.records if "stays" in record.message]
     assert said == f"spool {tmp_path}/hub-2 stays: it is for hub 2, and there are 2, counted from 0"
     assert [path.name for path in tmp_path.iterdir() if any(path.iterdir())] == ["hub-2"]
+
+
+def test_an_engine_ends_in_time_beside_a_hub_that_takes_nothing_and_the_others_get_all(addresses, monkeypatch, caplog):
+    monkeypatch.setattr(limits, "HANG_S_MAX", 1.0)
+    hung, slow = Recorder(held=True), Slow(0.1)
+    with running_hub(addresses[0], hung), running_hub(addresses[1], slow):
+        outlets = outlets_of(addresses[:2])
+        assert all(link.wait_welcome(20) for link in outlets.links)
+        send(outlets, 30)
+        assert hung.waiting.wait(20)
+        began = time.monotonic()
+        outlets.close()
+        assert time.monotonic() - began < 10
+        assert slow.rows["r1"] == 30 * 4
+        (said,) = [record.message for record in caplog.records if "takes nothing" in record.message]
+        assert addresses[0] in said
+
+
+def test_what_is_spilled_for_a_hub_that_takes_nothing_is_left_on_disk(addresses, tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "HANG_S_MAX", 0.5)
+    with running_hub(addresses[0], Recorder(held=True)):
+        outbound = Outbound.of("spill", str(tmp_path), None, None)
+        outlets = outlets_of(addresses[:1], outbound=outbound, outbound_bytes_max=2000)
+        (link,) = outlets.links
+        assert link.wait_welcome(20)
+        send(outlets, 30)
+        began = time.monotonic()
+        outlets.close()
+        assert time.monotonic() - began < 10
+    (left,) = left_behind(tmp_path)
+    assert left.unacknowledged > 20
+    left.close()
 
 
 def test_a_worker_has_another_boot_at_each_hub(addresses):

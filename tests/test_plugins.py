@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 import types
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 import pytest
+from sources import modules
 
 import capflow
 from capflow import limits
-from capflow.consumer import Consumer, Controller
+from capflow.cli.run import run
+from capflow.consumer import Consumer, Controller, Fallback, Policy
 from capflow.errors import CapflowError, UsageError
 from capflow.plugins import (
     ConfiguredConsumer,
@@ -337,3 +340,15 @@ def test_options_are_told_with_types_and_defaults():
         "spill_fallback": ("block or drop", False, "block"),
     }
     assert [option.name for option in options_of(Watch)] == ["threshold"]
+
+
+def test_the_defaults_of_policies_are_written_in_one_place():
+    """Whoever has a default takes it from `capflow.consumer`; the words are types, enums and choices elsewhere."""
+    said = {name for name, path in modules().items() if re.search(r'(?<!== )"block"', path.read_text(encoding="utf-8"))}
+    assert said == {"capflow.consumer", "capflow.queue", "capflow.cli.run"}
+
+
+def test_the_command_line_offers_the_policies_that_there_are():
+    offered = {option.name: option.type for option in run.params}
+    assert tuple(offered["policy"].choices) == get_args(Policy)
+    assert tuple(offered["spill_fallback"].choices) == get_args(Fallback)

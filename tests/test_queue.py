@@ -90,6 +90,19 @@ def test_displace_throws_out_the_oldest_that_have_a_size():
     assert [queue.get(0) for _ in range(3)] == ["end", "large", None]
 
 
+def test_remove_takes_out_the_oldest_that_matches():
+    queue = ByteQueue(10)
+    for name in ("a1", "b1", "b2", "a2"):
+        queue.force(name, 2)
+    queue.force("b0", 0)
+    assert queue.remove(lambda item: item.startswith("b")) == "b1"
+    assert queue.nbytes == 6
+    assert queue.remove(lambda item: item == "b0") == "b0"
+    assert queue.remove(lambda item: item == "c") is None
+    assert queue.displace("d", 8) == ["a1", "b2"]
+    assert [queue.get(0) for _ in range(3)] == ["a2", "d", None]
+
+
 def test_force_ignores_the_bound():
     queue = ByteQueue(10)
     queue.force("a", 50)

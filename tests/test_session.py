@@ -28,7 +28,7 @@ from capflow.message import (
     Welcome,
     WorkerCounts,
 )
-from capflow.session import HubSession, Intake, PeerSession, State, cost
+from capflow.session import HubSession, Intake, PeerSession, Pool, State, cost
 
 HELLOS = {
     "worker": make_hello(),
@@ -97,7 +97,7 @@ def open_peer(role="worker", credit=1_000_000, last_seq=0, now=0.0) -> PeerSessi
 def open_hub(role="worker", window=1_000_000) -> HubSession:
     hub = HubSession()
     hub.receive(said(HELLOS[role]), 0.0)
-    list(hub.welcome(Welcome("hub", window), 0.0, Intake(window) if role == "worker" else None))
+    list(hub.welcome(Welcome("hub", window), 0.0, Intake(Pool(window)) if role == "worker" else None))
     return hub
 
 
@@ -212,6 +212,28 @@ class TestFramesOfAPeer:
         peer.receive(said(Ack(1, 10)), 0.0)
         assert [frame.header.seq for frame in sent(peer)] == [2]
 
+    def test_are_kept_up_to_a_bound_whatever_a_hub_grants(self, monkeypatch):
+        monkeypatch.setattr(limits, "UNACKED_BYTES_MAX", 5000)
+        peer = open_peer(credit=2**40)
+        push(peer, 100)
+        assert peer.credit_bytes <= 5000
+        for turn in range(20):  # it grants without acknowledging, and has the worker connect again
+            sent(peer)
+            peer.receive(said(Ack(0, 2**62)), 0.0)
+            sent(peer)
+            assert peer._sent_bytes <= 5000
+            last = peer._sent[-1].seq
+            peer.connected(float(turn))
+            peer.receive(said(Welcome("hub", 2**40, last_seq=last)), float(turn))
+        assert last < 100
+
+    def test_that_cannot_be_sealed_leave_no_gap(self):
+        peer = open_peer()
+        with pytest.raises(TypeError):
+            peer.push(make_frame().header, object())
+        push(peer, 2)
+        assert [frame.header.seq for frame in sent(peer)] == [1, 2]
+
     def test_are_kept_until_acknowledged(self):
         peer = open_peer()
         push(peer, 3)
@@ -270,28 +292,28 @@ class TestFramesOfAPeer:
 
 class TestIntake:
     def test_refuses_a_gap(self):
-        intake = Intake(1000)
+        intake = Intake(Pool(1000))
         intake.grant()
         assert intake.take(1, 10)
         with pytest.raises(RemoteProtocolError, match="frame number: got 3, expected 2"):
             intake.take(3, 10)
 
     def test_starts_wherever_an_earlier_hub_stopped(self):
-        intake = Intake(1000)
+        intake = Intake(Pool(1000))
         intake.grant()
         assert intake.take(7, 10)
         assert intake.release(7).seq == 7
 
     def test_takes_a_frame_once(self):
-        intake = Intake(1000)
+        intake = Intake(Pool(1000))
         intake.grant()
         assert intake.take(1, 10)
         assert not intake.take(1, 10)
-        assert intake.refund(10).credit_bytes == 10
+        assert intake.refund().credit_bytes == 10
         assert intake.credit_bytes == 990
 
     def test_acknowledges_up_to_the_first_frame_that_is_held(self):
-        intake = Intake(1000)
+        intake = Intake(Pool(1000))
         intake.grant()
         for seq in (1, 2, 3):
             intake.take(seq, 10)
@@ -300,24 +322,83 @@ class TestIntake:
         assert intake.release(3) == Ack(3, 10)
 
     def test_refuses_what_was_not_paid_for(self):
-        intake = Intake(100)
+        intake = Intake(Pool(100))
         intake.grant()
         intake.take(1, 90)
         with pytest.raises(RemoteProtocolError, match="credit"):
             intake.take(2, 20)
 
     def test_admits_one_frame_larger_than_the_window(self):
-        intake = Intake(100)
+        intake = Intake(Pool(100))
         intake.grant()
         assert intake.take(1, 500)
         assert intake.release(1) == Ack(1, 500)
         assert intake.credit_bytes == 100
 
     def test_grants_less_while_frames_are_held(self):
-        intake = Intake(100)
+        intake = Intake(Pool(100))
         intake.grant()
         intake.take(1, 60)
         assert intake.grant() == 40
+
+
+class TestPool:
+    def test_many_workers_share_what_a_hub_holds(self):
+        pool = Pool(1000, 4000)
+        intakes = [Intake(pool) for _ in range(10)]
+        assert [intake.grant() for intake in intakes] == [1000, 1000, 1000, 1000, 0, 0, 0, 0, 0, 0]
+        for intake in intakes:
+            for seq in range(1, 8):
+                if intake.credit_bytes >= 300 or not intake.held_bytes:
+                    intake.take(seq, 300)
+        for intake in intakes:
+            while intake.held_bytes:
+                intake.release(next(iter(intake._held)))
+        for intake in intakes:
+            assert intake.take(intake.last_seq + 1, 300)
+            intake.release(intake.last_seq)
+        assert [intake.credit_bytes for intake in intakes] == [400] * 10
+        assert pool.committed_bytes == 4000
+
+    def test_what_is_held_of_workers_that_are_gone_counts(self):
+        pool = Pool(1000, 1000)
+        gone, here = Intake(pool), Intake(pool)
+        gone.grant()
+        gone.take(1, 700)
+        gone.revoke()
+        assert here.grant() == 300
+        gone.release(1)
+        here.take(1, 100)
+        assert here.release(1) == Ack(1, 800)
+        assert pool.committed_bytes == here.credit_bytes == 1000
+
+    def test_a_worker_that_leaves_makes_room(self):
+        pool = Pool(1000, 1000)
+        first, second = Intake(pool), Intake(pool)
+        assert first.grant() == 1000
+        assert second.grant() == 0
+        first.revoke()
+        assert second.grant() == 1000
+
+    @given(
+        st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["take", "release", "grant", "revoke"])), max_size=200)
+    )
+    def test_no_more_is_committed_than_there_is_but_for_one_frame_of_each(self, turns):
+        pool = Pool(1000, 2500)
+        intakes = [Intake(pool) for _ in range(6)]
+        for number, what in turns:
+            intake = intakes[number]
+            if what == "take" and intake.connected and (intake.credit_bytes >= 150 or not intake.held_bytes):
+                assert intake.take(intake.last_seq + 1, 150)
+            elif what == "release" and intake.held_bytes:
+                intake.release(next(iter(intake._held)))
+            elif what == "grant":
+                intake.grant()
+            elif what == "revoke":
+                intake.revoke()
+            assert sum(one.credit_bytes + one.held_bytes for one in intakes) == pool.committed_bytes
+            assert sum(one.held_bytes for one in intakes) <= 2500 + 6 * 150
+            assert pool.workers == sum(one.connected for one in intakes)
 
 
 @given(
@@ -326,7 +407,7 @@ class TestIntake:
 def test_every_frame_arrives_once_and_in_order_whatever_breaks(events, window):
     """The two sides against each other: nothing past credit, nothing lost, nothing twice."""
     peer, taken, hub_acked = PeerSession(HELLOS["worker"]), [], 0
-    intake, wire, held = Intake(window), [], []
+    intake, wire, held = Intake(Pool(window)), [], []
 
     def connect():
         wire.clear()
@@ -353,7 +434,7 @@ def test_every_frame_arrives_once_and_in_order_whatever_breaks(events, window):
                     taken.append(header.seq)
                     held.append(header.seq)
                 else:
-                    peer.receive(hub.send(intake.refund(cost(parts)), 0.0), 0.0)
+                    peer.receive(hub.send(intake.refund(), 0.0), 0.0)
         elif event == "release" and held:
             peer.receive(hub.send(intake.release(held.pop(0)), 0.0), 0.0)
         elif event == "break":
@@ -361,7 +442,7 @@ def test_every_frame_arrives_once_and_in_order_whatever_breaks(events, window):
         elif event == "new_hub":  # what was taken and not released is lost with the old one, and comes again
             del taken[len(taken) - len(held) :]
             held.clear()
-            intake = Intake(window)
+            intake = Intake(Pool(window))
             hub = connect()
 
     for event in events:

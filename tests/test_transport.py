@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import struct
 import subprocess
@@ -27,6 +28,8 @@ from capflow.message import Ack, Await, Beat, Bye, Hello, Refused, Results, Stat
 from capflow.result import CaptureResult
 from capflow.session import cost
 from capflow.spec import CaptureSpec
+from capflow.transport import Dealer, Router, WorkerLink
+from capflow.transport import link as link_module
 
 __all__ = ["address"]
 
@@ -46,6 +49,8 @@ from capflow.consumer import Consumer
 from capflow.hub import Hub
 from capflow.plugins import ConfiguredConsumer
 from capflow.spec import CaptureSpec
+from capflow.transport import Dealer, Router, WorkerLink
+from capflow.transport import link as link_module
 
 class Writer(Consumer):
     name = "writer"
@@ -200,7 +205,7 @@ class TestWorkerLink:
             consumer.go.clear()
             send(link, [], finished=[make_finished()])
             assert told.wait(20)
-            assert link.counters["unacked_frames"] == 1
+            eventually(lambda: link.counters["unacked_frames"] == 1)
             consumer.go.set()
             eventually(lambda: link.counters["unacked_frames"] == 0)
 
@@ -219,6 +224,64 @@ class TestWorkerLink:
             consumer.go.set()
             eventually(lambda: len(consumer.seqs) == 30)
             assert hub.counts.protocol_errors == 0
+
+    def test_keeps_no_more_than_its_bounds_when_a_hub_grants_whatever_it_likes(self, address, monkeypatch):
+        monkeypatch.setattr(limits, "UNACKED_BYTES_MAX", 50_000)
+        with (
+            contextlib.closing(Router(address)) as router,
+            worker_link(address, wait=False, policy="drop", outbound_bytes_max=20_000) as link,
+        ):
+
+            def welcomed():
+                router.poll(0.05)
+                while (received := router.receive()) is not None:
+                    router.send(received.peer, [message.encode(Welcome("liar", 2**40))])  # and never an Ack
+                return link.connected
+
+            eventually(welcomed)
+            said = send_steps(link, 1000)
+            assert said.count("queue_full") > 500
+            counts = link._counts()
+            each = cost(make_frame(seq=1000).encode())
+            assert 40_000 < counts.unacked_bytes_peak <= 50_000 + 2 * each
+            assert counts.queue_bytes_peak <= 20_000
+
+    def test_comes_back_after_failures_that_nobody_thought_of(self, address, monkeypatch, caplog):
+        """Without descriptors a socket cannot be made; nor may what a hub says, or a mistake here, be the end of a link."""
+        left = {"made": 3, "served": 2}
+        made, served = link_module.Dealer.__init__, WorkerLink._fill
+
+        def make(self, *args, **kwargs):
+            left["made"] -= 1
+            if left["made"] >= 0:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            made(self, *args, **kwargs)
+
+        def fill(self, dealer, now):
+            if self.connected and left["served"] > 0:
+                left["served"] -= 1
+                raise ValueError("a mistake")
+            served(self, dealer, now)
+
+        monkeypatch.setattr(link_module.Dealer, "__init__", make)
+        monkeypatch.setattr(WorkerLink, "_fill", fill)
+        consumer = Recorder()
+        with running_hub(address, consumer), worker_link(address, wait=False) as link:
+            eventually(lambda: link.ever_connected)
+            assert send_steps(link, 5) == [None] * 5
+            eventually(lambda: consumer.seqs == [1, 2, 3, 4, 5])
+        failed = [record for record in caplog.records if getattr(record, "event", "") == "link_failed"]
+        assert [type(record.exc_info[1]) for record in failed] == [OSError, ValueError], "each kind once in a row"
+
+    def test_that_cannot_be_made_leaves_no_descriptor(self, address, monkeypatch):
+        def descriptors():
+            return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+        before = descriptors()
+        for _ in range(20):
+            with pytest.raises(CapflowError, match=r"cannot connect to tcp://no host:1: got .*, expected .*; "):
+                Dealer("tcp://no host:1")
+        eventually(lambda: descriptors() <= before + 2)
 
     def test_blocks_its_sender_when_a_consumer_that_blocks_is_slow_and_loses_nothing(self, address):
         consumer = Recorder(held=True)
@@ -394,6 +457,29 @@ class TestHub:
                 peer.send_multipart(parts)
                 assert message.decode(answer(peer)[0]) == Bye()
 
+    def test_goes_on_after_failures_of_its_socket(self, address, monkeypatch):
+        poll, receive, left = Router.poll, Router.receive, {"poll": 2, "receive": 2}
+
+        def failing(name, call):
+            def instead(self, *args):
+                if left[name] > 0:
+                    left[name] -= 1
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                return call(self, *args)
+
+            return instead
+
+        monkeypatch.setattr(Router, "poll", failing("poll", poll))
+        monkeypatch.setattr(Router, "receive", failing("receive", receive))
+        consumer = Recorder()
+        with running_hub(address, consumer), worker_link(address) as link:
+            assert send_steps(link, 5) == [None] * 5
+            eventually(lambda: consumer.seqs == [1, 2, 3, 4, 5])
+            left |= {"poll": 2, "receive": 2}
+            assert send_steps(link, 5, first=5) == [None] * 5
+            eventually(lambda: len(consumer.seqs) == 10)
+        assert left == {"poll": 0, "receive": 0}
+
     def test_says_goodbye_when_it_stops(self, address):
         with raw_peer(address) as peer:
             with running_hub(address, Recorder()):
@@ -502,3 +588,17 @@ class TestClient:
             said = message.decode(answer(peer)[0])
             assert isinstance(said, Results)
             assert said.results["recorder"] == CaptureResult("ok", payload={"rows": 4})
+
+
+def test_an_address_that_cannot_be_listened_at_is_told_with_what_to_do():
+    with pytest.raises(CapflowError, match=r"cannot listen at tcp://.*: got .*, expected .*; name another"):
+        Router("tcp://192.0.2.1:1")
+
+
+def test_that_a_hub_went_away_is_told_with_what_to_do(address, caplog):
+    with worker_link(address, wait=False) as link:
+        with running_hub(address, Recorder()):
+            assert link.wait_welcome(20)
+        eventually(lambda: link.reconnects)
+    expected = f"the hub at {address} went away: got it said goodbye, expected one that answers; connecting again"
+    assert any(record.message.startswith(expected) for record in caplog.records)

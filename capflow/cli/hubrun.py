@@ -39,7 +39,8 @@ class HubRun:
     """A running hub, from `with` to its end: then it drains, and prints what came of it.
 
     hub: the hub. refusals: why engines were refused, in the order in which they were. A first Ctrl-C or
-    SIGTERM sets `stopped`, which `wait` returns on; a second one cuts the drain short. metrics: host and port to serve
+    SIGTERM sets `stopped`, which `wait` returns on; a second one cuts the drain short. ends: the run is over when all is done, so consumers
+    that spill handle everything too; otherwise what they have not handled is left to the next hub. drain_s: by default as long as limits say. metrics: host and port to serve
     metrics and health at. log_format: `json` logs everything and prints nothing.
     """
 
@@ -51,7 +52,8 @@ class HubRun:
         *,
         key: str | None = None,
         insecure: bool = False,
-        drain_s: float = limits.DRAIN_S_MAX,
+        drain_s: float | None = None,
+        ends: bool = False,
         metrics: tuple[str, int] | None = None,
         log_format: Format = "text",
         console: Console | None = None,
@@ -60,7 +62,8 @@ class HubRun:
         self.console = console or (
             Console(stderr=True) if log_format == "text" else Console(file=io.StringIO(), quiet=True)
         )
-        self.drain_s = drain_s
+        self.ends = ends
+        self.drain_s = (limits.DRAIN_S_MAX if ends else limits.DRAIN_S_DEFAULT) if drain_s is None else drain_s
         self.refusals: list[str] = []
         self.stopped = threading.Event()  # set by the first signal
         self.controllers = tuple(controllers)
@@ -112,9 +115,10 @@ class HubRun:
 
     @property
     def exit_code(self) -> int:
-        """1 when rows were lost, a consumer failed or it did not drain; known at the end."""
+        """1 when rows were lost, a consumer failed, was not told of an end or did not drain; known at the end."""
         now = self.hub.snapshot()
-        return 1 if now.rows_lost or now.errors or not self._drained else 0
+        untold = any(lane.notes.lost["end"] for lane in self.hub.lanes)
+        return 1 if now.rows_lost or now.errors or untold or not self._drained else 0
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> None:
         """Show how things go until `until` holds or a signal comes."""
@@ -144,7 +148,11 @@ class HubRun:
     def _stop_hub(self) -> bool:
         """Stop the hub, in the time allowed or as soon as someone is in a hurry."""
         result: list[bool] = []
-        stopping = threading.Thread(target=lambda: result.append(self.hub.stop(self.drain_s)), name="capflow-stop")
+
+        def stop() -> None:
+            result.append(self.hub.stop(self.drain_s, leave=not self.ends))
+
+        stopping = threading.Thread(target=stop, name="capflow-stop")
         stopping.start()
         while stopping.is_alive():
             stopping.join(limits.IDLE_S)

@@ -110,6 +110,9 @@ class ModelJob:
     engine: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
     key: str | None = None  # the hub's own, if it has one: the engine and this side speak with it too
+    outbound: dict[str, Any] = field(
+        default_factory=dict
+    )  # what workers do when their queue is full: `policy`, `spool_dir`, …
     hub: str = ""  # the address, known once the hub listens
     stage: str = "starting"
     shape: tuple[int, tuple[Site, ...]] | None = None  # layers and tapped sites, known before the model is loaded
@@ -155,6 +158,7 @@ class ModelJob:
                     "max_tokens": self.max_tokens,
                     "engine": self.engine,
                     "sampling": self.sampling,
+                    **self.outbound,
                 }
             )
         )

@@ -73,7 +73,6 @@ def replay(
     PATH is a recording (`capflow record`) or a data set (the consumer `filesystem`). The exit code is 1 when rows were lost or the
     recording is damaged.
     """
-    from capflow import limits
     from capflow.address import private_address
     from capflow.cli.hubrun import HubRun
     from capflow.endpoint import parse_listen
@@ -93,7 +92,8 @@ def replay(
     running = HubRun(
         private_address("replay"),
         made,
-        drain_s=limits.DRAIN_S_MAX if drain_s is None else drain_s,
+        drain_s=drain_s,
+        ends=True,
         metrics=metrics,
         log_format=log_format,
     )

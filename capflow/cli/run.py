@@ -15,6 +15,7 @@ import click
 if TYPE_CHECKING:
     from capflow.cli.hubrun import HubRun
     from capflow.cli.logs import Format
+    from capflow.consumer import Fallback, Policy
 
 
 def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
@@ -53,13 +54,27 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
     help="Watch what the hub at this address takes, live: for consumers with policy drop or skip. It waits for nothing here.",
 )
 @click.option("--tap-key", metavar="NAME|PATH", help="This side's key for --tap. Default: that of CAPFLOW_KEY.")
-@click.option("--drain-s", type=click.FloatRange(min=0), help="How long consumers may take at the end.")
+@click.option(
+    "--drain-s",
+    type=click.FloatRange(min=0),
+    help="How long consumers that get on may take at the end. Default: 20; with --model 60.",
+)
 @click.option("--model", metavar="MODEL", help="Run this model over --prompts, and end when it is through.")
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="The prompts for --model, JSON Lines.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens for each answer.")
 @click.option("--sites", multiple=True, metavar="HOOK:LAYER", help="Sites that carry a tap, with *; post_block:*.")
 @click.option("--engine-arg", multiple=True, metavar="NAME=VALUE", help="An engine argument of vLLM; repeatable.")
 @click.option("--sampling", multiple=True, metavar="NAME=VALUE", help="A sampling parameter of vLLM; repeatable.")
+@click.option(
+    "--policy",
+    type=click.Choice(["block", "drop", "spill"]),
+    help="What a worker of --model does when its queue is full. Default: block.",
+)
+@click.option("--spool-dir", metavar="DIR", help="Where a worker with policy spill has its spool.")
+@click.option("--spool-bytes", type=click.IntRange(min=1), help="How much it may hold. Default: 2 GiB.")
+@click.option(
+    "--spill-fallback", type=click.Choice(["block", "drop"]), help="What holds when it is full. Default: block."
+)
 @click.option(
     "--metrics-address",
     metavar="[HOST:]PORT",
@@ -85,6 +100,10 @@ def run(
     sites: tuple[str, ...],
     engine_arg: tuple[str, ...],
     sampling: tuple[str, ...],
+    policy: Policy | None,
+    spool_dir: str | None,
+    spool_bytes: int | None,
+    spill_fallback: Fallback | None,
     metrics_address: str | None,
     log_format: Format,
     until_eof: bool,
@@ -94,7 +113,6 @@ def run(
     Alone it waits for engines until Ctrl-C; with --model and --prompts it runs that model and ends when all its
     prompts are through. The exit code is 1 when rows were lost.
     """
-    from capflow import limits
     from capflow.address import check_address, default_address, private_address
     from capflow.cli.hubrun import HubRun
     from capflow.endpoint import parse_listen
@@ -104,6 +122,13 @@ def run(
     if (model is None) != (prompts is None):
         given, missing = ("--prompts", "--model") if model is None else ("--model", "--prompts")
         raise UsageError(explain(given, got=f"no {missing}", expected="both or neither"))
+    spill = {"spool_dir": spool_dir, "spool_bytes": spool_bytes, "spill_fallback": spill_fallback}
+    outbound = {name: value for name, value in {"policy": policy, **spill}.items() if value is not None}
+    for name in outbound:
+        if model is None or (name != "policy" and policy != "spill"):
+            missing = "no --model" if model is None else "no --policy spill"
+            do = "say the policy where the engine is started" if model is None else ""
+            raise UsageError(explain("--" + name.replace("_", "-"), got=missing, expected="it beside", do=do))
     if tap is not None and model is not None:
         raise UsageError(explain("--tap", got="--model with it", expected="one of them"))
     if tap is None and tap_key is not None:
@@ -121,7 +146,6 @@ def run(
 
         check_live(made, controllers)
         tapping = functools.partial(Tapping, tap, key=tap_key, insecure=insecure, own_key=key)
-    drain_s = limits.DRAIN_S_MAX if drain_s is None else drain_s
     job = None
     if model is not None and prompts is not None:
         from capflow.cli.job import ModelJob, parse_pairs, read_prompts
@@ -134,10 +158,19 @@ def run(
             engine=parse_pairs(engine_arg, "--engine-arg"),
             sampling=parse_pairs(sampling, "--sampling"),
             key=key,
+            outbound=outbound,
         )
         job.check()
     running = HubRun(
-        address, made, controllers, key=key, insecure=insecure, drain_s=drain_s, metrics=metrics, log_format=log_format
+        address,
+        made,
+        controllers,
+        key=key,
+        insecure=insecure,
+        drain_s=drain_s,
+        ends=job is not None or until_eof,
+        metrics=metrics,
+        log_format=log_format,
     )
     if job is not None:
         from capflow.cli.job import run_job

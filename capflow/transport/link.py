@@ -1,6 +1,6 @@
 """The link: one peer's connection to its hub, driven by a thread of its own.
 
-A link reconnects by itself, as often as it takes. Nothing that the engine calls waits for a socket;
+A link reconnects by itself, as often as it takes, whatever ended its connection. Nothing that the engine calls waits for a socket;
 `WorkerLink.send` waits for room, if its policy says so.
 """
 
@@ -13,7 +13,7 @@ import time
 
 from capflow import limits
 from capflow.address import check_address
-from capflow.errors import RemoteProtocolError
+from capflow.errors import RemoteProtocolError, explain
 from capflow.frame import Frame
 from capflow.keys import peer_key
 from capflow.message import Bye, Hello, Message, Refused, Welcome
@@ -43,6 +43,7 @@ class Link:
         self._session = PeerSession(hello, seq=seq)  # the thread's alone; others read plain fields of it
         self._said_bytes = 0  # how long the message is that `_received` takes; the thread's
         self._waker = Waker()  # closed by the thread when it ends
+        self._failed_at: type[Exception] | None = None  # what the last connection failed with; the thread's
         self._closing = threading.Event()  # set by `close`
         self._close_by = 0.0  # set by `close` before `_closing`: when to leave although frames are left
         self._welcomed = threading.Event()  # set by every Welcome or Refused, cleared when the connection is lost
@@ -73,9 +74,10 @@ class Link:
         return self.welcome if self.connected else None
 
     def close(self, drain_s: float = limits.LINGER_S) -> None:
-        """Get out what was taken, for at most `drain_s` seconds, say Bye and stop."""
-        if not self._closing.is_set():
-            self._close_by = time.monotonic() + drain_s
+        """Get out what was taken, for at most `drain_s` seconds, say Bye and stop. A second call may shorten what the first allowed."""
+        close_by = time.monotonic() + drain_s
+        if not self._closing.is_set() or close_by < self._close_by:
+            self._close_by = close_by
             self._closing.set()
             self._waker.wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -116,20 +118,34 @@ class Link:
             pause_s = limits.RECONNECT_S_MIN
             while not self._done(time.monotonic()):
                 since = time.monotonic()
-                dealer = Dealer(
-                    self.address, key=self._key, waker=self._waker, message_bytes_max=self.message_bytes_max
-                )
-                with contextlib.closing(dealer):
-                    self._serve(dealer)
+                try:
+                    self._connect()
+                    self._failed_at = None
+                except Exception as e:  # noqa: BLE001  no descriptor left, or a bug here: the engine runs on, and we try on
+                    self._failed(e)
                 lasted_s = time.monotonic() - since
                 pause_s = limits.RECONNECT_S_MIN if lasted_s > limits.RECONNECT_S_MAX else pause_s * 2
                 self._closing.wait(min(pause_s, limits.RECONNECT_S_MAX))
-        except Exception:  # a bug here: the engine must run on without us
-            logger.exception("the link to %s ended", self.address)
         finally:
             self._session.lost()
             self._welcomed.set()
             self._waker.close()
+
+    def _connect(self) -> None:
+        dealer = Dealer(self.address, key=self._key, waker=self._waker, message_bytes_max=self.message_bytes_max)
+        with contextlib.closing(dealer):
+            self._serve(dealer)
+
+    def _failed(self, e: Exception) -> None:
+        """Say once of failures in a row that are of a kind what it is, and take the connection for lost."""
+        if type(e) is not self._failed_at:
+            event = {"event": "link_failed", "address": self.address}
+            logger.error("the link to %s failed; trying on", self.address, exc_info=e, extra=event)
+        self._failed_at = type(e)
+        try:
+            self._lost("the link failed")
+        except Exception:
+            logger.exception("the link to %s failed once more", self.address, extra={"event": "link_failed"})
 
     def _serve(self, dealer: Dealer) -> None:
         """Drive one connection until it is lost or the link is closed."""
@@ -147,12 +163,12 @@ class Link:
                         logger.error("%s; trying on", why)
                     self._unmade = why
                 else:
-                    self._lost("the hub went away")
+                    self._lost("it closed the connection or is gone")
                     return
             if not self._read(dealer, now):
                 return
             if session.silent(now):
-                self._lost(f"the hub was silent for {limits.SILENCE_S_MAX:g} s")
+                self._lost(f"it was silent for {limits.SILENCE_S_MAX:g} s")
                 return
             self._fill(dealer, now)
             if (beat := self._beat(now)) is not None:
@@ -173,7 +189,9 @@ class Link:
 
     def _lost(self, why: str) -> None:
         if self._welcomed.is_set():
-            logger.warning("%s (%s); connecting again", why, self.address)
+            what, expected = f"the hub at {self.address} went away", "one that answers"
+            do = "connecting again and again: start it again at this address, if it does not come back by itself"
+            logger.warning("%s", explain(what, got=why, expected=expected, do=do))
             self.reconnects += 1
         self._session.lost()
         self._welcomed.clear()
@@ -192,7 +210,7 @@ class Link:
             self._said_bytes = cost(parts)
             match said:
                 case Bye() if self._session.state is State.LOST:
-                    self._lost("the hub said goodbye")
+                    self._lost("it said goodbye")
                     return False
                 case Refused():
                     logger.error(

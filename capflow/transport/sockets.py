@@ -114,6 +114,24 @@ class Dealer:
         message_bytes_max: int = limits.HEADER_BYTES_MAX,
     ) -> None:
         self._context = zmq.Context()
+        self._watched = False  # whether there is a `_monitor` to be closed
+        try:
+            self._open(address, key, message_bytes_max)
+            self._poller = zmq.Poller()
+            self._poller.register(self._socket, zmq.POLLIN)
+            self._poller.register(self._monitor, zmq.POLLIN)
+            if waker is not None:
+                self._poller.register(waker.fileno(), zmq.POLLIN)
+            self._socket.connect(without_key(address))
+        except zmq.ZMQError as e:
+            self.close()
+            expected, do = (
+                "a hub's address, and a descriptor that is free",
+                "see `capflow status` for the hub, `ulimit -n` for the descriptors",
+            )
+            raise CapflowError(explain(f"cannot connect to {address}", got=e.strerror, expected=expected, do=do)) from e
+
+    def _open(self, address: str, key: KeyPair | None, message_bytes_max: int) -> None:
         self._context.set(zmq.MAX_SOCKETS, 8)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, int(limits.LINGER_S * 1000))
@@ -129,17 +147,8 @@ class Dealer:
             self._socket.set(zmq.CURVE_SERVERKEY, bytes.fromhex(hub))
             self._socket.set(zmq.CURVE_PUBLICKEY, bytes.fromhex(key.public))
             self._socket.set(zmq.CURVE_SECRETKEY, bytes.fromhex(key.secret))
-        self._monitor = self._socket.get_monitor_socket(sum(_EVENTS))
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        if waker is not None:
-            self._poller.register(waker.fileno(), zmq.POLLIN)
-        try:
-            self._socket.connect(without_key(address))
-        except zmq.ZMQError as e:
-            self.close()
-            raise CapflowError(explain("cannot connect", got=f"{address}: {e.strerror}")) from e
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(sum(_EVENTS))
+        self._watched = True
 
     def poll(self, timeout_s: float | None) -> None:
         """Wait until there is something to read, an event, or a wake-up."""
@@ -168,10 +177,10 @@ class Dealer:
 
     def close(self) -> None:
         """Leave, having given what was sent a moment to get out."""
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close()
-        self._context.term()
+        if self._watched:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+        self._context.destroy()  # and its sockets, each with the time to linger that it has
 
 
 class Router:
@@ -215,7 +224,9 @@ class Router:
             self.close()
             if e.errno == zmq.EADDRINUSE:
                 raise in_use(address) from e
-            raise CapflowError(explain(f"cannot listen at {address}", got=os.strerror(e.errno or 0))) from e
+            expected, do = "an address of this machine, and a descriptor that is free", "name another with --address"
+            got = os.strerror(e.errno or 0)
+            raise CapflowError(explain(f"cannot listen at {address}", got=got, expected=expected, do=do)) from e
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from capflow import limits
-from capflow.consumer import Fallback, Policy
+from capflow.consumer import FALLBACK_DEFAULT, POLICY_DEFAULT, Fallback, Policy
 from capflow.frame import Frame, FrameHeader
 from capflow.message import Beat, Hello, Message, Welcome, WorkerCounts
 from capflow.queue import ByteQueue, Overload
@@ -33,7 +34,7 @@ class WorkerLink(Link):
     """A worker's link: takes frames from one thread and gets each to the hub once.
 
     outbound_bytes_max bounds the frames that wait here; those sent and not acknowledged are bounded by the hub's
-    credit besides. policy: what `send` does when there is no room, waiting at most block_s_max seconds
+    credit besides, and by `limits.UNACKED_BYTES_MAX` whatever the hub says. policy: what `send` does when there is no room, waiting at most block_s_max seconds
     for it. on_welcome: called on the link's thread with every Welcome. staged: gives, on the link's thread, what the hub
     is told of what comes before this link.
 
@@ -50,13 +51,13 @@ class WorkerLink(Link):
         hello: Hello,
         *,
         outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT,
-        policy: Policy = "block",
+        policy: Policy = POLICY_DEFAULT,
         block_s_max: float = limits.BLOCK_S_MAX,
         on_welcome: Callable[[Welcome], None] | None = None,
         staged: Callable[[], Staged] = Staged,
         key: str | None = None,
         outbox: Outbox | None = None,
-        fallback: Fallback = "block",
+        fallback: Fallback = FALLBACK_DEFAULT,
     ) -> None:
         super().__init__(address, hello, key=key)
         assert (policy == "spill") == (outbox is not None)
@@ -68,6 +69,8 @@ class WorkerLink(Link):
         self._staged = staged
         self._told_at = 0.0  # when the hub was last told the counts; the thread's
         self._queue: ByteQueue[tuple[int, FrameHeader, memoryview]] = ByteQueue(outbound_bytes_max)
+        self._close_lock = threading.Lock()  # guards the next: whoever waits for an end may close once more
+        self._outbox_closed = False
         self._gave_up = False  # a whole `block_s_max` was waited for a hub that is gone; cleared by its return
         self._frames = 0  # accepted by `send`
         self._bytes = 0
@@ -81,6 +84,16 @@ class WorkerLink(Link):
     def give_up(self) -> None:
         """Note that it was waited for room in vain."""
         self._gave_up = not self.connected
+
+    @property
+    def acked(self) -> int:
+        """The number of the frame up to which the hub has acknowledged all."""
+        return self._session.acked
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is left that `close` should wait for."""
+        return self._drained()
 
     @property
     def counters(self) -> dict[str, Any]:
@@ -165,8 +178,10 @@ class WorkerLink(Link):
         """
         super().close(drain_s)
         self._queue.close()
-        if self.outbox is not None and not self._thread.is_alive():
-            self.outbox.close()
+        with self._close_lock:
+            if self.outbox is not None and not self._thread.is_alive() and not self._outbox_closed:
+                self._outbox_closed = True
+                self.outbox.close()
 
     def _fill(self, dealer: Dealer, now: float) -> None:
         if self.outbox is not None:
@@ -208,6 +223,7 @@ class WorkerLink(Link):
             queue_bytes_peak=self._queue.bytes_peak,
             unacked_frames=self._session.unacked,
             unacked_bytes=self._session.unacked_bytes,
+            unacked_bytes_peak=self._session.unacked_bytes_peak,
             staged_bytes=staged.nbytes,
             staged_bytes_max=staged.bytes_max,
             dropped_rows=dict(staged.dropped_rows),

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, Self
 
 from capflow import limits
-from capflow.consumer import Fallback, Policy
+from capflow.consumer import POLICY_DEFAULT, Fallback, Policy
 from capflow.errors import UsageError, explain
 from capflow.result import joined
 from capflow_engine import compat
@@ -51,7 +51,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         key: str | None = None,
         insecure: bool = False,
         sites: Sequence[str] = SITES_DEFAULT,
-        policy: Policy = "block",
+        policy: Policy = POLICY_DEFAULT,
         spool_dir: str | None = None,
         spool_bytes: int | None = None,
         spill_fallback: Fallback | None = None,

@@ -14,11 +14,12 @@ from typing import Any
 
 import msgspec
 
+from capflow.consumer import POLICY_DEFAULT, Fallback, Policy
 from capflow.errors import UsageError, explain
 from capflow_engine import compat, compat_model
 from capflow_engine.child import Tell, work_for_parent
 from capflow_engine.hubs import hubs_at
-from capflow_engine.settings import Settings, engine_arguments
+from capflow_engine.settings import Outbound, Settings, engine_arguments
 
 
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,7 +34,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the parent asks for, as JSON on the child's standard input.
 
     model: a path or a name that vLLM takes, or `demo`. engine: further arguments of the engine, and sampling of
-    `SamplingParams`, by vLLM's names.
+    `SamplingParams`, by vLLM's names. policy and what follows it: as of `Outbound.of`.
     """
 
     model: str
@@ -44,6 +45,10 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: dict[str, Any] = {}
     sampling: dict[str, Any] = {}
     key: str | None = None
+    policy: Policy = POLICY_DEFAULT
+    spool_dir: str | None = None
+    spool_bytes: int | None = None
+    spill_fallback: Fallback | None = None
 
 
 def run(job: Job, tell: Tell) -> None:
@@ -70,7 +75,8 @@ def run(job: Job, tell: Tell) -> None:
     num_layers, sites, _ = compat_model.check_model(arguments, job.sites)
     tell("model", num_layers=num_layers, sites=sites)
     hubs = hubs_at([job.hub], job.key, insecure=True)  # as the hub was allowed to be
-    settings = Settings(engine=uuid.uuid4().hex, hubs=hubs, sites=sites, hub_wait_s=30.0)
+    outbound = Outbound.of(job.policy, job.spool_dir, job.spool_bytes, job.spill_fallback)
+    settings = Settings(engine=uuid.uuid4().hex, hubs=hubs, sites=sites, outbound=outbound, hub_wait_s=30.0)
     for name, value in engine_arguments(settings).items():
         if name in job.engine:
             raise UsageError(explain(f"--engine-arg {name}", expected="to be left out; capflow brings its own"))

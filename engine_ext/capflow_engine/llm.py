@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from capflow.consumer import Fallback, Policy
+from capflow.consumer import POLICY_DEFAULT, Fallback, Policy
 from capflow.errors import UsageError, explain
 from capflow.program import SteeringProgram
 from capflow.result import joined
@@ -64,7 +64,7 @@ class LLM(VLLM):  # type: ignore[misc]
         key: str | None = None,
         insecure: bool = False,
         sites: Sequence[str] = SITES_DEFAULT,
-        policy: Policy = "block",
+        policy: Policy = POLICY_DEFAULT,
         spool_dir: str | None = None,
         spool_bytes: int | None = None,
         spill_fallback: Fallback | None = None,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -83,11 +85,28 @@ class Outlets:
         self._sender.put(step)
 
     def close(self) -> None:
-        """Send what was put, and leave the hubs."""
-        for link in self.former:
-            link.close(0.0)
+        """Send what was put, for as long as the hubs take it and at most `limits.DRAIN_S_MAX` seconds, and leave them.
+
+        A hub that acknowledges nothing for `limits.HANG_S_MAX` is not waited for any longer.
+        """
+        _leave(self.former)
         there = any(link.connected for link in self.links)
-        self._sender.close(limits.DRAIN_S_MAX if there else limits.LINGER_S)  # nobody takes what waits for a hub
+        drain_s = limits.DRAIN_S_MAX if there else limits.LINGER_S  # nobody takes what waits for a hub
+        closing = threading.Thread(target=self._sender.close, args=(drain_s,), name="capflow-closing", daemon=True)
+        closing.start()
+        deadline = time.monotonic() + drain_s
+        got_on = {link: (link.acked, time.monotonic()) for link in self.links}  # how far, and when it was there
+        while got_on and closing.is_alive() and time.monotonic() < deadline:
+            closing.join(limits.IDLE_S)
+            now = time.monotonic()
+            for link, (acked, since) in list(got_on.items()):
+                if link.drained or link.acked != acked:
+                    got_on[link] = (link.acked, now)
+                elif now - since > limits.HANG_S_MAX:
+                    logger.error("the hub at %s takes nothing; the engine ends without it", link.address)
+                    del got_on[link]
+                    _leave([link])
+        closing.join(limits.GIVE_UP_S)
 
     def _link(self, number: int, hub: HubAt, hello: Hello) -> WorkerLink:
         settings, outbound, outbox = self._settings, self._settings.outbound, None
@@ -109,6 +128,15 @@ class Outlets:
 
     def _staged(self, number: int) -> Staged:
         return Staged(self._ring.bytes_lent, self._ring.bytes_max, dict(self._sender.dropped[number]))
+
+
+def _leave(links: Sequence[FormerLink | WorkerLink]) -> None:
+    """Stop links at once, all together."""
+    closing = [threading.Thread(target=link.close, args=(0.0,), daemon=True) for link in links]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join()
 
 
 def _directory(root: Path, number: int) -> Path:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, get_args
 
 from capflow import limits
 from capflow.address import runtime_directory
-from capflow.consumer import Fallback, Policy
+from capflow.consumer import POLICY_DEFAULT, Fallback, Policy
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ModelInfo
 from capflow.steering import Steering
@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     own.add_argument("--hub", action="append", default=[])
     own.add_argument("--key", default=None)
     own.add_argument("--sites", action="append", default=None)
-    own.add_argument("--policy", choices=get_args(Policy), default="block")
+    own.add_argument("--policy", choices=get_args(Policy), default=POLICY_DEFAULT)
     own.add_argument("--spool-dir", default=None)
     own.add_argument("--spool-bytes", type=_bytes(1, limits.SPOOL_BYTES_MAX), default=None)
     own.add_argument("--spill-fallback", choices=get_args(Fallback), default=None)

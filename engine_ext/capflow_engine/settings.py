@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from capflow import limits
-from capflow.consumer import Fallback, Policy
+from capflow.consumer import FALLBACK_DEFAULT, POLICY_DEFAULT, Fallback, Policy
 from capflow.errors import UsageError, explain
 from capflow.shard import hub_of
 from capflow.site import HOOKS, Site
@@ -37,10 +37,10 @@ _GRAPH_VERSION = 3  # goes up with every change to what a tap puts into the grap
 class Outbound(NamedTuple):
     """What a worker does when its outbound queue is full, and with `spill` where to, how much, and what holds then."""
 
-    policy: Policy = "block"
+    policy: Policy = POLICY_DEFAULT
     spool_dir: str = ""
     spool_bytes: int = limits.SPOOL_BYTES_DEFAULT
-    spill_fallback: Fallback = "block"
+    spill_fallback: Fallback = FALLBACK_DEFAULT
 
     @property
     def blocks(self) -> bool:
@@ -62,7 +62,7 @@ class Outbound(NamedTuple):
                 if value is not None:
                     raise UsageError(explain(name, got=f"policy {policy}", expected="policy spill with it"))
             return cls(policy)
-        fallback: Any = "block" if spill_fallback is None else spill_fallback
+        fallback: Any = FALLBACK_DEFAULT if spill_fallback is None else spill_fallback
         if fallback not in get_args(Fallback):
             raise UsageError(
                 explain("spill_fallback", got=fallback, expected=f"one of {', '.join(get_args(Fallback))}")
