@@ -92,9 +92,7 @@ def main() -> int:
 
     directory = Path(tempfile.mkdtemp(prefix="capflow-bench-"))
     save_model(directory / "thin")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = (directory / "server.log").open("w")
     command = [
         "serve",
@@ -141,11 +139,19 @@ def main() -> int:
     return 0
 
 
+def free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
 def wait_for(server: subprocess.Popen[bytes], port: int, log: str) -> None:
     """Return once the server answers."""
     while True:
         if server.poll() is not None:
-            sys.exit(f"steering_ttft: the server ended; see {log}")
+            sys.exit(f"the server ended; see {log}")
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
         try:
             connection.request("GET", "/health")

@@ -14,7 +14,11 @@ from steered import LOGITS_MAX, RAW, SteeredReference, cases, lengths, logits, p
 from vllm.sampling_params import BeamSearchParams
 
 import capflow
+from capflow.errors import UsageError
 from capflow.steering import Steering
+from capflow_engine import compat
+from capflow_engine.hubs import hubs_at
+from capflow_engine.settings import Settings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 HERE = Path(__file__).parent
@@ -246,6 +250,29 @@ def test_what_was_generated_is_read_only_by_what_is_steered_alike(cached, steere
         continued[name] = again.num_cached_tokens
     assert continued["base"] == 128  # prompt and answer were computed alike
     assert continued["prefill"] == continued["decode"] == 96
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("kv_transfer_config", {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}),
+        ("kv_offloading_size", 1.0),
+    ],
+)
+def test_a_connector_that_would_bring_steered_blocks_to_others_is_refused_before_anything_runs(model, argument, value):
+    """vLLM's example knows blocks by their tokens: behind a request that is steered, it gives a plain one what that computed."""
+    flag = f"--{argument.replace('_', '-')} is not supported"
+    with pytest.raises(UsageError, match=flag), engine(model, **{argument: value}):
+        pass
+
+
+def test_a_connector_is_refused_by_the_engine_too_however_it_came(model):
+    from vllm.config import KVTransferConfig, VllmConfig
+
+    settings = Settings(engine="e", hubs=hubs_at([], None, insecure=False), sites=(), user={})
+    connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    with pytest.raises(UsageError, match="a KV connector is not supported"):
+        compat.check_config(VllmConfig(additional_config=settings, kv_transfer_config=connector))
 
 
 def test_a_module_that_changes_under_its_name_forks_the_cache(cached, steered):

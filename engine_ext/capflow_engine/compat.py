@@ -138,6 +138,19 @@ def register_op(
     )
 
 
+def check_arguments(engine_args: Any) -> None:
+    """Raise UsageError for arguments of an engine that `check_config` refuses too, but only once the engine starts.
+
+    A KV connector brings cache blocks from elsewhere, and what it knows them by is its own affair: vLLM's example looks at
+    tokens alone, others at tokens and a salt that clients choose. So a request would be given blocks that were steered for
+    another. A token that is brought is not computed either, and has no row.
+    """
+    for name in ("kv_transfer_config", "kv_offloading_size"):
+        if getattr(engine_args, name, None) is not None:
+            do = "leave it out: a KV connector does not know which blocks were steered"
+            raise UsageError(explain(f"--{name.replace('_', '-')} is not supported with capflow", do=do))
+
+
 def check_config(vllm_config: Any) -> None:
     """Raise UsageError for a vLLM configuration under which rows could not be attributed."""
     if not isinstance(vllm_config.additional_config, Settings):
@@ -155,6 +168,7 @@ def check_config(vllm_config: Any) -> None:
         ("--prefill-context-parallel-size", getattr(parallel, "prefill_context_parallel_size", 1) > 1),
         ("--kv-sharing-fast-prefill", vllm_config.cache_config.kv_sharing_fast_prefill),
         ("adaptive verification of drafts", getattr(speculative, "enable_adaptive_verification", False)),
+        ("a KV connector", vllm_config.kv_transfer_config is not None),
         ("a diffusion model", getattr(vllm_config.model_config, "is_diffusion", False)),
     ):
         if on:
@@ -319,16 +333,6 @@ def add_finished_outputs(engine_core_outputs: dict[int, Any], requests: Sequence
                 trace_headers=request.trace_headers,
             )
         )
-
-
-def fork_prompt_cache(request: Any, salt: str, hash_block_size: int) -> None:
-    """Key all the request's cache blocks by `salt` besides: a request with another salt shares none of them.
-
-    The salt is part of vLLM's own, too, which KV connectors use; but that a client may choose, so it is not enough.
-    """
-    request.cache_salt = f"{request.cache_salt or ''}|capflow:{salt}"
-    request.block_hashes.clear()
-    fork_cache_from(request, 0, f"prompt:{salt}", hash_block_size)
 
 
 def fork_cache_from(request: Any, position: int, salt: str, hash_block_size: int) -> None:

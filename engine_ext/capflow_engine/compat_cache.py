@@ -30,10 +30,6 @@ class _LimitedReads:
         """Return the cached blocks that a request may read."""
         return super().get_computed_blocks(_readable(request))  # type: ignore[misc]
 
-    def get_computed_blocks_for_connector(self, request: Any) -> Any:
-        """Return the same where a KV connector finds the rest."""
-        return super().get_computed_blocks_for_connector(_readable(request))  # type: ignore[misc]
-
 
 def limit_reads(scheduler: Any) -> None:
     """Let a scheduler keep requests from reading cached blocks that `compute` says they must compute."""
@@ -42,15 +38,14 @@ def limit_reads(scheduler: Any) -> None:
     manager.__class__ = type(f"Capture{kind.__name__}", (_LimitedReads, kind), {})
 
 
-def compute(scheduler: Any, request: Any, wanted: Positions) -> None:
+def compute(request: Any, wanted: Positions) -> None:
     """Have a request compute these positions, and those behind the first of them, also where they are cached.
 
     The last position of a prompt is computed anyway.
     """
     request.capflow_wanted = wanted
-    first = wanted.at(request.num_prompt_tokens).first()
-    if first == 0 or (first < request.num_prompt_tokens - 1 and scheduler.connector is not None):
-        request.skip_reading_prefix_cache = True  # a connector, too, brings tokens that nobody computes
+    if wanted.at(request.num_prompt_tokens).first() == 0:
+        request.skip_reading_prefix_cache = True
 
 
 def _readable(request: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ModelInfo
 from capflow.site import HOOKS, Site
+from capflow_engine import compat
 from capflow_engine.settings import Tapped
 from capflow_engine.structure import Place, Structure, UnclearError, large_on_meta, resolve
 
@@ -22,9 +23,10 @@ from capflow_engine.structure import Place, Structure, UnclearError, large_on_me
 def check_model(engine_args: Any, patterns: Iterable[str]) -> Tapped:
     """Return a model's number of layers and the sites that patterns name, from its configuration alone.
 
-    Raises UsageError for a model that cannot be found or followed, or sites that it does not have, before anything
-    starts.
+    Raises UsageError for a model that cannot be found or followed, sites that it does not have, or arguments that
+    `compat.check_arguments` refuses, before anything starts.
     """
+    compat.check_arguments(engine_args)
     layers = structures(engine_args)
     return Tapped.of(patterns, layers)
 

@@ -59,7 +59,7 @@ class Captured:
     def add_request(self, request: Any) -> None:
         """Admit a request; vLLM's scheduler takes it from here."""
         new = request.request_id not in self.requests  # type: ignore[attr-defined]
-        taken = self.capflow.admit(self, request) if new else True
+        taken = self.capflow.admit(request) if new else True
         if not new and compat_step.ends_input(request):
             self.capflow.input_over.add(request.request_id)
         super().add_request(request)  # type: ignore[misc]
@@ -159,7 +159,7 @@ class Ledger:
             self.links.wait_welcomes(self.settings.hub_wait_s)
         self._take_welcomes()
 
-    def admit(self, scheduler: Any, request: Any) -> bool:
+    def admit(self, request: Any) -> bool:
         """Name a new request, and key its cache by what it asks for.
 
         Returns False for a request that cannot be run as it asks; it is never run otherwise.
@@ -189,13 +189,13 @@ class Ledger:
         self._unscheduled[key] = name, self._wishes_number
         wishes = self._wishes[self.settings.hub_of(name)]
         if wanted := _wanted(options, wishes):
-            compat_cache.compute(scheduler, request, wanted)
+            compat_cache.compute(request, wanted)
         if options.program is not None:
             self._programs[key] = options.program
             if options.generated:
                 self._generated[key] = options.generated
             self._waiting[key] = needs
-            self._key_cache(request, options.program, connected=scheduler.connector is not None)
+            self._key_cache(request, options.program)
         if wishes.controllers:  # they may steer it at any step, unseen from here
             compat.fork_cache_from(request, request.num_prompt_tokens, f"{self._boot}:{key}", self.hash_block_size)
         return taken
@@ -209,20 +209,18 @@ class Ledger:
         if program is not None and program.prefill != program.decode:
             self._fork_for_itself(request, position)
 
-    def _key_cache(self, request: Any, program: SteeringProgram, *, connected: bool) -> None:
+    def _key_cache(self, request: Any, program: SteeringProgram) -> None:
         """Key a request's cache blocks by what steers the positions in them.
 
         What steers generated positions alone leaves the prompt's blocks to everyone. Equal steering has equal keys.
-        connected: a KV connector may know blocks by their tokens and salt alone, so that the salt has to say it all.
         """
         prompt = self._steered_from(request)
         prefill = program.key(program.prefill)
         decode = prefill if program.decode == program.prefill else program.key(program.decode)
         patched = f"patched:{program.patched_key(prompt)}" if program.patched else ""
         behind = f"decode:{prompt}:{decode}" if decode != prefill else ""  # where the prompt ends is part of it
-        salt = f"{prefill}{behind}{patched}" if connected else prefill if program.prefill else ""
-        if salt:
-            compat.fork_prompt_cache(request, salt, self.hash_block_size)
+        if program.prefill:
+            compat.fork_cache_from(request, 0, f"prompt:{prefill}", self.hash_block_size)
         first = program.first_patched(prompt)
         for position, fork in sorted([(prompt, behind), (prompt if first is None else first, patched)]):
             if fork:
