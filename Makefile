@@ -28,8 +28,9 @@ proof: env system  ## run the tests that take minutes each
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint requirements/cpu.lock "ray>=2.40"  # for one of them
 	$(PYTHON) -m pytest -m long
 
-chaos: env  ## kill the hub and the engine side 80 times under load, and check every row; some ten minutes
+chaos: env  ## kill the hub and the engine side 80 times under load, and check every row; then kill at each named point, 20 times; half an hour
 	$(PYTHON) tests/chaos.py
+	$(PYTHON) -m pytest -m long tests/test_spool_crash.py tests/test_hub_crash.py tests/test_files_crash.py
 
 soak: env  ## half an hour of frames through a worker's link, a hub and files; memory and descriptors must not grow
 	$(PYTHON) tests/soak.py

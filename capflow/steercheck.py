@@ -110,7 +110,7 @@ class Mates(msgspec.Struct, frozen=True):
 
 
 class Applied(msgspec.Struct, frozen=True):
-    """What an answer would say by what it was steered that was steered at every site; expected: one operation at each."""
+    """What the answer to a request says of what steered it, which was steered at every site; expected: one operation at each."""
 
     key: str
     prefill: dict[str, int]

@@ -194,6 +194,19 @@ def test_steering_that_does_nothing_fails(tapped, monkeypatch):
 
 
 @pytest.mark.engine
+def test_a_request_that_is_not_steered_at_every_site_fails(tapped):
+    """Fields that get lost between what is asked for and the program."""
+    from capflow_engine.steercheck import Checks
+
+    checks = Checks(tapped[0], tapped[1])
+    assert list(checks.applied().failures()) == []
+    lost = checks.sites[0]
+    checks.vectors = {site: vector for site, vector in checks.vectors.items() if site != lost}
+    (failure,) = checks.applied().failures()
+    assert f"names {len(checks.sites) - 1} and" in failure
+
+
+@pytest.mark.engine
 @pytest.mark.long
 def test_steering_at_another_site_fails(tapped, monkeypatch):
     """What is meant for one layer is done at the next."""

@@ -20,9 +20,7 @@ from capflow.errors import UsageError, explain
 from capflow.site import HOOKS, Site
 from capflow.steercheck import RELATIVE_NORM, Applied, Cost, Fired, Mates, Report
 from capflow_engine import compat, compat_model
-from capflow_engine.applied import Applied as AppliedSet
 from capflow_engine.child import Tell, work_for_parent
-from capflow_engine.options import RequestOptions
 from capflow_engine.trial import (
     GREEDY,
     LENGTHS,
@@ -169,12 +167,18 @@ class Checks:
         )
 
     def applied(self) -> Applied:
-        """Return what is said to be applied of vectors at every site."""
-        options = RequestOptions.make(steering_vectors=fields(self.vectors))
-        assert options.steering is not None
-        program = options.resolved(self.llm.capflow_model, self.llm.steering).program
-        said = AppliedSet.of(program, options.steering, everywhere=False)
-        return Applied(said.key, said.prefill, said.decode, [str(site) for site in self.sites])
+        """Return what the answer to a request with vectors at every site says of what steered it."""
+        import capflow
+
+        params = capflow.sampling_params(**asks(2), steering_vectors=fields(self.vectors))
+        (output,) = self.llm.generate([self._prompt], params, use_tqdm=False)
+        said = output.steering_applied
+        expected = [str(site) for site in self.sites]
+        return (
+            Applied("none", {}, {}, expected)
+            if said is None
+            else Applied(said.key, said.prefill, said.decode, expected)
+        )
 
     def cost(self, plain: Plain, turns: int, say: Say) -> Cost:
         """Measure plain vLLM, this engine idle, and all of its requests steered at every site, turn by turn."""
