@@ -62,10 +62,11 @@ Outcome = Applied | Rejected
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """An action that was asked for through a hub, and what came of it; what consumers are told.
+    """An action on a request, asked for through a hub or done inside its worker, and what came of it; what consumers are told.
 
     id: of no other action. engine: that runs the request, empty when the hub does not know. kind: `steer`, `unsteer` or `abort`; sites: where vectors are
-    added. asked_by: the consumer's name, or `client`, with a key's public half behind a space. time_ns: when it was answered. step: when it was
+    added. asked_by: the consumer's name, or `client`, with a key's public half behind a space; inside the worker `controller NAME`, or
+    `request` for the steering that it came with. time_ns: when it was answered. step: when it was
     applied, None when it was rejected, for the reason.
     """
 

@@ -106,10 +106,10 @@ class Consumer(ABC):
         return None
 
     def on_action(self, answered: Answered) -> None:
-        """An action on a request, asked for through this hub by anyone, was applied or rejected.
+        """An action on a request was applied or rejected: at once when it was asked for through this hub by anyone.
 
-        What controllers do inside the workers is not told, nor the steering that a request brings itself. A consumer with policy
-        `spill` may be told of one again after a kill, by the same id.
+        The steering that a request of which rows are captured brings itself, and what controllers do to it inside the workers, is told when the request is over,
+        before `on_request_done`. A consumer with policy `spill` may be told of one again after a kill, by the same id.
         """
 
     def look(self) -> tuple[str, str] | None:

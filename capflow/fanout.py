@@ -327,6 +327,9 @@ class Lane:
 
     def _finish(self, request: Request, place: int, settled: Callable[[], None] | None) -> None:
         """Tell the consumer, which has this place in the request's ledger, that it is over; `settled` is called, on any thread, when there is a result."""
+        if type(self.consumer).on_action is not Consumer.on_action:
+            for acted in request.acted():
+                self._guard("on_action", self.consumer.on_action, acted)
         done = request.done_for(place)
         said: list[CaptureResult | Future[CaptureResult] | None] = []
         error = self._guard("on_request_done", lambda: said.append(self.consumer.on_request_done(done)))

@@ -116,12 +116,25 @@ class Dropped(msgspec.Struct, frozen=True, omit_defaults=True):
     gaps: Annotated[tuple[Gap, ...], msgspec.Meta(max_length=limits.GAPS_MAX)] = ()
 
 
+class Acted(msgspec.Struct, frozen=True):
+    """What steered a request was changed inside its worker, for the step numbered `step` and those after it.
+
+    by: `request`, what it came with, or `controller NAME`. kind: `steer` or `unsteer`; sites: where something is done.
+    """
+
+    by: Name
+    kind: Name
+    sites: Annotated[tuple[Site, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
+    step: Count
+    time_ns: Nanoseconds
+
+
 class Finished(msgspec.Struct, frozen=True):
     """A request is over on this worker, and this is the last frame that names it.
 
     status: `stop`, `length`, `abort` or `error`. computed_length: tokens of it that were computed, so
     that position `computed_length - 1` is its last row. rows: rows (position times site) sent for it
-    by this worker over all its frames; dropped: those that were not sent.
+    by this worker over all its frames; dropped: those that were not sent. acted: what steered it, in order, as far as nobody was told by a hub.
     """
 
     id: Name
@@ -131,6 +144,7 @@ class Finished(msgspec.Struct, frozen=True):
     rows: Count
     dropped: Annotated[tuple[Dropped, ...], msgspec.Meta(max_length=limits.DROPPED_REASONS_MAX)] = ()
     capture: CaptureSpec | None = None
+    acted: Annotated[tuple[Acted, ...], msgspec.Meta(max_length=limits.ACTED_MAX)] = ()
 
 
 class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import xxhash
 
 from capflow import limits
+from capflow.action import Answered
 from capflow.errors import RemoteProtocolError, UsageError, explain
 from capflow.frame import Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, rows_of
 from capflow.losses import Losses, described, note_frame
@@ -161,6 +163,21 @@ class Request:
             finished=finished,
             budget_reached=self._budget_reached(consumer),
         )
+
+    def acted(self) -> list[Answered]:
+        """Return what changed the steering of it inside its workers, oldest first; told again, each has the same id."""
+        told = [
+            (
+                acted,
+                xxhash.xxh3_128_hexdigest(repr((self.engine, self.id, stage, number, acted.time_ns)).encode()),
+            )
+            for stage, finished in self.finished.items()
+            for number, acted in enumerate(finished.acted)
+        ]
+        return [
+            Answered(key, self.engine, self.id, acted.kind, acted.sites, acted.by, acted.time_ns, acted.step, "")
+            for acted, key in sorted(told, key=lambda one: one[0].time_ns)
+        ]
 
     @property
     def computed_length(self) -> int:

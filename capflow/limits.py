@@ -17,6 +17,7 @@ RANK_MAX = 65_535
 HUBS_MAX = 64  # of one engine
 TEXT_LENGTH_MAX = 65_536  # characters of a message for people
 DROPPED_REASONS_MAX = 64  # for which one worker dropped rows of one request
+ACTED_MAX = 256  # changes of what steers one request that its end tells of
 GAPS_MAX = 256  # of one request and reason, in which the lost rows are told; more rows are counted
 HIDDEN_SIZE_MAX = 65_536
 POSITIONS_LISTED_MAX = 1_024  # in one spec; it travels with every frame of its request

@@ -3,6 +3,7 @@
 import threading
 import time
 
+import duckdb
 import numpy as np
 import pytest
 from engines import GREEDY, LAYERS, WIDTH, Reference, answers, engine, prompts, relative_error, save_tiny, vector
@@ -337,10 +338,15 @@ def test_the_gate_steers_from_the_step_after_its_probe_fired(tiny, reference, tm
         f"gate:probe={tmp_path}/p.safetensors,vector={tmp_path}/v.safetensors,positions=all_generated",
         f"filesystem:root={tmp_path}/rows,capture=requests",
     ]
+    consumers.append(f"duckdb:path={tmp_path}/store.duckdb")
     with engine(tiny, consumers=consumers) as llm:
         params = capflow.sampling_params(id="gated", capture=ALL, max_tokens=24, **GREEDY)
         (output,) = llm.generate([prompt], params, use_tqdm=False)
+        assert output.capture_results["duckdb"].status == "ok"
     gated = answers([output])[0]
+    with duckdb.connect(str(tmp_path / "store.duckdb"), read_only=True) as store:
+        done = store.sql("SELECT request_id, kind, sites, asked_by, outcome, step > 1 FROM actions").fetchall()
+    assert done == [("gated", "steer", ["post_block:1"], "controller gate", "applied", True)]
     assert gated[: fires - 11] == unsteered[: fires - 11]
     data = capflow.open(tmp_path / "rows")["gated"]
     got = np.stack([data[Site(layer, "post_block")].rows for layer in range(LAYERS)])

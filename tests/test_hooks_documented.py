@@ -129,7 +129,7 @@ def test_every_method_of_a_controller_is_called(monkeypatch):
     model = make_model()
     running = control.Controllers([configure("every", {}, known).spec()], model, model.sites, 0)
     assert running.captures() == [gives["spec"]]
-    assert running.run(7, Planner(1).plan([]), np.zeros(0, np.uint8), {}) == [steer]
+    assert running.run(7, Planner(1).plan([]), np.zeros(0, np.uint8), {}) == [("every", steer)]
     running.forget("r1")
     assert set(called) == set(methods(Controller))
     assert called["open"] == (model,)

@@ -13,9 +13,10 @@ from waiting import eventually
 
 from capflow import inbox, limits
 from capflow.client import Client
-from capflow.frame import Rank
+from capflow.frame import Acted, Rank
 from capflow.plugins import Spill
 from capflow.result import CaptureResult
+from capflow.site import Site
 from capflow.spilling import SpillingLane
 
 __all__ = ["address"]
@@ -49,9 +50,9 @@ class Sender:
             self.sent[name] = self.sent.get(name, 0) + ROWS
         self._send(parts)
 
-    def end(self, *requests):
+    def end(self, *requests, **more):
         """Send the ends of some requests."""
-        self._send(finished=[make_finished(name, ROWS, self.sent.get(name, 0)) for name in requests])
+        self._send(finished=[make_finished(name, ROWS, self.sent.get(name, 0), **more) for name in requests])
 
     def _send(self, parts=(), **kwargs):
         frame = make_frame(parts, step=self.steps, **self.header, **kwargs)
@@ -153,6 +154,42 @@ def test_a_request_without_a_result_is_given_again(address, spills):
             assert link.wait_welcome(20)
             time.sleep(0.3)
             assert third.rows == {}
+
+
+class Told(Forgetful):
+    """Keeps what actions it is told of, and how many results it had been asked for by then."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def on_action(self, answered):
+        self.told.append((answered, len(self.futures)))
+
+
+def test_what_was_done_inside_a_worker_is_told_before_the_end_and_again_by_the_same_id(address, spills):
+    first, second = Told(), Told()
+    acted = (
+        Acted("request", "steer", (Site(1, "post_block"),), 3, 30),
+        Acted("controller gate", "unsteer", (), 9, 90),
+    )
+    with worker_link(address, wait=False) as link:
+        worker = Sender(link)
+        for consumer in (first, second):
+            with running_hub(address, spills(consumer)):
+                assert link.wait_welcome(20)
+                if consumer is first:
+                    worker.rows("r1")
+                    worker.end("r1", acted=acted)
+                eventually(lambda consumer=consumer: "r1" in consumer.futures)
+                eventually(lambda: worker.acknowledged)
+        said = [(a.request, a.asked_by, a.kind, a.sites, a.step, a.time_ns, before) for a, before in first.told]
+    assert said == [
+        ("r1", "request", "steer", (Site(1, "post_block"),), 3, 30, 0),
+        ("r1", "controller gate", "unsteer", (), 9, 90, 0),
+    ]
+    assert second.told == first.told
+    assert len({answered.id for answered, _ in first.told}) == 2
 
 
 def test_an_id_may_come_again_before_its_first_result(address, spills):

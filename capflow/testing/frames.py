@@ -106,6 +106,7 @@ def make_finished(
     status: str = "stop",
     dropped: tuple[Any, ...] = (),
     capture: CaptureSpec | None = None,
+    acted: tuple[Any, ...] = (),
 ) -> Finished:
     """Return a Finished; `rows` is one per computed token unless given."""
     return Finished(
@@ -116,6 +117,7 @@ def make_finished(
         rows=computed_length if rows is None else rows,
         dropped=dropped,
         capture=capture,
+        acted=acted,
     )
 
 

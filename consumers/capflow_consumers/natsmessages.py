@@ -5,7 +5,7 @@
 | `PREFIX.rows.ENGINE.BOOT.RANK` | JSON: which rows came, what they score, where they lie | frame, or part of a large one |
 | `PREFIX.vectors.ENGINE.BOOT.RANK` | the rows, little-endian, as the header `Capflow-Rows` lists them | frame, or part of a large one |
 | `PREFIX.done.ENGINE.REQUEST` | JSON: what became of the request | request |
-| `PREFIX.actions.ENGINE.REQUEST.ID` | JSON: what was asked for, and what came of it | action asked for through the hub |
+| `PREFIX.actions.ENGINE.REQUEST.ID` | JSON: what was asked for, and what came of it | action, asked for through the hub or done inside a worker |
 | `PREFIX.sessions.ENGINE` | JSON: the model that it runs | engine that the consumer meets, or that comes back with another model |
 | `PREFIX.opened` | JSON: probes and version | start of the consumer |
 

@@ -8,7 +8,7 @@
 | scores | row scored with a probe of pool `token` | capture, engine, request_id, position, probe, layer, hook, score |
 | pools | request in a transaction, and probe of another pool | capture, engine, request_id, probe, layer, hook, rows, total, highest, position, last |
 | vectors | row, with the option `vectors` | capture, engine, request_id, position, layer, hook, vector |
-| actions | action asked for through the hub | capture, engine, request_id, id, answered_at, kind, sites, asked_by, outcome, step, reason |
+| actions | action, asked for through the hub or done inside a worker | capture, engine, request_id, id, answered_at, kind, sites, asked_by, outcome, step, reason |
 | marks | request in a transaction, and worker | capture, engine, request_id, boot, rank, first_frame, last_frame |
 
 `capture` numbers the captured requests of the file: ids come again when an engine is restarted, captures never do. Times are UTC.

@@ -88,15 +88,15 @@ class Controllers:
 
     def run(
         self, step: int, plan: Plan, buffer: npt.NDArray[np.uint8], limits: Mapping[str, int]
-    ) -> list[Steer | Unsteer]:
-        """Show the controllers a step and return what they want from the next one on, in their order."""
+    ) -> list[tuple[str, Steer | Unsteer]]:
+        """Show the controllers a step and return what they want from the next one on, in their order, each with its controller's name."""
         rows = buffer.view(DTYPES[self.info.dtype]).reshape(-1, self.info.hidden_size)
-        actions: list[Steer | Unsteer] = []
+        actions: list[tuple[str, Steer | Unsteer]] = []
         for controller in self._running:
             try:
                 for action in controller.on_step(View(step, plan, rows, self.sites, limits, self.hub)):
                     if isinstance(action, Steer | Unsteer):
-                        actions.append(action)
+                        actions.append((controller.name, action))
                     else:
                         logger.error("controller %s: %s is not for a step", controller.name, type(action).__name__)
             except Exception:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from capflow.frame import Block, Span
+from capflow.frame import Acted, Block, Span
 from capflow.positions import Positions
 from capflow.site import Site
 from capflow.spec import CaptureSpec
@@ -118,7 +118,7 @@ class Tracked:
 
     key: vLLM's id of it; id: the id it is known by outside. computed: its positions below this were
     planned. generated: how many of the prompt's last tokens are steered as generated ones are. steered: the slots of the bank
-    that steer it; None when none does. hub: the number of the hub that has it.
+    that steer it; None when none does. hub: the number of the hub that has it. acted: what its end tells of what steered it.
     """
 
     key: str
@@ -131,6 +131,7 @@ class Tracked:
     computed: int = 0
     steered: Steered | None = None
     hub: int = 0
+    acted: list[Acted] = field(default_factory=list)
     ship_cursor: Cursor | None = field(init=False, repr=False)
     view_cursor: Cursor | None = field(init=False, repr=False)
 

@@ -235,6 +235,7 @@ class Sender:
                 rows=self._sent.get(request.key, 0) + more.get(request.key, 0),
                 dropped=lost.dropped if (lost := self._lost.get(request.key)) is not None else (),
                 capture=request.capture,
+                acted=tuple(request.acted),
             )
             for request, ended in over
         )

@@ -23,8 +23,9 @@ import capflow_engine.step as step_module
 from capflow import limits
 from capflow.action import Steer, Unsteer
 from capflow.errors import CapflowError
-from capflow.frame import Rank
+from capflow.frame import Acted, Rank
 from capflow.program import SteeringProgram, with_vectors
+from capflow.site import Site
 from capflow.spec import CaptureSpec, Wanted, join
 from capflow.steering import Steering, Tier
 from capflow.vector import SteeringVector
@@ -150,9 +151,9 @@ class WorkerCapture:
             self.outlets.put(step)
         self._step = orders.step
         keys = {tracked.id: key for key, tracked in self.requests.items()} if actions else {}
-        for action in actions:
+        for controller, action in actions:
             if action.request in keys:
-                self._control(keys[action.request], action)
+                self._control(keys[action.request], action, controller)
         for key, action in orders.actions:
             if key in self.requests:
                 self._order(key, action)
@@ -189,6 +190,8 @@ class WorkerCapture:
         if program is not None:
             self._programs[key] = program
             tracked.steered = self._acquire(program, tracked.steered_from)
+            if self.rank.pp == 0:  # the others have the same program
+                self._note(key, "request", "steer", tuple(sorted(program.sites)))
 
     def _wanted(self, specs: Sequence[CaptureSpec | None]) -> Wanted:
         info = self.info
@@ -219,7 +222,7 @@ class WorkerCapture:
         self._controlled.discard(key)
         self._steer(key, self._ordered[key], self._acquire)
 
-    def _control(self, key: str, action: Steer | Unsteer) -> None:
+    def _control(self, key: str, action: Steer | Unsteer, controller: str) -> None:
         """Do what a controller wants, if it can be done; nobody has asked for room for it."""
         more = action.vectors if isinstance(action, Steer) else self._ordered.get(key, ())
         try:
@@ -229,6 +232,14 @@ class WorkerCapture:
             logger.error("request %s stays as it is: %s", self.requests[key].id, e)
             return
         self._controlled.add(key)
+        sites = tuple(vector.site for vector in action.vectors) if isinstance(action, Steer) else ()
+        self._note(key, f"controller {controller}", str(action.__struct_config__.tag), sites)
+
+    def _note(self, key: str, by: str, kind: str, sites: tuple[Site, ...]) -> None:
+        """Have a request's end tell of a change to what steers it, if anybody is told of its end."""
+        acted = self.requests[key].acted
+        if key in self._watched and len(acted) < limits.ACTED_MAX:
+            acted.append(Acted(by, kind, sites, self._step, time.time_ns()))
 
     def _steer(
         self, key: str, more: tuple[SteeringVector, ...], acquire: Callable[[SteeringProgram, int], Steered]
@@ -241,7 +252,7 @@ class WorkerCapture:
         if before is not None:
             self.bank.release(before)
 
-    def _run_controllers(self, cuts: Mapping[str, int]) -> list[Steer | Unsteer]:
+    def _run_controllers(self, cuts: Mapping[str, int]) -> list[tuple[str, Steer | Unsteer]]:
         viewed, self._viewed = self._viewed, None
         if viewed is None:
             return []
