@@ -42,7 +42,7 @@ def served(tiny_with_words, tmp_path_factory):
     hub = process("run", "--consumer", f"filesystem:root={home}/rows,capture=requests", environment=variables)
     with hub as (_hub, _), process(*command, environment=variables) as (server, _):
         try:
-            wait_until(lambda: healthy(port), 200, server)
+            wait_until(lambda: healthy(port), 400, server)
             client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
             yield client, port, home / "rows"
         finally:

@@ -47,7 +47,7 @@ def port(tiny_with_words, tmp_path_factory):
     ]  # fmt: skip
     with process(*command, environment=environment(home, CAPFLOW_STEERING_API_KEY=f"{NEW},")) as (server, _):
         try:
-            wait_until(lambda: healthy(port), 200, server)
+            wait_until(lambda: healthy(port), 400, server)
             yield port
         finally:
             server.terminate()

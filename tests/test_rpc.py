@@ -71,7 +71,7 @@ def served(tiny_with_words, tmp_path_factory):
     hub = process("run", "--consumer", f"filesystem:root={home}/rows,capture=requests", environment=variables)
     with hub as (_hub, _), process(*command, environment=variables) as (server, said):
         try:
-            wait_until(lambda: healthy(port), 200, server)
+            wait_until(lambda: healthy(port), 400, server)
             address = f"127.0.0.1:{rpc}"
             with grpc.insecure_channel(address) as channel:
                 yield Served(channel, port, home / "rows", address)

@@ -25,7 +25,7 @@ def test_a_server_finds_the_hub_and_either_may_leave_first(tiny_with_words, refe
         process("run", "--consumer", f"filesystem:root={tmp_path}/rows", environment=variables) as (hub, said),
         process(*served, "--max-model-len", "128", "--served-model-name", "tiny", environment=variables) as (server, _),
     ):
-        wait_until(lambda: healthy(port), 200, server)
+        wait_until(lambda: healthy(port), 400, server)
         prompt = "w5 w77 w123 w9 w250"
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
         answer = post(port, body | {"ignore_eos": True})
