@@ -64,8 +64,16 @@ class Recorder:
         )  # engine and request: ends from before it was opened, which may be told again
 
     def open(self) -> None:
-        """Take the directory, which is made when missing. Raises CapflowError when another process writes it."""
+        """Take the directory, which is made when missing. Raises CapflowError when another process writes it, or it cannot be read."""
         self._spool.open()
+        try:
+            self._recall()
+        except BaseException:
+            self._spool.close()
+            raise
+
+    def _recall(self) -> None:
+        """Note what is there from before."""
         for _, head in self._spool.heads():
             match _decode(head):
                 case FrameHeader() as header:

@@ -41,3 +41,21 @@ def test_a_recording_that_somebody_removed_is_an_error_from_then_on(tmp_path, go
     with Recorder(path) as again:
         record(again, 4, "r4")
     assert [said.request for said in recording.read(path) if isinstance(said, RequestDone)] == ["r4"]
+
+
+def test_a_recording_that_cannot_be_read_is_given_back(tmp_path, monkeypatch):
+    """Whoever opens it next, in this process or another, is not told that it is in use."""
+    path = tmp_path / "rec"
+    with Recorder(path) as recorder:
+        record(recorder, 1, "r1")
+
+    def fails(spool):
+        raise CapflowError("unreadable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recording.Spool, "heads", fails)
+        with pytest.raises(CapflowError, match="unreadable"):
+            Recorder(path).open()
+    with Recorder(path) as again:
+        record(again, 2, "r2")
+    assert [said.request for said in recording.read(path) if isinstance(said, RequestDone)] == ["r1", "r2"]
