@@ -14,6 +14,7 @@ import fcntl
 import ipaddress
 import os
 import re
+import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,22 @@ def is_local(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False  # a name or an interface: it may be anywhere
+
+
+def is_listening(address: str, timeout_s: float = 0.25) -> bool:
+    """Return whether anything listens at an address, which is known at once where nothing does; a machine that is silent is given so long."""
+    scheme, _, rest = without_key(address).partition("://")
+    try:
+        if scheme == "tcp":
+            host, _, port = rest.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+        else:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as found:
+                found.settimeout(timeout_s)
+                found.connect(rest)
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

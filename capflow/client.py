@@ -56,6 +56,11 @@ class Client:
         self.close()
 
     @property
+    def connected(self) -> bool:
+        """Whether the hub has welcomed this client, and was there when it was last looked at."""
+        return self._is_open()
+
+    @property
     def captures(self) -> tuple[CaptureSpec, ...]:
         """What the hub captures of every request, as it said when it was last connected to."""
         welcome = self._session.welcome

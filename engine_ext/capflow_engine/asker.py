@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from capflow import limits
 from capflow.client import Client
 from capflow.errors import CapflowError, HubUnreachableError
 from capflow.result import CaptureResult
@@ -44,17 +45,22 @@ class _Ask:
 
 
 class Asker:
-    """Asks a hub; connects when first used, and again when the hub was away. client: makes one that waits for so many seconds."""
+    """Asks a hub; connects when first used, and again when the hub was away.
 
-    def __init__(self, client: Callable[[float], Client]) -> None:
+    client: makes one that waits for so many seconds. is_listening: says at once whether there is any use in that.
+    """
+
+    def __init__(self, client: Callable[[float], Client], is_listening: Callable[[], bool] = lambda: True) -> None:
         self._client = client
+        self._is_listening = is_listening
+        self._turned_at = 0.0  # when the hub was last asked; the thread's
         self._asks: queue.SimpleQueue[_Ask] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # from the first question to the end of the process
 
     async def ask(self, names: Sequence[str], *, captures: bool, wait_s: float) -> Results:
         """Return what became of requests, once their consumers are done with them or `wait_s` seconds are over.
 
-        A consumer that is not done by then is `pending`. Without a hub the result is an error of `HUB`.
+        A consumer that is not done by then is `pending`. Without a hub the result is an error of `HUB`, at once where the requests brought no specs of their own.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Results] = loop.create_future()
@@ -93,6 +99,11 @@ class Asker:
 
     def _turn(self, client: Client, waiting: list[_Ask]) -> list[_Ask]:
         """Ask once for all; answer those that are done or over, and return the others."""
+        now = time.monotonic()
+        connects = not client.connected or now - self._turned_at > limits.HEARTBEAT_S
+        if connects and not self._is_listening():
+            raise HubUnreachableError(_UNKNOWN)
+        self._turned_at = now
         names = {name: None for ask in waiting for name in ask.names}
         found = client.results(names, wait=False)
         consumers: list[str] | None = None
@@ -111,7 +122,7 @@ class Asker:
         return left
 
     def _give_up(self, ask: _Ask, why: str) -> bool:
-        over = time.monotonic() >= ask.deadline
+        over = time.monotonic() >= ask.deadline or not ask.captures
         if over:
             _tell(ask, _nobody(ask, why))
         return over

@@ -14,7 +14,7 @@ import msgspec
 
 from capflow import limits
 from capflow.action import Outcome
-from capflow.address import check_address, default_address, hub_key, without_key
+from capflow.address import check_address, default_address, hub_key, is_listening, without_key
 from capflow.client import Client
 from capflow.errors import UsageError, explain
 from capflow.keys import peer_key_path, read_key
@@ -31,6 +31,10 @@ class HubAt(NamedTuple):
     def client(self, timeout_s: float = limits.HUB_WAIT_S_DEFAULT) -> Client:
         """Return a client of it."""
         return Client(self.address, timeout_s, key=self.key, insecure=True)  # checked by `hubs_at`
+
+    def is_listening(self) -> bool:
+        """Return whether anything listens there, soon."""
+        return is_listening(self.address)
 
 
 def hubs_at(

@@ -31,10 +31,11 @@ class HubResults:
     def ask(self, requests: Sequence[tuple[str, bool]]) -> Results:
         """Return what became of the requests of which rows were wanted, by id; nothing when there is no hub.
 
-        requests: the id of each, and whether it brought a spec of its own.
+        requests: the id of each, and whether it brought a spec of its own. Where none did, a hub that is not there is not waited for.
         """
         asked = any(captures for _, captures in requests)
-        if self._client is None and not asked and time.monotonic() < self._no_hub_until:
+        if not asked and (time.monotonic() < self._no_hub_until or not self._hub.is_listening()):
+            self.close()
             return {}
         try:
             if self._client is None:
@@ -87,7 +88,7 @@ class Askers:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._hubs = [Asker(hub.client) for hub in settings.hubs]
+        self._hubs = [Asker(hub.client, hub.is_listening) for hub in settings.hubs]
 
     async def ask(self, names: Sequence[str], *, captures: bool, wait_s: float) -> Results:
         """Return what became of requests, in the order of their names; see `Asker.ask`."""

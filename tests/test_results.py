@@ -1,0 +1,80 @@
+"""What became of requests, asked of a hub that may not be there: nobody waits who did not ask for rows."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+from frames import make_finished, make_frame
+from hubs import Recorder, address, running_hub, worker_link
+from waiting import eventually
+
+from capflow.address import is_listening
+from capflow.client import Client
+from capflow_engine.asker import HUB, Asker
+from capflow_engine.hubs import HubAt
+from capflow_engine.results import HubResults
+
+__all__ = ["address"]
+
+
+def test_whether_anything_listens_is_known_of_each_kind_of_address(address, tmp_path):
+    assert not is_listening(address)
+    stale = tmp_path / "stale.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(stale))
+    assert stale.exists()
+    assert not is_listening(f"ipc://{stale}")
+    with running_hub(address, Recorder()), socket.socket() as port:
+        assert is_listening(address)
+        port.bind(("127.0.0.1", 0))
+        there = f"tcp://{'ab' * 32}@127.0.0.1:{port.getsockname()[1]}"
+        assert not is_listening(there)
+        port.listen()
+        assert is_listening(there)
+
+
+def test_a_hub_that_is_not_there_is_looked_for_only_by_who_asked_for_rows(address, monkeypatch):
+    waited = []
+
+    def client(hub, timeout_s=0.1):
+        waited.append(hub)
+        return Client(hub.address, 0.1)
+
+    monkeypatch.setattr(HubAt, "client", client)
+    results = HubResults(HubAt(address))
+    for _ in range(3):
+        assert results.ask([("r1", False)]) == {}
+    assert waited == []
+    assert results.ask([("r1", False), ("r2", True)]) == {}
+    assert len(waited) == 1
+
+
+def test_a_hub_is_asked_also_of_requests_that_asked_for_nothing_and_left_when_it_goes(address):
+    """It may capture every request."""
+    results = HubResults(HubAt(address))
+    with running_hub(address, Recorder()), worker_link(address) as link:
+        made = make_frame([("r1", 4, 0, 4)], finished=[make_finished("r1")])
+        assert link.send(made.header, made.payload) is None
+        eventually(lambda: results.ask([("r1", False)])["r1"]["recorder"].status == "ok")
+    assert results.ask([("r1", False)]) == {}
+    results.close()
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_server_answers_at_once_what_asked_for_nothing_while_no_hub_is_there(address, listens):
+    """Though it would wait for a minute for what did; which has an answer when its time is over."""
+
+    def client(timeout_s):
+        return Client(address, 0.05)
+
+    async def ask():
+        asker = Asker(client, lambda: listens)
+        nothing = asker.ask(["plain"], captures=False, wait_s=3600)
+        rows = asker.ask(["rows"], captures=True, wait_s=0.5)
+        return await asyncio.wait_for(asyncio.gather(nothing, rows), 60)
+
+    for found, name in zip(asyncio.run(ask()), ("plain", "rows"), strict=True):
+        assert set(found[name]) == {HUB}
+        assert found[name][HUB].status == "error"
