@@ -5,7 +5,9 @@ What always holds: a later capture has a larger number, also where those before 
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 _LATER = re.compile(r"(.+)~([1-9][0-9]*)")
@@ -13,7 +15,7 @@ _LATER = re.compile(r"(.+)~([1-9][0-9]*)")
 
 def split(name: str) -> tuple[str, int]:
     """Return a directory's name without its number, and the number, 1 where it has none."""
-    later = _LATER.fullmatch(name)
+    later = _LATER.fullmatch(name) if "~" in name else None
     return (later[1], int(later[2])) if later else (name, 1)
 
 
@@ -27,15 +29,16 @@ class Numbered:
         self._root = root
         self._later: dict[str, tuple[int, ...]] = {}  # by name, the numbers from 2 on
 
-    def look(self) -> list[Path]:
+    def look(self) -> Iterator[Path]:
         """List the root, which takes time with the number of its entries; return what is not hidden, by name and number. Raises OSError."""
-        found = sorted((*split(path.name), path) for path in self._root.iterdir() if not path.name.startswith("."))
+        names = os.listdir(self._root)  # noqa: PTH208  there may be a million, and a Path of each takes ten times as long
+        found = sorted((*split(name), name) for name in names if not name.startswith("."))
         later: dict[str, tuple[int, ...]] = {}
         for name, number, _ in found:
             if number > 1:
                 later[name] = (*later.get(name, ()), number)
         self._later = later
-        return [path for _, _, path in found]
+        return (self._root / name for _, _, name in found)
 
     def add(self, path: Path) -> None:
         """Remember a directory that was made."""
