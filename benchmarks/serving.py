@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -158,6 +159,8 @@ def load(arguments: list[str]) -> None:
         args = parser.parse_args([*arguments, *turn["arguments"]])
         args.extra_body = turn["body"]
         out.write(json.dumps(main(args)) + "\n")
+        gc.unfreeze()  # each run freezes what is there, with the tokenizer of the one before
+        gc.collect()
 
 
 CHILDREN = {"serve": serve, "load": load}
