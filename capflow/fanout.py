@@ -158,7 +158,7 @@ class Lane:
         if not waited_for and (request.engine in self._unmet or not self.notes.admit(nbytes)):
             self.notes.lost["end"] += 1
             untold = CaptureResult("error", "the consumer was not told of its end: consumer_queue_full")
-            self._on_result(request, self.index, request.judge(self.index, untold))
+            self._settle(request, self.index, None, untold)
             return False
         self.queue.force(_Done(request, taken if waited_for else None, nbytes))
         return waited_for

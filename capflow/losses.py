@@ -20,7 +20,7 @@ _GAPS_TOLD_MAX = 4  # in a message; all that are kept are in `Dropped`
 
 
 class _Reason:
-    """What was lost for one reason: how many rows, and their gaps as `[start, stop]` by sites; last: the open end of each."""
+    """What was lost for one reason: how many rows, and their gaps as `[start, stop]` by sites."""
 
     __slots__ = ("gaps", "rows", "runs")
 
