@@ -62,19 +62,44 @@ def test_a_hub_is_asked_also_of_requests_that_asked_for_nothing_and_left_when_it
     results.close()
 
 
+def test_a_hub_that_came_back_is_asked_of_everything_again(address):
+    """Also within the minute in which nobody would look for one that was not there."""
+    results = HubResults(HubAt(address))
+    assert results.ask([("gone", True)]) == {}
+    with running_hub(address, Recorder()), worker_link(address) as link:
+        for name in ("r1", "r2"):
+            made = make_frame([(name, 4, 0, 4)], finished=[make_finished(name)])
+            assert link.send(made.header, made.payload) is None
+        assert results.ask([("r1", True)])["r1"]["recorder"].status == "ok"
+        assert results.ask([("r2", False)])["r2"]["recorder"].status == "ok"
+    results.close()
+
+
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_server_answers_at_once_what_asked_for_nothing_while_no_hub_is_there(address, listens):
-    """Though it would wait for a minute for what did; which has an answer when its time is over."""
+    """Though it would wait for an hour; what asked for rows, or to wait, has an answer when its time is over."""
 
     def client(timeout_s):
         return Client(address, 0.05)
 
     async def ask():
         asker = Asker(client, lambda: listens)
-        nothing = asker.ask(["plain"], captures=False, wait_s=3600)
-        rows = asker.ask(["rows"], captures=True, wait_s=0.5)
-        return await asyncio.wait_for(asyncio.gather(nothing, rows), 60)
+        ended = []
 
-    for found, name in zip(asyncio.run(ask()), ("plain", "rows"), strict=True):
+        async def one(name, **how):
+            found = await asker.ask([name], **how)
+            ended.append(name)
+            return found
+
+        asking = (
+            one("waits", captures=False, wait_s=0.5),
+            one("plain", captures=False, wait_s=3600, patient=False),
+            one("rows", captures=True, wait_s=0.6),
+        )
+        return await asyncio.wait_for(asyncio.gather(*asking), 60), ended
+
+    answers, ended = asyncio.run(ask())
+    assert ended == ["plain", "waits", "rows"]
+    for found, name in zip(answers, ("waits", "plain", "rows"), strict=True):
         assert set(found[name]) == {HUB}
         assert found[name][HUB].status == "error"

@@ -35,10 +35,11 @@ _UNKNOWN = "no hub answers; what became of the capture is not known"
 
 @dataclass(frozen=True)
 class _Ask:
-    """names: of requests. captures: whether they brought specs of their own. deadline: when it is answered at last."""
+    """names: of requests. captures: whether they brought specs of their own. patient: as of `Asker.ask`. deadline: when it is answered at last."""
 
     names: tuple[str, ...]
     captures: bool
+    patient: bool
     deadline: float
     loop: asyncio.AbstractEventLoop
     answer: asyncio.Future[Results]
@@ -57,14 +58,14 @@ class Asker:
         self._asks: queue.SimpleQueue[_Ask] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # from the first question to the end of the process
 
-    async def ask(self, names: Sequence[str], *, captures: bool, wait_s: float) -> Results:
+    async def ask(self, names: Sequence[str], *, captures: bool, wait_s: float, patient: bool = True) -> Results:
         """Return what became of requests, once their consumers are done with them or `wait_s` seconds are over.
 
-        A consumer that is not done by then is `pending`. Without a hub the result is an error of `HUB`, at once where the requests brought no specs of their own.
+        A consumer that is not done by then is `pending`. Without a hub the result is an error of `HUB`, at once unless `patient`.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Results] = loop.create_future()
-        self._asks.put(_Ask(tuple(names), captures, time.monotonic() + wait_s, loop, answer))
+        self._asks.put(_Ask(tuple(names), captures, patient, time.monotonic() + wait_s, loop, answer))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="capflow-asker", daemon=True)
             self._thread.start()
@@ -122,7 +123,7 @@ class Asker:
         return left
 
     def _give_up(self, ask: _Ask, why: str) -> bool:
-        over = time.monotonic() >= ask.deadline or not ask.captures
+        over = time.monotonic() >= ask.deadline or not ask.patient
         if over:
             _tell(ask, _nobody(ask, why))
         return over

@@ -162,7 +162,8 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         found = {}
         captures = options.capture is not None
         if captures or self._knows_hub:
-            found = await self._asker.ask(options.names, captures=captures, wait_s=self._capture_wait_s)
+            wait_s = self._capture_wait_s
+            found = await self._asker.ask(options.names, captures=captures, wait_s=wait_s, patient=captures)
         output.capture_results = joined(found)
         for sample in output.outputs:
             sample.capture_results = found.get(options.names[sample.index], {})

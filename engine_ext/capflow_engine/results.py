@@ -34,7 +34,8 @@ class HubResults:
         requests: the id of each, and whether it brought a spec of its own. Where none did, a hub that is not there is not waited for.
         """
         asked = any(captures for _, captures in requests)
-        if not asked and (time.monotonic() < self._no_hub_until or not self._hub.is_listening()):
+        paused = self._client is None and time.monotonic() < self._no_hub_until
+        if not asked and (paused or not self._hub.is_listening()):
             self.close()
             return {}
         try:
@@ -90,12 +91,14 @@ class Askers:
         self._settings = settings
         self._hubs = [Asker(hub.client, hub.is_listening) for hub in settings.hubs]
 
-    async def ask(self, names: Sequence[str], *, captures: bool, wait_s: float) -> Results:
+    async def ask(self, names: Sequence[str], *, captures: bool, wait_s: float, patient: bool = True) -> Results:
         """Return what became of requests, in the order of their names; see `Asker.ask`."""
         by_hub: dict[int, list[str]] = {}
         for name in names:
             by_hub.setdefault(self._settings.hub_of(name), []).append(name)
-        asking = (self._hubs[hub].ask(its, captures=captures, wait_s=wait_s) for hub, its in by_hub.items())
+        asking = (
+            self._hubs[hub].ask(its, captures=captures, wait_s=wait_s, patient=patient) for hub, its in by_hub.items()
+        )
         found: Results = {}
         for results in await asyncio.gather(*asking):
             found |= results
