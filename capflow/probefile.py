@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from capflow.errors import CapflowError, UsageError, explain
+from capflow.errors import UsageError, explain
 from capflow.site import Site
+from capflow.wholefile import whole_file
 
 Float32s = npt.NDArray[np.float32]
 
@@ -113,18 +113,6 @@ def write_file(
     path: str | os.PathLike[str], tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]
 ) -> None:
     """Write a file, in the place of one that is there, whole or not at all. Raises CapflowError when it cannot be written."""
-    file = Path(path)
     whole = save(dict(tensors), dict(metadata))
-    try:
-        with tempfile.NamedTemporaryFile(dir=file.absolute().parent, suffix=".new", delete=False) as stream:
-            try:
-                stream.write(whole)
-                stream.flush()
-                os.fsync(stream.fileno())
-                Path(stream.name).chmod(0o644)
-                Path(stream.name).replace(file)
-            except BaseException:
-                os.unlink(stream.name)  # noqa: PTH108
-                raise
-    except OSError as e:
-        raise CapflowError(explain(f"{file} cannot be written", got=e.strerror or str(e))) from e
+    with whole_file(Path(path)) as stream:
+        stream.write(whole)

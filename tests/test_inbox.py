@@ -239,16 +239,21 @@ def trouble(hub):
     return hub.lanes[0].trouble(time.monotonic())
 
 
+def send_to_failing(worker, files, code):
+    """Send a frame, which is acknowledged, and more from when the disk fails."""
+    worker.rows("r1")
+    eventually(lambda: worker.acknowledged)
+    files.code = code
+    for _ in range(FRAMES):
+        worker.rows("r1")
+
+
 @FAULTS
 def test_frames_wait_for_a_disk_that_fails_and_all_arrive_when_it_works(address, spills, code, reason):
     files, recorder = Faulty(), Recorder()
     with hub_on(address, spills(recorder), files) as hub, worker_link(address) as link:
         worker = Sender(link)
-        worker.rows("r1")
-        eventually(lambda: worker.acknowledged)
-        files.code = code
-        for _ in range(FRAMES):
-            worker.rows("r1")
+        send_to_failing(worker, files, code)
         worker.end("r1")
         eventually(lambda: trouble(hub) == f"the disk of its inbox: {os.strerror(code)}")
         assert hub.status()["problems"] == [f"consumer recorder: the disk of its inbox: {os.strerror(code)}"]
@@ -268,11 +273,7 @@ def test_rows_are_lost_to_a_disk_that_fails_counted_and_told_when_it_works(addre
     made = spills(recorder, spill_fallback="drop")
     with hub_on(address, made, files) as hub, worker_link(address) as link:
         worker = Sender(link)
-        worker.rows("r1")
-        eventually(lambda: worker.acknowledged)
-        files.code = code
-        for _ in range(FRAMES):
-            worker.rows("r1")
+        send_to_failing(worker, files, code)
         eventually(lambda: hub.lanes[0].dropped[reason] and not hub.lanes[0].queue.nbytes)
         worker.end("r1")
         files.code = None

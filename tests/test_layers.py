@@ -7,7 +7,7 @@ from sources import imports_of, modules
 
 LAYERS = (
     {"errors", "limits", "counts", "places"},
-    {"bounded", "site", "shard"},
+    {"bounded", "site", "shard", "wholefile"},
     {
         "positions",
         "spec",

@@ -5,8 +5,6 @@ Needs matplotlib, which the extra `plot` brings. Draws to a file, and never open
 
 from __future__ import annotations
 
-import os
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from capflow.errors import CapflowError, UsageError, explain
+from capflow.errors import UsageError, explain
 from capflow.site import HOOKS, Site
+from capflow.wholefile import whole_file
 from capflow_consumers.normstats import NormStats
 
 if TYPE_CHECKING:
@@ -85,7 +84,8 @@ def plot_norms(norms: dict[Site, NormStats], file: Path, title: str) -> None:
     _label_ticks(bar.ax.yaxis, low, high)
     holes = any(np.isnan(grid).any() for _, grid in panels.values())
     figure.suptitle(title + "; grey: no row" * holes, fontsize=11, x=0.01, ha="left")
-    _save(figure, file)
+    with whole_file(file) as stream:
+        figure.savefig(stream, format="png", dpi=130)
 
 
 def _panels(norms: dict[Site, NormStats]) -> dict[str, tuple[list[int], npt.NDArray[np.float64]]]:
@@ -132,17 +132,3 @@ def _label_ticks(axis: Any, low: float, high: float) -> None:
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
-
-
-def _save(figure: Any, file: Path) -> None:
-    try:
-        with tempfile.NamedTemporaryFile(dir=file.absolute().parent, suffix=".png", delete=False) as stream:
-            try:
-                figure.savefig(stream, format="png", dpi=130)
-                Path(stream.name).chmod(0o644)
-                Path(stream.name).replace(file)
-            except BaseException:
-                os.unlink(stream.name)  # noqa: PTH108
-                raise
-    except OSError as e:
-        raise CapflowError(explain(f"{file} cannot be written", got=e.strerror or str(e))) from e
