@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import base64
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,29 +107,35 @@ def numbers(values: npt.NDArray[Any]) -> tuple[bytes, Chunk]:
     return page, Chunk(0, len(page), 0, len(values), len(page), lowest=lowest, highest=highest)
 
 
-def texts(words: Sequence[str], index: npt.NDArray[Any]) -> tuple[bytes, Chunk]:
-    """Return the pages of a column of texts `words[index]`, in long runs."""
+def texts(words: Sequence[str], runs: Iterable[tuple[int, int]]) -> tuple[bytes, Chunk]:
+    """Return the pages of a column of texts; runs: `(index, count)` of the words in their order."""
     encoded = [word.encode("utf-8", "replace") for word in words]
     width = max(1, (len(words) - 1).bit_length())
-    starts = [0, *(np.flatnonzero(np.diff(index)) + 1).tolist()]
-    runs = b"".join(
-        varint((stop - start) << 1) + int(index[start]).to_bytes((width + 7) // 8, "little")
-        for start, stop in zip(starts, [*starts[1:], len(index)], strict=True)
-    )
+    index_bytes = (width + 7) // 8
+    values = 0
+    body = bytearray([width])
+    for index, count in runs:
+        body += varint(count << 1) + index.to_bytes(index_bytes, "little")
+        values += count
     head = _dictionary_page(b"".join(len(word).to_bytes(4, "little") + word for word in encoded), len(words))
-    pages = head + _data_page(bytes([width]) + runs, len(index), _RLE_DICTIONARY)
+    pages = head + _data_page(bytes(body), values, _RLE_DICTIONARY)
     lowest, highest = (min(encoded), max(encoded)) if max(map(len, encoded)) <= _BOUND_LENGTH_MAX else (None, None)
-    return pages, Chunk(0, len(pages), len(head), len(index), len(pages), lowest=lowest, highest=highest)
+    return pages, Chunk(0, len(pages), len(head), values, len(pages), lowest=lowest, highest=highest)
 
 
 def vector_head(kind: str, size: int, rows: int, crc: int, nbytes: int) -> Pages:
     """Return what stands before rows `[rows, size]` of `nbytes` to make them pages; crc: of `vector_levels` and the rows after them."""
-    levels = vector_levels(kind, size, rows)
     dictionary = _numbers_page(compressed=False) if kind == "bfloat16" else b""
-    encoding = _RLE_DICTIONARY if dictionary else _PLAIN
-    length = len(levels) + nbytes
-    header = _page_header(_DATA_PAGE, length, length, crc, rows * size, encoding)
-    return Pages(dictionary + header + levels, len(dictionary), len(dictionary) + len(header), length)
+    header, levels = _vector_header(kind, size, rows, crc, nbytes), vector_levels(kind, size, rows)
+    body = len(dictionary) + len(header)
+    return Pages(b"".join((dictionary, header, levels)), len(dictionary), body, len(levels) + nbytes)
+
+
+def vector_head_bytes_max(kind: str, size: int, rows: int, nbytes: int) -> int:
+    """Return how long that can become, whatever the CRC32 is."""
+    dictionary = len(_numbers_page(compressed=False)) if kind == "bfloat16" else 0
+    longest = 1 << 31
+    return dictionary + len(_vector_header(kind, size, rows, longest, nbytes)) + len(vector_levels(kind, size, rows))
 
 
 def vector_pages(kind: str, size: int, rows: int, values: bytes, *, compressed: bool) -> Pages:
@@ -205,7 +211,7 @@ def vector_chunk(begin: int, length: int, values: int, pages: Pages, *, compress
     return Chunk(begin, length, pages.data_page, values, plain_bytes, compressed)
 
 
-def _row_group(group: RowGroup, types: list[int], leaves: list[list[bytes]]) -> bytes:
+def _row_group(group: RowGroup, types: list[int], leaves: list[tuple[bytes, ...]]) -> bytes:
     chunks = [_column_chunk(chunk, kind, path) for chunk, kind, path in zip(group.chunks, types, leaves, strict=True)]
     return struct(
         (1, LIST, (STRUCT, chunks)),
@@ -216,28 +222,38 @@ def _row_group(group: RowGroup, types: list[int], leaves: list[list[bytes]]) -> 
     )
 
 
-def _column_chunk(chunk: Chunk, kind: int, path: list[bytes]) -> bytes:
+def _column_chunk(chunk: Chunk, kind: int, path: tuple[bytes, ...]) -> bytes:
     statistics = None
     if chunk.lowest is not None:
         statistics = struct((3, I64, 0), (5, BINARY, chunk.highest), (6, BINARY, chunk.lowest))
     metadata = struct(
-        (1, I32, kind),
-        (2, LIST, (I32, [_PLAIN, _RLE, _RLE_DICTIONARY] if chunk.data_page else [_PLAIN, _RLE])),
-        (3, LIST, (BINARY, path)),
-        (4, I32, _ZSTD if chunk.compressed else 0),
         (5, I64, chunk.values),
         (6, I64, chunk.plain_bytes),
         (7, I64, chunk.nbytes),
         (9, I64, chunk.begin + chunk.data_page),
         (11, I64, chunk.begin if chunk.data_page else None),
         (12, STRUCT, statistics),
+        head=_column_head(kind, path, dictionary=chunk.data_page > 0, compressed=chunk.compressed),
+        before=4,
     )
     return struct((2, I64, 0), (3, STRUCT, metadata))
 
 
-def _path(field: pa.Field) -> list[bytes]:
+@functools.lru_cache(maxsize=64)
+def _column_head(kind: int, path: tuple[bytes, ...], *, dictionary: bool, compressed: bool) -> bytes:
+    """Return the first four fields of a chunk's metadata, which are those of every row group."""
+    fields = struct(
+        (1, I32, kind),
+        (2, LIST, (I32, [_PLAIN, _RLE, _RLE_DICTIONARY] if dictionary else [_PLAIN, _RLE])),
+        (3, LIST, (BINARY, path)),
+        (4, I32, _ZSTD if compressed else 0),
+    )
+    return fields[:-1]  # without the end
+
+
+def _path(field: pa.Field) -> tuple[bytes, ...]:
     name = field.name.encode()
-    return [name, b"list", b"element"] if pa.types.is_fixed_size_list(field.type) else [name]
+    return (name, b"list", b"element") if pa.types.is_fixed_size_list(field.type) else (name,)
 
 
 def _physical(kind: Any) -> int:
@@ -300,20 +316,30 @@ def _numbers_page(*, compressed: bool) -> bytes:
     return _dictionary_page(page, _NUMBERS, len(body))
 
 
+def _vector_header(kind: str, size: int, rows: int, crc: int, nbytes: int) -> bytes:
+    length = len(vector_levels(kind, size, rows)) + nbytes
+    encoding = _RLE_DICTIONARY if kind == "bfloat16" else _PLAIN
+    return _page_header(_DATA_PAGE, length, length, crc, rows * size, encoding)
+
+
 def _page_header(kind: int, plain_bytes: int, nbytes: int, crc: int, values: int, encoding: int) -> bytes:
     """Return the header of a page; the CRC32 is that of the page's bytes as they are stored."""
-    if kind == _DATA_PAGE:
-        own = struct((1, I32, values), (2, I32, encoding), (3, I32, _RLE), (4, I32, _RLE))
-    else:
-        own = struct((1, I32, values), (2, I32, encoding))
     signed = crc - (1 << 32) if crc >> 31 else crc
     return struct(
         (1, I32, kind),
         (2, I32, plain_bytes),
         (3, I32, nbytes),
         (4, I32, signed),
-        (5 if kind == _DATA_PAGE else 7, STRUCT, own),
+        (5 if kind == _DATA_PAGE else 7, STRUCT, _page_kind(kind, values, encoding)),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _page_kind(kind: int, values: int, encoding: int) -> bytes:
+    """Return what a page's header says of its values, which the columns of a row group mostly have in common."""
+    if kind == _DATA_PAGE:
+        return struct((1, I32, values), (2, I32, encoding), (3, I32, _RLE), (4, I32, _RLE))
+    return struct((1, I32, values), (2, I32, encoding))
 
 
 def _counted(levels: bytes) -> bytes:

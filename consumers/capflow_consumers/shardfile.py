@@ -53,9 +53,8 @@ def batches_of(
     for rows in _batched(sites, max(1, bytes_max // kind.row_bytes)):
         count = sum(len(part) for part in rows)
         mine = slice(done, done + count)
-        hashes = np.empty(count, np.uint64)
-        _hash(rows, hashes)
-        yield Batch(rows, positions[mine], token_ids[mine], hashes, _page(kind, rows, count))
+        hashes, crc = _checksums(kind, rows, count)
+        yield Batch(rows, positions[mine], token_ids[mine], hashes, _page(kind, rows, count, crc))
         done += count
 
 
@@ -72,6 +71,8 @@ class ShardFile:
         self._tip = 0  # where the next batch begins
         self._safe = (0, 0)  # `end`, and how many requests there were, when it was last settled
         self._batches: list[int] = []  # of the request that is being written
+        self._nothing = np.zeros((1, kind.row_bytes), np.uint8), np.zeros(1, np.uint64)  # a commit's row, and its hash
+        hashes_of(*self._nothing)
 
     def create(self) -> None:
         """Make the file; raises OSError."""
@@ -89,10 +90,8 @@ class ShardFile:
 
     def commit(self, request: str, engine: str, sidecar: bytes) -> None:
         """Make what was put since the last commit a request; raises OSError."""
+        row, hashes = self._nothing
         nowhere = np.full(1, -1, np.int32)
-        row = np.zeros((1, self.kind.row_bytes), np.uint8)
-        hashes = np.zeros(1, np.uint64)
-        hashes_of(row, hashes)
         parts = self._encoder.batch(nowhere, nowhere, hashes, row[0, :0], sidecar)
         rest = [] if self.kind.compressed else [row, bytes(-row.nbytes % 8)]
         self._batches.append(self._tip)
@@ -159,21 +158,30 @@ def _batched(sites: Sequence[Sequence[Bytes]], rows_max: int) -> Iterator[list[B
         yield batch
 
 
-def _page(kind: Kind, rows: list[Bytes], count: int) -> npt.NDArray[np.uint8]:
-    nbytes = count * kind.row_bytes
-    if kind.compressed:
-        return page_of(parquet.vector_pages(kind.dtype, kind.hidden_size, count, b"".join(rows), compressed=True))
-    if nbytes < IN_PLACE_BYTES_MIN or (kind.dtype == "bfloat16" and count * kind.hidden_size % 8):
-        return np.zeros(0, np.uint8)
-    crc = isal_zlib.crc32(parquet.vector_levels(kind.dtype, kind.hidden_size, count))
-    for part in rows:
-        crc = isal_zlib.crc32(part, crc)
-    head = parquet.vector_head(kind.dtype, kind.hidden_size, count, crc, nbytes)
-    return page_of(head, page_room(kind, count, nbytes))
-
-
-def _hash(rows: list[Bytes], hashes: npt.NDArray[np.uint64]) -> None:
+def _checksums(kind: Kind, rows: list[Bytes], count: int) -> tuple[npt.NDArray[np.uint64], int]:
+    """Return the xxh3 of each row, and the CRC32 of the page of those that lie in the file as they are."""
+    hashes = np.empty(count, np.uint64)
+    levels = parquet.vector_levels(kind.dtype, kind.hidden_size, count) if _in_place(kind, count) else b""
+    crc = isal_zlib.crc32(levels)
     done = 0
     for part in rows:
         hashes_of(part, hashes[done : done + len(part)])
         done += len(part)
+        crc = isal_zlib.crc32(part, crc) if levels else 0
+    return hashes, crc
+
+
+def _page(kind: Kind, rows: list[Bytes], count: int, crc: int) -> npt.NDArray[np.uint8]:
+    if kind.compressed:
+        return page_of(parquet.vector_pages(kind.dtype, kind.hidden_size, count, b"".join(rows), compressed=True))
+    if not _in_place(kind, count):
+        return np.zeros(0, np.uint8)
+    nbytes = count * kind.row_bytes
+    head = parquet.vector_head(kind.dtype, kind.hidden_size, count, crc, nbytes)
+    return page_of(head, page_room(kind, count, nbytes))
+
+
+def _in_place(kind: Kind, count: int) -> bool:
+    """Whether rows lie in the file as a page."""
+    whole = kind.dtype != "bfloat16" or count * kind.hidden_size % 8 == 0
+    return not kind.compressed and whole and count * kind.row_bytes >= IN_PLACE_BYTES_MIN

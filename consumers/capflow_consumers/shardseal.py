@@ -12,10 +12,12 @@ What always holds: sealing changes nothing of the stream, so that one that is cu
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +37,8 @@ from capflow_consumers.shardstream import END, Batch, Kind, chunk_of, decode, op
 FORMAT = 1
 BLOCK_BYTES = 4 * limits.MIB
 GATHERED_BYTES_MAX = 64 * limits.MIB  # of rows in one row group of small batches
+
+PHASES = "prompt", "generated"
 
 _LOCATOR = struct.Struct("<8s5Q")
 _MAGIC = b"capflow1"
@@ -163,9 +167,12 @@ def _gather(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Pie
 def _add(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Piece], vectors: parquet.Chunk) -> int:
     """Write the other columns of a row group."""
     chunks = []
+    written = []
     for pages, chunk in _columns(pieces):
         chunks.append(chunk._replace(begin=tip))
-        tip = write(fd, [pages], tip)
+        written.append(pages)
+        tip += len(pages)
+    write(fd, written, chunks[0].begin)
     rows = sum(len(piece.batch.positions) for piece in pieces)
     groups.append(parquet.RowGroup(rows, [*chunks, vectors]))
     return tip
@@ -174,30 +181,51 @@ def _add(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Piece]
 def _columns(pieces: list[_Piece]) -> Iterator[tuple[bytes, parquet.Chunk]]:
     """Yield the pages of the columns before the vectors, in the schema's order."""
     counts = [len(piece.batch.positions) for piece in pieces]
-    sites = [_sites(piece) for piece in pieces]
-    positions = np.concatenate([piece.batch.positions for piece in pieces])
-    prompts = np.repeat([piece.sidecar.prompt_length for piece in pieces], counts)
+    sites = [site for piece in pieces for site in _sites(piece)]
+    positions = _joined([piece.batch.positions for piece in pieces])
     yield _texts([piece.sidecar.request for piece in pieces], counts)
     yield parquet.numbers(np.repeat(np.array([piece.sidecar.capture or 1 for piece in pieces], np.int32), counts))
     yield _texts([piece.sidecar.model for piece in pieces], counts)
-    yield parquet.texts(["prompt", "generated"], (positions >= prompts).astype(np.int64))
-    yield parquet.numbers(np.concatenate([layers for layers, _ in sites]))
-    yield parquet.texts(HOOKS, np.concatenate([hooks for _, hooks in sites]))
+    yield parquet.texts(PHASES, _phases(positions, pieces, counts))
+    layers = np.array([entry.layer for entry, _ in sites], np.int32)
+    yield parquet.numbers(np.repeat(layers, [count for _, count in sites]))
+    yield parquet.texts(HOOKS, _merged((HOOKS.index(entry.hook), count) for entry, count in sites))
     yield parquet.numbers(positions)
-    yield parquet.numbers(np.concatenate([piece.batch.token_ids for piece in pieces]))
-    yield parquet.numbers(np.concatenate([piece.batch.hashes for piece in pieces]))
+    yield parquet.numbers(_joined([piece.batch.token_ids for piece in pieces]))
+    yield parquet.numbers(_joined([piece.batch.hashes for piece in pieces]))
 
 
 def _texts(words: list[str], counts: list[int]) -> tuple[bytes, parquet.Chunk]:
     different = {word: number for number, word in enumerate(dict.fromkeys(words))}
-    return parquet.texts(list(different), np.repeat([different[word] for word in words], counts))
+    runs = ((different[word], count) for word, count in zip(words, counts, strict=True))
+    return parquet.texts(list(different), _merged(runs))
 
 
-def _sites(piece: _Piece) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Return the layer and the hook's number of each row."""
-    sites = piece.sidecar.sites
-    ends = np.cumsum([entry.rows for entry in sites])
-    which = np.searchsorted(ends, np.arange(piece.first, piece.first + len(piece.batch.positions)), side="right")
-    layers = np.array([entry.layer for entry in sites], np.int32)
-    hooks = np.array([HOOKS.index(entry.hook) for entry in sites])
-    return layers[which], hooks[which]
+def _merged(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield runs `(index, count)` with neighbours of one index made one."""
+    for index, same in itertools.groupby(runs, key=itemgetter(0)):
+        yield index, sum(count for _, count in same)
+
+
+def _phases(positions: npt.NDArray[np.int32], pieces: list[_Piece], counts: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the runs of rows of one phase, by its number in `PHASES`."""
+    prompts = np.repeat([piece.sidecar.prompt_length for piece in pieces], counts)
+    generated = positions >= prompts
+    starts = [0, *(np.flatnonzero(generated[1:] != generated[:-1]) + 1).tolist(), len(generated)]
+    for start, stop in itertools.pairwise(starts):
+        yield int(generated[start]), stop - start
+
+
+def _sites(piece: _Piece) -> Iterator[tuple[layout.SiteFile, int]]:
+    """Yield the sites of a piece's rows, in their order, and how many rows of each it has."""
+    begin, end = piece.first, piece.first + len(piece.batch.positions)
+    first = 0
+    for entry in piece.sidecar.sites:
+        count = min(end, first + entry.rows) - max(begin, first)
+        if count > 0:
+            yield entry, count
+        first += entry.rows
+
+
+def _joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

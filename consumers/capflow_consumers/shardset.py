@@ -334,7 +334,7 @@ class ShardSet:
 def site_digest(positions: npt.NDArray[Any], token_ids: npt.NDArray[Any], hashes: npt.NDArray[Any]) -> str:
     """Return the xxh3 of what a shard has of a site beside its rows: positions and token ids int32, the rows' hashes uint64."""
     columns = (positions, np.int32), (token_ids, np.int32), (hashes, np.uint64)
-    return xxhash.xxh3_64_hexdigest(b"".join(column.astype(dtype).tobytes() for column, dtype in columns))
+    return xxhash.xxh3_64_hexdigest(b"".join([np.asarray(column, dtype).tobytes() for column, dtype in columns]))
 
 
 def _read_only(rows: Rows) -> Rows:

@@ -254,16 +254,14 @@ def page_of(pages: parquet.Pages, room: int | None = None) -> npt.NDArray[np.uin
     """
     room = _PAGE_HEAD.size + len(pages.bytes) if room is None else room
     begin = room - len(pages.bytes)
-    page = np.zeros(room, np.uint8)
-    page[: _PAGE_HEAD.size] = np.frombuffer(_PAGE_HEAD.pack(begin, *pages[1:]), np.uint8)
-    page[begin:] = np.frombuffer(pages.bytes, np.uint8)
-    return page
+    filling = bytes(begin - _PAGE_HEAD.size)
+    return np.frombuffer(b"".join((_PAGE_HEAD.pack(begin, *pages[1:]), filling, pages.bytes)), np.uint8)
 
 
 def page_room(kind: Kind, count: int, nbytes: int) -> int:
     """Return how long the page before rows can become, a multiple of 8, so that these follow it at once."""
-    longest = parquet.vector_head(kind.dtype, kind.hidden_size, count, 1 << 31, nbytes).bytes
-    return (_PAGE_HEAD.size + len(longest) + 7) // 8 * 8
+    longest = parquet.vector_head_bytes_max(kind.dtype, kind.hidden_size, count, nbytes)
+    return (_PAGE_HEAD.size + longest + 7) // 8 * 8
 
 
 def chunk_of(batch: Batch, kind: Kind) -> parquet.Chunk | None:
@@ -295,11 +293,7 @@ def rows_of(batch: Batch, kind: Kind) -> npt.NDArray[Any]:
 
 def hashes_of(rows: npt.NDArray[np.uint8], into: npt.NDArray[np.uint64]) -> None:
     """Put the xxh3 of each row `[n, row_bytes]` into an array."""
-    digest, step = xxhash.xxh3_64_intdigest, rows.shape[1]
-    whole = memoryview(
-        np.ascontiguousarray(rows).reshape(-1).data
-    )  # slices of it are made in half the time that rows are
-    into[:] = [digest(whole[at : at + step]) for at in range(0, len(whole), step)]
+    into[:] = np.fromiter(map(xxhash.xxh3_64_intdigest, np.ascontiguousarray(rows)), np.uint64, len(rows))
 
 
 _DTYPES: tuple[np.dtype[Any], ...] = (np.dtype(np.int32), np.dtype(np.int32), np.dtype(np.uint64))

@@ -13,6 +13,8 @@ Field = tuple[int, int, Any]
 
 def varint(number: int) -> bytes:
     """Return an unsigned number in seven bits a byte, the lowest first."""
+    if number <= 0x7F:
+        return _BYTES[number]
     out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)
@@ -21,16 +23,21 @@ def varint(number: int) -> bytes:
     return bytes(out)
 
 
-def struct(*fields: Field) -> bytes:
-    """Return an encoded struct; fields come in the order of their numbers."""
-    out = bytearray()
-    before = 0
+def struct(*fields: Field, head: bytes = b"", before: int = 0) -> bytes:
+    """Return an encoded struct; fields come in the order of their numbers.
+
+    head: the fields up to number `before`, encoded.
+    """
+    out = bytearray(head)
     for number, kind, value in fields:
         if value is not None:
             assert 0 < number - before <= 15
             wire = kind if kind != TRUE or value else FALSE
             out.append((number - before) << 4 | wire)
-            out += b"" if kind == TRUE else _value(kind, value)
+            if kind in {I32, I64}:
+                out += varint(value << 1 if value >= 0 else (-value << 1) - 1)
+            elif kind != TRUE:
+                out += _value(kind, value)
             before = number
     out.append(0)
     return bytes(out)
@@ -53,3 +60,6 @@ def _list(kind: int, items: Sequence[Any]) -> bytes:
     size = len(items)
     head = bytes([size << 4 | kind]) if size < 15 else bytes([0xF0 | kind]) + varint(size)
     return head + b"".join(_value(kind, item) for item in items)
+
+
+_BYTES = [bytes([number]) for number in range(0x80)]
