@@ -247,7 +247,7 @@ class Dataset:
             raise damage.error
 
     def verify_shards(self) -> Iterator[Damage]:
-        """Check every shard as a whole, also what no capture is read from; yield what is damaged."""
+        """Check of every shard what no capture checks; yield what is damaged."""
         return self._shards.verify()
 
     def _captures(self, request_id: str) -> list[RequestCapture]:

@@ -3,11 +3,12 @@
     stream, its end                 as `capflow_consumers.shardstream` describes it
     vectors                         of the small batches, copied together into larger row groups
     the other columns               of each row group: who, where, and the rows' hashes
-    index                           the requests, and the hashes of all blocks before it, as msgpack
+    index                           the requests, and the hashes of what comes before it but for their rows, as msgpack
     locator                         where the index lies, and the hashes of index and footer
     footer                          Parquet's
 
-What always holds: sealing changes nothing of the stream, so that one that is cut short is done again from the stream.
+What always holds: sealing changes nothing of the stream, so that one that is cut short is done again from the stream. Each byte before the index has a
+hash: a row of a request its own, which its batch has, and what lies between those rows the index's.
 """
 
 from __future__ import annotations
@@ -53,10 +54,11 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Index(msgspec.Struct, frozen=True, array_like=True):
-    """What is in a shard; blocks: the xxh3 of each `BLOCK_BYTES` of what comes before the index."""
+    """What is in a shard; rows: where those lie that have hashes of their own, as begin and length; blocks: the xxh3 of each of `blocks_of`."""
 
     format: int
     requests: list[Entry]
+    rows: list[tuple[int, int]]
     blocks: list[int]
 
 
@@ -81,10 +83,10 @@ def seal(path: Path, end: int, entries: Sequence[Entry]) -> int:
         fd = file.fileno()
         os.ftruncate(fd, end)
         with mmap.mmap(fd, end, access=mmap.ACCESS_READ) as whole:
-            groups, tip, kind = _groups(fd, pa.py_buffer(whole), write(fd, [END], end), entries)
+            groups, rows, tip, kind = _groups(fd, pa.py_buffer(whole), write(fd, [END], end), entries)
         with mmap.mmap(fd, tip, access=mmap.ACCESS_READ) as whole:
-            blocks = [xxhash.xxh3_64_intdigest(block) for block in blocks_of(whole, tip)]
-        index = msgspec.msgpack.encode(Index(FORMAT, list(entries), blocks))
+            blocks = [xxhash.xxh3_64_intdigest(block) for _, block in blocks_of(whole, tip, rows)]
+        index = msgspec.msgpack.encode(Index(FORMAT, list(entries), rows, blocks))
         columns = parquet.schema(kind.dtype, kind.hidden_size, kind.about())
         footer = parquet.footer(columns, groups, f"capflow {capflow.__version__}")
         locator = _LOCATOR.pack(
@@ -115,20 +117,27 @@ def locate(file: Any) -> Located | None:
     )
 
 
-def blocks_of(file: Any, end: int) -> Iterator[memoryview]:
-    """Yield the blocks of a file up to a place, the last one shorter."""
+def blocks_of(file: Any, end: int, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[int, memoryview]]:
+    """Yield the bytes of a file up to a place that are no rows, in blocks, and where each begins."""
     view = memoryview(file)
-    for begin in range(0, end, BLOCK_BYTES):
-        yield view[begin : min(end, begin + BLOCK_BYTES)]
+    ends = [0, *(begin + length for begin, length in rows)]
+    for first, last in zip(ends, [*(begin for begin, _ in rows), end], strict=True):
+        for begin in range(first, last, BLOCK_BYTES):
+            yield begin, view[begin : min(last, begin + BLOCK_BYTES)]
 
 
-def _groups(fd: int, file: Any, tip: int, entries: Sequence[Entry]) -> tuple[list[parquet.RowGroup], int, Kind]:
-    """Write what row groups want behind the stream; return them and where that ends."""
+def _groups(
+    fd: int, file: Any, tip: int, entries: Sequence[Entry]
+) -> tuple[list[parquet.RowGroup], list[tuple[int, int]], int, Kind]:
+    """Write what row groups want behind the stream; return them, where rows lie in the stream, and where the file ends."""
     kind, schema, _ = opened(file)
     groups: list[parquet.RowGroup] = []
     small: list[_Piece] = []
     small_bytes = 0
+    rows: list[tuple[int, int]] = []
     for piece in _pieces(file, kind, schema, entries):
+        if piece.batch.rows is not None:
+            rows.append((piece.batch.rows.ctypes.data - file.address, piece.batch.rows.nbytes))
         chunk = chunk_of(piece.batch, kind)
         if chunk is not None:
             tip = _add(fd, tip, groups, [piece], chunk)
@@ -141,7 +150,7 @@ def _groups(fd: int, file: Any, tip: int, entries: Sequence[Entry]) -> tuple[lis
         small_bytes += nbytes
     if small:
         tip = _gather(fd, tip, groups, small, kind)
-    return groups, tip, kind
+    return groups, sorted(rows), tip, kind
 
 
 def _pieces(file: Any, kind: Kind, schema: pa.Schema, entries: Sequence[Entry]) -> Iterator[_Piece]:
