@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -184,6 +185,30 @@ def test_the_late_rest_of_a_request_is_read_as_one_with_its_beginning(tmp_path, 
     assert batch.positions.tolist() == list(range(8))
     assert [c.id for c in dataset] == ["r1"]
     dataset.verify()
+
+
+def test_parts_of_a_request_are_read_one_after_another(tmp_path, options):
+    """Memory holds a part at a time, and copies none, where their positions follow each other; else they are put in order."""
+    consumer = opened(tmp_path, **options)
+    spans = {"behind": [(0, 4), (4, 8)], "between": [(0, 2), (6, 8), (2, 6)]}
+    seq = itertools.count(1)
+    for request, found in spans.items():
+        for part, status in zip((found[:-1], found[-1:]), ("error", "stop"), strict=True):
+            for start, stop in part:
+                consumer.on_frame(make_frame([(request, 4, start, stop - start)], seq=next(seq)))
+            rows = sum(stop - start for start, stop in part)
+            consumer.on_request_done(done(request, computed_length=8, rows=rows, status=status))
+    consumer.close()
+    dataset = capflow.open(tmp_path)
+    for request in spans:
+        assert_is_whole(dataset[request], request, SITES[:1], 8)
+        assert dataset[request].positions(SITES[0]).tolist() == list(range(8))
+    parts = list(dataset["behind"].in_batches(SITES[0]))
+    assert [part.positions.tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    if options.get("compression") != "zstd":
+        assert [part.rows.flags.owndata or part.rows.flags.writeable for part in parts] == [False, False]
+    (joined,) = dataset["between"].in_batches(SITES[0])
+    assert joined.positions.tolist() == list(range(8))
 
 
 def test_a_request_that_ran_again_after_it_failed_is_not_joined_with_it(tmp_path, options):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +114,10 @@ class RequestCapture(ABC):
         """Yield a site's rows in parts that follow one another, of which memory holds one at a time; raises as `capture[site]` does."""
         yield self[site]
 
+    def positions(self, site: tuple[int, str] | str) -> npt.NDArray[np.int64]:
+        """Return the positions `[n]` of a site's rows, without touching these; raises as `capture[site]` does."""
+        return self[site].positions
+
     @abstractmethod
     def _rows(self, entry: layout.SiteFile) -> Rows:
         """Return the rows of one of the sidecar's sites; raises CapflowError when they cannot be those that were written."""
@@ -128,8 +134,22 @@ class JoinedCapture(RequestCapture):
         self.parts = tuple(parts)
         super().__init__(parts[-1].path, _joined_sidecar([part.sidecar for part in parts]))
 
+    def in_batches(self, site: tuple[int, str] | str) -> Iterator[Rows]:
+        """Yield a site's rows part by part; where parts have positions between each other's, all at once."""
+        found = site_of(site)
+        ends = [(where[0], where[-1], part) for part in self._with(found) if len(where := part.positions(found))]
+        ends.sort(key=itemgetter(0))
+        if ends and all(last < first for (_, last, _), (first, _, _) in itertools.pairwise(ends)):
+            for _, _, part in ends:
+                yield from part.in_batches(found)
+        else:
+            yield self[found]
+
+    def _with(self, site: Site) -> list[RequestCapture]:
+        return [part for part in self.parts if site in part]
+
     def _rows(self, entry: layout.SiteFile) -> Rows:
-        found = [part[entry.site] for part in self.parts if entry.site in part]
+        found = [part[entry.site] for part in self._with(entry.site)]
         if len(found) == 1:
             return found[0]
         rows, positions, token_ids = (np.concatenate(arrays) for arrays in zip(*found, strict=True))

@@ -181,6 +181,14 @@ class ShardCapture(RequestCapture):
         entry = self._entries.get(site_of(site))
         yield from (self[site],) if entry is None else self._parts(entry)
 
+    def positions(self, site: tuple[int, str] | str) -> npt.NDArray[np.int64]:
+        """Return the positions `[n]` of a site's rows, without decompressing these; raises as `capture[site]` does."""
+        entry = self._entries.get(site_of(site))
+        if entry is None:
+            return super().positions(site)
+        every = np.concatenate([np.zeros(0, np.int64), *(batch.positions for batch in self._decoded())])
+        return every[entry.offset : entry.offset + entry.rows]
+
     def _rows(self, entry: layout.SiteFile) -> Rows:
         found = list(self._parts(entry))
         if len(found) == 1:
