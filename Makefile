@@ -25,7 +25,7 @@ test: env system  ## run the tests, but for the long ones; those that need no en
 		[ $$engine -eq 0 ] && [ $$rest -eq 0 ]
 
 proof: env system  ## run the tests that take minutes each
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint requirements/cpu.lock "ray>=2.40"  # for one of them
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint requirements/cpu.lock "ray>=2.40" "sae-lens>=6"  # for one of them each
 	$(PYTHON) -m pytest -m long
 
 chaos: env  ## kill the hub and the engine side 80 times under load, and check every row; then kill at each named point, 20 times; half an hour

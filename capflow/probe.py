@@ -120,15 +120,15 @@ class Probe(Scorer):
     def read(cls, file: ProbeFile) -> Probe:
         """Return the linear probes in an open file; raises UsageError when it is not a file of them."""
         file.choice("kind", (cls.kind,), cls.kind)
-        file.expect(("weight",), ("bias",))
+        tensors = file.expect(("weight",), ("bias",))
         file.expect_fields("names", "threshold", "pool", "kind")
-        weight = np.atleast_2d(file.tensors["weight"])
+        weight = np.atleast_2d(tensors["weight"])
         count = weight.shape[0]
         return cls(
             site=file.site(),
             names=file.names((file.stem,) if count == 1 else tuple(f"{file.stem}.{i}" for i in range(count))),
             weight=weight,
-            bias=np.atleast_1d(file.tensors["bias"]) if "bias" in file.tensors else np.zeros(count, np.float32),
+            bias=np.atleast_1d(tensors["bias"]) if "bias" in tensors else np.zeros(count, np.float32),
             thresholds=file.thresholds(count),
             pool=cast("Pool", file.choice("pool", POOLS, "token")),
             where=file.where,
@@ -181,8 +181,8 @@ def as_float32(rows: npt.NDArray[Any]) -> Float32s:
 def load_vector(path: str | os.PathLike[str], scale: float = 1.0) -> SteeringVector:
     """Return the steering vector in a file, to be added `scale` times; raises UsageError when it is not a vector file."""
     file = ProbeFile(path)
-    file.expect(("vector",))
-    return SteeringVector.make(file.site(), file.tensors["vector"], scale, where=file.where)
+    tensors = file.expect(("vector",))
+    return SteeringVector.make(file.site(), tensors["vector"], scale, where=file.where)
 
 
 def save_vector(path: str | os.PathLike[str], site: Site, vector: Any) -> None:

@@ -30,7 +30,7 @@ _SHOWN_MAX = 8
 
 
 class ProbeFile:
-    """A file's metadata and tensors, float32 each. Raises UsageError for a file that is none or has numbers that are none."""
+    """A file's metadata, and of its tensors those that are expected. Raises UsageError for a file that is none."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.where = os.fspath(path)
@@ -40,9 +40,9 @@ class ProbeFile:
         try:
             with safe_open(path, "numpy") as file:
                 self.metadata: Mapping[str, str] = file.metadata() or {}
-                self.tensors = {name: self._tensor(file, name) for name in sorted(file.keys())}
+                self.found = frozenset(file.keys())
         except (SafetensorError, OSError) as e:
-            raise UsageError(explain(self.where, got=str(e), expected="a safetensors file")) from e
+            raise self._none(e) from e
 
     def _tensor(self, file: Any, name: str) -> Float32s:
         dtype = file.get_slice(name).get_dtype()
@@ -54,13 +54,25 @@ class ProbeFile:
             raise self.wrong(name, "NaN or infinity", "finite numbers")
         return values
 
-    def expect(self, required: Collection[str], optional: Collection[str] = ()) -> None:
-        """Raise UsageError unless the file has the required tensors, and none beside these and the optional ones."""
-        names = set(self.tensors)
-        if not set(required) <= names or names - set(required) - set(optional):
-            got = ", ".join(sorted(names)[:_SHOWN_MAX]) or "none"
+    def expect(
+        self, required: Collection[str], optional: Collection[str] = (), unread: Collection[str] = ()
+    ) -> dict[str, Float32s]:
+        """Return the tensors, float32 each, those that are required and which there are of the optional ones.
+
+        Raises UsageError when one is missing, for numbers that are none, and for a tensor that is not in `unread` either: it would not be minded.
+        """
+        if not set(required) <= self.found or self.found - {*required, *optional, *unread}:
+            got = ", ".join(sorted(self.found)[:_SHOWN_MAX]) or "none"
             expected = " and maybe ".join(", ".join(part) for part in (required, optional) if part)
             raise self.wrong("tensors", got, expected)
+        try:
+            with safe_open(self.where, "numpy") as file:
+                return {name: self._tensor(file, name) for name in sorted(self.found & {*required, *optional})}
+        except (SafetensorError, OSError) as e:
+            raise self._none(e) from e
+
+    def _none(self, error: Exception) -> UsageError:
+        return UsageError(explain(self.where, got=str(error), expected="a safetensors file"))
 
     def expect_fields(self, *known: str) -> None:
         """Raise UsageError when the metadata has a field that means nothing here, since it would not be minded."""

@@ -6,7 +6,7 @@
 |---|---|---|
 | `linear` | `weight` `[k, hidden_size]`; maybe `bias` `[k]` | |
 | `mlp` | `weight.0` `[n0, hidden_size]`, `weight.1` `[n1, n0]`, … the last `[k, …]`; maybe `bias.0` `[n0]`, … | `activation`: `relu` (the default), `gelu`, `silu` or `tanh`, after every layer but the last |
-| `sae` | `W_enc` `[hidden_size, d_sae]`, `b_enc` `[d_sae]`; maybe `b_dec` `[hidden_size]`, taken off the row before; with `jumprelu`, `threshold` `[d_sae]` | `activation`: `relu` (the default), `jumprelu` or `topk`; `k` with `topk`; `features`: which of the d_sae are recorded, comma separated; all unless given |
+| `sae` | `W_enc` `[hidden_size, d_sae]`, `b_enc` `[d_sae]`; maybe `b_dec` `[hidden_size]`, taken off the row before; with `jumprelu`, `threshold` `[d_sae]`; `W_dec` is not read | `activation`: `relu` (the default), `jumprelu` or `topk`; `k` with `topk`; `features`: which of the d_sae are recorded, comma separated; all unless given |
 
 Tensors of an `sae` are named and laid out as SAELens saves them. A feature's score is its activation, computed in float32:
 `a = f((row - b_dec) @ W_enc + b_enc)`. `jumprelu` is `a` where it is above the feature's threshold, else 0 (Rajamanoharan et al.,
@@ -72,13 +72,13 @@ class MlpProbe(Scorer):
     @classmethod
     def read(cls, file: ProbeFile) -> MlpProbe:
         """Return the network in an open file; raises UsageError when it is not one."""
-        count = max(1, sum(name.startswith("weight.") for name in file.tensors))
+        count = max(1, sum(name.startswith("weight.") for name in file.found))
         names = [f"weight.{i}" for i in range(count)]
-        file.expect(names, [f"bias.{i}" for i in range(count)])
+        tensors = file.expect(names, [f"bias.{i}" for i in range(count)])
         file.expect_fields("names", "threshold", "pool", "kind", "activation")
-        weights = tuple(file.tensors[name] for name in names)
+        weights = tuple(tensors[name] for name in names)
         zeros = (np.zeros(weight.shape[:1], np.float32) for weight in weights)
-        biases = tuple(file.tensors.get(f"bias.{i}", zero) for i, zero in enumerate(zeros))
+        biases = tuple(tensors.get(f"bias.{i}", zero) for i, zero in enumerate(zeros))
         outputs = weights[-1].shape[0] if weights[-1].ndim else 0
         return cls(
             site=file.site(),
@@ -160,14 +160,14 @@ class SaeProbe(Scorer):
         """Return the features in an open file; raises UsageError when it has none."""
         activation = file.choice("activation", SAE_ACTIVATIONS, "relu")
         jumping, by_rank = activation == "jumprelu", activation == "topk"
-        file.expect(("W_enc", "b_enc", *(["threshold"] * jumping)), ("b_dec",))
+        tensors = file.expect(("W_enc", "b_enc", *(["threshold"] * jumping)), ("b_dec",), unread=("W_dec",))
         file.expect_fields("names", "threshold", "pool", "kind", "activation", "features", *(["k"] * by_rank))
-        encoder, bias = file.tensors["W_enc"], file.tensors["b_enc"]
+        encoder, bias = tensors["W_enc"], tensors["b_enc"]
         if encoder.ndim != 2 or not encoder.size:
             raise file.wrong("W_enc", f"shape {list(encoder.shape)}", "[hidden_size, d_sae]")
         width, count = encoder.shape
-        jumps = file.tensors.get("threshold", np.zeros(count, np.float32))
-        centre = file.tensors.get("b_dec", np.zeros(width, np.float32))
+        jumps = tensors.get("threshold", np.zeros(count, np.float32))
+        centre = tensors.get("b_dec", np.zeros(width, np.float32))
         for name, tensor, length in (("b_enc", bias, count), ("threshold", jumps, count), ("b_dec", centre, width)):
             if tensor.shape != (length,):
                 raise file.wrong(name, f"shape {list(tensor.shape)}", f"[{length}]")

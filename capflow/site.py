@@ -21,6 +21,16 @@ HOOK_DEFAULT: Hook = "post_block"
 """The hook point that a layer alone means."""
 
 
+TRANSFORMER_LENS_NAMES = {
+    "pre_attn": "hook_resid_pre",
+    "post_attn": "hook_resid_mid",
+    "post_block": "hook_resid_post",
+    "mlp_in": "ln2.hook_normalized",
+    "mlp_out": "hook_mlp_out",
+}
+"""What TransformerLens, and so SAELens, calls each hook point of a layer: `blocks.12.hook_resid_post`."""
+
+
 class Site(NamedTuple):
     """`(layer, hook)`: layers count from 0, over the whole model also under pipeline parallelism."""
 
@@ -40,6 +50,18 @@ class Site(NamedTuple):
         if not colon or hook not in HOOKS or not layer.isdigit():
             raise UsageError(explain("site", got=text, expected=f"HOOK:LAYER with HOOK one of {', '.join(HOOKS)}"))
         return cls(int(layer), hook)
+
+    @property
+    def transformer_lens_name(self) -> str:
+        """The site's name in TransformerLens."""
+        return f"blocks.{self.layer}.{TRANSFORMER_LENS_NAMES[self.hook]}"
+
+    @classmethod
+    def of_transformer_lens(cls, name: str) -> Site | None:
+        """Return the site that TransformerLens calls by a name; None when it is no tap's."""
+        hooks = {theirs: ours for ours, theirs in TRANSFORMER_LENS_NAMES.items()}
+        begin, layer, hook = [*name.split(".", 2), "", ""][:3]
+        return cls(int(layer), hooks[hook]) if begin == "blocks" and layer.isdecimal() and hook in hooks else None
 
     def check_tapped(self, tapped: Collection[Site], field: str) -> None:
         """Raise UsageError, with the field that names the site first, unless the site is among the tapped ones."""

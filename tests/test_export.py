@@ -143,7 +143,7 @@ def test_a_site_becomes_cached_activations_as_saelens_reads_them(tmp_path, store
     names = {"blocks.2.hook_resid_post", "blocks.3.hook_resid_post", "blocks.3.hook_mlp_out"}
     assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == names
     for site in SITES:
-        name = tosaelens.hook_name(site)
+        name = site.transformer_lens_name
         assert f"hook_name={name} context_size=16 d_in=8 dtype={written}" in done.stdout
         loaded = datasets.load_from_disk(str(tmp_path / "out" / name))
         assert loaded.column_names == [name, "token_ids"]
@@ -176,19 +176,6 @@ def test_neither_batches_nor_files_show_in_what_is_read(root, tmp_path, monkeypa
     whole = len(rows) // 7
     assert loaded["blocks.2.hook_resid_post"].tobytes() == rows[: whole * 7].astype(np.float32).tobytes()
     assert loaded["token_ids"].reshape(-1).tolist() == token_ids[: whole * 7].tolist()
-
-
-def test_every_hook_has_transformer_lens_name():
-    from capflow.site import HOOKS
-
-    names = {hook: tosaelens.hook_name(Site(5, hook)) for hook in HOOKS}
-    assert names == {
-        "pre_attn": "blocks.5.hook_resid_pre",
-        "post_attn": "blocks.5.hook_resid_mid",
-        "post_block": "blocks.5.hook_resid_post",
-        "mlp_in": "blocks.5.ln2.hook_normalized",
-        "mlp_out": "blocks.5.hook_mlp_out",
-    }
 
 
 def test_sites_that_are_there_are_not_written_again(root, tmp_path):

@@ -24,7 +24,7 @@ LAYERS = (
         "message",
         "steercheck",
     },
-    {"steering", "program", "probefile", "probe", "probekinds", "consumer", "hookspecs"},
+    {"steering", "program", "probefile", "probe", "probekinds", "saelens", "consumer", "hookspecs"},
     {"queue", "session", "address", "keys", "plugins", "spool", "recording", "pluginkit"},
     {
         "transport",

@@ -1,4 +1,4 @@
-"""`capflow probe`: fit a linear probe on labelled captures, and judge any probe by them."""
+"""`capflow probe`: fit a linear probe on labelled captures, judge any probe by them, and make probes of an autoencoder's features."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _labelled(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.group()
 def probe() -> None:
-    """Fit a probe on labelled captures, and judge one."""
+    """Fit a probe on labelled captures, judge one, or take one from SAELens."""
 
 
 @probe.command()
@@ -71,14 +71,12 @@ def fit(
     these two score tokens, whatever the pool.
     """
     from capflow.cli.needs import check_sklearn
-    from capflow.errors import UsageError, explain
 
     check_sklearn()
     from capflow.cli import probefit
     from capflow.site import Site
 
-    if out.suffix != ".safetensors" or not out.parent.is_dir():
-        raise UsageError(explain("--out", got=str(out), expected="a .safetensors file in a directory that exists"))
+    _check_out(out)
     place = Site.parse(site)
     rows = _read(data, labels, positive, place, positions)
     fitted, unseen = probefit.split(rows, held_out, seed)
@@ -109,6 +107,43 @@ def evaluate(data: Path, labels: Path, positive: str | None, positions: str, as_
             explain(f"{file}: weight", got=f"{scorer.hidden_size} numbers", expected=f"{width}, as {data}")
         )
     _print(probefit.judge(rows, scorer), "labelled", as_json)
+
+
+@probe.command()
+@click.argument("directory", type=_PATH, metavar="DIRECTORY")
+@click.option("--out", required=True, type=_PATH, metavar="FILE", help="The .safetensors file to write.")
+@click.option("--features", metavar="NUMBERS", help="Which to record, such as 17,2048. Default: all.")
+@click.option("--site", metavar="HOOK:LAYER", help="Whose rows they read. Default: what cfg.json says.")
+@click.option(
+    "--pool", type=click.Choice(["token", "mean", "max", "last"]), default="token", show_default=True, help="What has one score: each token, or a request."
+)  # fmt: skip
+def sae(directory: Path, out: Path, features: str | None, site: str | None, pool: Pool) -> None:
+    """Write features of an autoencoder that SAELens saved in DIRECTORY as probes, whose scores are the features' activations."""
+    from capflow.errors import UsageError, explain
+    from capflow.probefile import write_file
+    from capflow.probekinds import load_probe
+    from capflow.saelens import read_saelens
+    from capflow.site import Site
+
+    _check_out(out)
+    numbers = None
+    if features is not None:
+        parts = [part.strip() for part in features.split(",")]
+        if not all(part.isdecimal() and len(part) < 10 for part in parts):
+            raise UsageError(explain("--features", got=features, expected="numbers of features, comma separated"))
+        numbers = [int(part) for part in parts]
+    place = None if site is None else Site.parse(site)
+    tensors, about = read_saelens(directory, out.stem, features=numbers, site=place)
+    write_file(out, tensors, about | {"pool": pool})
+    scorer = load_probe(out)
+    click.echo(f"{len(scorer.names)} features at {scorer.site}: {out}")
+
+
+def _check_out(out: Path) -> None:
+    from capflow.errors import UsageError, explain
+
+    if out.suffix != ".safetensors" or not out.parent.is_dir():
+        raise UsageError(explain("--out", got=str(out), expected="a .safetensors file in a directory that exists"))
 
 
 def _read(data: Path, labels: Path, positive: str | None, site: Any, positions: str) -> Any:

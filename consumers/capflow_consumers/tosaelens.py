@@ -26,15 +26,6 @@ from capflow_consumers.contents import SiteContents, one_width
 from capflow_consumers.destination import Destination
 from capflow_consumers.reader import Dataset
 
-_HOOK_NAMES = {
-    "pre_attn": "hook_resid_pre",
-    "post_attn": "hook_resid_mid",
-    "post_block": "hook_resid_post",
-    "mlp_in": "ln2.hook_normalized",
-    "mlp_out": "hook_mlp_out",
-}
-"""TransformerLens' name for each hook point."""
-
 _BATCH_BYTES = 8 << 20
 _FILE_BYTES = 500 << 20
 
@@ -53,11 +44,6 @@ def check_datasets() -> None:
     """Raise UsageError when `datasets` is not installed."""
     if find_spec("datasets") is None:
         raise UsageError(explain("--to saelens: datasets is not installed", do="pip install 'capflow[saelens]'"))
-
-
-def hook_name(site: Site) -> str:
-    """Return TransformerLens' name of a site, which SAELens uses."""
-    return f"blocks.{site.layer}.{_HOOK_NAMES[site.hook]}"
 
 
 def check_fits(sites: dict[Site, SiteContents], context_size: int) -> None:
@@ -79,7 +65,7 @@ def to_saelens(
     """Write a data set for each site that has none yet; yield what was written. on_capture: called after each capture of a site."""
     check_fits(sites, context_size)
     for site, told in sites.items():
-        if not destination.has(hook_name(site)):
+        if not destination.has(site.transformer_lens_name):
             yield _write(dataset, site, told, destination, context_size, on_capture)
 
 
@@ -91,7 +77,7 @@ def _write(
     context_size: int,
     on_capture: Callable[[], object],
 ) -> Written:
-    name, width, dtype = hook_name(site), one_width({site: told}), _dtype(told)
+    name, width, dtype = site.transformer_lens_name, one_width({site: told}), _dtype(told)
     with destination.writing(name) as directory:
         directory.mkdir()
         writer = _Writer(directory, name, context_size, width, dtype)
