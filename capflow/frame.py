@@ -19,6 +19,7 @@ block and inside the positions of its request. `Frame.decode` refuses anything e
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
@@ -230,11 +231,10 @@ class Frame:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield the wanted rows in chunks: of each request at each site, in the order of their positions."""
-        for chunk in self._whole():
-            if self.wants is None:
-                yield chunk
-            else:
-                yield from _narrow(chunk, self.wants(chunk.request))
+        wants, whole = self.wants, self._whole()
+        if wants is None:
+            return whole
+        return itertools.chain.from_iterable(_narrow(chunk, wants(chunk.request)) for chunk in whole)
 
     def _whole(self) -> Iterator[Chunk]:
         """Yield every span of every block as a chunk."""

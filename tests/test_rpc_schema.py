@@ -11,18 +11,21 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import msgspec
 import numpy as np
 from sources import PACKAGES, ROOT
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from capflow.errors import UsageError
+from capflow.frame import Dropped, Gap
+from capflow.result import CaptureResult
 from capflow.spec import CaptureSpec
 from capflow.steering import STEERING_FIELDS, Steering
 from capflow_engine.fields import FIELDS
 from capflow_engine.rpc import capflow_pb2 as pb
 from capflow_engine.rpc import capflow_pb2_grpc
 from capflow_engine.rpc.generation import body_of
-from capflow_engine.rpc.values import fields_of
+from capflow_engine.rpc.values import fields_of, parsed
 from capflow_engine.steering_bodies import ModuleBody, SetBody
 
 RPC = PACKAGES["capflow_engine"] / "rpc"
@@ -124,6 +127,25 @@ def test_what_is_not_said_is_left_out_and_what_is_said_to_be_nothing_is_not():
 
 
 UNKNOWN = b"\xca\x3e\x01x"  # field 1001, one byte
+
+
+def test_a_result_says_over_grpc_what_it_says_over_http():
+    """Also where the rows are that did not come, and no more fields in the one than in the other."""
+    gaps = (Gap(("post_block:2", "mlp_out:0"), 3, 7), Gap(("post_block:2",), 9, 10))
+    lost = (Dropped(9, "queue_full", gaps), Dropped(1 << 40, "engine_lost"))
+    result = CaptureResult("partial_error", "9 rows lost", {"path": "/rows", "files": [1, {"a": None}]}, True, lost)
+    over_http = msgspec.to_builtins(result)
+    message = parsed({"capture_results": {"filesystem": over_http}}, pb.GenerateResponse())
+    said = message.capture_results["filesystem"]
+    assert names(said) == set(CaptureResult.__struct_fields__)
+    assert names(pb.Dropped()) == set(Dropped.__struct_fields__)
+    assert names(pb.Gap()) == set(Gap.__struct_fields__)
+    assert (said.status, said.error, said.budget_reached) == ("partial_error", "9 rows lost", True)
+    assert said.payload == {"path": "/rows", "files": [1, {"a": None}]}
+    assert [(d.rows, d.reason) for d in said.dropped] == [(9, "queue_full"), (1 << 40, "engine_lost")]
+    assert [(tuple(g.sites), g.start, g.stop) for g in said.dropped[0].gaps] == [
+        msgspec.structs.astuple(g) for g in gaps
+    ]
 
 
 @pytest.mark.parametrize(

@@ -175,18 +175,17 @@ class DuckdbConsumer(Consumer):
         pending, worker = self._pending, (header.boot, header.rank)
         waiting = pending.count
         parts: dict[str, tuple[ScoredRequest, bool]] = {}  # of this frame, and whether the file has them
+        wants, seq = frame.wants, header.seq
         for rows in header.requests:
-            if frame.wants is None or frame.wants(rows):
+            if wants is None or wants(rows):
                 request = self._request(header, rows.id)
                 stored = request.stored.has(header)
-                request.frames.note(worker, header.seq, header.seq)
+                request.frames.note(worker, seq, seq)
                 pending.add_tokens(request, rows, stored=stored)
                 parts[rows.id] = request, stored
         for chunk in frame.chunks():
             request, stored = parts[chunk.request.id]
-            request.rows += len(chunk.sites) * chunk.rows.shape[1]
-            for site, values in zip(chunk.sites, chunk.rows, strict=True):
-                pending.add_rows(request, site, chunk.start, values, stored=stored)
+            pending.add_rows(request, chunk, stored=stored)
         if not waiting:
             self._pending_since = self._clock()
         if pending.count >= self.config.batch_rows or pending.nbytes >= _VECTOR_BYTES_MAX:

@@ -19,7 +19,10 @@ class FrameLog:
     def note(self, worker: tuple[str, Rank], first: int, last: int) -> None:
         """Note that the frames of a worker from a first to a last one are in."""
         had = self.frames.get(worker)
-        self.frames[worker] = (first, last) if had is None else (min(had[0], first), max(had[1], last))
+        if had is None:
+            self.frames[worker] = (first, last)
+        elif first < had[0] or last > had[1]:
+            self.frames[worker] = (min(had[0], first), max(had[1], last))
 
     def has(self, header: FrameHeader) -> bool:
         """Return whether a frame was noted, or lies between two that were."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from capflow.frame import RequestRows
+from capflow.frame import Chunk, RequestRows
 from capflow.probe import Scorer
 from capflow.site import Site
 from capflow_consumers.rowstage import Part, Rows, RowStage
@@ -35,27 +35,32 @@ class PendingRows:
 
     def add_tokens(self, request: ScoredRequest, rows: RequestRows, *, stored: bool) -> None:
         """Keep the tokens not seen: every pipeline stage tells of them, and again after a preemption. stored: the file has them."""
-        stop = rows.start + len(rows.token_ids)
-        first = max(rows.start, request.known)
-        if first < stop:
+        start, known = rows.start, request.known
+        stop = start + len(rows.token_ids)
+        skip = known - start if known > start else 0
+        count = stop - start - skip
+        if count > 0:
             request.known = stop
-            request.tokens += stop - first
+            request.tokens += count
             if not stored:
-                self._tokens.append((request, rows, first - rows.start))
-                self.count += stop - first
+                self._tokens.append((request, rows, skip))
+                self.count += count
 
-    def add_rows(self, request: ScoredRequest, site: Site, start: int, rows: Rows, *, stored: bool) -> None:
-        """Keep the scores of a request's rows `[n, hidden_size]`, which begin at a position. stored: the file has them."""
-        stage = self._stages.get(site)
-        if stage is None:
-            return
-        count = len(rows)
-        request.scores += count * stage.columns
-        if not stored:
-            stage.add(request, start, rows)
-            self.count += count * (stage.columns + self._vectors)
-            if self._vectors:
-                self.nbytes += count * rows.shape[1] * 4
+    def add_rows(self, request: ScoredRequest, chunk: Chunk, *, stored: bool) -> None:
+        """Keep the scores of a request's rows. stored: the file has them."""
+        rows = chunk.rows
+        sites, count, width = rows.shape
+        request.rows += sites * count
+        for index, site in enumerate(chunk.sites):
+            stage = self._stages.get(site)
+            if stage is None:
+                continue
+            request.scores += count * stage.columns
+            if not stored:
+                stage.add(request, chunk.start, rows[index])
+                self.count += count * (stage.columns + self._vectors)
+                if self._vectors:
+                    self.nbytes += count * width * 4
 
     def take(self) -> tuple[dict[str, pa.Table], list[ScoredRequest]]:
         """Return the tables to append and the requests that have rows in them, and forget them."""

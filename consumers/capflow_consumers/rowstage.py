@@ -43,11 +43,12 @@ class RowStage:
 
     def add(self, request: ScoredRequest, start: int, rows: Rows) -> None:
         """Copy rows `[n, hidden_size]` of a request, which begin at a position."""
-        count = len(rows)
+        count, width = rows.shape
         self.parts.append((request, start, count))
-        stop = self._filled + count
-        if rows.dtype is self._rows.dtype and stop <= len(self._rows) and rows.shape[1] == self._rows.shape[1]:
-            self._rows[self._filled : stop] = rows
+        staged, filled = self._rows, self._filled
+        stop = filled + count
+        if rows.dtype is staged.dtype and staged.shape[1] == width and stop <= len(staged):
+            staged[filled:stop] = rows
             self._filled = stop
         else:
             self._add_some(rows)
