@@ -12,6 +12,8 @@ The probes are linear ones. Only what a step needs is read: columns, and row gro
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from typing import Any, NamedTuple
 
 import daft
@@ -129,7 +131,11 @@ def main() -> None:
     mean_norms(shards.data, shards.dtype).show(1000)
     if probe is not None:
         top_positions(shards.data, shards.dtype, probe, given.top).show(1000)
+    if given.ray:
+        ray.shutdown()
 
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # Daft's threads may still let go of Python objects, and an interpreter that ends meanwhile aborts

@@ -92,7 +92,8 @@ def float32(model):
     return Reference(model, torch.float32)
 
 
-@pytest.mark.parametrize("eager", ["true", pytest.param("false", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("eager", ["true", "false"])
 def test_float32_rows_are_transformers(model, prompts, float32, tmp_path, eager):
     printed = run(model, prompts, tmp_path / "rows", "dtype=float32", f"enforce_eager={eager}")
     assert " 0 dropped" in " ".join(printed.split())

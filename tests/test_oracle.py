@@ -16,7 +16,7 @@ from capflow_engine.step import Step
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(6 * 3600)]
 
-REQUESTS = int(os.environ.get("CAPFLOW_ORACLE_REQUESTS", "200"))
+REQUESTS = int(os.environ.get("CAPFLOW_ORACLE_REQUESTS", "100"))
 SEED = int(os.environ.get("CAPFLOW_ORACLE_SEED", random.SystemRandom().getrandbits(32)))
 
 

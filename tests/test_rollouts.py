@@ -128,6 +128,7 @@ def test_a_killed_run_leaves_whole_lines_and_the_next_goes_on(here):
     assert out.read_bytes() == before
 
 
+@pytest.mark.long
 def test_workers_share_the_work(here):
     directory, options = here
     for offset in range(2):
@@ -136,6 +137,7 @@ def test_workers_share_the_work(here):
     assert [keys(part) for part in parts] == [WANTED[0::2], WANTED[1::2]]
 
 
+@pytest.mark.long
 def test_parquet_has_the_same_rows_and_grows(here):
     directory, options = here
     run(directory, options)

@@ -31,7 +31,12 @@ def stops(tiny):
     return [next((t for at, t in enumerate(tokens) if at > 1 and t not in tokens[:at]), None) for tokens in found]
 
 
-@pytest.mark.parametrize("ahead", [0, 1, pytest.param(2, marks=pytest.mark.long)], ids=["sync", "async", "deeper"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "ahead", [pytest.param(0, marks=LONG), 1, pytest.param(2, marks=LONG)], ids=["sync", "async", "deeper"]
+)
 def test_the_v2_runner_s_rows_are_those_of_their_requests(tiny, reference, stops, tmp_path, ahead):
     """Prompts longer than a step's budget, decode beside prefill, requests that end at different steps, some steered."""
     asked = requests(LENGTHS, [9] * len(LENGTHS))
@@ -49,7 +54,7 @@ def test_the_v2_runner_s_rows_are_those_of_their_requests(tiny, reference, stops
     check_answers(answers, tmp_path / "rows", reference, STEERED)
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.long), True], ids=["sync", "async"])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=LONG), True], ids=["sync", "async"])
 def test_the_v2_runner_preempts_and_resumes_without_losing_or_repeating_a_row(tiny, reference, tmp_path, ahead):
     limits = {"block_size": 32, "num_gpu_blocks_override": 8, "max_model_len": 128, "enable_prefix_caching": False}
     what = Run(

@@ -80,9 +80,12 @@ def test_says_why_a_hook_is_not_there(parallel):
         assert layer["missing"] == {"post_attn": "attention and the MLP stand side by side"}
 
 
-def test_refuses_sites_that_are_not_there(parallel):
-    refused(sites(parallel, "--sites", "post_attn:1"), "--sites", "got post_attn:1", "stand side by side")
-    refused(sites(parallel, "--sites", "post_block:3"), "got post_block:3", "a layer of 0..2")
+@pytest.mark.parametrize(
+    ("site", "why"),
+    [("post_attn:1", "stand side by side"), pytest.param("post_block:3", "a layer of 0..2", marks=pytest.mark.long)],
+)
+def test_refuses_sites_that_are_not_there(parallel, site, why):
+    refused(sites(parallel, "--sites", site), "--sites", f"got {site}", why)
 
 
 def test_refuses_a_model_that_is_not_there(tmp_path):

@@ -45,7 +45,8 @@ def test_drafts_and_preemption_together_neither_lose_nor_repeat_a_row(tiny, refe
     check_answers(answers, crowded.root, reference, STEERED)
 
 
-@pytest.mark.parametrize("v2", [False, pytest.param(True, marks=pytest.mark.long)], ids=["v1", "v2"])
+@pytest.mark.long
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 def test_rule_3_holds_with_a_model_that_drafts(tiny, reference, tmp_path, v2):
     """Drafts of the same model with noise in its weights, so that it is right now and then."""
     drafter = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
@@ -70,6 +71,7 @@ def test_rule_3_holds_with_a_model_that_drafts(tiny, reference, tmp_path, v2):
     check_answers(answers, drafting.root, reference, STEERED)
 
 
+@pytest.mark.long
 def test_drafts_with_async_scheduling_are_refused_before_anything_runs(tiny, tmp_path):
     """There, the positions of a step's tokens are on the device alone when the step is planned."""
     ahead = Run(

@@ -51,7 +51,7 @@ def test_what_is_computed_while_the_hub_is_gone_is_delivered_when_it_is_back(tin
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("policy", ["drop", "spill"])
+@pytest.mark.parametrize("policy", [pytest.param("drop", marks=pytest.mark.long), "spill"])
 def test_answers_are_the_same_whether_a_hub_is_there_or_not(tiny, address, tmp_path, monkeypatch, policy):
     """Never there, there, and gone: with `drop` what is lost is said by nobody, as nobody is there; with `spill` nothing is."""
     keeper, spool = Keeper(), {"spool_dir": str(tmp_path)} if policy == "spill" else {}
