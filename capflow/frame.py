@@ -236,19 +236,22 @@ class Frame:
             return whole
         return itertools.chain.from_iterable(_narrow(chunk, wants(chunk.request)) for chunk in whole)
 
-    def _whole(self) -> Iterator[Chunk]:
-        """Yield every span of every block as a chunk."""
+    def blocks(self) -> Iterator[tuple[Block, Rows]]:
+        """Yield every block with its rows `[len(sites), rows, hidden_size]`, whoever wants them."""
         header = self.header
         if not header.blocks:
             return
         flat = np.frombuffer(self.payload, dtype=DTYPES[header.dtype])
         begin = 0
-        spans: list[tuple[Span, Block, Rows]] = []
         for block in header.blocks:
-            size = len(block.sites) * block.rows * header.hidden_size
-            rows = flat[begin : begin + size].reshape(len(block.sites), block.rows, header.hidden_size)
-            begin += size
-            spans += [(span, block, rows) for span in block.spans]
+            end = begin + len(block.sites) * block.rows * header.hidden_size
+            yield block, flat[begin:end].reshape(len(block.sites), block.rows, header.hidden_size)
+            begin = end
+
+    def _whole(self) -> Iterator[Chunk]:
+        """Yield every span of every block as a chunk."""
+        header = self.header
+        spans = [(span, block, rows) for block, rows in self.blocks() for span in block.spans]
         if len(header.blocks) > 1:
             spans.sort(key=lambda found: found[0][:2])
         for span, block, rows in spans:

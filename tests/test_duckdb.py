@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import duckdb
+import msgspec
 import numpy as np
 import pytest
 from frames import make_frame, make_model, row_of, token_of
@@ -109,7 +110,22 @@ def test_every_token_has_its_text_and_its_scores(tmp_path):
     assert seconds > 0
 
 
-@settings(max_examples=25, deadline=None)
+def as_it_is(frame):
+    return frame
+
+
+def narrowed(frame):
+    """Return a frame as the hub gives it to one consumer of several."""
+    return frame.narrowed(lambda _: dict.fromkeys(SITES, Want(Positions.ALL)))
+
+
+def reordered(frame):
+    """Return the same frame, whose spans stand in another order than their rows."""
+    blocks = tuple(block._replace(spans=block.spans[::-1]) for block in frame.header.blocks)
+    return Frame(msgspec.structs.replace(frame.header, blocks=blocks), frame.payload)
+
+
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_interleaving_of_requests_and_stages_gives_each_token_its_scores_once(data, tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("data")
@@ -128,7 +144,8 @@ def test_any_interleaving_of_requests_and_stages_gives_each_token_its_scores_onc
             at[i, stage] += count
             if at[i, stage] == length[i]:
                 del at[i, stage]
-        consumer.on_frame(Frame.decode(*make_frame(asked, stages[stage], dtype="bfloat16").encode()))
+        frame = Frame.decode(*make_frame(asked, stages[stage], dtype="bfloat16").encode())
+        consumer.on_frame(data.draw(st.sampled_from([as_it_is, narrowed, reordered]))(frame))
     for i in ids:
         assert consumer.on_request_done(done(i, 2, length[i], rows=3 * length[i])).status == "ok"
     consumer.close()

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import ClassVar, cast
 
@@ -30,7 +31,7 @@ from capflow import limits
 from capflow.action import Answered
 from capflow.consumer import Consumer, ConsumerPolicy, Context
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.frame import Frame, FrameHeader
+from capflow.frame import Block, Frame, FrameHeader
 from capflow.hookspecs import hookimpl
 from capflow.message import ModelInfo
 from capflow.probe import Scorer
@@ -174,7 +175,7 @@ class DuckdbConsumer(Consumer):
             raise UsageError(self._unfit[header.engine])
         pending, worker = self._pending, (header.boot, header.rank)
         waiting = pending.count
-        parts: dict[str, tuple[ScoredRequest, bool]] = {}  # of this frame, and whether the file has them
+        owners: dict[str, tuple[ScoredRequest, bool]] = {}  # of this frame, and whether the file has its rows of them
         wants, seq = frame.wants, header.seq
         for rows in header.requests:
             if wants is None or wants(rows):
@@ -182,10 +183,19 @@ class DuckdbConsumer(Consumer):
                 stored = request.stored.has(header)
                 request.frames.note(worker, seq, seq)
                 pending.add_tokens(request, rows, stored=stored)
-                parts[rows.id] = request, stored
-        for chunk in frame.chunks():
-            request, stored = parts[chunk.request.id]
-            pending.add_rows(request, chunk, stored=stored)
+                owners[rows.id] = request, stored
+        if (
+            wants is None
+            and all(_tiled(block) for block in header.blocks)
+            and not any(map(itemgetter(1), owners.values()))
+        ):
+            mine = [owners[rows.id][0] for rows in header.requests]
+            for block, values in frame.blocks():
+                pending.add_block(mine, block, values)
+        else:
+            for chunk in frame.chunks():
+                request, stored = owners[chunk.request.id]
+                pending.add_rows(request, chunk, stored=stored)
         if not waiting:
             self._pending_since = self._clock()
         if pending.count >= self.config.batch_rows or pending.nbytes >= _VECTOR_BYTES_MAX:
@@ -308,6 +318,16 @@ class DuckdbConsumer(Consumer):
             for request in requests:
                 request.error = str(e)
             raise
+
+
+def _tiled(block: Block) -> bool:
+    """Whether a block's rows are those of its spans, one behind the other."""
+    end = 0
+    for _, _, length, row in block.spans:
+        if row != end:
+            return False
+        end += length
+    return end == block.rows
 
 
 def _time(nanoseconds: int) -> datetime:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from capflow.frame import Chunk, RequestRows
+from capflow.frame import Block, Chunk, RequestRows
 from capflow.probe import Scorer
 from capflow.site import Site
 from capflow_consumers.rowstage import Part, Rows, RowStage
@@ -48,16 +48,33 @@ class PendingRows:
 
     def add_rows(self, request: ScoredRequest, chunk: Chunk, *, stored: bool) -> None:
         """Keep the scores of a request's rows. stored: the file has them."""
-        rows = chunk.rows
-        sites, count, width = rows.shape
-        request.rows += sites * count
-        for index, site in enumerate(chunk.sites):
+        count = chunk.rows.shape[1]
+        request.rows += len(chunk.sites) * count
+        request.scores += count * self._columns(chunk.sites)
+        if not stored:
+            self._add(chunk.sites, [(request, chunk.start, count)], chunk.rows)
+
+    def add_block(self, owners: Sequence[ScoredRequest], block: Block, rows: Rows) -> None:
+        """Keep the scores of all rows `[sites, n, hidden_size]` of a block, whose spans are one behind the other."""
+        columns = self._columns(block.sites)
+        parts: list[Part] = []
+        for number, start, length, _ in block.spans:
+            owner = owners[number]
+            owner.rows += len(block.sites) * length
+            owner.scores += columns * length
+            parts.append((owner, start, length))
+        self._add(block.sites, parts, rows)
+
+    def _columns(self, sites: Sequence[Site]) -> int:
+        """Return how many scores a row at each of some sites makes."""
+        return sum(stage.columns for site in sites if (stage := self._stages.get(site)) is not None)
+
+    def _add(self, sites: Sequence[Site], parts: list[Part], rows: Rows) -> None:
+        _, count, width = rows.shape
+        for index, site in enumerate(sites):
             stage = self._stages.get(site)
-            if stage is None:
-                continue
-            request.scores += count * stage.columns
-            if not stored:
-                stage.add(request, chunk.start, rows[index])
+            if stage is not None:
+                stage.add(parts, rows[index])
                 self.count += count * (stage.columns + self._vectors)
                 if self._vectors:
                     self.nbytes += count * width * 4

@@ -5,7 +5,7 @@ Rows are copied out of their frames, so that a frame's memory goes with it: a vi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,10 @@ class RowStage:
         self._rows: Rows = np.empty((0, 0))  # gathered and not scored, up to `_filled`
         self._filled = 0
 
-    def add(self, request: ScoredRequest, start: int, rows: Rows) -> None:
-        """Copy rows `[n, hidden_size]` of a request, which begin at a position."""
+    def add(self, parts: Iterable[Part], rows: Rows) -> None:
+        """Copy rows `[n, hidden_size]`, which are those of the parts one after another."""
         count, width = rows.shape
-        self.parts.append((request, start, count))
+        self.parts += parts
         staged, filled = self._rows, self._filled
         stop = filled + count
         if rows.dtype is staged.dtype and staged.shape[1] == width and stop <= len(staged):
