@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +122,21 @@ class ProbeFile:
 
 
 def write_file(
-    path: str | os.PathLike[str], tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, npt.NDArray[Any]],
+    metadata: Mapping[str, str],
+    check: Callable[[str], object] | None = None,
 ) -> None:
-    """Write a file, in the place of one that is there, whole or not at all. Raises CapflowError when it cannot be written."""
+    """Write a file, in the place of one that is there, whole or not at all. Raises CapflowError when it cannot be written.
+
+    check: reads it, under another name, before it has its own; a UsageError of it is raised, and what is there stays.
+    """
     whole = save(dict(tensors), dict(metadata))
     with whole_file(Path(path)) as stream:
         stream.write(whole)
+        if check is not None:
+            stream.flush()
+            try:
+                check(stream.name)
+            except UsageError as e:
+                raise UsageError(str(e).replace(stream.name, os.fspath(path))) from e

@@ -10,7 +10,7 @@ https://decoderesearch.github.io/SAELens/
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class _Metadata(msgspec.Struct):
 
 
 class _Config(msgspec.Struct):
-    """What is read of `cfg.json`; older files have `hook_name` at the top."""
+    """What is read of `cfg.json`; older files have `hook_name` at the top, and may have another function under `standard`."""
 
     architecture: str = "standard"
     apply_b_dec_to_input: bool = True
@@ -42,6 +42,8 @@ class _Config(msgspec.Struct):
     reshape_activations: str | None = None
     rescale_acts_by_decoder_norm: bool = False
     k: int | None = None
+    activation_fn_str: str | None = None
+    activation_fn: str | None = None
     hook_name: str | None = None
     metadata: _Metadata = msgspec.field(default_factory=_Metadata)
 
@@ -60,10 +62,12 @@ def read_saelens(
     file = ProbeFile(where / WEIGHTS_NAME)
     required = ["W_enc", "b_enc", *["threshold"] * jumping, *["W_dec"] * rescaled]
     tensors = file.expect(required, ["b_dec"] if config.apply_b_dec_to_input else [], unread=["b_dec", "W_dec"])
+    count = _check_shapes(file, tensors)
+    if jumping:  # which SAELens computes behind a ReLU
+        tensors["threshold"] = np.maximum(tensors["threshold"], 0)
     if rescaled:
         norms = np.linalg.norm(tensors.pop("W_dec"), axis=1)
         tensors["W_enc"], tensors["b_enc"] = tensors["W_enc"] * norms, tensors["b_enc"] * norms
-    count = tensors["b_enc"].size
     wanted = list(range(count)) if features is None else list(features)
     if not wanted or not all(0 <= number < count for number in wanted):
         raise UsageError(
@@ -87,6 +91,19 @@ def read_saelens(
     return tensors | chosen, about
 
 
+def _check_shapes(file: ProbeFile, tensors: Mapping[str, Float32s]) -> int:
+    """Return d_sae; raise UsageError unless the tensors fit each other."""
+    encoder = tensors["W_enc"]
+    if encoder.ndim != 2 or not encoder.size:
+        raise file.wrong("W_enc", f"shape {list(encoder.shape)}", "[d_in, d_sae]")
+    width, count = encoder.shape
+    expected = {"b_enc": [count], "threshold": [count], "b_dec": [width], "W_dec": [count, width]}
+    for name, shape in expected.items():
+        if name in tensors and list(tensors[name].shape) != shape:
+            raise file.wrong(name, f"shape {list(tensors[name].shape)}", str(shape))
+    return int(count)
+
+
 def _config(path: Path) -> _Config:
     try:
         config = msgspec.json.decode(path.read_bytes(), type=_Config)
@@ -103,6 +120,10 @@ def _config(path: Path) -> _Config:
             raise _wrong(path, name, got, "none", do)
     if config.architecture == "topk" and config.k is None:
         raise _wrong(path, "k", "nothing", "how many features are active at once")
+    for name in ("activation_fn_str", "activation_fn") if config.architecture != "topk" else ():
+        if (got := getattr(config, name)) not in {None, "relu"}:
+            do = "load it with a newer SAELens and save it again, as architecture topk where that is it"
+            raise _wrong(path, name, got, f"relu with {config.architecture}", do)
     return config
 
 

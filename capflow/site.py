@@ -61,7 +61,11 @@ class Site(NamedTuple):
         """Return the site that TransformerLens calls by a name; None when it is no tap's."""
         hooks = {theirs: ours for ours, theirs in TRANSFORMER_LENS_NAMES.items()}
         begin, layer, hook = [*name.split(".", 2), "", ""][:3]
-        return cls(int(layer), hooks[hook]) if begin == "blocks" and layer.isdecimal() and hook in hooks else None
+        return (
+            cls(int(layer), hooks[hook])
+            if begin == "blocks" and layer.isdecimal() and len(layer) < 6 and hook in hooks
+            else None
+        )
 
     def check_tapped(self, tapped: Collection[Site], field: str) -> None:
         """Raise UsageError, with the field that names the site first, unless the site is among the tapped ones."""

@@ -88,6 +88,9 @@ def test_activations_that_count_in_lengths_of_the_decoder(tmp_path):
         ({"architecture": "jumprelu"}, {}, "tensors: got W_dec, W_enc, b_dec, b_enc, expected W_enc, b_enc, threshold"),
         ({"metadata": {"hook_name": "blocks.3.attn.hook_z"}}, {}, "hook_name: got blocks.3.attn.hook_z, expected blocks.LAY"),
         ({"metadata": {}}, {}, "hook_name: got nothing, expected blocks.LAYER.HOOK with HOOK one of hook_resid_pre"),
+        ({"activation_fn_str": "topk", "activation_fn_kwargs": {"k": 3}}, {}, "activation_fn_str: got topk, expected relu with standard"),
+        ({"activation_fn": "tanh-relu"}, {}, "activation_fn: got tanh-relu, expected relu with standard; load it with a"),
+        ({"metadata": {"hook_name": f"blocks.{'9' * 5000}.hook_mlp_out"}}, {}, "hook_name: got blocks.999"),
         ({}, {"features": [24]}, "features: got 24, expected some of 0..23"),
         ({}, {"features": []}, "features: got none, expected some of 0..23"),
     ],
@@ -97,6 +100,51 @@ def test_what_would_give_other_scores_is_refused(tmp_path, config, options, mess
     with pytest.raises(UsageError) as caught:
         read_saelens(tmp_path / "sae", "p", **options)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        ({"W_enc": np.ones(24, np.float32)}, {}, "W_enc: got shape [24], expected [d_in, d_sae]"),
+        ({"b_enc": np.float32(1)}, {}, "b_enc: got shape [], expected [24]"),
+        ({"b_enc": np.ones(20, np.float32)}, {}, "b_enc: got shape [20], expected [24]"),
+        ({"b_dec": np.ones(3, np.float32)}, {}, "b_dec: got shape [3], expected [16]"),
+        ({"threshold": np.ones(8, np.float32)}, {"architecture": "jumprelu"}, "threshold: got shape [8], expected [24]"),
+        ({"W_dec": np.ones(16, np.float32)}, {"rescale_acts_by_decoder_norm": True}, "W_dec: got shape [16], expected [24, 16]"),
+        ({"W_dec": np.ones((20, 16), np.float32)}, {"rescale_acts_by_decoder_norm": True}, "W_dec: got shape [20, 16]"),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit_each_other_are_refused(tmp_path, tensors, config, message):
+    saved(tmp_path / "sae", with_decoder() | {name: np.asarray(value) for name, value in tensors.items()}, **config)
+    with pytest.raises(UsageError) as caught:
+        read_saelens(tmp_path / "sae", "p")
+    assert message in str(caught.value)
+
+
+def test_a_threshold_below_zero_is_as_behind_a_relu(tmp_path):
+    tensors = with_decoder(threshold=np.full(24, -5, np.float32))
+    saved(tmp_path / "sae", tensors, architecture="jumprelu")
+    assert run("probe", "sae", tmp_path / "sae", "--out", tmp_path / "p.safetensors").returncode == 0
+    np.testing.assert_allclose(
+        load_probe(tmp_path / "p.safetensors").scores(ROWS), activations(tensors, "relu"), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_file_that_is_there_stays_when_the_next_would_be_none(tmp_path):
+    there, out = saved(tmp_path / "sae", with_decoder()), tmp_path / "p.safetensors"
+    wrong = saved(tmp_path / "wrong", with_decoder(), architecture="topk", k=25)
+    assert run("probe", "sae", there, "--out", out, "--features", "3").returncode == 0
+    before = out.read_bytes()
+    for arguments, message in (
+        ((there, "--out", out, "--features", "3,3"), f"{out}: names: got p.3,p.3, expected 2 different names"),
+        ((wrong, "--out", out), f"{out}: metadata k: got 25, expected how many features are active at once, 1..24"),
+    ):
+        done = run("probe", "sae", *arguments)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert out.read_bytes() == before
+    assert run("probe", "sae", there, "--out", tmp_path / "a,b.safetensors", "--features", "3").returncode == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.safetensors", "sae", "wrong"]
 
 
 def test_a_site_may_be_said_and_an_older_file_names_it_elsewhere(tmp_path):

@@ -21,7 +21,7 @@ from test_filesystem import done, opened
 import capflow
 from capflow.errors import CapflowError
 from capflow.site import Site
-from capflow_consumers import layout, shardfile, shardset
+from capflow_consumers import layout, shardfile, shardseal, shardset
 from capflow_consumers.shardset import PATTERN
 
 SITES = (Site(1, "mlp_in"), Site(0, "post_block"))  # in the order in which they lie
@@ -39,6 +39,14 @@ def write(root, dtype, **options):
     consumer.close()
     (path,) = root.glob(PATTERN)
     return path
+
+
+def test_a_shard_of_another_format_says_so_whatever_else_its_index_has(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(shardseal, "Index", lambda *_: [9, "of another shape"])
+        path = write(tmp_path, "float32")
+    (told,) = capflow.open(tmp_path).damaged()
+    assert told.startswith(f"{path} format: got 9, expected {shardseal.FORMAT}; read it with the capflow that wrote it")
 
 
 def test_writers_may_come_and_go_while_it_is_opened(tmp_path):

@@ -134,9 +134,8 @@ def sae(directory: Path, out: Path, features: str | None, site: str | None, pool
         numbers = [int(part) for part in parts]
     place = None if site is None else Site.parse(site)
     tensors, about = read_saelens(directory, out.stem, features=numbers, site=place)
-    write_file(out, tensors, about | {"pool": pool})
-    scorer = load_probe(out)
-    click.echo(f"{len(scorer.names)} features at {scorer.site}: {out}")
+    write_file(out, tensors, about | {"pool": pool}, load_probe)
+    click.echo(f"{len(about['names'].split(','))} features at {about['site']}: {out}")
 
 
 def _check_out(out: Path) -> None:

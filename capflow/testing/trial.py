@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from capflow.consumer import Consumer
-from capflow.frame import Chunk, Frame
+from capflow.frame import Block, Chunk, Frame, Rows
 from capflow.message import ModelInfo
 from capflow.plugins import ConfiguredConsumer, configure
 from capflow.result import CaptureResult
@@ -72,13 +72,18 @@ class Trial:
 
 
 class Torn(Frame):
-    """A frame that cannot be read behind its first chunk."""
+    """A frame that cannot be read behind its first chunk, or block."""
 
     __slots__ = ()
 
+    def blocks(self) -> Iterator[tuple[Block, Rows]]:
+        """Yield the first block, and raise RuntimeError."""
+        yield from itertools.islice(super().blocks(), 1)
+        raise RuntimeError("this frame cannot be read any further")
+
     def chunks(self) -> Iterator[Chunk]:
         """Yield the first chunk, and raise RuntimeError."""
-        yield from itertools.islice(super().chunks(), 1)
+        yield from itertools.islice(Frame(self.header, self.payload, self.wants).chunks(), 1)
         raise RuntimeError("this frame cannot be read any further")
 
 

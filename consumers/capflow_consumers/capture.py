@@ -145,6 +145,12 @@ class JoinedCapture(RequestCapture):
         else:
             yield self[found]
 
+    def positions(self, site: tuple[int, str] | str) -> npt.NDArray[np.int64]:
+        """Return the positions `[n]` of a site's rows, without touching these; raises as `capture[site]` does."""
+        found = site_of(site)
+        parts = self._with(found)
+        return np.sort(np.concatenate([part.positions(found) for part in parts])) if parts else super().positions(found)
+
     def _with(self, site: Site) -> list[RequestCapture]:
         return [part for part in self.parts if site in part]
 

@@ -35,7 +35,7 @@ from capflow_consumers import layout, parquet
 from capflow_consumers.disk import write
 from capflow_consumers.shardstream import END, Batch, Kind, chunk_of, decode, opened, rows_of
 
-FORMAT = 1
+FORMAT = 2
 BLOCK_BYTES = 4 * limits.MIB
 GATHERED_BYTES_MAX = 64 * limits.MIB  # of rows in one row group of small batches
 
@@ -51,6 +51,12 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     request: str
     engine: str
     batches: list[int]
+
+
+class IndexFormat(msgspec.Struct, frozen=True, array_like=True):
+    """How an index of any format begins."""
+
+    format: int
 
 
 class Index(msgspec.Struct, frozen=True, array_like=True):

@@ -28,6 +28,7 @@ from capflow_consumers.shardstream import HEAD, Batch, Kind, batches, decode, ha
 
 PATTERN = "shard~*.parquet"
 
+_format_decoder = msgspec.msgpack.Decoder(shardseal.IndexFormat)
 _index_decoder = msgspec.msgpack.Decoder(shardseal.Index)
 
 
@@ -131,14 +132,13 @@ class Shard:
         if xxhash.xxh3_64_intdigest(text) != digest:
             raise damaged(self.path, "another checksum of the index", "what was written")
         try:
+            known = _format_decoder.decode(text).format
+            if known != shardseal.FORMAT:
+                do = "read it with the capflow that wrote it, or a newer one"
+                raise UsageError(explain(f"{self.path} format", got=known, expected=str(shardseal.FORMAT), do=do))
             self._index = _index_decoder.decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             raise damaged(self.path, str(e), "an index") from e
-        if self._index.format != shardseal.FORMAT:
-            got, expected = self._index.format, str(shardseal.FORMAT)
-            raise UsageError(
-                explain(f"{self.path} format", got=got, expected=expected, do="read it with a newer capflow")
-            )
         self.entries = self._index.requests
 
     def scan(self) -> None:
