@@ -46,8 +46,11 @@ def check_files(data, outputs, reference, steering=None):
         check_rows(data[f"r{number}"], tokens, reference, (steering or {}).get(number))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("architecture", "eager"),
+    [("llama", True), ("gemma3", True), pytest.param("llama", False, marks=pytest.mark.long), ("gemma3", False)],
+    ids=["eager-llama", "eager-gemma3", "compiled-llama", "compiled-gemma3"],
+)
 def test_captured_rows_equal_transformers_row_by_row(tmp_path, files, architecture, eager):
     model = save_tiny(tmp_path / "model", architecture)
     consumer, read = files

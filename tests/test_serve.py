@@ -63,7 +63,7 @@ def test_a_server_finds_the_hub_and_either_may_leave_first(tiny_with_words, refe
         ),
         pytest.param(("--key", "gpu"), "--key: got the address ipc://", marks=pytest.mark.long),
         (("--sites", "post_block:99"), "post_block:99"),
-        (("--worker-cls", "mine.Worker"), "--worker-cls"),
+        pytest.param(("--worker-cls", "mine.Worker"), "--worker-cls", marks=pytest.mark.long),
         pytest.param(
             ("--steering-modules", "glad"), "--steering-modules: got glad, expected NAME=PATH", marks=pytest.mark.long
         ),

@@ -34,6 +34,7 @@ def steered(model):
     return SteeredReference(model)
 
 
+@pytest.mark.long
 def test_every_operation_in_one_batch_eager(model, steered):
     with engine(model, sites=["*:*"], max_num_seqs=64, max_num_batched_tokens=128, **RAW) as llm:
         outputs = prove(llm, steered)
@@ -48,6 +49,7 @@ def test_every_operation_in_one_batch_eager(model, steered):
     assert logits(outputs[0]) == pytest.approx(logits(bare[0]), abs=1e-6)
 
 
+@pytest.mark.long
 def test_64_mixed_requests_are_each_as_if_alone(model, steered):
     """Each tier, operation and module, and plain ones; vLLM without capflow answers the plain ones token for token alike."""
     modules = {
