@@ -25,7 +25,7 @@ import capflow
 from capflow import limits, recording
 from capflow.consumer import Consumer
 from capflow.datasetreplay import said_by
-from capflow.frame import Block, Finished, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.frame import Block, Finished, Frame, FrameHeader, Rank, RequestRows, Span, rows_of
 from capflow.message import ModelInfo
 from capflow.plugins import ConfiguredConsumer
 from capflow.recording import Engine, Recorder, Said
@@ -60,7 +60,7 @@ class Null(Consumer):
 
     def on_frame(self, frame: Frame) -> None:
         """Count."""
-        self.rows += sum(len(block.sites) * block.rows for block in frame.header.blocks)
+        self.rows += rows_of(frame.header).total()
 
 
 def said(prompt: int, steps: int, megabytes: int) -> Iterator[Said]:
@@ -109,7 +109,7 @@ def keep(directory: Path, what: Iterable[Said]) -> tuple[Path, Path]:
 
 
 def rows_in(what: Iterable[Said]) -> int:
-    return sum(len(block.sites) * block.rows for one in what if isinstance(one, Frame) for block in one.header.blocks)
+    return sum(rows_of(one.header).total() for one in what if isinstance(one, Frame))
 
 
 def replayed(what: Iterable[Said]) -> int:

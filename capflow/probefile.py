@@ -71,6 +71,12 @@ class ProbeFile:
         except (SafetensorError, OSError) as e:
             raise self._none(e) from e
 
+    def expect_shapes(self, tensors: Mapping[str, Float32s], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise UsageError when one of the tensors that are there has another shape."""
+        for name, shape in shapes.items():
+            if name in tensors and tensors[name].shape != shape:
+                raise self.wrong(name, f"shape {list(tensors[name].shape)}", str(list(shape)))
+
     def _none(self, error: Exception) -> UsageError:
         return UsageError(explain(self.where, got=str(error), expected="a safetensors file"))
 

@@ -168,9 +168,7 @@ class SaeProbe(Scorer):
         width, count = encoder.shape
         jumps = tensors.get("threshold", np.zeros(count, np.float32))
         centre = tensors.get("b_dec", np.zeros(width, np.float32))
-        for name, tensor, length in (("b_enc", bias, count), ("threshold", jumps, count), ("b_dec", centre, width)):
-            if tensor.shape != (length,):
-                raise file.wrong(name, f"shape {list(tensor.shape)}", f"[{length}]")
+        file.expect_shapes(tensors, {"b_enc": (count,), "threshold": (count,), "b_dec": (width,)})
         features = _features(file, count)
         computed = np.arange(count) if by_rank else features
         return cls(

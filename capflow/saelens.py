@@ -97,10 +97,7 @@ def _check_shapes(file: ProbeFile, tensors: Mapping[str, Float32s]) -> int:
     if encoder.ndim != 2 or not encoder.size:
         raise file.wrong("W_enc", f"shape {list(encoder.shape)}", "[d_in, d_sae]")
     width, count = encoder.shape
-    expected = {"b_enc": [count], "threshold": [count], "b_dec": [width], "W_dec": [count, width]}
-    for name, shape in expected.items():
-        if name in tensors and list(tensors[name].shape) != shape:
-            raise file.wrong(name, f"shape {list(tensors[name].shape)}", str(shape))
+    file.expect_shapes(tensors, {"b_enc": (count,), "threshold": (count,), "b_dec": (width,), "W_dec": (count, width)})
     return int(count)
 
 

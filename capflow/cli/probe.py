@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
 _PATH = click.Path(path_type=Path)
 
+_pool = click.option(
+    "--pool", type=click.Choice(["token", "mean", "max", "last"]), default="token", show_default=True, help="What has one score: each token, or a request."
+)  # fmt: skip
+
 
 def _labelled(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
@@ -38,9 +42,7 @@ def probe() -> None:
 @click.option("--site", required=True, metavar="HOOK:LAYER", help="Whose rows to fit on, such as post_block:12.")
 @click.option("--out", required=True, type=_PATH, metavar="FILE", help="The .safetensors file to write.")
 @click.option("--method", type=click.Choice(["logistic", "mean"]), default="logistic", show_default=True)
-@click.option(
-    "--pool", type=click.Choice(["token", "mean", "max", "last"]), default="token", show_default=True, help="What has one score: each token, or a request."
-)  # fmt: skip
+@_pool
 @click.option(
     "--held-out",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
@@ -114,9 +116,7 @@ def evaluate(data: Path, labels: Path, positive: str | None, positions: str, as_
 @click.option("--out", required=True, type=_PATH, metavar="FILE", help="The .safetensors file to write.")
 @click.option("--features", metavar="NUMBERS", help="Which to record, such as 17,2048. Default: all.")
 @click.option("--site", metavar="HOOK:LAYER", help="Whose rows they read. Default: what cfg.json says.")
-@click.option(
-    "--pool", type=click.Choice(["token", "mean", "max", "last"]), default="token", show_default=True, help="What has one score: each token, or a request."
-)  # fmt: skip
+@_pool
 def sae(directory: Path, out: Path, features: str | None, site: str | None, pool: Pool) -> None:
     """Write features of an autoencoder that SAELens saved in DIRECTORY as probes, whose scores are the features' activations."""
     from capflow.errors import UsageError, explain

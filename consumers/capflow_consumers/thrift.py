@@ -34,9 +34,7 @@ def struct(*fields: Field, head: bytes = b"", before: int = 0) -> bytes:
             assert 0 < number - before <= 15
             wire = kind if kind != TRUE or value else FALSE
             out.append((number - before) << 4 | wire)
-            if kind in {I32, I64}:
-                out += varint(value << 1 if value >= 0 else (-value << 1) - 1)
-            elif kind != TRUE:
+            if kind != TRUE:
                 out += _value(kind, value)
             before = number
     out.append(0)
