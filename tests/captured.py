@@ -35,11 +35,13 @@ def write(
     dropped=None,
     lost=None,
     layout="per_file",
+    died=(),
     **options,
 ):
     """Write a data set of requests, each with every row at every site, and return its root.
 
     dropped: by request, `(rows, reason)` that its worker counts as dropped. lost: by request, the positions `start, stop` that no frame brings.
+    died: requests whose engine died before it reported their end.
     """
     consumer = FilesystemConsumer(
         FilesystemConfig(str(root), hooks=sorted({site.hook for site in sites}), fsync=False, layout=layout, **options)
@@ -60,7 +62,8 @@ def write(
                 )
         rows = sum(length for _, length in spans) * len(sites)
         drops = tuple(Dropped(*drop) for drop in (dropped or {}).get(request, ()))
-        consumer.on_request_done(RequestDone("engine-1", request, "stop", prompt, computed, rows, rows, drops))
+        status, length = ("error", 0) if request in died else ("stop", computed)
+        consumer.on_request_done(RequestDone("engine-1", request, status, prompt, length, rows, rows, drops))
     consumer.close()
     return root
 

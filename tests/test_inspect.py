@@ -10,11 +10,14 @@ from captured import IDS, LAYOUTS, REQUESTS, SITES, STORED, flip, run, write
 from frames import row_of
 
 import capflow
+from capflow.errors import CapflowError
 from capflow.site import Site
 from capflow_consumers import shardfile
+from capflow_consumers.capture import shown
 from capflow_consumers.normsplot import plot_norms
 from capflow_consumers.normstats import NormStats
-from capflow_consumers.survey import Surveyor, shown
+from capflow_consumers.reader import DirectoryCapture
+from capflow_consumers.survey import Surveyor
 
 
 def inspect(*arguments):
@@ -211,6 +214,31 @@ def test_positions_that_cannot_be_are_damage(root, monkeypatch):
     survey = Surveyor(dataset, check=False).survey()
     assert survey.captures_damaged == 3
     assert "got 8 7 6 5 4 3 2 1 and 1 more, expected rising from 0 to below 9" in survey.damaged[0]
+
+
+def test_a_capture_whose_engine_died_is_a_gap_and_no_damage(tmp_path):
+    for layout in LAYOUTS:
+        root = write(tmp_path / layout, layout=layout, died=["long"])
+        done = inspect(root, "--json")
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        assert (told["rows"], told["damaged"], told["ended"]) == (486, [], {"stop": 2, "error": 1})
+        assert [(gap["request"], gap["status"]) for gap in told["gaps"]] == [("long", "partial_error")]
+        assert capflow.open(root).damaged() == []
+        capflow.open(root).verify()
+        assert run("export", root, tmp_path / f"out-{layout}", "--to", "safetensors").returncode == 0
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_positions_that_cannot_be_are_damage_to_verify_and_export_too(root, tmp_path, monkeypatch, ended):
+    rows = capflow.open(root)["a"]["post_block:2"]
+    wrong = rows.positions + 1 if ended else rows.positions[::-1]  # the last is behind the request's end
+    monkeypatch.setattr(DirectoryCapture, "__getitem__", lambda *_: rows._replace(positions=wrong))
+    words = "positions of post_block:2: got "
+    with pytest.raises(CapflowError, match=words):
+        capflow.open(root).verify()
+    assert words in run("export", root, tmp_path / "out", "--to", "safetensors").stderr
+    assert words in inspect(root).stderr
 
 
 @pytest.mark.parametrize(

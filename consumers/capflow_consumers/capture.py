@@ -16,6 +16,8 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.site import Site
 from capflow_consumers import layout
 
+_RUNS_SHOWN_MAX = 8
+
 
 class Rows(NamedTuple):
     """A site's rows: `rows` `[n, hidden_size]` as stored, `positions` `[n]` int64, `token_ids` `[n]` int32."""
@@ -123,8 +125,28 @@ class RequestCapture(ABC):
         """Return the rows of one of the sidecar's sites; raises CapflowError when they cannot be those that were written."""
 
     @abstractmethod
-    def verify(self) -> None:
+    def verify_rows(self) -> None:
         """Read every row; raise CapflowError naming the first file that is not what was written."""
+
+    def verify(self) -> None:
+        """Check every row and position; raise CapflowError naming the first file or site that is wrong."""
+        self.verify_rows()
+        for site in self.sites:
+            self.check_positions(site, self.positions(site))
+
+    def check_positions(self, site: Site, positions: npt.NDArray[np.int64]) -> None:
+        """Raise CapflowError unless the positions of a site's rows rise and the request computed them.
+
+        A request that did not end (status `error`) has no known length: its engine died before it reported one.
+        """
+        if not len(positions):
+            return
+        rises = not (positions[1:] <= positions[:-1]).any()
+        ended = self.sidecar.status != "error"
+        if rises and positions[0] >= 0 and (not ended or positions[-1] < self.computed_length):
+            return
+        expected = f"rising from 0 to below {self.computed_length}" if ended else "rising from 0"
+        raise CapflowError(explain(f"positions of {site}", got=shown(positions), expected=expected))
 
 
 class JoinedCapture(RequestCapture):
@@ -165,10 +187,10 @@ class JoinedCapture(RequestCapture):
             array.flags.writeable = False
         return joined
 
-    def verify(self) -> None:
-        """Verify each part."""
+    def verify_rows(self) -> None:
+        """Verify the rows of each part."""
         for part in self.parts:
-            part.verify()
+            part.verify_rows()
 
 
 def joined(captures: Sequence[RequestCapture]) -> list[RequestCapture]:
@@ -183,6 +205,18 @@ def joined(captures: Sequence[RequestCapture]) -> list[RequestCapture]:
         else:
             groups.append([capture])
     return [group[0] if len(group) == 1 else JoinedCapture(group) for group in groups]
+
+
+def shown(positions: npt.NDArray[np.int64]) -> str:
+    """Return positions as they stand in a message, `0..3 7 9..12`."""
+    if not len(positions):
+        return "none"
+    ends = np.flatnonzero(np.diff(positions) != 1)
+    firsts, lasts = positions[np.r_[0, ends + 1]], positions[np.r_[ends, len(positions) - 1]]
+    runs = zip(firsts[:_RUNS_SHOWN_MAX].tolist(), lasts[:_RUNS_SHOWN_MAX].tolist(), strict=True)
+    more = len(firsts) - _RUNS_SHOWN_MAX
+    text = " ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
+    return text + (f" and {more} more" if more > 0 else "")
 
 
 def site_of(value: object) -> Site:

@@ -74,7 +74,7 @@ class DirectoryCapture(RequestCapture):
         shape = (entry.rows, self.sidecar.hidden_size)
         return Rows(rows.view(DTYPES[dtype]).reshape(shape), positions.view(np.int64), token_ids.view(np.int32))
 
-    def verify(self) -> None:
+    def verify_rows(self) -> None:
         """Read every file; raise CapflowError naming the first that is not what was written."""
         for entry in self.sidecar.sites:
             file = self.path / entry.file

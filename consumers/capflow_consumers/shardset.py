@@ -212,7 +212,7 @@ class ShardCapture(RequestCapture):
                 positions = batch.positions[low:high].astype(np.int64)
                 yield _read_only(Rows(rows, positions, batch.token_ids[low:high]))
 
-    def verify(self) -> None:
+    def verify_rows(self) -> None:
         """Compare every row with its hash, and every site's positions, tokens and hashes with the sidecar's."""
         batches = self._decoded()
         for number, batch in enumerate(batches):

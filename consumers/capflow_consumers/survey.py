@@ -14,16 +14,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from capflow.errors import CapflowError, explain
+from capflow.errors import CapflowError
 from capflow.site import Site
+from capflow_consumers.capture import shown
 from capflow_consumers.contents import in_order
 from capflow_consumers.normstats import NormStats
 from capflow_consumers.reader import Damage, Dataset, RequestCapture, Rows
 
 LISTED_MAX = 100
 """How many damages and gaps are told of one by one; all are counted."""
-
-_RUNS_SHOWN_MAX = 8
 
 
 class SiteSurvey(msgspec.Struct):
@@ -149,10 +148,7 @@ class Surveyor:
         every = np.zeros(0, np.int64)
         for part in capture.in_batches(site):
             every = np.concatenate([every, part.positions])
-            ahead = bool((every[1:] <= every[:-1]).any())
-            if ahead or (len(every) and not 0 <= int(every[0]) <= int(every[-1]) < capture.computed_length):
-                expected = f"rising from 0 to below {capture.computed_length}"
-                raise CapflowError(explain(f"positions of {site}", got=shown(every), expected=expected))
+            capture.check_positions(site, every)
             self._count(site, part)
         self._sites[site].captures += 1
         return every
@@ -197,18 +193,6 @@ class Surveyor:
         self._survey.captures_damaged += 1
         if len(self._survey.damaged) < LISTED_MAX:
             self._survey.damaged.append(what)
-
-
-def shown(positions: npt.NDArray[np.int64]) -> str:
-    """Return positions as they stand in a message, `0..3 7 9..12`."""
-    if not len(positions):
-        return "none"
-    ends = np.flatnonzero(np.diff(positions) != 1)
-    firsts, lasts = positions[np.r_[0, ends + 1]], positions[np.r_[ends, len(positions) - 1]]
-    runs = zip(firsts[:_RUNS_SHOWN_MAX].tolist(), lasts[:_RUNS_SHOWN_MAX].tolist(), strict=True)
-    more = len(firsts) - _RUNS_SHOWN_MAX
-    text = " ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
-    return text + (f" and {more} more" if more > 0 else "")
 
 
 def _tell_norms(told: SiteSurvey, norms: NormStats) -> None:
