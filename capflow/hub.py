@@ -19,6 +19,7 @@ from typing import Any, Self
 import capflow
 from capflow import limits
 from capflow.address import check_address, held, hub_key, is_local, with_key
+from capflow.cachereads import notice
 from capflow.counts import Snapshot, age_s
 from capflow.errors import UsageError, explain
 from capflow.exchange import Exchange
@@ -79,6 +80,11 @@ class Hub:
         self.counts = self._exchange.counts
         self.ledger, self.relay, self.roster = self._exchange.ledger, self._exchange.relay, self._exchange.roster
         self.taps = self._exchange.taps
+        specs = (wish.spec for wish in self.ledger.wishes)
+        costs = (notice(c.name, c.consumer, spec) for c, spec in zip(consumers, specs, strict=True))
+        self.notices = tuple(
+            cost for cost in costs if cost is not None
+        )  # what consumers cost that users may not expect
         self.state = HubState.STARTING
         self._tick_at = 0.0
         self._stopped_well = False  # what `stop` returned
@@ -230,6 +236,7 @@ class Hub:
             "address": self.address,
             "uptime_s": round(self.uptime_s(now), 3),
             "problems": problems(self, now),
+            "notices": list(self.notices),
             "frames": counts.frames,
             "rows": counts.rows,
             "bytes": counts.bytes,

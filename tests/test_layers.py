@@ -52,6 +52,7 @@ LAYERS = (
         "spilling",
         "guard",
         "health",
+        "cachereads",
         "taps",
         "tapping",
         "exchange",

@@ -86,6 +86,8 @@ class HubRun:
             self._signals = undo.pop_all()
         self._recent.append((time.monotonic(), self.hub.snapshot()))
         self.tell("listening", f"listening at {self.hub.address}", address=self.hub.address)
+        for notice in self.hub.notices:
+            self.tell("notice", notice)
         if self.endpoint is not None:
             self.tell("metrics", f"metrics at {self.endpoint.url}/metrics", url=self.endpoint.url)
             if not self.endpoint.is_local:

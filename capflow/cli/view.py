@@ -20,6 +20,7 @@ _FULL_SHARE = 0.9  # of a queue or of credit, above which it is shown as full
 _LAG_S = 5.0  # above which a consumer is shown as behind
 _NAME_LENGTH = 14
 _MODELS_LENGTH = 28
+_NOTICE_LENGTH = 400
 _SPOOL = "spool"  # the key under which a consumer, or a worker's counts, tells of a spool
 
 Told = Mapping[str, Any]
@@ -92,6 +93,8 @@ def _sum(told: Told, rates: Rates | None) -> Text:
 def _troubles(told: Told) -> Iterator[Text]:
     for problem in told["problems"]:
         yield Text(clean(problem), "red")
+    for notice in told.get("notices", ()):  # an earlier hub has none
+        yield Text(clean(notice, _NOTICE_LENGTH), "yellow")
     lost = [(reason, rows, "") for reason, rows in told["dropped_rows"].items()]
     for name, consumer in told["consumers"].items():
         lost += [(reason, rows, f" ({name})") for reason, rows in consumer["dropped_rows"].items()]
