@@ -59,15 +59,33 @@ class Context(Protocol):
         """Add to a counter of this consumer, shown with the hub's own."""
 
 
-class Consumer(ABC):
+class Named:
+    """What has a plugin's name, and a name of its own where one hub has several of the plugin.
+
+    name: the plugin's, which `--consumer NAME` gives.
+    """
+
+    name: ClassVar[str]
+    _instance: str = ""
+
+    @property
+    def instance(self) -> str:
+        """What it is called in results, metrics and logs: `name`, or `name@…` where it was configured as such."""
+        return self._instance or self.name
+
+    @instance.setter
+    def instance(self, instance: str) -> None:
+        self._instance = instance
+
+
+class Consumer(Named, ABC):
     """Given rows in the hub. Subclasses set the class variables and fill in the methods.
 
-    name: what `--consumer NAME` says. policy: what its queue does when full, unless configured otherwise (the
+    name: what `--consumer NAME` says; `instance` is what this one is called, `NAME` or `NAME@…`. policy: what its queue does when full, unless configured otherwise (the
     option `policy` is every consumer's, as is `queue_bytes_max`). reads_requests: whether it is given
     the rows that requests ask for themselves, beside those of its own `spec`.
     """
 
-    name: ClassVar[str]
     Config: ClassVar[type[msgspec.Struct]] = NoConfig
     policy: ClassVar[ConsumerPolicy] = CONSUMER_POLICY_DEFAULT
     reads_requests: ClassVar[bool] = True
@@ -81,6 +99,13 @@ class Consumer(ABC):
 
     def check(self) -> None:
         """Raise UsageError when the configuration cannot work, before anything is opened or started."""
+
+    def claim(self) -> tuple[str, str] | None:
+        """Return what this consumer alone may write, as an option and its value; None when several may share it.
+
+        A hub refuses two instances of one consumer with the same claim.
+        """
+        return None
 
     def open(self, context: Context) -> None:
         """Take what the consumer needs. An exception stops the hub's start."""
@@ -142,14 +167,13 @@ class StepView(Protocol):
         """Yield the rows, request by request."""
 
 
-class Controller(ABC):
+class Controller(Named, ABC):
     """Runs in every worker, on every tensor-parallel rank alike, so `on_step` must be deterministic.
 
     `State` is what travels from the hub to the workers: `load`, in the hub, makes it of the `Config`
     (and reads the files it names); in the worker the class is made of it.
     """
 
-    name: ClassVar[str]
     Config: ClassVar[type[msgspec.Struct]]
     State: ClassVar[type[msgspec.Struct]]
 

@@ -27,7 +27,7 @@ from capflow.losslog import LossLog
 from capflow.message import ModelInfo
 from capflow.notes import Notes, weight
 from capflow.pace import Pace
-from capflow.plugins import ConfiguredConsumer
+from capflow.plugins import ConfiguredConsumer, rename
 from capflow.queue import ByteQueue, Overload
 from capflow.result import CaptureResult
 
@@ -116,6 +116,7 @@ class Lane:
         self._opened.wait()
         error = self._open_error
         if isinstance(error, CapflowError):
+            rename(error, self.consumer.name, self.name)
             raise error
         if error is not None:
             got = f"{type(error).__name__}: {error}"

@@ -55,11 +55,20 @@ class ModelInfo(msgspec.Struct, frozen=True):
     fixed: Sites = ()
 
 
-class ControllerSpec(msgspec.Struct, frozen=True):
-    """A sync controller that every worker of an engine is to run: its plugin's name and encoded state."""
+class ControllerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A sync controller that every worker of an engine is to run.
+
+    name: its plugin's. state: encoded. instance: what it is called, `NAME@…`; empty where that is its plugin's name.
+    """
 
     name: str
     state: bytes
+    instance: str = ""
+
+    @property
+    def label(self) -> str:
+        """What it is called in events and logs."""
+        return self.instance or self.name
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

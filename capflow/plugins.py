@@ -29,6 +29,7 @@ from capflow.spool import check_root, default_root
 Plugin = type[Consumer] | type[Controller]
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_AT = "@"  # between a plugin's name and that of an instance of it
 _FIELD = re.compile(r" - at `\$\.(\w+)")
 _EXPECTED = re.compile(r"Expected (.*?)(?:, got .*?)?(?: - at .*)?$")
 _SEQUENCES = (inspect.ListType, inspect.VarTupleType, inspect.TupleType, inspect.SetType, inspect.FrozenSetType)
@@ -56,7 +57,7 @@ class Spill:
         digest = xxhash.xxh3_64_hexdigest(said + str(Path.cwd()).encode())
         return cls(
             (root or default_root() / "hub").absolute(),
-            f"{consumer.name}-{digest}",
+            f"{consumer.instance}-{digest}",
             limits.SPOOL_BYTES_DEFAULT if bytes_max is None else bytes_max,
             Overload(fallback or FALLBACK_DEFAULT),
         )
@@ -64,7 +65,10 @@ class Spill:
 
 @dataclass(frozen=True)
 class ConfiguredConsumer:
-    """A consumer ready to be opened, and the queue that it is to have in the hub; spill: of one with that policy."""
+    """A consumer ready to be opened, and the queue that it is to have in the hub.
+
+    name: what the instance is called. spill: of one with that policy.
+    """
 
     name: str
     consumer: Consumer
@@ -86,7 +90,7 @@ class ConfiguredConsumer:
         """Return the consumer with a queue as given, or as its class and the limits say."""
         overload = Overload(policy or consumer.policy)
         return cls(
-            consumer.name,
+            consumer.instance,
             consumer,
             overload,
             limits.QUEUE_BYTES_DEFAULT if queue_bytes_max is None else queue_bytes_max,
@@ -96,7 +100,7 @@ class ConfiguredConsumer:
 
 @dataclass(frozen=True)
 class ConfiguredController:
-    """A controller ready to be sent to workers."""
+    """A controller ready to be sent to workers. name: what the instance is called."""
 
     name: str
     kind: type[Controller]
@@ -104,7 +108,14 @@ class ConfiguredController:
 
     def spec(self) -> ControllerSpec:
         """Return what tells a worker to run it."""
-        return ControllerSpec(self.name, msgspec.msgpack.encode(self.state))
+        instance = "" if self.name == self.kind.name else self.name
+        return ControllerSpec(self.kind.name, msgspec.msgpack.encode(self.state), instance)
+
+    def make(self) -> Controller:
+        """Return the controller, as a worker makes it."""
+        controller = self.kind(self.state)
+        controller.instance = self.name
+        return controller
 
 
 Configured = ConfiguredConsumer | ConfiguredController
@@ -200,7 +211,7 @@ def options_of(plugin: Plugin) -> list[Option]:
 
 
 def parse(text: str) -> tuple[str, dict[str, str]]:
-    r"""Return the name and the options that `NAME:key=value,key=value` holds.
+    r"""Return the name and the options that `NAME:key=value,key=value` or `NAME@INSTANCE:key=value` holds.
 
     A value may contain `=`; a comma in it is written `\,`, a backslash before a comma `\\`.
     """
@@ -218,7 +229,7 @@ def parse(text: str) -> tuple[str, dict[str, str]]:
 
 
 def read_config(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return the names and options of the consumers that a TOML file lists as `[[consumer]]` tables."""
+    """Return the names and options of the consumers that a TOML file lists as `[[consumer]]` tables; a name may be `NAME@INSTANCE`."""
     try:
         with path.open("rb") as file:
             content = tomllib.load(file)
@@ -242,14 +253,18 @@ def read_config(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def configure(name: str, options: Mapping[str, Any], known: Mapping[str, Plugin]) -> Configured:
-    """Return the named consumer or controller with its options, checked.
+    """Return the consumer or controller of that name, `NAME` or `NAME@INSTANCE`, with its options, checked.
 
     Raises UsageError naming the option, what came and what was expected.
     """
-    plugin = known.get(name)
+    kind, at, instance = name.partition(_AT)
+    plugin = known.get(kind)
     if plugin is None:
         expected = f"one of {', '.join(sorted(known)) or 'none installed'}"
-        raise UsageError(explain("--consumer", got=name, expected=expected, do="see `capflow plugins`"))
+        raise UsageError(explain("--consumer", got=kind, expected=expected, do="see `capflow plugins`"))
+    if at and not _NAME.fullmatch(instance):
+        expected = f"{kind}@ and 1..64 letters, digits, - and _"
+        raise UsageError(explain("--consumer", got=name, expected=expected))
     where = f"consumers.{name}"
     own = {
         key: value for key, value in options.items() if key not in UNIVERSAL_OPTIONS or not issubclass(plugin, Consumer)
@@ -259,29 +274,57 @@ def configure(name: str, options: Mapping[str, Any], known: Mapping[str, Plugin]
         if not issubclass(plugin, Consumer):
             return ConfiguredController(name, plugin, plugin.load(config))
         consumer = plugin(config)
+        consumer.instance = name
         consumer.check()
-    except CapflowError:
+    except CapflowError as e:
+        rename(e, kind, name)
         raise
     except Exception as e:
         raise CapflowError(explain(f"consumer {name} failed", got=f"{type(e).__name__}: {e}")) from e
     return _with_queue(consumer, options, where)
 
 
+def rename(error: CapflowError, name: str, instance: str) -> None:
+    """Have an error about an option name the instance, where its message begins with the plugin's name alone."""
+    option = str(error).removeprefix(f"consumers.{name}.")
+    if option != str(error):
+        error.args = (f"consumers.{instance}.{option}",)
+
+
 def configure_all(
     texts: Iterable[str], config: Path | None, known: Mapping[str, Plugin]
 ) -> tuple[list[ConfiguredConsumer], list[ConfiguredController]]:
-    """Return what a config file lists and then what `--consumer` options say, each plugin at most once."""
+    """Return what a config file lists and then what `--consumer` options say, each name once.
+
+    Raises UsageError for a name that comes twice, and for two instances of a consumer that would write the same.
+    """
     asked: list[tuple[str, Mapping[str, Any]]] = list(read_config(config)) if config is not None else []
     asked.extend(parse(text) for text in texts)
     made: dict[str, Configured] = {}
     for name, options in asked:
         if name in made:
-            raise UsageError(explain(f"consumers.{name}", got="the consumer twice", expected="it once"))
+            do = f"name the other one {name.partition(_AT)[0]}@NAME, with a name of your own"
+            raise UsageError(explain(f"consumers.{name}", got="the consumer twice", expected="it once", do=do))
         made[name] = configure(name, options, known)
+    _check_claims(one.consumer for one in made.values() if isinstance(one, ConfiguredConsumer))
     return (
         [c for c in made.values() if isinstance(c, ConfiguredConsumer)],
         [c for c in made.values() if isinstance(c, ConfiguredController)],
     )
+
+
+def _check_claims(consumers: Iterable[Consumer]) -> None:
+    """Raise UsageError when two instances of one consumer would write to the same place."""
+    claimed: dict[tuple[type[Consumer], tuple[str, str]], str] = {}
+    for consumer in consumers:
+        claim = consumer.claim()
+        if claim is None:
+            continue
+        option, value = claim
+        holder = claimed.setdefault((type(consumer), claim), consumer.instance)
+        if holder != consumer.instance:
+            expected = f"another than that of {holder}"
+            raise UsageError(explain(f"consumers.{consumer.instance}.{option}", got=value, expected=expected))
 
 
 def _fields(config: type[msgspec.Struct]) -> Sequence[inspect.Field]:

@@ -166,7 +166,7 @@ class Roster:
             raise UsageError(explain(f"engine {name}", got="another model than its other workers", expected="the same"))
         self._fits(model)
         for controller in self.controllers:
-            running = controller.kind(controller.state)
+            running = controller.make()
             where = f"controllers.{controller.name}.capture"
             running.spec().resolve(model.sites, num_layers=model.num_layers, where=where)
             running.open(model)

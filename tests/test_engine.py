@@ -337,8 +337,10 @@ def test_the_gate_steers_from_the_step_after_its_probe_fired(tiny, reference, tm
     from safetensors.numpy import save_file
 
     save_file({"vector": vector(12)}, tmp_path / "v.safetensors", metadata={"site": "post_block:1"})
+    gate = f"probe={tmp_path}/p.safetensors,vector={tmp_path}/v.safetensors,positions=all_generated"
     consumers = [
-        f"gate:probe={tmp_path}/p.safetensors,vector={tmp_path}/v.safetensors,positions=all_generated",
+        f"gate:{gate},threshold=1e6",  # never fires
+        f"gate@rude:{gate}",
         f"filesystem:root={tmp_path}/rows,capture=requests",
     ]
     consumers.append(f"duckdb:path={tmp_path}/store.duckdb")
@@ -349,7 +351,7 @@ def test_the_gate_steers_from_the_step_after_its_probe_fired(tiny, reference, tm
     gated = answers([output])[0]
     with duckdb.connect(str(tmp_path / "store.duckdb"), read_only=True) as store:
         done = store.sql("SELECT request_id, kind, sites, asked_by, outcome, step > 1 FROM actions").fetchall()
-    assert done == [("gated", "steer", ["post_block:1"], "controller gate", "applied", True)]
+    assert done == [("gated", "steer", ["post_block:1"], "controller gate@rude", "applied", True)]
     assert gated[: fires - 11] == unsteered[: fires - 11]
     data = capflow.open(tmp_path / "rows")["gated"]
     got = np.stack([data[Site(layer, "post_block")].rows for layer in range(LAYERS)])

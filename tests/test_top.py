@@ -83,7 +83,7 @@ class TestTheView:
         assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
         for words in (
             "not ready",
-            "a-consumer-wi…",
+            "a-consumer-with-a…",
             "full",
             "12.3M",
             "consumer_queue_full",

@@ -308,7 +308,7 @@ def _check_specs(running: HubRun, num_layers: int, sites: tuple[Site, ...]) -> N
         if (spec := consumer.consumer.spec()) is not None:
             spec.resolve(sites, num_layers=num_layers, where=f"consumers.{consumer.name}")
     for controller in running.controllers:
-        spec = controller.kind(controller.state).spec()
+        spec = controller.make().spec()
         spec.resolve(sites, num_layers=num_layers, where=f"consumers.{controller.name}")
 
 

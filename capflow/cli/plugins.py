@@ -11,7 +11,10 @@ import click
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plugins(as_json: bool) -> None:
-    """List the consumers and controllers that are installed, with their options."""
+    """List the consumers and controllers that are installed, with their options.
+
+    One hub may run several instances of a plugin: `--consumer NAME@INSTANCE:KEY=VALUE`, with an instance name of your own.
+    """
     from capflow.consumer import Consumer
     from capflow.plugins import Plugin, load_plugins, options_of
 

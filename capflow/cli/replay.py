@@ -25,7 +25,7 @@ _SPEED_MIN, _SPEED_MAX = 1e-3, 1e6
     "--consumer",
     "consumers",
     multiple=True,
-    metavar="NAME:KEY=VALUE,…",
+    metavar="NAME[@INSTANCE]:KEY=VALUE,…",
     help="A consumer and its options; may be repeated. See `capflow plugins`.",
 )
 @click.option("--config", type=click.Path(path_type=Path), help="A TOML file with a [[consumer]] table for each.")

@@ -39,8 +39,8 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
     "--consumer",
     "consumers",
     multiple=True,
-    metavar="NAME:KEY=VALUE,…",
-    help="A consumer or controller and its options; may be repeated. See `capflow plugins`.",
+    metavar="NAME[@INSTANCE]:KEY=VALUE,…",
+    help="A consumer or controller and its options; may be repeated, also the same one as NAME@INSTANCE. See `capflow plugins`.",
 )
 @click.option("--config", type=click.Path(path_type=Path), help="A TOML file with a [[consumer]] table for each.")
 @click.option("--address", metavar="ADDRESS", help="Where to listen: ipc:///PATH or tcp://HOST:PORT.")

@@ -18,7 +18,8 @@ from capflow.cli.units import human_bytes, human_count, human_seconds
 _METER_CELLS = 6
 _FULL_SHARE = 0.9  # of a queue or of credit, above which it is shown as full
 _LAG_S = 5.0  # above which a consumer is shown as behind
-_NAME_LENGTH = 14
+_NAME_LENGTH = 18
+_KIND_LENGTH_MIN = 4
 _MODELS_LENGTH = 28
 _NOTICE_LENGTH = 400
 _SPOOL = "spool"  # the key under which a consumer, or a worker's counts, tells of a spool
@@ -53,6 +54,15 @@ def clean(text: object, length: int = 200) -> str:
     """Return what a peer or a user called something, as one line without anything that a terminal obeys."""
     said = "".join(c if c.isprintable() else "?" for c in str(text)[: length + 1])
     return said if len(said) <= length else said[: length - 1] + "…"
+
+
+def _short(name: str) -> str:
+    """Return a consumer's name as a table has it; of two instances, what makes them two is kept."""
+    kind, at, instance = name.rpartition("@")
+    if len(name) <= _NAME_LENGTH or not at:
+        return clean(name, _NAME_LENGTH)
+    instance = clean(instance, _NAME_LENGTH - len(at) - _KIND_LENGTH_MIN)
+    return clean(kind, _NAME_LENGTH - len(at) - len(instance)) + at + instance
 
 
 def _head(told: Told, note: Text | None) -> Table:
@@ -131,7 +141,7 @@ def _consumers(consumers: Mapping[str, Told], rates: Rates | None) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for name, told in consumers.items():
         dropped = sum(told["dropped_rows"].values())
-        cells: list[RenderableType] = [clean(name, _NAME_LENGTH), clean(told["policy"], 8)]
+        cells: list[RenderableType] = [_short(name), clean(told["policy"], 8)]
         if rates is not None:
             rate = rates.consumer(name)
             cells += [human_count(rate.rows), human_bytes(rate.bytes)]
@@ -148,7 +158,7 @@ def _consumers(consumers: Mapping[str, Told], rates: Rates | None) -> Table:
 def _spools(told: Told) -> Iterator[tuple[str, Told]]:
     for name, consumer in told["consumers"].items():
         if consumer.get(_SPOOL):
-            yield clean(name, _NAME_LENGTH), consumer[_SPOOL]
+            yield _short(name), consumer[_SPOOL]
     for session in told["sessions"]:
         if (session.get("worker") or {}).get(_SPOOL):
             yield f"{clean(session['engine'], 8)} {'/'.join(map(str, session['rank']))}", session["worker"][_SPOOL]

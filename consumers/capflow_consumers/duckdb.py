@@ -113,7 +113,9 @@ class DuckdbConsumer(Consumer):
         if not self._by_site:
             return None
         hooks = layers_by_hook(sorted(self._by_site))
-        return CaptureSpec.parse({"hooks": hooks, "positions": self.config.positions}, where=f"consumers.{self.name}")
+        return CaptureSpec.parse(
+            {"hooks": hooks, "positions": self.config.positions}, where=f"consumers.{self.instance}"
+        )
 
     def look(self) -> tuple[str, str]:
         """Return the database file, and a command that says what the probes fired on, or how many tokens there are."""
@@ -126,21 +128,25 @@ class DuckdbConsumer(Consumer):
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise UsageError(
-                explain(f"consumers.{self.name}.probes", got=f"{twice[0]} twice", expected="different names")
+                explain(f"consumers.{self.instance}.probes", got=f"{twice[0]} twice", expected="different names")
             )
         self.spec()
         for field, low in (("batch_rows", 1), ("flush_s", 0), ("memory_bytes_max", 64 * limits.MIB)):
             value = getattr(self.config, field)
             if not value >= low:
-                raise UsageError(explain(f"consumers.{self.name}.{field}", got=value, expected=f"{low} or more"))
+                raise UsageError(explain(f"consumers.{self.instance}.{field}", got=value, expected=f"{low} or more"))
         if self._path.is_dir() or not self._path.parent.is_dir():
             expected = "a file in a directory that exists"
-            raise UsageError(explain(f"consumers.{self.name}.path", got=str(self._path), expected=expected))
+            raise UsageError(explain(f"consumers.{self.instance}.path", got=str(self._path), expected=expected))
+
+    def claim(self) -> tuple[str, str]:
+        """Return the database file."""
+        return "path", str(self._path.resolve())
 
     def open(self, context: Context) -> None:
         """Open the file and record the probes."""
         self._context = context
-        where = f"consumers.{self.name}.path"
+        where = f"consumers.{self.instance}.path"
         database = Database.open(self._path, memory_bytes_max=self.config.memory_bytes_max, where=where)
         try:
             for probe in self._probes:
@@ -153,7 +159,7 @@ class DuckdbConsumer(Consumer):
             port.open()
             self._port = port
         except CapflowError as e:
-            logger.warning("consumer %s: nobody can query it while it runs: %s", self.name, e)
+            logger.warning("consumer %s: nobody can query it while it runs: %s", self.instance, e)
         self._captures = database.last_capture
         self._database = database
 

@@ -106,18 +106,22 @@ class FilesystemConsumer(Consumer):
         if self.config.capture == "requests":
             return None
         config = self.config
-        layers = read_layers(config.layers, f"consumers.{self.name}.layers")
+        layers = read_layers(config.layers, f"consumers.{self.instance}.layers")
         value = {
             "hooks": dict.fromkeys(config.hooks, layers),
             "positions": config.positions,
             "max_rows": config.max_rows or None,
             "dtype": config.dtype,
         }
-        return CaptureSpec.parse(value, where=f"consumers.{self.name}")
+        return CaptureSpec.parse(value, where=f"consumers.{self.instance}")
 
     def look(self) -> tuple[str, str]:
         """Return the root, and a command that lists what is in it."""
         return self.config.root, f"python -c \"import capflow; print(*capflow.open('{self.config.root}'), sep='\\n')\""
+
+    def claim(self) -> tuple[str, str]:
+        """Return the root."""
+        return "root", str(self._root.resolve())
 
     def check(self) -> None:
         """Raise UsageError for options out of range and for a root that cannot be written."""
@@ -127,20 +131,22 @@ class FilesystemConsumer(Consumer):
         for name, least in bounds.items():
             if not least <= (got := getattr(config, name)) < math.inf:
                 do = "remove it to use the default"
-                raise UsageError(explain(f"consumers.{self.name}.{name}", got=got, expected=f"{least} or more", do=do))
+                raise UsageError(
+                    explain(f"consumers.{self.instance}.{name}", got=got, expected=f"{least} or more", do=do)
+                )
         if not config.root:
-            raise UsageError(explain(f"consumers.{self.name}.root", got="", expected="the path of a directory"))
+            raise UsageError(explain(f"consumers.{self.instance}.root", got="", expected="the path of a directory"))
         for name, only in _LAYOUT_OF.items():
             got, default = getattr(config, name), getattr(_DEFAULTS, name)
             if got != default and config.layout != only:
-                what, do = f"consumers.{self.name}.{name}", f"set layout={only}, or remove it"
+                what, do = f"consumers.{self.instance}.{name}", f"set layout={only}, or remove it"
                 raise UsageError(explain(what, got=got, expected=f"{default} with {config.layout}", do=do))
         if config.fsync == "seal" and config.layout != "sharded":
-            what, do = f"consumers.{self.name}.fsync", "set layout=sharded, whose files are sealed"
+            what, do = f"consumers.{self.instance}.fsync", "set layout=sharded, whose files are sealed"
             raise UsageError(explain(what, got="seal", expected=f"true or false with {config.layout}", do=do))
         if config.on_collision == "overwrite" and config.layout == "sharded":
             what, do = (
-                f"consumers.{self.name}.on_collision",
+                f"consumers.{self.instance}.on_collision",
                 "a shard only grows; the latest capture is the one that is read",
             )
             raise UsageError(explain(what, got=config.on_collision, expected="error or suffix with sharded", do=do))
@@ -338,7 +344,7 @@ class FilesystemConsumer(Consumer):
 
     def _bad_root(self, got: str) -> UsageError:
         expected = "a directory that can be made and written"
-        return UsageError(explain(f"consumers.{self.name}.root", got=got, expected=expected))
+        return UsageError(explain(f"consumers.{self.instance}.root", got=got, expected=expected))
 
     def _count(self, name: str, amount: int = 1) -> None:
         if self._context is not None:

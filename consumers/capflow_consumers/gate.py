@@ -110,11 +110,15 @@ class Gate(Controller):
         """Raise UsageError unless the model has both sites tapped and the width of the files."""
         if self._weight.size != model.hidden_size:
             expected = f"{model.hidden_size}, the model's width"
-            raise UsageError(explain("consumers.gate.probe", got=f"{self._weight.size} numbers", expected=expected))
+            raise UsageError(
+                explain(f"consumers.{self.instance}.probe", got=f"{self._weight.size} numbers", expected=expected)
+            )
         if self._site not in model.sites:
             do = f"start the engine with --sites {self._site} to tap it"
-            raise UsageError(explain("consumers.gate.probe", got=str(self._site), expected="a tapped site", do=do))
-        self.state.vector.check(model.sites, model.hidden_size, where="consumers.gate.vector")
+            raise UsageError(
+                explain(f"consumers.{self.instance}.probe", got=str(self._site), expected="a tapped site", do=do)
+            )
+        self.state.vector.check(model.sites, model.hidden_size, where=f"consumers.{self.instance}.vector")
 
     def on_step(self, view: StepView) -> Sequence[Action]:
         """Return a `Steer` for each request that fires now, and an `Unsteer` for each that is released."""

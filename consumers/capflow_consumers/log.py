@@ -36,12 +36,12 @@ class LogConsumer(Consumer):
         """Raise UsageError when an option is out of range."""
         self.spec()
         if self.config.every < 1:
-            raise UsageError(explain("consumers.log.every", got=self.config.every, expected="1 or more"))
+            raise UsageError(explain(f"consumers.{self.instance}.every", got=self.config.every, expected="1 or more"))
 
     def spec(self) -> CaptureSpec:
         """Ask for the same of every request."""
         value = {"hooks": {"post_block": "all"}, "positions": self.config.positions}
-        return CaptureSpec.parse(value, where="consumers.log")
+        return CaptureSpec.parse(value, where=f"consumers.{self.instance}")
 
     def on_frame(self, frame: Frame) -> None:
         """Add up the norms and let the rows go."""

@@ -123,7 +123,9 @@ class NatsConsumer(Consumer):
         hooks = layers_by_hook(sorted({*self._probes, *map(Site.parse, self.config.sites)}))
         if not hooks:
             return None
-        return CaptureSpec.parse({"hooks": hooks, "positions": self.config.positions}, where=f"consumers.{self.name}")
+        return CaptureSpec.parse(
+            {"hooks": hooks, "positions": self.config.positions}, where=f"consumers.{self.instance}"
+        )
 
     def check(self) -> None:
         """Raise UsageError for options that cannot work, and when nats-py is not installed."""
@@ -148,9 +150,13 @@ class NatsConsumer(Consumer):
             )
         if not self.config.servers:
             raise self._wrong("servers", "none", "at least one")
-        self._login.options(f"consumers.{self.name}")
+        self._login.options(f"consumers.{self.instance}")
         if self.config.give_up_s is not None and not self.config.give_up_s > 0:
             raise self._wrong("give_up_s", str(self.config.give_up_s), "above 0; remove it to wait for ever")
+
+    def claim(self) -> tuple[str, str]:
+        """Return the stream and the prefix: two writers of the same subjects would repeat each other's message ids."""
+        return "prefix", f"{self.config.prefix} in stream {self.config.stream}"
 
     def open(self, context: Context) -> None:
         """Connect; see that the stream is there, and that it may be written."""
@@ -158,7 +164,7 @@ class NatsConsumer(Consumer):
 
         self._context = context
         config = self.config
-        where = f"consumers.{self.name}"
+        where = f"consumers.{self.instance}"
         link = NatsLink(config.servers, config.stream, self._login, give_up_s=config.give_up_s, where=where)
         link.open(f"{config.prefix}.>", create=config.create)
         self._link = link
@@ -291,7 +297,7 @@ class NatsConsumer(Consumer):
             self._context.count(name, amount)
 
     def _wrong(self, field: str, got: str, expected: str) -> UsageError:
-        return UsageError(explain(f"consumers.{self.name}.{field}", got=got, expected=expected))
+        return UsageError(explain(f"consumers.{self.instance}.{field}", got=got, expected=expected))
 
 
 @hookimpl

@@ -57,14 +57,14 @@ class RecordConsumer(Consumer):
         """Return what the options name, or None with `capture=requests`."""
         if self.config.capture == "requests":
             return None
-        layers = read_layers(self.config.layers, f"consumers.{self.name}.layers")
+        layers = read_layers(self.config.layers, f"consumers.{self.instance}.layers")
         value = {"hooks": dict.fromkeys(self.config.hooks, layers), "positions": self.config.positions}
-        return CaptureSpec.parse(value, where=f"consumers.{self.name}")
+        return CaptureSpec.parse(value, where=f"consumers.{self.instance}")
 
     def check(self) -> None:
         """Raise UsageError for options out of range, and for a path that is no recording or cannot be written."""
         self.spec()
-        where = f"consumers.{self.name}"
+        where = f"consumers.{self.instance}"
         if not 0 < self.config.bytes_max <= limits.SPOOL_BYTES_MAX:
             expected, do = f"1..{limits.SPOOL_BYTES_MAX}", "remove it to use the default"
             raise UsageError(explain(f"{where}.bytes_max", got=self.config.bytes_max, expected=expected, do=do))
@@ -73,6 +73,10 @@ class RecordConsumer(Consumer):
         if path.is_dir() and any(path.iterdir()) and not (path / "lock").is_file():
             expected = "a recording, or a directory that is empty or not there"
             raise UsageError(explain(f"{where}.path", got=f"{path}, with something else in it", expected=expected))
+
+    def claim(self) -> tuple[str, str]:
+        """Return the recording's directory."""
+        return "path", str(self._recorder.path.resolve())
 
     def open(self, context: Context) -> None:
         """Take the directory."""

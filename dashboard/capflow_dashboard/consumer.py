@@ -89,6 +89,10 @@ class Dashboard(Consumer):
         self.spec()
         self._try_port()
 
+    def claim(self) -> tuple[str, str] | None:
+        """Return the port, unless any free one is taken."""
+        return ("port", str(self.config.port)) if self.config.port else None
+
     def open(self, context: Context) -> None:
         """Begin to serve the page."""
         token = self.config.token or secrets.token_urlsafe(24)

@@ -72,13 +72,14 @@ class Controllers:
         for spec in specs:
             cls = known.get(spec.name)
             if cls is None or not issubclass(cls, Controller):
-                logger.error("controller %s: not installed where the engine runs; it does nothing", spec.name)
+                logger.error("controller %s: not installed where the engine runs; it does nothing", spec.label)
                 continue
             try:
                 controller = cls(msgspec.msgpack.decode(spec.state, type=cls.State))
+                controller.instance = spec.label
                 controller.open(info)
             except Exception:
-                logger.exception("controller %s did not start; it does nothing", spec.name)
+                logger.exception("controller %s did not start; it does nothing", spec.label)
                 continue
             self._running.append(controller)
 
@@ -96,11 +97,11 @@ class Controllers:
             try:
                 for action in controller.on_step(View(step, plan, rows, self.sites, limits, self.hub)):
                     if isinstance(action, Steer | Unsteer):
-                        actions.append((controller.name, action))
+                        actions.append((controller.instance, action))
                     else:
-                        logger.error("controller %s: %s is not for a step", controller.name, type(action).__name__)
+                        logger.error("controller %s: %s is not for a step", controller.instance, type(action).__name__)
             except Exception:
-                logger.exception("controller %s failed in step %d", controller.name, step)
+                logger.exception("controller %s failed in step %d", controller.instance, step)
         return actions
 
     def forget(self, request: str) -> None:
