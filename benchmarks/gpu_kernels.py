@@ -35,7 +35,7 @@ from capflow.site import Site  # noqa: E402
 from capflow_engine.bank import Bank, Steered  # noqa: E402
 from capflow_engine.holdings import Size  # noqa: E402
 from capflow_engine.kernel import launch  # noqa: E402
-from capflow_engine.plan import Plan, Planner, Scheduled, Tracked  # noqa: E402
+from capflow_engine.plan import Held, Plan, Planner, Scheduled, Tracked  # noqa: E402
 from capflow_engine.tables import Tables  # noqa: E402
 
 DEVICE = torch.device("cpu" if SMOKE else "cuda")
@@ -182,7 +182,7 @@ def _random_plan(rng: np.random.Generator, tokens: int, stack: Stack) -> Plan:
                 stack.steered[PATCH],
             ]  # what a clamp does is rounded on its way: see `check_cases`
             prefill, decode = (every[rng.integers(2)][rng.integers(CONFIGURATIONS)] for _ in range(2))
-            request.steered = Steered(prefill.prefill, decode.decode, {})
+            request.steered = [Held(0, request.prompt_length, Steered(prefill.prefill, decode.decode, {}))]
         batch.append(Scheduled(request, row, start, length))
         row += length + int(rng.random() < 0.2)  # a request that wants nothing lies between
     return planner.plan(batch)
@@ -199,7 +199,8 @@ def plan_of(kind: str, tokens: int, stack: Stack) -> Plan:
     for number in range(tokens):
         request = Tracked(str(number), str(number), 1, planner.program(wanted), planner.nothing)
         if kind in ("add", "clamp"):
-            request.steered = stack.steered[ADD if kind == "add" else CLAMP][number % CONFIGURATIONS]
+            steered = stack.steered[ADD if kind == "add" else CLAMP][number % CONFIGURATIONS]
+            request.steered = [Held(0, 1, steered)]
         batch.append(Scheduled(request, number, 5, 1))
     return planner.plan(batch)
 

@@ -19,10 +19,11 @@ from capflow.vector import SteeringVector
 
 
 class Steer(msgspec.Struct, frozen=True, tag="steer", forbid_unknown_fields=True):
-    """From the next step on, add these vectors to a running request, beside those it came with.
+    """From the next position on, add these vectors to a running request, beside those it came with.
 
-    A second `Steer` for the same request replaces the vectors of the first. Only generated positions
-    are steered: the prompt keeps what it was computed with.
+    Actions of several owners add up. Each controller is an owner, and everything that comes through a hub has one owner
+    together. A second `Steer` of one owner for the same request replaces the vectors of the first. Only generated
+    positions are steered: the prompt keeps what it was computed with.
     """
 
     request: Name
@@ -30,7 +31,7 @@ class Steer(msgspec.Struct, frozen=True, tag="steer", forbid_unknown_fields=True
 
 
 class Unsteer(msgspec.Struct, frozen=True, tag="unsteer", forbid_unknown_fields=True):
-    """From the next step on, take back what `Steer` added to a running request."""
+    """From the next position on, take back what the same owner's `Steer` added to a running request."""
 
     request: Name
 

@@ -9,7 +9,7 @@ from selectors_model import budgets, forms, meant
 from capflow.places import FOREVER
 from capflow.positions import Positions
 from capflow_engine.bank import Steered
-from capflow_engine.plan import SHIP, VIEW, Planner, Scheduled, Tracked
+from capflow_engine.plan import SHIP, VIEW, Held, Planner, Scheduled, Tracked
 
 SITES = 5
 
@@ -180,7 +180,7 @@ def test_steady_decoding_moves_no_cursor():
 def test_steering_changes_at_the_end_of_the_prompt(start, length, prefill, decode):
     planner = Planner(2)
     request = tracked(planner, "r", 4)
-    request.steered = Steered(10, 11, {6: 12})
+    request.steered = [Held(0, 4, Steered(10, 11, {6: 12}))]
     plan = planner.plan([Scheduled(request, 5, start, length)])
     expected = np.array([-1] * 5 + [10] * prefill + [11] * decode + [-1] * (11 - prefill - decode))
     if start <= 6 < start + length:

@@ -17,7 +17,7 @@ from capflow.positions import Positions
 from capflow_engine import bank, kernel, tables, tap, worker
 from capflow_engine.bank import NONE, Steered
 from capflow_engine.pending import EMPTY_PLAN
-from capflow_engine.plan import Planner, Scheduled, Tracked
+from capflow_engine.plan import Held, Planner, Scheduled, Tracked
 
 LENGTHS = (5, 1, 40, 3, 90, 17)
 
@@ -93,7 +93,7 @@ def test_a_forward_pass_between_steps_finds_nothing_to_do():
     )
     planner = Planner(3)
     request = Tracked("1", "name", 4, planner.program({0: Positions.ALL, 2: Positions.ALL}), planner.nothing)
-    request.steered = Steered(0, NONE, {})
+    request.steered = [Held(0, 4, Steered(0, NONE, {}))]
     kept.load(planner.plan([Scheduled(request, 0, 0, 4)]), 8)
     assert (kept.site_group >= 0).any()
     assert (kept.token_steer >= 0).any()

@@ -20,7 +20,7 @@ from capflow.program import ADD, CLAMP, PATCH, Op, SiteOps, SteeringProgram, dig
 from capflow.site import Site
 from capflow_engine.bank import Bank
 from capflow_engine.holdings import Size
-from capflow_engine.plan import Plan, Planner, Scheduled, Tracked
+from capflow_engine.plan import Held, Plan, Planner, Scheduled, Tracked
 from capflow_engine.step import Step
 
 CASES = [  # sites, width, dtype, split, tokens of each request
@@ -69,7 +69,7 @@ def make(case, seed, device=CPU):
         )
         if rng.random() < 0.6:
             program = random_program(rng, sites, width)
-            request.steered = bank.acquire(program, request.prompt_length)
+            request.steered = [Held(0, request.prompt_length, bank.acquire(program, request.prompt_length))]
             for position in range(start, start + length):
                 steering[row + position - start] = (program, operations(program, position, request.prompt_length))
         batch.append(Scheduled(request, row, start, length))
@@ -232,7 +232,7 @@ def test_the_cpu_tap_adds_to_a_requests_tokens_and_no_others(amounts, dtype, tok
         if amount is not None:
             ops = (SiteOps(0, "post_block", (Op(ADD, 0, amount),)),)
             program = SteeringProgram(4096, row.numpy().tobytes(), (digest(row.numpy().tobytes()),), ops, ops)
-            request.steered = bank.acquire(program, tokens)
+            request.steered = [Held(0, tokens, bank.acquire(program, tokens))]
         batch.append(Scheduled(request, number * tokens, 0, tokens))
         changes.append(row.double().expand(tokens, -1) * ((amount or 0.0) / scale))
     total = len(amounts) * tokens

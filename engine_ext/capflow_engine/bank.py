@@ -40,6 +40,9 @@ class Steered(NamedTuple):
         return next(reversed(self.patched), -1)
 
 
+NOTHING = Steered(NONE, NONE, {})
+
+
 class _Slot:
     """A configuration in the bank."""
 
@@ -94,8 +97,14 @@ class Bank:
                 self._release(number)
             raise
 
+    def share(self, steered: Steered) -> None:
+        """Hold once more what one `acquire` took."""
+        for number in (steered.prefill, steered.decode, *steered.patched.values()):
+            if number != NONE:
+                self._slots[number].holders += 1
+
     def release(self, steered: Steered) -> None:
-        """Give back what one `acquire` took; what nobody holds is free."""
+        """Give back what one `acquire` or `share` took; what nobody holds is free."""
         for number in (steered.prefill, steered.decode, *steered.patched.values()):
             self._release(number)
 

@@ -30,6 +30,15 @@ class Size(NamedTuple):
         rows = max(1, min(bank_bytes // (4 * hidden_size), _ROWS_MAX))
         return cls(rows, max(_OPS_PER_ROW * rows, _OPS_MIN), max(_SLOTS_MIN, _SLOTS_PER_REQUEST * requests_max))
 
+    @property
+    def reserve(self) -> Size:
+        """What a bank has besides this, for what controllers add: the scheduler does not count that."""
+        return Size(max(self.rows // _RESERVED_PART, _RESERVED_ROWS_MIN), self.ops, self.slots)
+
+    def plus(self, other: Size) -> Size:
+        """Return the size of a bank that has room for both."""
+        return Size(self.rows + other.rows, self.ops + other.ops, self.slots + other.slots)
+
     def check(
         self, program: SteeringProgram | None, prompt_length: int = POSITION_MAX, *, said: Steering = NOTHING
     ) -> tuple[Need, ...]:
@@ -77,6 +86,7 @@ HOLDS_MORE = {
 _ROWS_MAX = 65_536
 _OPS_PER_ROW, _OPS_MIN = 4, 16_384
 _SLOTS_PER_REQUEST, _SLOTS_MIN = 4, 1_024
+_RESERVED_PART, _RESERVED_ROWS_MIN = 8, 64
 
 
 class Configuration(NamedTuple):
@@ -125,6 +135,11 @@ class Need(NamedTuple):
     key: str
     ops: int
     rows: frozenset[bytes]
+
+    def beside(self, known: frozenset[bytes]) -> Need:
+        """Return what it takes besides rows that its holder has anyway."""
+        rows = self.rows - known
+        return Need(f"{self.key} {b''.join(sorted(rows)).hex()}", self.ops, rows)
 
 
 def needs_of(program: SteeringProgram, prompt_length: int) -> tuple[Need, ...]:

@@ -13,6 +13,9 @@ holds. Mostly that is for good, and planning a request is a comparison and a spa
 A row of a request is planned once: positions below `Tracked.computed`, computed again after a
 preemption, are passed over. Planning changes `Tracked.computed` and cursors, and nothing else.
 
+A position that is computed again is steered as it was the first time: `Tracked.steered` says from which position on each
+change of a request's steering holds.
+
 Rows for consumers (`SHIP`) come first in the buffer, those of each hub together; rows that only a controller looks at (`VIEW`)
 lie behind them and never leave the worker.
 """
@@ -112,13 +115,24 @@ class Cursor:
             first = stop
 
 
+class Held(NamedTuple):
+    """The slots of the bank that steer a request from position `first` on, up to the next one's `first`.
+
+    split: the position from which on its slots for generated positions hold; those for the prompt hold before it.
+    """
+
+    first: int
+    split: int
+    steered: Steered
+
+
 @dataclass(eq=False, slots=True)
 class Tracked:
     """A request that is running, as one worker knows it.
 
     key: vLLM's id of it; id: the id it is known by outside. computed: its positions below this were
-    planned. generated: how many of the prompt's last tokens are steered as generated ones are. steered: the slots of the bank
-    that steer it; None when none does. hub: the number of the hub that has it. acted: what its end tells of what steered it.
+    planned. generated: how many of the prompt's last tokens are steered as generated ones are. steered: what steers it, by
+    position, in order; empty when nothing ever did. hub: the number of the hub that has it. acted: what its end tells of what steered it.
     """
 
     key: str
@@ -129,7 +143,7 @@ class Tracked:
     capture: CaptureSpec | None = None
     generated: int = 0
     computed: int = 0
-    steered: Steered | None = None
+    steered: list[Held] = field(default_factory=list)
     hub: int = 0
     acted: list[Acted] = field(default_factory=list)
     ship_cursor: Cursor | None = field(init=False, repr=False)
@@ -266,7 +280,7 @@ class Planner:
         steered = False
         for number, (request, row, start, length) in enumerate(batch):
             tokens += length
-            if request.steered is not None:
+            if request.steered:
                 steered = True
             end = start + length
             computed = request.computed
@@ -340,21 +354,31 @@ def _end(groups: Sequence[Group], base: int) -> int:
 
 
 def _slotted(batch: Sequence[Scheduled]) -> tuple[Slotted, ...]:
-    """Return what steers each token row; prompt and generated positions of a request may differ, and single ones."""
-    slotted = []
+    """Return what steers each token row, by what held at its position when that was computed first."""
+    slotted: list[Slotted] = []
     for request, row, start, length in batch:
-        steered = request.steered
-        if steered is None:
-            continue
-        split = min(max(request.steered_from - start, 0), length)
-        if split and steered.prefill >= 0:
-            slotted.append(Slotted(row, split, steered.prefill))
-        if split < length and steered.decode >= 0:
-            slotted.append(Slotted(row + split, length - split, steered.decode))
-        if steered.patched_last >= start:
-            slotted += (
-                Slotted(row + position - start, 1, slot)
-                for position, slot in steered.patched.items()
-                if start <= position < start + length
-            )
+        stop = start + length
+        for held in reversed(request.steered):  # the last one nearly always holds for all of them
+            if held.first < stop:
+                first = max(held.first, start)
+                _slot(slotted, held, row + first - start, first, stop)
+                if held.first <= start:
+                    break
+                stop = first
     return tuple(slotted)
+
+
+def _slot(slotted: list[Slotted], held: Held, row: int, first: int, stop: int) -> None:
+    """Add what steers positions `first .. stop`, the first of which is token row `row`; single positions may differ."""
+    steered = held.steered
+    split = min(max(held.split, first), stop)
+    if first < split and steered.prefill >= 0:
+        slotted.append(Slotted(row, split - first, steered.prefill))
+    if split < stop and steered.decode >= 0:
+        slotted.append(Slotted(row + split - first, stop - split, steered.decode))
+    if steered.patched_last >= first:
+        slotted += (
+            Slotted(row + position - first, 1, slot)
+            for position, slot in steered.patched.items()
+            if first <= position < stop
+        )

@@ -92,7 +92,6 @@ class Captured:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         if compat_step.drops_steps_under_way(request):
             self.capflow.cut(request.request_id, request.num_tokens)
-        self.capflow.recompute(request)
 
     def _handle_stopped_request(self, request: Any) -> bool:
         over: bool = super()._handle_stopped_request(request)  # type: ignore[misc]
@@ -138,7 +137,9 @@ class Ledger:
         self._waiting: dict[str, tuple[Need, ...]] = {}  # by vLLM's id, of requests that hold nothing of the bank yet
         self.holding_back = False  # a request waits for room in the bank, so that those behind it do too
         self._numbers = itertools.count()
-        self._acted: dict[str, str] = {}  # by vLLM's id, under which name the vectors of an action are held
+        self._acted: dict[
+            str, dict[tuple[Need, ...], str]
+        ] = {}  # by vLLM's id, what actions hold, with the name of each
         self._unscheduled: dict[str, tuple[str, int]] = {}  # for `Orders.admitted`, until its first step
         self._ended: dict[str, Ended] = {}  # until the next step's orders are made
         self._never: dict[str, Unscheduled] = {}  # likewise
@@ -237,11 +238,6 @@ class Ledger:
         prompt: int = request.num_prompt_tokens
         return prompt - self._generated.get(request.request_id, 0)
 
-    def recompute(self, request: Any) -> None:
-        """Key what a preempted request will compute again: an action that came later holds for all it has generated."""
-        if request.request_id in self._acted:
-            self._fork_for_itself(request, request.num_prompt_tokens)
-
     def _fork_for_itself(self, request: Any, position: int) -> None:
         """Let nobody else read the request's cache blocks from a position on."""
         salt = f"{self._boot}:{request.request_id}:{time.monotonic_ns()}"
@@ -312,7 +308,8 @@ class Ledger:
         self._programs.pop(key, None)
         self._generated.pop(key, None)
         self._held.release(key)
-        self._held.release(self._acted.pop(key, ""))
+        for held in self._acted.pop(key, {}).values():
+            self._held.release(held)
         name = self._names.pop(key, None)
         if name is not None:
             del self._keys[name]
@@ -376,14 +373,18 @@ class Ledger:
         return None
 
     def _hold_action(self, key: str, program: SteeringProgram | None, request: Any) -> str | None:
-        """Take what an action needs of the bank, in the place of what the one before it took; return what has no room for it."""
+        """Take what an action needs of the bank, until the request is over; return what has no room for it.
+
+        What earlier actions took stays theirs: a preempted request computes again what they steered.
+        """
+        needs = needs_of(program, self._steered_from(request)) if program is not None else ()
+        acted = self._acted.setdefault(key, {})
+        if not needs or needs in acted:
+            return None
         name = f"{key} {next(self._numbers)}"
-        if program is not None:
-            needs = needs_of(program, self._steered_from(request))
-            if not self._held.hold(name, needs):
-                return self._held.lacking(needs)
-        self._held.release(self._acted.get(key, ""))
-        self._acted[key] = name
+        if not self._held.hold(name, needs):
+            return self._held.lacking(needs)
+        acted[needs] = name
         return None
 
 

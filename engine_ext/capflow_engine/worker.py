@@ -24,14 +24,13 @@ from capflow import limits
 from capflow.action import Steer, Unsteer
 from capflow.errors import CapflowError
 from capflow.frame import Acted, Rank
-from capflow.program import SteeringProgram, with_vectors
 from capflow.site import Site
 from capflow.spec import CaptureSpec, Wanted, join
 from capflow.steering import Steering, Tier
-from capflow.vector import SteeringVector
 from capflow_engine import compat, compat_model, compat_step
-from capflow_engine.bank import Bank, Steered
+from capflow_engine.bank import Bank
 from capflow_engine.control import Controllers
+from capflow_engine.history import HUB, Histories, Owner
 from capflow_engine.holdings import Size
 from capflow_engine.options import RequestOptions
 from capflow_engine.orders import Ended, Orders, Unscheduled, Wishes
@@ -83,7 +82,8 @@ class WorkerCapture:
         self.tables = self._make_tables(worker.scheduler_config.max_num_batched_tokens)
         requests = worker.scheduler_config.max_num_seqs
         size = Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests)
-        self.bank = Bank(size, self.index, self.info.hidden_size, self.device)
+        self.bank = Bank(size.plus(size.reserve), self.index, self.info.hidden_size, self.device)
+        self.histories = Histories(self.bank, size.reserve, self.info)
         for n, (site, layer, place) in enumerate(owned):
             install(layer, site.hook, place, Tap(n, place, self.tables, self.bank, self.device))
         self.sends = self.rank.tp == 0  # also a stage without taps: its part of a request ends like any other's
@@ -91,9 +91,6 @@ class WorkerCapture:
         self.wishes: dict[int, tuple[Wishes, ...]] = {}  # of each hub
         self.controllers = [Controllers((), self.info, self.sites, hub) for hub in range(len(self.settings.hubs))]
         self.requests: dict[str, Tracked] = {}  # by vLLM's id
-        self._programs: dict[str, SteeringProgram] = {}  # what requests came with, by vLLM's id
-        self._ordered: dict[str, tuple[SteeringVector, ...]] = {}  # what the scheduler's last action adds, by vLLM's id
-        self._controlled: set[str] = set()  # requests for which a controller wants otherwise, by vLLM's id
         self._watched: set[str] = set()  # those of which some stage ships rows, so each stage tells of their end
         self._pending = Pending()
         self._viewed: _Viewed | None = None  # the step before, until the next one begins
@@ -142,6 +139,7 @@ class WorkerCapture:
             self._pending.cut(key, limit)
             if key in self.requests:
                 self.requests[key].computed = min(self.requests[key].computed, limit)
+                self.histories.cut(self.requests[key], limit)
         for key, ended in orders.ended.items():
             self._forget(key, ended)
         self.wishes.update(orders.wishes)
@@ -165,6 +163,7 @@ class WorkerCapture:
             elif key in self.requests and self.requests[key].prompt_length != prompt_length:
                 # Streaming input makes the prompt longer. Steps that wait go on with the prompt that they were planned for.
                 self.requests[key] = replace(self.requests[key], prompt_length=prompt_length)
+                self.histories.lengthen(self.requests[key])
 
     def _admit(self, key: str, prompt_length: int, extra_args: Any, name: str, wishes_number: int) -> None:
         hub = self.settings.hub_of(name)
@@ -188,8 +187,7 @@ class WorkerCapture:
         self.requests[key] = tracked
         program = options.resolved(self.info).program
         if program is not None:
-            self._programs[key] = program
-            tracked.steered = self._acquire(program, tracked.steered_from)
+            self.histories.admit(tracked, program)
             if self.rank.pp == 0:  # the others have the same program
                 self._note(key, "request", "steer", tuple(sorted(program.sites)))
 
@@ -201,37 +199,20 @@ class WorkerCapture:
         places = {self.index[site]: w.positions for site, w in wanted.items() if site in self.index}
         return self.planner.program(places, hub)
 
-    def _acquire(self, program: SteeringProgram, prompt_length: int) -> Steered:
-        """Put what the scheduler admitted into the bank; where controllers took its room, they give it back."""
-        try:
-            return self.bank.acquire(program, prompt_length)
-        except CapflowError:
-            logger.error("the steering bank is full: what controllers added to requests is taken back")
-            keys, self._controlled = self._controlled, set()
-            for key in keys:
-                if (steered := self.requests[key].steered) is not None:
-                    self.bank.release(steered)
-                    self.requests[key].steered = None
-            for key in keys:
-                self._steer(key, self._ordered.get(key, ()), self.bank.acquire)
-            return self.bank.acquire(program, prompt_length)
-
     def _order(self, key: str, action: Steer | Unsteer) -> None:
-        """Do what the scheduler orders and has room for: from this step on it holds for the request's generated positions."""
-        self._ordered[key] = action.vectors if isinstance(action, Steer) else ()
-        self._controlled.discard(key)
-        self._steer(key, self._ordered[key], self._acquire)
+        """Do what the scheduler orders and has room for."""
+        self.histories.act(self.requests[key], HUB, action)
 
     def _control(self, key: str, action: Steer | Unsteer, controller: str) -> None:
         """Do what a controller wants, if it can be done; nobody has asked for room for it."""
-        more = action.vectors if isinstance(action, Steer) else self._ordered.get(key, ())
         try:
-            Steering(base=Tier(more)).check(self.info)
-            self._steer(key, more, self.bank.acquire)
+            if isinstance(action, Steer):
+                Steering(base=Tier(action.vectors)).check(self.info)
+            if not self.histories.act(self.requests[key], Owner(0, controller), action):
+                return
         except CapflowError as e:
             logger.error("request %s stays as it is: %s", self.requests[key].id, e)
             return
-        self._controlled.add(key)
         sites = tuple(vector.site for vector in action.vectors) if isinstance(action, Steer) else ()
         self._note(key, f"controller {controller}", str(action.__struct_config__.tag), sites)
 
@@ -240,17 +221,6 @@ class WorkerCapture:
         acted = self.requests[key].acted
         if key in self._watched and len(acted) < limits.ACTED_MAX:
             acted.append(Acted(by, kind, sites, self._step, time.time_ns()))
-
-    def _steer(
-        self, key: str, more: tuple[SteeringVector, ...], acquire: Callable[[SteeringProgram, int], Steered]
-    ) -> None:
-        """Steer a request by what it came with and by these vectors; raises CapflowError, with nothing changed."""
-        tracked = self.requests[key]
-        program = with_vectors(self._programs.get(key), self.info.hidden_size, more)
-        after = None if program is None else acquire(program, tracked.steered_from)
-        before, tracked.steered = tracked.steered, after
-        if before is not None:
-            self.bank.release(before)
 
     def _run_controllers(self, cuts: Mapping[str, int]) -> list[tuple[str, Steer | Unsteer]]:
         viewed, self._viewed = self._viewed, None
@@ -266,11 +236,7 @@ class WorkerCapture:
         tracked = self.requests.pop(key, None)
         if tracked is None:
             return
-        self._programs.pop(key, None)
-        self._ordered.pop(key, None)
-        self._controlled.discard(key)
-        if tracked.steered is not None:
-            self.bank.release(tracked.steered)
+        self.histories.forget(tracked)
         self.controllers[tracked.hub].forget(tracked.id)
         if key in self._watched:
             self._watched.discard(key)

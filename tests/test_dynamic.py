@@ -1,0 +1,225 @@
+"""What steers a request while it runs: from which position on it holds, and that it holds there again after a preemption."""
+
+import threading
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from engines import GREEDY, LAYERS, answers, engine, prompts, relative_error, vector
+from rows import ALL, FLOAT32_BOUND
+from safetensors.numpy import save_file
+from waiting import eventually
+
+import capflow
+from capflow.action import Applied, Steer, Unsteer
+from capflow.client import Client
+from capflow.probe import Probe
+from capflow.site import Site
+from capflow.vector import SteeringVector
+from capflow_engine import compat
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+LENGTHS = (60, 61, 62, 63, 58, 59)
+CROWDED = {"block_size": 32, "num_gpu_blocks_override": 22, "max_model_len": 192}
+"""Room for about four requests of 160 tokens, so that six which grow to that preempt each other."""
+
+PROBED, STEERED = 2, 1
+WEIGHT = vector(11, norm=1.0)
+
+
+class Held(NamedTuple):
+    """A vector is added behind a layer at positions `first .. stop`."""
+
+    layer: int
+    vector: np.ndarray
+    first: int
+    stop: int
+
+
+def expected(reference, tokens, held):
+    """Return `[layers, tokens, hidden]`: the stream behind each layer, before what is added there."""
+    caught = {}
+
+    def hook_of(number):
+        def hook(module, inputs, output):
+            import torch
+
+            hidden = output[0] if isinstance(output, tuple) else output
+            caught[number] = hidden[0].detach().float().clone()
+            for layer, added, first, stop in held:
+                if layer == number:
+                    hidden[0, first:stop] += torch.as_tensor(added)
+
+        return hook
+
+    import torch
+
+    hooks = [layer.register_forward_hook(hook_of(n)) for n, layer in enumerate(reference.layers)]
+    try:
+        with torch.no_grad():
+            reference.model(torch.tensor([list(tokens)]), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return np.stack([caught[n].numpy() for n in range(LAYERS)])
+
+
+def rows_of(root, name):
+    """Return the captured rows of a request, `[layers, positions, hidden]`."""
+    data = capflow.open(root)[name]
+    return np.stack([data[Site(layer, "post_block")].rows for layer in range(LAYERS)])
+
+
+def hold(reference, root, name, output, held):
+    """Hold every row of a request against the reference with these vectors."""
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    got = rows_of(root, name)
+    assert got.shape[1] == len(tokens) - 1
+    right = expected(reference, tokens, held)[:, :-1]
+    error = relative_error(got, right)
+    assert error < FLOAT32_BOUND, f"{name} is off by {error:.1e}"
+    logits = reference.model.lm_head(reference.model.model.norm(_tensor(right[-1, len(output.prompt_token_ids) - 1 :])))
+    assert logits.argmax(-1).tolist() == list(output.outputs[0].token_ids)
+
+
+def _tensor(rows):
+    import torch
+
+    return torch.as_tensor(rows)
+
+
+def gate_of(directory, threshold, *, seed=12, name="v", more=""):
+    """Return the gate's option: a vector at layer 1 from the position after the probe at layer 2 scores at least so much."""
+    Probe.make(Site(PROBED, "post_block"), WEIGHT, names=("p",), threshold=threshold).save(directory / "p.safetensors")
+    save_file({"vector": vector(seed)}, directory / f"{name}.safetensors", metadata={"site": f"post_block:{STEERED}"})
+    return f"gate:probe={directory}/p.safetensors,vector={directory}/{name}.safetensors{more}"
+
+
+def fires(reference, tokens, threshold, first):
+    """Return the first position from `first` on at which the gate's probe fires; None where none does."""
+    scores = reference.post_block(tokens)[PROBED] @ WEIGHT
+    return next((p for p in range(first, len(tokens)) if scores[p] >= threshold), None)
+
+
+def test_a_gate_s_vector_holds_from_the_same_position_after_a_preemption(tiny, reference, tmp_path):
+    """Six requests that fire at different positions; the ones that are preempted compute all of it again."""
+    given = prompts(LENGTHS)
+    with engine(tiny) as llm:
+        plain = answers(llm.generate(given, capflow.sampling_params(max_tokens=100, **GREEDY), use_tqdm=False))
+    scores = [
+        reference.post_block([*p["prompt_token_ids"], *a])[PROBED, len(p["prompt_token_ids"]) + 20 :] @ WEIGHT
+        for p, a in zip(given, plain, strict=True)
+    ]
+    threshold = float(np.median([each.max() for each in scores])) - 1e-3
+    root = tmp_path / "rows"
+    consumers = [gate_of(tmp_path, threshold, more=",positions=all_generated")]
+    consumers.append(f"filesystem:root={root},capture=requests")
+    with engine(tiny, consumers=consumers, **CROWDED) as llm:
+        preempted = preemptions(llm)
+        params = [capflow.sampling_params(id=f"r{n}", capture=ALL, max_tokens=100, **GREEDY) for n in range(6)]
+        outputs = llm.generate(given, params, use_tqdm=False)
+    fired = {}
+    for n, output in enumerate(outputs):
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        at = fires(reference, tokens[:-1], threshold, LENGTHS[n])
+        fired[n] = at
+        held = [] if at is None else [Held(STEERED, vector(12), at + 1, len(tokens))]
+        hold(reference, root, f"r{n}", output, held)
+    again = [n for n, computed in preempted.items() if fired[n] is not None and computed > fired[n] + 2]
+    assert again, "no request was preempted behind the position at which its gate fired"
+
+
+def test_what_a_hub_s_actions_add_holds_from_the_same_positions_after_a_preemption(tiny, reference, tmp_path):
+    """Each of six requests is steered, then otherwise, then not, then again; meanwhile they preempt each other."""
+    root = tmp_path / "rows"
+    one, other = (Site(1, "post_block"), vector(3)), (Site(0, "post_block"), vector(4))
+    script = [(10, one), (25, other), (40, None), (45, one), (70, None)]
+    with engine(tiny, consumers=[f"filesystem:root={root},capture=requests"], **CROWDED) as llm:
+        preempted = preemptions(llm)
+        acting = Acting(llm)
+        for n, prompt in enumerate(prompts(LENGTHS)):
+            params = capflow.sampling_params(id=f"r{n}", capture=ALL, max_tokens=100, **GREEDY)
+            llm.llm_engine.add_request(f"r{n}", prompt, params)
+        outputs, held, due = {}, {n: [] for n in range(6)}, {n: list(script) for n in range(6)}
+        while llm.llm_engine.has_unfinished_requests():
+            for n, waiting in due.items():
+                if waiting and acting.answered(n) >= waiting[0][0]:
+                    _, what = waiting.pop(0)
+                    at = acting.act(n, Unsteer(f"r{n}") if what is None else Steer(f"r{n}", (made(*what),)))
+                    held[n] = [each._replace(stop=min(each.stop, at)) for each in held[n]]
+                    if what is not None:
+                        held[n].append(Held(what[0].layer, what[1], at, 1000))
+            outputs |= {output.request_id: output for output in llm.llm_engine.step()}
+        compat.flush(llm.llm_engine)
+        acting.close()
+        with Client(llm.capflow_settings.hubs[0].address) as client:
+            client.results([f"r{n}" for n in range(6)], wait=True, timeout=60)
+    for n in range(6):
+        hold(reference, root, f"r{n}", outputs[f"r{n}"], held[n])
+    assert any(computed > held[n][1].first for n, computed in preempted.items())
+
+
+def made(site, values):
+    """Return a vector for an action."""
+    return SteeringVector.make(site, values)
+
+
+class Acting:
+    """Has actions that were asked of a hub done in the very next step of an engine of this process."""
+
+    def __init__(self, llm):
+        self.scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self._hub = llm.capflow_settings.hubs[0].address
+        self._computed, self._answered = {}, {}
+        self._threads, self.outcomes = [], []
+        schedule = self.scheduler.schedule
+
+        def watched(*args, **kwargs):
+            made = schedule(*args, **kwargs)
+            for key, request in self.scheduler.requests.items():
+                number = int(self.scheduler.capflow._names[key].removeprefix("r"))
+                self._computed[number] = max(self._computed.get(number, 0), request.num_computed_tokens)
+                self._answered[number] = request.num_output_tokens
+            return made
+
+        self.scheduler.schedule = watched
+
+    def answered(self, number):
+        """Return how many tokens a request had when the last step was scheduled."""
+        return self._answered.get(number, 0)
+
+    def act(self, number, action):
+        """Return the position from which an action must hold."""
+        link = self.scheduler.capflow.links._links[0]
+        waiting = len(link._acts)
+
+        def send():
+            with Client(self._hub) as client:
+                self.outcomes.append(client.act(action, timeout=60))
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        eventually(lambda: len(link._acts) > waiting)
+        self._threads.append(thread)
+        return self._computed[number]
+
+    def close(self):
+        for thread in self._threads:
+            thread.join(60)
+        assert len(self.outcomes) == len(self._threads)
+        assert all(isinstance(outcome, Applied) for outcome in self.outcomes), self.outcomes
+
+
+def preemptions(llm):
+    """Return, as it fills, how many positions each request that is preempted had computed, by its number."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    original, found = scheduler._preempt_request, {}
+
+    def preempt(request, *args, **kwargs):
+        number = int(scheduler.capflow._names[request.request_id].removeprefix("r"))
+        found[number] = max(found.get(number, 0), request.num_computed_tokens)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = preempt
+    return found
