@@ -60,10 +60,10 @@ _TIED = {"tie_word_embeddings": True}
 SPECIAL = {
     "axk1": _MLA | {"num_key_value_heads": 2, "first_k_dense_replace": 0}, "axk2": _MLA | {"num_key_value_heads": 2},
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
-    "deepseek_v2": _MLA | {"num_key_value_heads": 2}, "deepseek_v3": _MLA | {"num_key_value_heads": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "deepseek_v2": _MLA | {"num_key_value_heads": 2, "routed_scaling_factor": 4.0}, "deepseek_v3": _MLA | {"num_key_value_heads": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe_lite": _MLA | {"num_key_value_heads": 2, "first_k_dense_replace": 1, "rms_norm_eps": 1e-6}, "longcat_flash": _MLA | {"zero_expert_num": 2, "num_layers": 3, "mla_scale_q_lora": True, "mla_scale_kv_lora": True}, "kimi_linear": _MLA, "youtu": _MLA | {"num_key_value_heads": 2},
     "biogpt": _TIED, "bloom": _TIED, "gpt_bigcode": _TIED, "opt": _TIED, "falcon": _TIED | {"ffn_hidden_size": 256},
-    "gemma2": _TIED, "glm4_moe": {"head_dim": 32}, "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "route_norm": True, "qk_norm": True}, "inkling_text": {"padded_vocab_size": VOCABULARY},
+    "gemma2": _TIED, "glm4_moe": {"head_dim": 32, "routed_scaling_factor": 2.5}, "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "route_norm": True, "qk_norm": True}, "inkling_text": {"padded_vocab_size": VOCABULARY},
     "lfm2": {"block_dim": HIDDEN, "conv_dim": HIDDEN, "layer_types": ["conv", "full_attention", "conv"]} | _TIED,
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1} | _TIED,
     "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True}, "llama4_text": {"num_experts_per_tok": 1},
@@ -241,8 +241,8 @@ def _has(config, name):
         return False
 
 
-def make(model_type, directory):
-    """Save a tiny random model whose answers depend on every layer; return it."""
+def make(model_type, directory, dtype="float32"):
+    """Save a tiny random model whose answers depend on every layer; return it, in float32, its weights rounded to `dtype`."""
     torch.manual_seed(7)
     config = config_of(model_type)
     auto = transformers.AutoModelForImageTextToText if model_type in MULTIMODAL else transformers.AutoModelForCausalLM
@@ -273,9 +273,17 @@ def make(model_type, directory):
         for name, weight in model.named_parameters():
             if "e_score_correction_bias" in name and model_type in UNBIASED:
                 weight.zero_()
+    _round(model, getattr(torch, dtype))
     model.save_pretrained(directory)
     _as_published(model_type, Path(directory))
     return model.eval()
+
+
+@torch.no_grad()
+def _round(model, dtype):
+    for weight in model.state_dict().values():
+        if weight.is_floating_point():
+            weight.copy_(weight.to(dtype))
 
 
 def _as_published(model_type, directory):
@@ -422,3 +430,11 @@ def distance(rows, reference):
     if rows.shape != reference.shape:
         return float("inf")
     return float(np.abs(rows.astype(np.float64) - reference).max() / np.abs(reference).max())
+
+
+def usual_distance(rows, reference):
+    """Return the median error of a row, relative to the reference's, in the 2-norm."""
+    if rows.shape != reference.shape:
+        return float("inf")
+    errors = np.linalg.norm(rows.astype(np.float64) - reference, axis=-1) / np.linalg.norm(reference, axis=-1)
+    return float(np.median(errors))

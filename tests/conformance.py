@@ -1,9 +1,13 @@
-"""Every architecture against Transformers, every hook at every layer: `make conformance` writes docs/compatibility.md's matrix.
+"""Every architecture against Transformers, every hook at every layer, in three dtypes: `make conformance` writes docs/compatibility.md's matrix.
 
     python tests/conformance.py [MODEL_TYPE …] [--write]
 
 Each architecture is a tiny random model, saved, loaded by real vLLM, and captured through a hub into files; the rows that are read
-back are compared with Transformers'. Engines take turns in a child process, which is replaced when it dies.
+back are compared with Transformers', which computes in float32 from the same weights. Engines take turns in a child process, which is
+replaced when it dies.
+
+In float32 the largest error of any number counts. In a coarser dtype the median error of a row counts: rounding may give a token to
+another expert, and then that row is another one in that dtype.
 """
 
 import argparse
@@ -19,14 +23,19 @@ import traceback
 from pathlib import Path
 
 ERROR_MAX = 1e-5
+ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11}
+"""The largest relative error of one rounding, by dtype."""
+DTYPES = ("float32", *ROUNDING)
+ROUNDINGS_MAX = 8
+"""How many roundings a row's error may amount to: three layers round about twenty times between them, and errors add up as their root does."""
 HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
 LENGTHS = (9, 21, 5)
 TOKENS = 4
 _DIE_S = 240.0
 
 
-def check(model_type, hub, root):
-    """Return what was found of one architecture: `{"hooks": {hook: layers}, "error": largest, …}`."""
+def check(model_type, dtype, hub, root):
+    """Return what was found of one architecture in a dtype: `{"sites": {hook: layers}, "errors": {hook: largest}, …}`."""
     import architectures
     import engines
     import torch
@@ -35,13 +44,13 @@ def check(model_type, hub, root):
     from capflow_engine import compat_model
 
     with tempfile.TemporaryDirectory() as directory:
-        model = architectures.make(model_type, directory)
+        model = architectures.make(model_type, directory, dtype)
         prompts = engines.prompts(LENGTHS, seed=3)
         hooks = None
         only = {"language_model_only": True} if model_type in architectures.MULTIMODAL else {}
         if model_type in architectures.HEADED:
             only["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
-        with engines.engine(directory, hub=hub, sites=["*:*"], max_num_batched_tokens=64, **only) as llm:
+        with engines.engine(directory, hub=hub, sites=["*:*"], dtype=dtype, max_num_batched_tokens=64, **only) as llm:
             found = llm.capflow_model.sites
             hooks = {hook: "all" for hook in HOOKS if any(site.hook == hook for site in found)}
             name = f"{model_type}-{time.time_ns()}"
@@ -53,7 +62,7 @@ def check(model_type, hub, root):
             architecture = type(llm.llm_engine.model_executor.driver_worker.worker.get_model()).__name__
             missing = {}
             for _, layer in _layers(llm):
-                missing |= compat_model.structure_of(layer, torch.float32).missing
+                missing |= compat_model.structure_of(layer, getattr(torch, dtype)).missing
         given = [
             p["prompt_token_ids"] + list(o.outputs[0].token_ids)[:-1] for p, o in zip(prompts, outputs, strict=True)
         ]
@@ -64,13 +73,14 @@ def check(model_type, hub, root):
     assert sums < 1e-5, f"the reference's names are wrong: its sums are off by {sums:.1e}"
     data = capflow.open(root)
     errors, unproved = {}, set()
+    distance = architectures.distance if dtype == "float32" else architectures.usual_distance
     for n, reference in enumerate(references):
         request = data[f"{name}-{n}"]
         for site in found:
             if tuple(site) not in reference:
                 unproved.add(site.hook)
                 continue
-            error = architectures.distance(request[tuple(site)].rows, reference[tuple(site)])
+            error = distance(request[tuple(site)].rows, reference[tuple(site)])
             errors[site.hook] = max(errors.get(site.hook, 0.0), error)
     layers = {hook: sum(site.hook == hook for site in found) for hook in HOOKS}
     return {
@@ -92,7 +102,7 @@ def child(hub, root):
     os.dup2(2, 1)
     for line in sys.stdin:
         try:
-            found = check(line.strip(), hub, root)
+            found = check(*line.split(), hub=hub, root=root)
         except BaseException as e:  # noqa: BLE001 - whatever it is, it is this architecture's answer
             lines = [text for text in str(e).splitlines() if text.strip()]
             found = {"failed": f"{type(e).__name__}: {lines[-1] if lines else ''}"[:400]}
@@ -104,7 +114,8 @@ def _environment():
     """Return an environment in which models of images can be imported."""
     if importlib.util.find_spec("torchvision") is not None:
         return None
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parent / "torchvision_absent")}
+    paths = [str(Path(__file__).parent / "torchvision_absent"), os.environ.get("PYTHONPATH")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 class Child:
@@ -117,14 +128,14 @@ class Child:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=_environment(),
         )  # fmt: skip
 
-    def check(self, model_type):
-        """Return what the child found of an architecture; None when it died of it."""
+    def check(self, model_type, dtype):
+        """Return what the child found of an architecture in a dtype; None when it died of it."""
         import threading
 
         timer = threading.Timer(_DIE_S, self.process.kill)
         timer.start()
         try:
-            self.process.stdin.write(model_type + "\n")
+            self.process.stdin.write(f"{model_type} {dtype}\n")
             self.process.stdin.flush()
             line = self.process.stdout.readline()
         except BrokenPipeError:
@@ -141,35 +152,65 @@ class Child:
         self.log.close()
 
 
-def run(model_types, say):
-    """Return what was found of each architecture."""
+def run(model_types, dtypes, found, say):
+    """Add to `found` what comes of each architecture in each dtype; only one that is right in float32 is tried in another."""
     from capflow.launch import HubProcess
 
-    found = {}
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory) / "rows"
         hub = HubProcess([f"filesystem:root={root},capture=requests"])
         hub.start(60)
-        worker = None
+        children = _Children(hub.address, str(root))
         try:
             for model_type in model_types:
-                worker = worker or Child(hub.address, str(root))
-                result = worker.check(model_type) or {"failed": "the engine's process died"}
-                if "failed" in result and "UsageError" not in result["failed"]:  # it may have left an engine behind
-                    worker.close()
-                    worker = None
-                found[model_type] = result
-                say(model_type, result)
+                for dtype in dtypes:
+                    if dtype == "float32":
+                        found[model_type] = children.check(model_type, dtype)
+                    elif model_type in found and passed(found[model_type]):
+                        found[model_type].setdefault("dtypes", {})[dtype] = children.check(model_type, dtype)
+                say(model_type, found.get(model_type, {"failed": "it was not tried in float32"}))
         finally:
-            if worker is not None:
-                worker.close()
+            children.close()
             hub.stop()
-    return found
 
 
-def passed(result):
+class _Children:
+    """The process that checks, and those that take its place. What fails where another model ran before is tried alone."""
+
+    def __init__(self, *hub):
+        self.hub, self.now = hub, None
+
+    def check(self, model_type, dtype):
+        """Return what was found of an architecture in a dtype."""
+        fresh, self.now = self.now is None, self.now or Child(*self.hub)
+        result = self.now.check(model_type, dtype) or {"failed": "the engine's process died"}
+        if "failed" not in result or "UsageError" in result["failed"]:
+            return result
+        self.close()  # it may have left an engine behind
+        return result if fresh else self.check(model_type, dtype)
+
+    def close(self):
+        """End the process."""
+        if self.now is not None:
+            self.now.close()
+            self.now = None
+
+
+def passed(result, error_max=ERROR_MAX):
     """Return whether an architecture's rows are right at every site that it has, and each was compared."""
-    return "failed" not in result and not result["unproved"] and max(result["errors"].values()) <= ERROR_MAX
+    return "failed" not in result and not result["unproved"] and max(result["errors"].values()) <= error_max
+
+
+def passed_in(result, dtype):
+    """Return whether an architecture's rows are right in a dtype coarser than float32 too."""
+    there = result.get("dtypes", {}).get(dtype, {"failed": "not tried"})
+    return passed(there, ROUNDINGS_MAX * ROUNDING[dtype])
+
+
+def differs(result, dtype):
+    """Return whether an architecture runs in a dtype coarser than float32 and its rows are wrong there."""
+    there = result.get("dtypes", {}).get(dtype, {"failed": ""})
+    return "failed" not in there and not passed_in(result, dtype)
 
 
 # --- the matrix ---
@@ -206,6 +247,11 @@ REASONS = (
     (r"pip install timm", "it needs timm, which is not installed here"),
     (r"cannot find the decoder layers", "capflow refuses it: it runs its layers several times"),
     (r"million parameters", "its configuration cannot be made tiny"),
+    (
+        r"use another dtype",
+        "vLLM scales a part of what its layers add in this dtype alone, so its answers are others; capflow refuses it",
+    ),
+    (r"does not support float16", "vLLM refuses it in this dtype"),
     (r"unknown structure", "capflow refuses it: its layers' output is not their input plus what their modules add"),
     (r"only implemented for topk=1", "vLLM runs one expert for each token of it alone"),
     (r"AssertionError: $", "vLLM's router on a CPU does not do its scores"),
@@ -215,7 +261,7 @@ REASONS = (
 
 
 def reason_of(result):
-    """Return why an architecture is not in the table."""
+    """Return why an architecture is not right in a dtype."""
     if "failed" not in result:
         if result["unproved"]:
             return f"no reference for {', '.join(result['unproved'])}"
@@ -238,11 +284,14 @@ def matrix(found, left_out, notes):
         return f"<sup>{footnotes.index(text) + 1}</sup>"
 
     lines = [
-        f"{len(right)} architectures are right at every layer of each hook that they have: the largest relative error of a row's number is",
-        "in the last column, in float32, and must be below 1e-5.",
+        f"{len(right)} architectures are right at every layer of each hook that they have. The last columns are errors against Transformers in",
+        "float32 with the same weights: in float32 the largest of any number, which must be below 1e-5; in bfloat16 and float16, of the worst",
+        f"site, the median error of a row, which must be below {ROUNDINGS_MAX} roundings of the dtype: "
+        + ", ".join(f"{ROUNDINGS_MAX * size:.1e} in {dtype}" for dtype, size in ROUNDING.items())
+        + ".",
         "",
-        "| model type | vLLM's class | " + " | ".join(f"`{hook}`" for hook in HOOKS) + " | error |",
-        "|---|---|" + "---|" * len(HOOKS) + "---|",
+        "| model type | vLLM's class | " + " | ".join([*(f"`{hook}`" for hook in HOOKS), "float32", *ROUNDING]) + " |",
+        "|---|---|" + "---|" * (len(HOOKS) + 1 + len(ROUNDING)),
     ]
     for name, result in right.items():
         cells = []
@@ -253,8 +302,13 @@ def matrix(found, left_out, notes):
         architecture = result["architecture"]
         if architecture.startswith("Transformers"):
             architecture = "Transformers backend"
+        cells.append(f"{max(result['errors'].values()):.0e}")
+        for dtype in ROUNDING:
+            there = result.get("dtypes", {}).get(dtype, {"failed": "not tried"})
+            right_there = passed_in(result, dtype)
+            cells.append(f"{max(there['errors'].values()):.0e}" if right_there else "-" + note(reason_of(there)))
         label = f"{name}{note(notes[name])}" if name in notes else name
-        lines.append(f"| {label} | {architecture} | {' | '.join(cells)} | {max(result['errors'].values()):.0e} |")
+        lines.append(f"| {label} | {architecture} | {' | '.join(cells)} |")
     lines += ["", *(f"<sup>{number}</sup> {text}.  " for number, text in enumerate(footnotes, 1))]
     reasons = {}
     for name, reason in {**{name: reason_of(r) for name, r in found.items() if name not in right}, **left_out}.items():
@@ -287,6 +341,8 @@ def show(model_type, result):
         print(f"{model_type:22} -      {result['failed']}", flush=True)
         return
     worst = " ".join(f"{hook}:{result['sites'][hook]}:{result['errors'].get(hook, -1):.0e}" for hook in HOOKS)
+    for dtype, there in result.get("dtypes", {}).items():
+        worst += f" {dtype}:" + (f"{max(there['errors'].values()):.1e}" if "failed" not in there else there["failed"])
     word = "right" if passed(result) else "WRONG"
     print(f"{model_type:22} {word}  {result['architecture']} {worst} {' '.join(result['unproved'])}", flush=True)
 
@@ -300,6 +356,7 @@ def main():
     parser.add_argument(
         "--write", action="store_true", help="write the matrix of the results into docs/compatibility.md"
     )
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help="run in this dtype alone; may be repeated")
     parser.add_argument("--none", action="store_true", help="run nothing: of the results in --json alone")
     args = parser.parse_args()
     if args.child:
@@ -312,14 +369,16 @@ def main():
 
     def say(model_type, result):
         show(model_type, result)
-        found[model_type] = result
         if args.json:
             args.json.write_text(json.dumps(found, indent=1))
 
     if not args.none:
-        run(args.model_types or architectures.model_types(), say)
+        run(args.model_types or architectures.model_types(), args.dtype or DTYPES, found, say)
     tried = set(found) & set(args.model_types or found)
     lost = sorted(name for name in known & tried if not passed(found[name]))
+    lost += [
+        f"{name} in {dtype}" for name in sorted(known & tried) for dtype in ROUNDING if differs(found[name], dtype)
+    ]
     if lost:
         print(f"no longer right, so nothing is written: {', '.join(lost)}", file=sys.stderr)
     elif args.write:

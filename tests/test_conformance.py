@@ -8,6 +8,7 @@ import conformance
 import numpy as np
 import pytest
 
+from capflow.errors import UsageError
 from capflow.launch import HubProcess
 from capflow_engine.structure import Place
 
@@ -38,11 +39,22 @@ def hub(tmp_path_factory):
 
 @pytest.mark.parametrize("model_type", list(PATTERNS))
 def test_every_hook_at_every_layer_is_what_transformers_computes(model_type, hub):
-    result = conformance.check(model_type, *hub)
+    result = conformance.check(model_type, "float32", *hub)
     assert {hook for hook, layers in result["sites"].items() if layers} == PATTERNS[model_type]
     assert {result["sites"][hook] for hook in PATTERNS[model_type]} == {result["layers"]}
     assert set(result["missing"]) == EVERY - PATTERNS[model_type]
     assert conformance.passed(result), result["errors"]
+
+
+def test_a_stream_that_vllm_divides_in_float16_is_captured_whole(hub):
+    result = conformance.check("deepseek_v2", "float16", *hub)
+    assert set(result["sites"].values()) == {result["layers"]}
+    assert conformance.passed_in({"dtypes": {"float16": result}}, "float16"), result["errors"]
+
+
+def test_a_model_that_vllm_scales_in_part_in_float16_is_refused(hub):
+    with pytest.raises(UsageError, match=r"Glm4MoeDecoderLayer: .*in float16 alone it adds .*: use another dtype"):
+        conformance.check("glm4_moe", "float16", *hub)
 
 
 def test_a_wrong_place_is_noticed(hub, monkeypatch):
@@ -50,14 +62,14 @@ def test_a_wrong_place_is_noticed(hub, monkeypatch):
 
     resolve = compat_model.resolve
 
-    def misled(layer, dtype, mixes):
-        found = resolve(layer, dtype, mixes)
+    def misled(layer, *args):
+        found = resolve(layer, *args)
         norm = found.places["mlp_in"]
         found.places["mlp_in"] = Place(norm.module, found.places["post_attn"].slots)  # before the norm
         return found
 
     monkeypatch.setattr(compat_model, "resolve", misled)
-    result = conformance.check("llama", *hub)
+    result = conformance.check("llama", "float32", *hub)
     assert not conformance.passed(result)
     wrong = {hook for hook, error in result["errors"].items() if error > conformance.ERROR_MAX}
     assert wrong == {"mlp_in"}
@@ -83,7 +95,12 @@ def result_of(**fields):
 
 def test_the_matrix_names_what_is_right_and_why_others_are_not(monkeypatch, tmp_path):
     found = {
-        "all": result_of(),
+        "all": result_of(
+            dtypes={
+                "bfloat16": result_of(errors={"post_block": 7e-3}),
+                "float16": {"failed": "UsageError: X does not support float16"},
+            }
+        ),
         "some": result_of(
             sites=dict.fromkeys(conformance.HOOKS, 3) | {"mlp_out": 2}, missing={"mlp_out": "two modules"}
         ),
@@ -98,15 +115,32 @@ def test_the_matrix_names_what_is_right_and_why_others_are_not(monkeypatch, tmp_
     text = document.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
-    assert "| some | SomeForCausalLM | all | all | all | all | 2 of 3<sup>2</sup> | 1e-07 |" in text
-    assert "<sup>1</sup> a note" in text
-    assert "<sup>2</sup> two modules" in text
+    assert (
+        "| some | SomeForCausalLM | all | all | all | all | 2 of 3<sup>3</sup> | 1e-07 | -<sup>4</sup> | -<sup>4</sup> |"
+        in text
+    )
+    assert "| all<sup>2</sup> | SomeForCausalLM | all | all | all | all | all | 1e-07 | 7e-03 | -<sup>1</sup> |" in text
+    assert "<sup>1</sup> vLLM refuses it in this dtype" in text
+    assert "<sup>2</sup> a note" in text
+    assert "<sup>3</sup> two modules" in text
+    assert "<sup>4</sup> `not tried`" in text
     assert "* vLLM does not implement it: broken" in text
     assert "* rows differ from Transformers' by 2e-03, and why is not known: off" in text
     assert "* an encoder: bert" in text
     assert conformance.rights(text) == {"all", "some"}
     conformance.write(found, {}, {})
     assert conformance.rights(document.read_text()) == {"all", "some"}
+
+
+def test_a_wrong_scale_is_more_than_rounding():
+    rows = np.random.default_rng(0).standard_normal((9, 64)).astype(np.float32)
+    for dtype, size in conformance.ROUNDING.items():
+        noise = 1 + 2 * size * np.random.default_rng(1).uniform(-1, 1, rows.shape)
+        for scale, right in ((1.0, True), (1.05, False), (0.4, False)):
+            error = architectures.usual_distance(rows * noise * scale, rows)
+            found = {"dtypes": {dtype: result_of(errors={"post_block": error})}}
+            assert conformance.passed_in(found, dtype) == right
+    assert not conformance.passed_in(result_of(), "float16")  # which was not tried
 
 
 def test_relative_distance():

@@ -522,15 +522,18 @@ def test_256_configurations_run_in_one_batch(model, steered):
 # --- streams that a model scales ---
 
 
-@pytest.mark.parametrize("model_type", ["granite", "minicpm3"])
-def test_a_vector_adds_to_a_scaled_stream_what_it_says(model_type, tmp_path):
-    """What enters the next layer is what was captured at the site, and the vector; a clamp and a patch likewise."""
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "error"),
+    [("granite", "float32", 1e-4), ("minicpm3", "float32", 1e-4), ("deepseek_v2", "float16", 0.02)],
+)
+def test_a_vector_adds_to_a_scaled_stream_what_it_says(model_type, dtype, error, tmp_path):
+    """What enters the next layer is the stream that Transformers has at the site, and the vector; a clamp and a patch likewise."""
     import architectures
 
     model = tmp_path / "model"
-    architectures.make(model_type, str(model))
+    made = architectures.make(model_type, str(model), dtype)
     consumers = [f"filesystem:root={tmp_path / 'rows'},capture=requests"]
-    with engine(str(model), sites=["*:*"], consumers=consumers, enable_prefix_caching=False, **RAW) as llm:
+    with engine(str(model), sites=["*:*"], dtype=dtype, consumers=consumers, enable_prefix_caching=False, **RAW) as llm:
         (prompt,) = prompts([9], seed=13)
         given = np.random.default_rng(4).standard_normal(llm.capflow_model.hidden_size).astype(np.float32)
         unit = given / np.linalg.norm(given)
@@ -552,4 +555,6 @@ def test_a_vector_adds_to_a_scaled_stream_what_it_says(model_type, tmp_path):
             assert output.capture_results["filesystem"].status == "ok"
             rows = capflow.open(tmp_path / "rows")[name]
             before, after = (np.asarray(rows[site].rows, np.float64) for site in ((0, "post_block"), (1, "pre_attn")))
-            assert after == pytest.approx(expected(before), abs=1e-4)
+            (reference,) = architectures.expected(model_type, made, [prompt["prompt_token_ids"]])
+            assert before == pytest.approx(reference[0, "post_block"], abs=error)
+            assert after == pytest.approx(expected(before), abs=error)

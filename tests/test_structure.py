@@ -118,6 +118,38 @@ class Scaled(Layer):
         return stream + self.ffn(self.b(stream)) * 0.3
 
 
+class Divided(Layer):
+    """As `Split`; in float16 the stream is a quarter from the first layer on."""
+
+    def __init__(self, first=True):
+        super().__init__()
+        self.first = first
+
+    def forward(self, positions, hidden_states, residual):
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.a(hidden_states)
+        else:
+            hidden_states, residual = self.a(hidden_states, residual)
+        hidden_states = self.mixer(positions, hidden_states)
+        if hidden_states.dtype == torch.float16:
+            hidden_states = hidden_states * 0.25
+            if self.first:
+                residual *= 0.25
+        hidden_states, residual = self.b(hidden_states, residual)
+        hidden_states = self.ffn(hidden_states)
+        if hidden_states.dtype == torch.float16 and not isinstance(self.ffn, DividingMLP):
+            hidden_states *= 0.25
+        return hidden_states, residual
+
+
+class DividingMLP(MLP):
+    """Divides its output by itself, in float16."""
+
+    def forward(self, x):
+        return super().forward(x) * (0.25 if x.dtype == torch.float16 else 1.0)
+
+
 class TwoMLPs(Layer):
     def forward(self, positions, hidden_states):
         stream = hidden_states + self.mixer(positions, self.a(hidden_states))
@@ -159,10 +191,10 @@ def found_in(layer):
     return resolve(layer, torch.float32, lambda module: isinstance(module, Core))
 
 
-def values(layer, structure, split=False):
+def values(layer, structure, split=False, dtype=torch.float32):
     """Return what a layer has at each place that was found, when it runs."""
     generator = torch.Generator().manual_seed(5)
-    parts = [torch.randn(4, WIDTH, generator=generator) for _ in range(2 if split else 1)]
+    parts = [torch.randn(4, WIDTH, generator=generator).to(dtype) for _ in range(2 if split else 1)]
     seen = {}
 
     def before(place):
@@ -186,8 +218,9 @@ def values(layer, structure, split=False):
 
             module.register_forward_hook(after)
     with torch.no_grad():
+        stream = sum(parts)
         layer(None, *parts)
-    return sum(parts), seen
+    return stream, seen
 
 
 def truth(layer, stream, *, mlp_norm, attention, mlp):
@@ -328,6 +361,67 @@ def test_a_change_where_the_mlp_takes_its_input_reaches_the_mlp_alone(kind):
         out = layer(None, *given)
     got = sum(out) if isinstance(out, tuple) else out
     assert torch.allclose(got, expected, atol=1e-5) == ("mlp_in" not in structure.fixed)
+
+
+def divisor(module):
+    return 4.0 if isinstance(module, DividingMLP) else 1.0
+
+
+def divided(*, first, dividing):
+    torch.manual_seed(3)
+    layer = Divided(first)
+    layer.ffn = DividingMLP() if dividing else MLP()
+    return layer
+
+
+@pytest.mark.parametrize("dividing", [False, True], ids=["layer", "mlp"])
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+def test_a_stream_that_is_divided_in_one_dtype_is_given_whole(first, dividing):
+    layer = divided(first=first, dividing=dividing)
+    structure = resolve(layer, torch.float16, lambda module: isinstance(module, Core), divisor)
+    assert structure.missing == {}
+    assert (structure.taken, structure.given) == ((1.0, 0.25) if first else (0.25, 0.25))
+
+    stream, seen = values(layer.half(), structure, split=True, dtype=torch.float16)
+    for module in layer.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    whole = (stream if first else stream * 4).float()
+    parts = layer.float()  # which divides nothing
+    true = truth(parts, whole, mlp_norm=parts.b, attention=lambda x: parts.mixer(None, parts.a(x)), mlp=parts.ffn)
+    assert set(seen) == HOOKS
+    assert {h for h in seen if not torch.allclose(seen[h].float(), true[h], rtol=0.01, atol=0.01)} == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stream_that_is_divided_in_another_dtype_is_taken_as_it_is(dtype):
+    structure = resolve(divided(first=True, dividing=False), dtype, lambda module: isinstance(module, Core), divisor)
+    assert {place.scale for place in structure.places.values()} == {1.0}
+    assert (structure.taken, structure.given) == (1.0, 1.0)
+
+
+def test_refuses_a_layer_that_divides_the_stream_and_not_all_that_it_adds():
+    layer = divided(first=False, dividing=True)
+    with pytest.raises(
+        UnclearError, match=r"in float16 alone it adds (ffn 1 times, )?mixer 0.25 times.*: use another dtype"
+    ):
+        resolve(layer, torch.float16, lambda module: isinstance(module, Core))
+
+
+def test_refuses_layers_of_which_one_takes_another_multiple_than_the_one_before_returns():
+    from capflow.errors import CapflowError
+    from capflow_engine import compat_model
+
+    first, later = (
+        resolve(divided(first=one, dividing=False), torch.float16, lambda module: isinstance(module, Core), divisor)
+        for one in (True, False)
+    )
+    assert compat_model.in_one_scale((first, later, later)) == (first, later, later)
+    for layers in ((later, later), (first, first), (first, found_in(Split()))):
+        with pytest.raises(
+            CapflowError, match=r"its part of the stream: got .* times the stream, expected .* times it"
+        ):
+            compat_model.in_one_scale(layers)
 
 
 def test_two_mlps_have_no_one_output():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import multiprocessing
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -92,7 +93,8 @@ def _structures(engine_args: Any) -> tuple[Structure, ...]:
     num_layers = model_config.get_total_num_hidden_layers()
     try:
         with _skeleton(config) as model:
-            return tuple(structure_of(layer, model_config.dtype) for _, layer in decoder_layers(model, num_layers))
+            layers = decoder_layers(model, num_layers)
+            return in_one_scale(tuple(structure_of(layer, model_config.dtype) for _, layer in layers))
     except CapflowError as e:
         raise UsageError(str(e)) from e
     except Exception as e:  # whatever vLLM's model raises where it cannot be made
@@ -189,17 +191,51 @@ def mixes_tokens(module: Any) -> bool:
     return isinstance(module, AttentionLayerBase)
 
 
+def divided_by(module: Any) -> float:
+    """Return by what a module divides what it returns in float16, and not in float32.
+
+    vLLM multiplies what routed experts return by a factor; in float16 it divides what shared experts return instead, and
+    leaves it to the decoder layer to divide the rest.
+    """
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    runners = [part for part in module.modules() if isinstance(part, MoERunner)]
+    return float(next((r.routed_scaling_factor for r in runners if r.shared_experts is not None), 1.0))
+
+
 def structure_of(layer: Any, dtype: Any) -> Structure:
     """Return the structure of a decoder layer.
 
     Raises CapflowError naming the layer's class when it cannot be followed.
     """
+    import torch
+
     try:
-        return resolve(layer, dtype, mixes_tokens)
+        return resolve(layer, dtype, mixes_tokens, divided_by if dtype == torch.float16 else lambda _: 1.0)
     except UnclearError as e:
         raise CapflowError(
             explain(f"{type(layer).__name__}: unknown structure of a decoder layer", got=str(e)),
         ) from e
+
+
+def in_one_scale(layers: tuple[Structure, ...]) -> tuple[Structure, ...]:
+    """Return the layers of a model, each of which takes the stream as often as the one before returns it, the first one once.
+
+    Raises CapflowError otherwise: then it is not known how often a layer's input is the stream.
+    """
+    scale = 1.0
+    for number, layer in enumerate(layers):
+        if not math.isclose(layer.taken, scale, rel_tol=1e-6):
+            expected = f"{scale:g} times it, as what comes before returns it"
+            raise CapflowError(
+                explain(
+                    f"layer {number}: its part of the stream",
+                    got=f"{layer.taken:g} times the stream",
+                    expected=expected,
+                )
+            )
+        scale = layer.given
+    return layers
 
 
 def owned_sites(model: Any, info: ModelInfo, dtype: Any) -> Iterator[tuple[Site, Any, Place]]:

@@ -31,7 +31,7 @@ SITES_DEFAULT = ("post_block:*",)
 STEERING_BANK_BYTES = 256 * limits.MIB
 """The memory of the steering bank when the user says nothing: at hidden size 4096, 16,384 different vectors."""
 
-_GRAPH_VERSION = 3  # goes up with every change to what a tap puts into the graph
+_GRAPH_VERSION = 4  # goes up with every change to what a tap puts into the graph
 
 
 class Outbound(NamedTuple):

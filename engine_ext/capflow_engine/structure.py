@@ -6,6 +6,9 @@ attention adds to it and what the MLP adds, whatever the modules are called. A h
 proves it: the stream before the MLP, plus what the MLP adds, must be the layer's output. What cannot be
 proved is left out, with the reason; a layer whose stream cannot be followed is refused.
 
+A layer may multiply the stream by a number in one dtype only, so that it does not overflow. The stream is what the layer computes in
+float32: the forward is run on symbols of the model's dtype and of float32, and the ratio of both sums is taken out of every place.
+
 No tensor of the model is read, except that a norm is copied and tried on random numbers to learn whether it adds
 the residual that it is given. So the model may lie on the meta device.
 """
@@ -17,7 +20,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +29,9 @@ from torch.overrides import TorchFunctionMode
 
 Mixes = Callable[[nn.Module], bool]
 """Whether a module is one that mixes tokens: an attention or state-space core of vLLM."""
+
+Divisor = Callable[[nn.Module], float]
+"""By what a module divides its output in the model's dtype and not in float32."""
 
 
 class Slot(NamedTuple):
@@ -56,28 +62,42 @@ class Place:
     scale: float = 1.0
 
 
+_WHOLE = Place("")
+
+
 @dataclass(frozen=True)
 class Structure:
     """What is known of one decoder layer. places: by hook; missing: for every other hook, why it is not there.
 
-    fixed: of hooks that can be captured and not steered, why: who else is given the same tensor.
+    fixed: of hooks that can be captured and not steered, why: who else is given the same tensor. taken, given: how many times
+    the stream is what the layer takes and what it returns.
     """
 
     layer: str
     places: dict[str, Place] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     fixed: dict[str, str] = field(default_factory=dict)
+    taken: float = 1.0
+    given: float = 1.0
 
 
 class UnclearError(Exception):
     """A layer does something that symbols cannot follow; the text says what."""
 
 
-def resolve(layer: nn.Module, dtype: torch.dtype, mixes: Mixes) -> Structure:
+def resolve(layer: nn.Module, dtype: torch.dtype, mixes: Mixes, divisor: Divisor = lambda _: 1.0) -> Structure:
     """Return the structure of a decoder layer of a model that computes in `dtype`.
 
     Raises UnclearError when it cannot be said where the layer's residual stream is.
     """
+    reading = _read(layer, dtype, mixes)
+    if dtype == torch.float32:
+        return reading.structure()
+    taken, gain = reading.scales(_read(layer, torch.float32, mixes), divisor)
+    return _unscaled(reading.structure(gain), taken, gain)
+
+
+def _read(layer: nn.Module, dtype: torch.dtype, mixes: Mixes) -> _Reading:
     parameters = inspect.signature(layer.forward).parameters
     stream = next((name for name in _STREAM_NAMES if name in parameters), None)
     if stream is None:
@@ -86,7 +106,22 @@ def resolve(layer: nn.Module, dtype: torch.dtype, mixes: Mixes) -> Structure:
         graph = _trace(layer, dtype, stream, optional=True)
     except UnclearError:
         graph = _trace(layer, dtype, stream, optional=False)
-    return _Reading(layer, graph, stream, parameters, mixes).structure()
+    return _Reading(layer, graph, dtype, stream, parameters, mixes)
+
+
+def _unscaled(structure: Structure, taken: float, gain: float) -> Structure:
+    """Return a structure whose places give the stream, where the layer takes it `taken` times and returns it `gain` times that."""
+    if taken == gain == 1.0:
+        return structure
+    factors = {"pre_attn": 1 / taken, "post_attn": 1 / taken, "mlp_out": 1 / taken, "post_block": 1 / (taken * gain)}
+    places = {
+        hook: replace(place, scale=place.scale * factors.get(hook, 1.0)) for hook, place in structure.places.items()
+    }
+    missing = dict(structure.missing)
+    if places.get("mlp_in", _WHOLE).slots:
+        del places["mlp_in"]
+        missing["mlp_in"] = "the MLP takes a stream that is scaled in this dtype alone"
+    return replace(structure, places=places, missing=missing, taken=taken, given=taken * gain)
 
 
 _STREAM_NAMES = ("hidden_states", "x")
@@ -204,9 +239,15 @@ class _Reading:
     """What is read from one layer's graph."""
 
     def __init__(
-        self, layer: nn.Module, graph: fx.Graph, stream: str, parameters: Mapping[str, inspect.Parameter], mixes: Mixes
+        self,
+        layer: nn.Module,
+        graph: fx.Graph,
+        dtype: torch.dtype,
+        stream: str,
+        parameters: Mapping[str, inspect.Parameter],
+        mixes: Mixes,
     ) -> None:
-        self.layer, self.mixes = layer, mixes
+        self.layer, self.dtype, self.mixes = layer, dtype, mixes
         self.nodes = list(graph.nodes)
         self.places = {place.name: place for place in self.nodes if place.op == "placeholder"}
         self.h, self.r = _Term(self.places["h"]), _Term(self.places["r"])
@@ -216,9 +257,30 @@ class _Reading:
         for node in self.nodes:
             self.values[node] = self._value(node)
 
-    def structure(self) -> Structure:
-        """Return the layer's hook points."""
-        out, split, items = self._output()
+    def scales(self, plain: _Reading, divisor: Divisor) -> tuple[float, float]:
+        """Return how many times the stream the layer takes, and how many times what it takes it returns.
+
+        plain: the same layer in float32, where both are 1. Raises UnclearError when the layer does not scale all that it adds to
+        the stream as the stream is scaled: then it computes something else than in float32.
+        """
+        out, gain, *_ = self._output()
+        reference, plain_gain, *_ = plain._output()
+        numbers = {(term.node.name, term.item): number for term, number in reference.items()}
+        scales = {}
+        for term, number in out.items():
+            if term not in (self.h, self.r):
+                divided = divisor(self._module(term.node)) if term.node.op == "call_module" else 1.0
+                scales[term.node.name] = number / divided / numbers.get((term.node.name, term.item), math.nan)
+        taken = next(iter(scales.values()), 1.0)
+        if not all(abs(scale / taken - 1) < 1e-6 for scale in scales.values()):
+            dtype = str(self.dtype).removeprefix("torch.")
+            each = ", ".join(f"{name.removeprefix('layer_')} {scale:g} times" for name, scale in scales.items())
+            raise UnclearError(f"in {dtype} alone it adds {each}: use another dtype")
+        return taken, gain / plain_gain
+
+    def structure(self, gain: float = 1.0) -> Structure:
+        """Return the layer's hook points. gain: what it multiplies the stream by before the MLP takes it, in this dtype alone."""
+        out, _, split, items = self._output()
         found = Structure(type(self.layer).__name__)
         names = [self.stream_name, *([_RESIDUAL] if split else [])]
         found.places["pre_attn"] = Place("", tuple(Slot(self.names.index(n), n) for n in names))
@@ -234,12 +296,16 @@ class _Reading:
             found.missing.update(dict.fromkeys(("post_attn", "mlp_in", "mlp_out"), reason))
             return found
         before = out.without(mlp)
-        self._find_post_attn(found, before, parallel=parallel)
+        self._find_post_attn(found, before, gain, parallel=parallel)
         self._find_mlp(found, mlp, out)
         return found
 
-    def _output(self) -> tuple[_Sum, bool, tuple[int, ...]]:
-        """Return the stream that leaves the layer, whether it is split, and which elements of the output hold it."""
+    def _output(self) -> tuple[_Sum, float, bool, tuple[int, ...]]:
+        """Return the stream that leaves the layer, and where.
+
+        That is its sum, with the layer's input once; how many times the input it really holds; whether it is split, and which
+        elements of the output hold it.
+        """
         returned = next(node for node in self.nodes if node.op == "output").args[0]
         parts = list(returned) if isinstance(returned, tuple | list) else [returned]
         sums = [self.values.get(part) if isinstance(part, fx.Node) else None for part in parts]
@@ -258,22 +324,24 @@ class _Reading:
         scale = out.get(self.h, 0.0)
         if not scale or (split and out.get(self.r) != scale):
             raise UnclearError("its output is not its input plus what its modules add")
-        return out.times(1 / scale), split, items
+        return out.times(1 / scale), scale, split, items
 
-    def _find_post_attn(self, found: Structure, before: _Sum, *, parallel: bool) -> None:
-        """Find the module that is given the stream to which the MLP's output is added."""
+    def _find_post_attn(self, found: Structure, before: _Sum, gain: float, *, parallel: bool) -> None:
+        """Find the module that is given the stream to which the MLP's output is added, `gain` times."""
         if parallel:
             found.missing["post_attn"] = "attention and the MLP stand side by side"
             return
+        before = before.times(gain)
         for node in self.nodes:
             if node.op != "call_module":
                 continue
             if self._is_norm(node) and (pair := self._fused(node)) is not None and pair.equals(before):
-                found.places["post_attn"] = Place(_path(node), self._slots(node, 2))
+                found.places["post_attn"] = Place(_path(node), self._slots(node, 2), scale=1 / gain)
                 return
             for number, value in enumerate(self._arguments(node)):
                 if isinstance(value, _Sum) and value.equals(before) and not value.factor:
-                    found.places["post_attn"] = Place(_path(node), (self._slots(node, number + 1)[number],))
+                    slots = (self._slots(node, number + 1)[number],)
+                    found.places["post_attn"] = Place(_path(node), slots, scale=1 / gain)
                     return
         found.missing["post_attn"] = "no module is given the stream after attention"
 
