@@ -66,6 +66,8 @@ HUB_WAIT_S_DEFAULT = 5.0
 BLOCK_S_MAX = 30.0
 CAPTURE_WAIT_S_DEFAULT = 30.0
 CAPTURE_WAIT_S_MAX = 600.0
+HUB_AWAY_S = 3.0  # in which a hub that went away may be back, for a response that waits for its results
+HUB_KNOWS_S = 1.0  # until a hub that keeps up knows of a request that has just run
 
 # What may take how long at an end, seconds. Who gets on is given more time than who hangs.
 DRAIN_S_DEFAULT = 20.0  # of a hub that is stopped, for consumers that get on
@@ -91,6 +93,7 @@ assert QUEUE_BYTES_DEFAULT <= QUEUE_BYTES_MAX
 assert SEGMENT_BYTES_MAX * 8 <= SPOOL_BYTES_DEFAULT <= SPOOL_BYTES_MAX
 assert HEARTBEAT_S * 3 <= SILENCE_S_MAX
 assert CAPTURE_WAIT_S_DEFAULT <= CAPTURE_WAIT_S_MAX
+assert HUB_KNOWS_S < HUB_AWAY_S < CAPTURE_WAIT_S_DEFAULT
 assert LEAVE_S < HANG_S_MAX < DRAIN_S_DEFAULT <= DRAIN_S_MAX
 assert HANG_S_MAX + GIVE_UP_S < 10
 assert BODY_BYTES_DEFAULT <= BODY_BYTES_MAX

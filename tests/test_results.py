@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 
 import pytest
 from frames import make_finished, make_frame
 from hubs import Recorder, address, running_hub, worker_link
 from waiting import eventually
 
+from capflow import limits
 from capflow.address import is_listening
 from capflow.client import Client
 from capflow_engine.asker import HUB, Asker
@@ -103,3 +105,42 @@ def test_a_server_answers_at_once_what_asked_for_nothing_while_no_hub_is_there(a
     for found, name in zip(answers, ("waits", "plain", "rows"), strict=True):
         assert set(found[name]) == {HUB}
         assert found[name][HUB].status == "error"
+
+
+def test_a_response_that_waits_says_soon_that_the_hub_is_away_and_then_at_once(address, monkeypatch):
+    """Also where the hub refuses; one that listens and is slow is waited for."""
+    monkeypatch.setattr(limits, "HUB_AWAY_S", 0.5)
+    listens = False
+
+    async def ask():
+        asker = Asker(lambda _: Client(address, 0.05), lambda: listens)
+        took = []
+        for wait_s in (300, 300, 1.5):
+            begun = time.monotonic()
+            found = await asker.ask(["rows"], captures=True, wait_s=wait_s)
+            took.append(time.monotonic() - begun)
+            assert found["rows"][HUB].status == "error"
+            nonlocal listens
+            listens = len(took) > 1
+        return took
+
+    first, again, slow = asyncio.run(asyncio.wait_for(ask(), 60))
+    assert 0.5 <= first < 20
+    assert again < 0.4
+    assert slow >= 1.5
+
+
+def test_a_response_that_waits_has_the_results_of_a_hub_that_is_back_soon(address):
+    async def ask():
+        asker = Asker(lambda _: Client(address, 1.0), lambda: is_listening(address))
+        return await asker.ask(["r1"], captures=True, wait_s=60)
+
+    async def later():
+        asking = asyncio.create_task(ask())
+        await asyncio.sleep(0.3)
+        with running_hub(address, Recorder()), worker_link(address) as link:
+            made = make_frame([("r1", 4, 0, 4)], finished=[make_finished("r1")])
+            assert link.send(made.header, made.payload) is None
+            return await asking
+
+    assert asyncio.run(asyncio.wait_for(later(), 60))["r1"]["recorder"].status == "ok"

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "query": ("capflow.cli.query", "query", "Ask SQL of the duckdb consumer, running or not."),
     "record": ("capflow.cli.record", "record", "Keep raw frames, to replay them."),
     "replay": ("capflow.cli.replay", "replay", "Give a recording or a data set to consumers, as if engines were live."),
+    "result": ("capflow.cli.result", "result", "Show what became of a request's capture."),
     "rollouts": ("capflow.cli.rollouts", "rollouts", "Answer prompts under vectors and scales, into a file."),
     "run": ("capflow.cli.run", "run", "Run a hub with consumers, alone or with a model."),
     "serve": ("capflow.cli.serve", "serve", "Serve a model with vLLM's OpenAI-compatible server, tapped."),

@@ -31,11 +31,19 @@ HUB = "hub"
 _CONNECT_S = 1.0  # how long the hub has to answer
 _EVERY_S = 0.02
 _UNKNOWN = "no hub answers; what became of the capture is not known"
+_AWAY = "no hub is there; what became of the capture is not known"
 
 
 @dataclass(frozen=True)
 class _Ask:
-    """names: of requests. captures: whether they brought specs of their own. patient: as of `Asker.ask`. deadline: when it is answered at last."""
+    """A question about some requests.
+
+    names: of the requests.
+    captures: whether they brought specs of their own.
+    patient: as of `Asker.ask`.
+    deadline: when it is answered at the latest.
+    known_by: of `Asker.find`: until when a request that the hub does not know is waited for; None of `Asker.ask`.
+    """
 
     names: tuple[str, ...]
     captures: bool
@@ -43,6 +51,13 @@ class _Ask:
     deadline: float
     loop: asyncio.AbstractEventLoop
     answer: asyncio.Future[Results]
+    known_by: float | None = None
+
+    def waits(self, found: Results, now: float) -> bool:
+        """Return whether what the hub knows is not enough yet."""
+        if self.known_by is not None and not all(found.values()):
+            return now < self.known_by
+        return now < self.deadline and not all(map(_final, found.values()))
 
 
 class Asker:
@@ -55,21 +70,46 @@ class Asker:
         self._client = client
         self._is_listening = is_listening
         self._turned_at = 0.0  # when the hub was last asked; the thread's
+        self._away_at: float | None = None  # since when the hub is away or refuses; None while it answers; the thread's
         self._asks: queue.SimpleQueue[_Ask] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # from the first question to the end of the process
 
     async def ask(self, names: Sequence[str], *, captures: bool, wait_s: float, patient: bool = True) -> Results:
         """Return what became of requests, once their consumers are done with them or `wait_s` seconds are over.
 
-        A consumer that is not done by then is `pending`. Without a hub the result is an error of `HUB`, at once unless `patient`.
+        A consumer that is not done by then is `pending`. Without a hub the result is an error of `HUB`: at once, or if `patient`
+        once the hub has been away for `limits.HUB_AWAY_S`.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Results] = loop.create_future()
-        self._asks.put(_Ask(tuple(names), captures, patient, time.monotonic() + wait_s, loop, answer))
+        return await self._answer(_Ask(tuple(names), captures, patient, time.monotonic() + wait_s, loop, answer))
+
+    async def find(self, names: Sequence[str], *, wait_s: float, known_s: float) -> Results:
+        """Return the results of requests, once their consumers are done with them or `wait_s` seconds are over.
+
+        A request that the hub does not know after `known_s` seconds has no results. Raises CapflowError when no hub answers, or
+        when it refuses.
+        """
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Results] = loop.create_future()
+        now = time.monotonic()
+        ask = _Ask(
+            tuple(names),
+            captures=True,
+            patient=True,
+            deadline=now + wait_s,
+            loop=loop,
+            answer=answer,
+            known_by=now + known_s,
+        )
+        return await self._answer(ask)
+
+    async def _answer(self, ask: _Ask) -> Results:
+        self._asks.put(ask)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="capflow-asker", daemon=True)
             self._thread.start()
-        return await answer
+        return await ask.answer
 
     def _run(self) -> None:
         client = self._client(_CONNECT_S)
@@ -82,15 +122,13 @@ class Asker:
             waiting = [ask for ask in waiting if not ask.answer.done()]  # done already: its client went away
             try:
                 waiting = self._turn(client, waiting)
+                self._away_at = None
             except CapflowError as e:
-                why = (
-                    _UNKNOWN if isinstance(e, HubUnreachableError) else f"what became of the capture is not known: {e}"
-                )
-                waiting = [ask for ask in waiting if not self._give_up(ask, why)]
+                waiting = self._failed(waiting, e)
             except Exception:
                 logger.exception("asking the hub failed")
                 for ask in waiting:
-                    _tell(ask, _nobody(ask))
+                    _tell_failure(ask, _UNKNOWN)
                 waiting = []
                 with contextlib.suppress(Exception):
                     client.close()
@@ -103,7 +141,7 @@ class Asker:
         now = time.monotonic()
         connects = not client.connected or now - self._turned_at > limits.HEARTBEAT_S
         if connects and not self._is_listening():
-            raise HubUnreachableError(_UNKNOWN)
+            raise HubUnreachableError(_AWAY)
         self._turned_at = now
         names = {name: None for ask in waiting for name in ask.names}
         found = client.results(names, wait=False)
@@ -112,35 +150,62 @@ class Asker:
         for ask in waiting:
             mine = {name: found.get(name, {}) for name in ask.names}
             wanted = ask.captures or bool(client.captures)
-            if wanted and not all(map(_final, mine.values())) and time.monotonic() < ask.deadline:
+            if wanted and ask.waits(mine, time.monotonic()):
                 left.append(ask)
                 continue
-            if not all(mine.values()):  # of some the hub knows nothing, or nothing yet
+            if ask.known_by is None and not all(mine.values()):  # of some the hub knows nothing, or nothing yet
                 consumers = list(client.status()["consumers"]) if consumers is None else consumers
                 known = {name: CaptureResult("pending" if wanted else "not_requested") for name in consumers}
                 mine = {name: results or known for name, results in mine.items()}
             _tell(ask, mine)
         return left
 
-    def _give_up(self, ask: _Ask, why: str) -> bool:
-        over = time.monotonic() >= ask.deadline or not ask.patient
-        if over:
-            _tell(ask, _nobody(ask, why))
-        return over
+    def _failed(self, waiting: list[_Ask], error: CapflowError) -> list[_Ask]:
+        """Answer those that wait for the hub no longer, and return the others.
+
+        A hub that listens and is slow is waited for until the deadline; one that is away, or that refuses, for
+        `limits.HUB_AWAY_S`.
+        """
+        now = time.monotonic()
+        slow = isinstance(error, HubUnreachableError) and self._is_listening()
+        if slow:
+            self._away_at = None
+        elif self._away_at is None:
+            self._away_at = now
+        away = self._away_at is not None and now - self._away_at >= limits.HUB_AWAY_S
+        if isinstance(error, HubUnreachableError):
+            why = _UNKNOWN if slow else _AWAY
+        else:
+            why = f"what became of the capture is not known: {error}"
+        left = []
+        for ask in waiting:
+            if away or now >= ask.deadline or not ask.patient:
+                _tell_failure(ask, why)
+            else:
+                left.append(ask)
+        return left
 
 
 def _final(results: dict[str, CaptureResult]) -> bool:
     return bool(results) and all(result.status != "pending" for result in results.values())
 
 
-def _nobody(ask: _Ask, why: str = _UNKNOWN) -> Results:
-    return {name: {HUB: CaptureResult("error", why)} for name in ask.names}
-
-
 def _tell(ask: _Ask, results: Results) -> None:
+    _post(ask, lambda: ask.answer.set_result(results))
+
+
+def _tell_failure(ask: _Ask, why: str) -> None:
+    """Answer that the hub does not: as an error of `HUB`, or for `Asker.find` by raising it."""
+    if ask.known_by is None:
+        _tell(ask, {name: {HUB: CaptureResult("error", why)} for name in ask.names})
+    else:
+        _post(ask, lambda: ask.answer.set_exception(CapflowError(why)))
+
+
+def _post(ask: _Ask, answer: Callable[[], None]) -> None:
     def tell() -> None:
         if not ask.answer.done():
-            ask.answer.set_result(results)
+            answer()
 
     with contextlib.suppress(RuntimeError):  # the event loop is closed: the server is gone
         ask.loop.call_soon_threadsafe(tell)

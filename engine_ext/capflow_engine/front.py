@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,6 +17,7 @@ from weakref import WeakValueDictionary
 import msgspec
 from vllm import envs
 
+from capflow import limits
 from capflow.errors import UsageError, explain
 from capflow.program import SteeringProgram
 from capflow.result import joined
@@ -55,6 +57,7 @@ class Front:
         self.rpc_address = serving.rpc_address
         self.asker = Askers(self.settings)
         self.running: WeakValueDictionary[str, Asked] = WeakValueDictionary()  # by what their choices are called
+        self._over: dict[str, float] = {}  # when the latest captures ended, by the same names, oldest first
 
     def take(self, request: Any, own: str, prompts: int) -> Asked | None:
         """Return what a request asks for, having told it to its parameters; None when neither it nor anybody else asks.
@@ -114,8 +117,19 @@ class Front:
     def leave(self, asked: Asked) -> None:
         """Forget a request that is over."""
         BEAMS.set(None)
+        now = time.monotonic()
         for name in asked.names:
             self.running.pop(name, None)
+            if asked.awaits:
+                self._over.pop(name, None)
+                self._over[name] = now
+        while len(self._over) > limits.RESULTS_KEPT_MAX:
+            del self._over[next(iter(self._over))]
+
+    def ran(self, name: str) -> bool:
+        """Return whether this server runs a request of this name, or did so lately: the hub may not know of it yet."""
+        ended = self._over.get(name)
+        return name in self.running or (ended is not None and time.monotonic() - ended < limits.CAPTURE_WAIT_S_MAX)
 
     async def results(self, asked: Asked) -> bytes:
         """Return what the response says: members of its JSON object, behind a comma."""

@@ -23,7 +23,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 
 from capflow.errors import UsageError, explain
-from capflow_engine import compat, steering_routes
+from capflow_engine import capture_routes, compat, steering_routes
 from capflow_engine.answers import Members, begun, completions_stream, extended, responses_stream
 from capflow_engine.beams import searching
 from capflow_engine.bodies import CapflowChatCompletionRequest, CapflowCompletionRequest, CapflowResponsesRequest
@@ -62,6 +62,7 @@ class Plugin:
         ):
             app.post(path, dependencies=json_only, responses=answers, response_model=None)(route)
         app.include_router(steering_routes.router)
+        app.include_router(capture_routes.router)
         app.include_router(APIRouter(lifespan=_beside))
         app.add_middleware(BodyLimit)
         app.add_middleware(StrayFields)  # around the other, whose refusals are for routes to raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 
 from capflow.client import Client
 from capflow.errors import HubUnreachableError
@@ -93,13 +93,23 @@ class Askers:
 
     async def ask(self, names: Sequence[str], *, captures: bool, wait_s: float, patient: bool = True) -> Results:
         """Return what became of requests, in the order of their names; see `Asker.ask`."""
+
+        def ask(hub: Asker, its: list[str]) -> Coroutine[None, None, Results]:
+            return hub.ask(its, captures=captures, wait_s=wait_s, patient=patient)
+
+        return await self._gathered(names, ask)
+
+    async def find(self, names: Sequence[str], *, wait_s: float, known_s: float) -> Results:
+        """Return the results of requests that may be over or unknown, in the order of their names; see `Asker.find`."""
+        return await self._gathered(names, lambda hub, its: hub.find(its, wait_s=wait_s, known_s=known_s))
+
+    async def _gathered(
+        self, names: Sequence[str], ask: Callable[[Asker, list[str]], Coroutine[None, None, Results]]
+    ) -> Results:
         by_hub: dict[int, list[str]] = {}
         for name in names:
             by_hub.setdefault(self._settings.hub_of(name), []).append(name)
-        asking = (
-            self._hubs[hub].ask(its, captures=captures, wait_s=wait_s, patient=patient) for hub, its in by_hub.items()
-        )
         found: Results = {}
-        for results in await asyncio.gather(*asking):
+        for results in await asyncio.gather(*(ask(self._hubs[hub], its) for hub, its in by_hub.items())):
             found |= results
         return {name: found[name] for name in names}

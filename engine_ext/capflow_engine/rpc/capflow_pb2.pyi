@@ -457,6 +457,37 @@ class SiteCounts(_message.Message):
     sites: _containers.ScalarMap[str, int]
     def __init__(self, sites: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
+class GetCaptureRequest(_message.Message):
+    __slots__ = ("id", "n", "wait", "prompts")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    n: int
+    wait: float
+    prompts: int
+    def __init__(self, id: _Optional[str] = ..., n: _Optional[int] = ..., wait: _Optional[float] = ..., prompts: _Optional[int] = ...) -> None: ...
+
+class CaptureState(_message.Message):
+    __slots__ = ("id", "done", "capture_results", "capture_results_by_choice")
+    class CaptureResultsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: CaptureResult
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[CaptureResult, _Mapping]] = ...) -> None: ...
+    ID_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    CAPTURE_RESULTS_FIELD_NUMBER: _ClassVar[int]
+    CAPTURE_RESULTS_BY_CHOICE_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    done: bool
+    capture_results: _containers.MessageMap[str, CaptureResult]
+    capture_results_by_choice: _containers.RepeatedCompositeFieldContainer[CaptureResults]
+    def __init__(self, id: _Optional[str] = ..., done: _Optional[bool] = ..., capture_results: _Optional[_Mapping[str, CaptureResult]] = ..., capture_results_by_choice: _Optional[_Iterable[_Union[CaptureResults, _Mapping]]] = ...) -> None: ...
+
 class GetRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -145,6 +145,82 @@ class Generate:
             _registered_method=True)
 
 
+class CaptureStub:
+    """Answers what became of captures, as GET /v1/capture/{id} does.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Get = channel.unary_unary(
+                '/capflow.v1.Capture/Get',
+                request_serializer=capflow__engine_dot_rpc_dot_capflow__pb2.GetCaptureRequest.SerializeToString,
+                response_deserializer=capflow__engine_dot_rpc_dot_capflow__pb2.CaptureState.FromString,
+                _registered_method=True)
+
+
+class CaptureServicer:
+    """Answers what became of captures, as GET /v1/capture/{id} does.
+    """
+
+    def Get(self, request, context):
+        """The results of a request, while it runs and after. NOT_FOUND when no hub knows it, UNAVAILABLE when its hub is away.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_CaptureServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Get': grpc.unary_unary_rpc_method_handler(
+                    servicer.Get,
+                    request_deserializer=capflow__engine_dot_rpc_dot_capflow__pb2.GetCaptureRequest.FromString,
+                    response_serializer=capflow__engine_dot_rpc_dot_capflow__pb2.CaptureState.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'capflow.v1.Capture', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('capflow.v1.Capture', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Capture:
+    """Answers what became of captures, as GET /v1/capture/{id} does.
+    """
+
+    @staticmethod
+    def Get(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/capflow.v1.Capture/Get',
+            capflow__engine_dot_rpc_dot_capflow__pb2.GetCaptureRequest.SerializeToString,
+            capflow__engine_dot_rpc_dot_capflow__pb2.CaptureState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class SteeringStub:
     """Holds the global state, which steers every request, and the modules, which requests call by name.
 

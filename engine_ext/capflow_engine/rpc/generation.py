@@ -87,12 +87,15 @@ class Generation(GenerateServicer):
         """Put into a response what capflow has to say."""
         if asked is None or not asked.reports:
             return
-        said = await self._front.said(asked)
-        results = said.get("capture_results", {})
-        each = [{"results": one} for one in said.get("capture_results_by_choice", ())]
-        parsed({"capture_results": results, "capture_results_by_choice": each}, response)
+        parsed(results_of(await self._front.said(asked)), response)
         if asked.applied is not None:
             response.steering_applied.CopyFrom(applied_message(asked.applied))
+
+
+def results_of(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the capture results in what a response over HTTP says, as messages have them."""
+    each = [{"results": one} for one in said.get("capture_results_by_choice", ())]
+    return {"capture_results": said.get("capture_results", {}), "capture_results_by_choice": each}
 
 
 def body_of(request: pb.GenerateRequest, *, stream: bool) -> CapflowCompletionRequest:

@@ -25,6 +25,7 @@ from capflow_engine.front import Front
 from capflow_engine.keys import Keys
 from capflow_engine.rpc import capflow_pb2 as pb
 from capflow_engine.rpc import capflow_pb2_grpc
+from capflow_engine.rpc.capture import Capture
 from capflow_engine.rpc.generation import Generation
 from capflow_engine.rpc.steering import Steering, headers_of
 
@@ -102,6 +103,7 @@ async def served(state: Any, front: Front, address: str) -> AsyncIterator[None]:
     await watch.look()
     generation = Generation(front, getattr(state, "openai_serving_completion", None))
     capflow_pb2_grpc.add_GenerateServicer_to_server(generation, server)
+    capflow_pb2_grpc.add_CaptureServicer_to_server(Capture(front), server)
     capflow_pb2_grpc.add_SteeringServicer_to_server(Steering(front), server)
     health_pb2_grpc.add_HealthServicer_to_server(watch, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

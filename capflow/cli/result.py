@@ -1,0 +1,78 @@
+"""`capflow result`: what became of captures, asked of the hubs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from capflow import limits
+from capflow.cli.hubat import KEY_HELP
+
+if TYPE_CHECKING:
+    from capflow.result import CaptureResult
+
+
+@click.command()
+@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@click.option(
+    "--wait", type=click.FloatRange(0, limits.CAPTURE_WAIT_S_MAX), default=0.0, metavar="SECONDS", help="Wait until every consumer is done, at most so long."
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: by request, by consumer.")
+@click.option("--address", "addresses", multiple=True, metavar="ADDRESS", help="The hub's address; once for each of several hubs.")  # fmt: skip
+@click.option("--key", metavar="NAME|PATH", help=KEY_HELP)
+@click.option("--insecure", is_flag=True, help="Allow TCP to another machine without keys.")
+def result(
+    ids: tuple[str, ...], wait: float, as_json: bool, addresses: tuple[str, ...], key: str | None, insecure: bool
+) -> None:
+    """Show what became of the captures of requests, each by its ID, while they run and after.
+
+    The samples of a request are ID#0, ID#1 and so on. The exit code is 1 when a request is unknown.
+    """
+    from capflow.errors import CapflowError, explain
+
+    found = _results(ids, wait, addresses, key=key, insecure=insecure)
+    if as_json:
+        import json
+
+        import msgspec
+
+        click.echo(json.dumps(msgspec.to_builtins({one: found[one] for one in ids if found[one]}), indent=2))
+    else:
+        for one in ids:
+            for consumer, told in found[one].items():
+                click.echo(_line(one, consumer, told))
+    unknown = [one for one in ids if not found[one]]
+    if unknown:
+        do = f"a hub forgets a request after {limits.RESULTS_KEPT_MAX:,} later ones, and all of them when it restarts"
+        samples = _results([f"{unknown[0]}#0"], 0.0, addresses, key=key, insecure=insecure)
+        if any(samples.values()):
+            do = f"it has several samples: ask for {unknown[0]}#0, {unknown[0]}#1, …"
+        raise CapflowError(explain(f"request {unknown[0]}: unknown to the hub", do=do))
+
+
+def _results(
+    ids: tuple[str, ...] | list[str], wait_s: float, addresses: tuple[str, ...], *, key: str | None, insecure: bool
+) -> dict[str, dict[str, CaptureResult]]:
+    """Return the results by request and consumer, of whichever hub knows the request."""
+    import time
+
+    from capflow.client import Client
+
+    deadline = time.monotonic() + wait_s
+    found: dict[str, dict[str, CaptureResult]] = {one: {} for one in ids}
+    for address in addresses or (None,):
+        with Client(address, key=key, insecure=insecure) as client:
+            known = client.results(ids, wait=False)
+            mine = [one for one in ids if known[one] or len(addresses) < 2]
+            if wait_s and mine:
+                known |= client.results(mine, timeout=max(0.0, deadline - time.monotonic()))
+        found |= {one: results for one, results in known.items() if results}
+    return found
+
+
+def _line(request: str, consumer: str, result: CaptureResult) -> str:
+    import json
+
+    said = " ".join(filter(None, [result.error, json.dumps(result.payload) if result.payload else ""]))
+    return f"{request}  {consumer}  {result.status}  {said}".rstrip()
