@@ -2,6 +2,11 @@
 
     python benchmarks/steering.py [--rounds N] [--model demo] [--dtype float32]
 
+    PYTHONPATH=.:engine_ext:tests python benchmarks/steering.py --clamps
+
+The second compares a tap that clamps with the arithmetic alone: for each clamp a product with the stream and one step along the
+direction. Predicted: some microseconds for each operation besides, so 2 to 3 times for one token and below 2 for a prompt. No engine starts.
+
 As `overhead.py`, whose engines these are: two processes for the whole run, turns interleaved, ratios of turns beside each other. Request n of a turn
 has configuration n mod K, a vector of its own for every layer, for K from 1 to the number of prompts.
 
@@ -21,13 +26,39 @@ from overhead import PROMPT_TOKENS, PROMPTS, TOKENS, Engine, ratio_of
 IDLE_MIN, STEERED_MIN, SPREAD_MAX = 0.98, 0.95, 0.02
 
 
+CHAINS = {
+    "a decoding request with 64 clamps": (1, (64,)),
+    "the same beside 31 with one": (1, (64, *(1,) * 31)),
+    "32 decoding requests with 4": (1, (4,) * 32),
+    "a prompt of 128 tokens with 64": (128, (64,)),
+    "a prompt of 512 tokens with 64": (512, (64,)),
+}
+
+
+def clamps() -> int:
+    """Print what clamps at one site of width 640 cost, and of that arithmetic."""
+    import torch
+    from test_tap import clamp_seconds
+
+    torch.set_num_threads(1)
+    print("| one site | tap | arithmetic | ratio |")
+    print("|---|---|---|---|")
+    for name, (tokens, chains) in CHAINS.items():
+        tap, arithmetic = clamp_seconds(tokens, chains)
+        print(f"| {name} | {1e3 * tap:.2f} ms | {1e3 * arithmetic:.2f} ms | {tap / arithmetic:.1f} |")
+    return 0
+
+
 def main() -> int:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="auto", help="float32 is faster on a CPU without AVX-512")
+    parser.add_argument("--clamps", action="store_true", help="compare clamps with their arithmetic; no engine")
     args = parser.parse_args()
+    if args.clamps:
+        return clamps()
     model = args.model
     if model == "demo":
         from capflow_engine.demo import prepare

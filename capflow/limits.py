@@ -25,6 +25,9 @@ POSITION_MAX = 2**31 - 1
 PROBES_PER_FILE_MAX = 4_096  # or features of an autoencoder; each is a row of scores for every token
 STEERING_NAME_LENGTH_MAX = 256  # characters of a module's name
 STEERING_MODULES_MAX = 64  # that one request may name
+# Clamps of one request at one site and position, with those of its modules and of the global state: each costs a pass over the row.
+CLAMPS_AT_SITE_MAX = 64
+SITE_OPS_MAX = 72  # operations of one request at one site and position: patches, sums of vectors and clamps
 REQUESTS_PER_FRAME_MAX = 8_192
 ROWS_PER_FRAME_MAX = 8 * 1024 * 1024
 
@@ -87,6 +90,7 @@ RESULTS_KEPT_MAX = 20_000
 ACTIONS_WAITING_MAX = 4_096
 
 assert HEADER_BYTES_MAX < PAYLOAD_BYTES_MAX
+assert CLAMPS_AT_SITE_MAX + 2 + 3 <= SITE_OPS_MAX  # a position may be patched by its number from either end
 assert CREDIT_BYTES_DEFAULT <= UNACKED_BYTES_MAX
 assert CREDIT_BYTES_DEFAULT <= CREDIT_BYTES_TOTAL
 assert QUEUE_BYTES_DEFAULT <= QUEUE_BYTES_MAX

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from capflow import limits
 from capflow.clamp import Clamp
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
@@ -37,18 +38,26 @@ DIGEST_BYTES = 16
 Row = npt.NDArray[np.float32]
 
 
-class TooLargeError(UsageError):
-    """What is done at a site is beyond float32. kind: `vectors` or `clamps`, as the fields end that say it. where: the field."""
+class SiteError(UsageError):
+    """The vectors or the clamps at one site are refused. kind: `vectors` or `clamps`, the end of the field's name.
 
-    def __init__(self, site: Site, kind: str, got: str, where: str = "") -> None:
+    got, expected, do: as in `explain`. where: the field; by default the one of the base tier.
+    """
+
+    def __init__(self, site: Site, kind: str, got: str, expected: str, do: str, where: str = "") -> None:
         where = where or f"steering_{kind}.{site.hook}.{site.layer}"
-        do = "make the vectors, or the scales that multiply them, smaller"
-        super().__init__(explain(where, got=got, expected=f"at most {NUMBER_MAX:.3g}", do=do))
-        self.site, self.kind, self.got = site, kind, got
+        super().__init__(explain(where, got=got, expected=expected, do=do))
+        self.site, self.kind, self._parts = site, kind, (got, expected, do)
 
-    def named(self, where: str) -> TooLargeError:
-        """Return the same, of another field."""
-        return TooLargeError(self.site, self.kind, self.got, where)
+    def named(self, where: str) -> SiteError:
+        """Return the same error for another field."""
+        return SiteError(self.site, self.kind, *self._parts, where)
+
+    @classmethod
+    def too_large(cls, site: Site, kind: str, got: str) -> SiteError:
+        """Return the error for numbers beyond float32."""
+        do = "make the vectors, or the scales that multiply them, smaller"
+        return cls(site, kind, got, f"at most {NUMBER_MAX:.3g}", do)
 
 
 class Op(NamedTuple):
@@ -136,6 +145,12 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
             expected = f"rows of 0..{len(self.digests) - 1}" if self.digests else "no operations, for there are no rows"
             do = "make the program with capflow.program.program_of"
             raise UsageError(explain("steering", got="an operation on no row", expected=expected, do=do))
+        longest = max(
+            (len(s.ops) for ops in (self.prefill, self.decode, *(o for _, o in self.patched)) for s in ops), default=0
+        )
+        if longest > limits.SITE_OPS_MAX:
+            expected = f"at most {limits.SITE_OPS_MAX} at one site"
+            raise UsageError(explain("steering", got=f"{longest} operations", expected=expected))
         for site in sorted(self.sites - set(info.sites)):
             do = f"start the engine with --sites {site} to tap it"
             raise UsageError(explain("steering", got=f"no tap at {site}", expected="a tapped site", do=do))
@@ -202,7 +217,8 @@ def compile_program(
     """Return the program of a request with these tiers, in order, at its two phases; None when it does nothing.
 
     Vectors at a site are added up in float64 and rounded to float32 once; what comes to nothing is left out. Raises UsageError
-    for a part of another width, TooLargeError for what is beyond float32.
+    for a part of another width and for a position that is patched twice, SiteError for what is beyond float32 and for more than
+    `limits.CLAMPS_AT_SITE_MAX` clamps at one site and position.
     """
     rows = _Rows()
     before = _site_ops(hidden_size, prefill, rows)
@@ -215,7 +231,10 @@ def compile_program(
         given = np.frombuffer(patch.data, np.float32).reshape(len(patch.positions), hidden_size)
         for position, row in zip(patch.positions, given, strict=True):
             here = patched.setdefault(position, {})
-            here[patch.site] = (*here.get(patch.site, ()), Op(PATCH, rows.number(row), patch.amount))
+            if patch.site in here:
+                at, expected = f"steering_patches.{patch.hook}.{patch.layer}.positions", "each position of a site once"
+                raise UsageError(explain(at, got=f"{position} twice", expected=expected))
+            here[patch.site] = (Op(PATCH, rows.number(row), patch.amount),)
     if not before and not after and not patched:
         return None
     return SteeringProgram(
@@ -238,10 +257,17 @@ def _site_ops(hidden_size: int, tiers: Sequence[Tier], rows: _Rows) -> tuple[Sit
         for clamp in tier.clamps:
             _check_width(clamp, "steering_clamps", hidden_size)
             if not abs(clamp.strength) <= NUMBER_MAX:
-                raise TooLargeError(clamp.site, "clamps", f"a strength of {clamp.strength:g}")
+                raise SiteError.too_large(clamp.site, "clamps", f"a strength of {clamp.strength:g}")
             if clamp.strength != 0.0:
                 row = rows.number(np.frombuffer(clamp.data, np.float32))
                 ops.setdefault(clamp.site, []).append(Op(CLAMP, row, clamp.strength, clamp.low, clamp.high))
+    for site, each in ops.items():
+        count = sum(op.kind == CLAMP for op in each)
+        if count > limits.CLAMPS_AT_SITE_MAX:
+            expected = (
+                f"at most {limits.CLAMPS_AT_SITE_MAX} at one position, with those of modules and of the global state"
+            )
+            raise SiteError(site, "clamps", f"{count:,} clamps", expected, "clamp fewer directions there")
     return tuple(SiteOps(*site, tuple(each)) for site, each in sorted(ops.items()))
 
 
@@ -265,7 +291,7 @@ def _sums(hidden_size: int, vectors: Iterable[SteeringVector]) -> dict[Site, Row
     largest = np.maximum(sums.max(axis=1), -sums.min(axis=1))  # NaN where there is one
     for site, size in zip(at, largest, strict=True):
         if not size <= NUMBER_MAX:
-            raise TooLargeError(site, "vectors", "a sum beyond float32")
+            raise SiteError.too_large(site, "vectors", "a sum beyond float32")
     sums += np.float32(0)  # no negative zeros
     return {site: total for site, total, size in zip(at, sums, largest, strict=True) if size > 0.0}
 

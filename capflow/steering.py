@@ -140,9 +140,9 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise UsageError(explain(at, got=f"{width:g} numbers", expected=expected))
 
     def field_at(self, site: Site, kind: str) -> str | None:
-        """Return the full path of what is said of a site; None where nothing is. kind: `vectors` or `clamps`."""
-        said = ((field, part) for field, part in self.parts() if field.endswith(kind) and part.site == site)
-        return next((f"{field}.{site.hook}.{site.layer}" for field, _ in said), None)
+        """Return the full path of the field with the most entries at a site; None where it has none. kind: `vectors` or `clamps`."""
+        fields = Counter(field for field, part in self.parts() if field.endswith(kind) and part.site == site)
+        return f"{fields.most_common(1)[0][0]}.{site.hook}.{site.layer}" if fields else None
 
     @property
     def largest_field(self) -> str:

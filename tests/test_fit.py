@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 
+from capflow import limits
 from capflow.errors import UsageError
 from capflow.message import ModelInfo
 from capflow.program import ADD, Op, SiteOps, SteeringProgram
@@ -76,6 +77,35 @@ def test_what_is_beyond_float32_is_named_by_the_field_that_brings_it(store, fiel
     store.register("clamped", Steering.parse({"steering_clamps": {"post_block": {2: clamp}}}))
     with pytest.raises(UsageError, match=rf"^{named}: got .*, expected at most 3.4e\+38; make .* smaller$"):
         FIT.program(Steering.parse(fields), store)
+
+
+MOST = limits.CLAMPS_AT_SITE_MAX
+
+
+def test_clamps_beyond_the_limit_are_named_where_they_are_set_or_where_they_meet(store):
+    def refused(count, field, work):
+        with pytest.raises(
+            UsageError, match=rf"^{field}: got {count:,} clamps, expected at most {MOST} at one position"
+        ):
+            work()
+
+    fit = Fit(INFO, Size.of(1 << 20, WIDTH, 4))
+    at = r"steering_clamps.post_block.1"
+    refused(1000, at, lambda: fit.program(clamps(1000), SteeringStore()))
+    refused(MOST + 1, at, lambda: store.register("many", clamps(MOST + 1)))
+    refused(MOST + 1, at, lambda: store.set_global(clamps(MOST + 1)))
+    store = SteeringStore(check=fit.check)
+    for name in ("one", "two"):
+        store.register(name, clamps(MOST))
+    assert fit.program(Steering.parse({"steering_name": "one"}), store) is not None
+    refused(2 * MOST, "steering_name", lambda: fit.program(Steering.parse({"steering_name": ["one", "two"]}), store))
+    own = Steering.parse({"steering_name": "one"} | {"decode_steering_clamps": {"post_block": {1: CLAMP}}})
+    refused(MOST + 1, f"decode_{at}", lambda: fit.program(own, store))
+    store.set_global(clamps(1))
+    refused(MOST + 1, "steering_name", lambda: fit.program(Steering.parse({"steering_name": "one"}), store))
+
+
+CLAMP = {"vector": [1.0] * WIDTH, "value": 0}
 
 
 def patches(rows):

@@ -234,6 +234,8 @@ def test_files_are_modules_from_the_start(client, port):
         ({"steering_vectors": {"post_block": {"1": [1.0]}}}, 400, "steering_vectors.post_block.1"),
         ({"decode_steering_vectors": {"mlp_out": {"1": VECTOR}}}, 400, "decode_steering_vectors.mlp_out.1"),
         ({"steering_clamps": {"post_block": {"1": {"vector": VECTOR}}}}, 400, "steering_clamps.post_block.1"),
+        ({"decode_steering_clamps": {"post_block": {"1": [{"vector": VECTOR, "value": 0}] * 65}}}, 400,
+         "decode_steering_clamps.post_block.1"),
         ({"steering_strength": 2.0}, 400, "steering_strength"),
         ({"capture": {"hooks": {"post_block": "all"}}, "use_beam_search": True}, 400, "use_beam_search"),
         ({"steering_report": 1}, 400, "steering_report"),

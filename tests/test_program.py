@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capflow import limits
 from capflow.errors import UsageError
 from capflow.message import ModelInfo
+from capflow.patch import parse_patches
 from capflow.program import ADD, CLAMP, PATCH, Op, SiteOps, SteeringProgram, program_of, with_vectors
 from capflow.site import Site
 from capflow.steering import Steering, Tier
@@ -261,6 +263,44 @@ def test_a_sum_beyond_float32_is_refused():
         UsageError, match=r"^steering_vectors.post_block.1: got a sum beyond float32, expected at most 3.4e\+38; make"
     ):
         program_of(4, [Steering(base=Tier((huge,))), Steering(decode=Tier((huge,)))])
+
+
+def clamped(count, **more):
+    return at(steering_clamps=[{"vector": [1, n + 1], "value": 0} | more for n in range(count)])
+
+
+@pytest.mark.parametrize("tier", ["", "prefill_", "decode_"])
+def test_more_clamps_at_one_position_than_the_limit_are_refused_whatever_brings_them(tier):
+    most = limits.CLAMPS_AT_SITE_MAX
+    some = {f"{tier}steering_clamps": clamped(most - 1)["steering_clamps"]}
+    made = program(clamped(1), some)
+    assert max(len(ops) for phase in (made.prefill, made.decode) for _, _, ops in phase) == most
+    expected = f"expected at most {most} at one position, with those of modules and of the global state; clamp fewer"
+    with pytest.raises(UsageError, match=f"^steering_clamps.post_block.3: got {most + 1} clamps, {expected}"):
+        program(clamped(2), some)
+
+
+def test_clamps_of_other_phases_or_sites_and_those_without_strength_do_not_count():
+    most = limits.CLAMPS_AT_SITE_MAX
+    apart = {f"{tier}_steering_clamps": clamped(most)["steering_clamps"] for tier in ("prefill", "decode")}
+    elsewhere = {"steering_clamps": {"post_block": {4: clamped(most)["steering_clamps"]["post_block"][3]}}}
+    assert program(apart, elsewhere, clamped(most, strength=0)) is not None
+
+
+def test_a_position_that_is_patched_twice_is_refused():
+    patch = parse_patches({"post_block": {3: {"positions": [4, 5], "vector": [1, 2]}}})
+    with pytest.raises(
+        UsageError, match=r"^steering_patches.post_block.3.positions: got 4 twice, expected each position"
+    ):
+        program_of(WIDTH, [Steering(patches=patch * 2)])
+
+
+def test_a_program_with_a_longer_chain_than_the_limit_is_refused():
+    most = limits.SITE_OPS_MAX
+    ops = (SiteOps(1, "post_block", (Op(ADD, 0),) * (most + 1)),)
+    info = ModelInfo("m", 3, 2, "float32", (Site(1, "post_block"),))
+    with pytest.raises(UsageError, match=f"^steering: got {most + 1} operations, expected at most {most} at one site"):
+        SteeringProgram(2, bytes(8), (b"0" * 16,), ops).check(info)
 
 
 def test_a_site_that_can_only_be_captured_is_refused():

@@ -279,6 +279,8 @@ SHORT = {"post_block": {"layers": {1: {"vector": [1.0]}}}}
          "prefill_steering_vectors.post_block.data"),
         ({"steering_clamps": {"post_block": {"layers": {1: {"clamps": [{"vector": VECTOR}]}}}}}, INVALID,
          "steering_clamps.post_block.1.0"),
+        ({"steering_clamps": {"post_block": {"layers": {1: {"clamps": [{"vector": VECTOR, "max": 1.0}] * 65}}}}}, INVALID,
+         "steering_clamps.post_block.1"),
         ({"steering_patches": {"post_block": {"layers": {1: {"patches": [{"positions": [0]}]}}}}}, INVALID,
          "steering_patches.post_block.1.0.vector"),
         ({"steering_patches": FAR}, INVALID, "steering_patches.post_block.1.positions"),

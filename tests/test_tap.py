@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -241,6 +242,63 @@ def test_the_cpu_tap_adds_to_a_requests_tokens_and_no_others(amounts, dtype, tok
     expected[:total] += torch.cat(changes)
     Step(planner.plan(batch), None, bank).tap(0, hidden, None, scale)
     assert torch.equal(hidden, expected.to(dtype))
+
+
+def chained(width, tokens, chains):
+    """Return a step's parts: of each chain its number of clamps, done on that many tokens; some have the same."""
+    rng = np.random.default_rng(len(chains))
+    planner, bank = Planner(1), Bank(Size(4096, 8192, 256), {Site(0, "post_block"): 0}, width, CPU)
+    batch, programs = [], []
+    for number, clamps in enumerate(chains):
+        request = Tracked(f"r{number}", f"r{number}", tokens, planner.nothing, planner.nothing)
+        rows = rng.normal(size=(clamps, width)).astype(np.float32)
+        rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+        ops = (SiteOps(0, "post_block", tuple(Op(CLAMP, n, 1.0, -0.5, 0.5) for n in range(clamps))),)
+        program = SteeringProgram(width, rows.tobytes(), tuple(digest(row.tobytes()) for row in rows), ops, ops)
+        if number % 3 == 1:
+            program = programs[-1]
+        programs.append(program)
+        request.steered = bank.acquire(program, tokens)
+        batch.append(Scheduled(request, number * tokens, 0, tokens))
+    return planner.plan(batch), bank, programs, torch.randn((len(chains) * tokens, width))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("chains", [(64,), (64, 3, 1), (64, *(2,) * 30, 5)], ids=["one", "few", "long beside many"])
+def test_long_chains_of_clamps_are_done_in_order_on_every_token(chains, tokens):
+    plan, bank, programs, hidden = chained(48, tokens, chains)
+    expected = hidden.double().view(len(chains), tokens, -1).clone()
+    for own, program in zip(expected, programs, strict=True):
+        for row in torch.from_numpy(program.array().copy()).double():
+            projection = own @ row
+            own.addr_(projection.clamp(-0.5, 0.5) - projection, row)
+    Step(plan, None, bank).tap(0, hidden, None)
+    assert torch.allclose(hidden.double(), expected.view(hidden.shape), rtol=0, atol=1e-5)
+
+
+def clamp_seconds(tokens, chains, width=640, rounds=15):
+    """Return the seconds of a tap and of the arithmetic that it does, the best of several turns of each."""
+    plan, bank, programs, hidden = chained(width, tokens, chains)
+    tap = arithmetic = math.inf
+    for _ in range(rounds):
+        given = hidden.clone()
+        began = time.perf_counter()
+        Step(plan, None, bank).tap(0, given, None)
+        tap = min(tap, time.perf_counter() - began)
+        began = time.perf_counter()
+        for number, program in enumerate(programs):
+            x = hidden[number * tokens : (number + 1) * tokens].clone()
+            for row in torch.from_numpy(program.array().copy()):
+                projection = x @ row
+                x.addr_(projection.clamp(-0.5, 0.5) - projection, row)
+        arithmetic = min(arithmetic, time.perf_counter() - began)
+    return tap, arithmetic
+
+
+@pytest.mark.parametrize("tokens", [128, 512])
+def test_clamps_cost_about_their_arithmetic(tokens):
+    tap, arithmetic = clamp_seconds(tokens, (64,))
+    assert tap < 6 * arithmetic
 
 
 def test_the_cases_do_every_kind_of_thing():

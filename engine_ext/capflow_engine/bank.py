@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from capflow.errors import CapflowError, explain
+from capflow.limits import SITE_OPS_MAX
 from capflow.program import Op, SteeringProgram
 from capflow.site import Site
 from capflow_engine.holdings import Configuration, Configured, Size
@@ -151,6 +152,7 @@ class Bank:
         floats = np.empty((len(numbers), 3), np.float32)
         done = 0
         for site, each in ops:
+            assert len(each) <= SITE_OPS_MAX
             heads[site] = numbers[done]
             for place, op in enumerate(each):
                 following = numbers[done + 1] if place + 1 < len(each) else NONE

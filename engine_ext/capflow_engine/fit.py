@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from capflow.message import ModelInfo
-from capflow.program import SteeringProgram, TooLargeError, program_of
+from capflow.program import SiteError, SteeringProgram, program_of
 from capflow.steering import NOTHING, Steering
 from capflow_engine.holdings import Size
 from capflow_engine.store import SteeringStore
@@ -25,7 +25,7 @@ class Fit(msgspec.Struct, frozen=True):
         said.check(self.info)
         try:
             program = program_of(self.info.hidden_size, [steering])
-        except TooLargeError as e:
+        except SiteError as e:
             raise e.named(said.field_at(e.site, e.kind) or "") from e
         if program is not None:
             program.check(self.info)
@@ -39,7 +39,7 @@ class Fit(msgspec.Struct, frozen=True):
         said = asked or NOTHING
         try:
             program = store.resolve(asked, self.info.hidden_size)
-        except TooLargeError as e:
+        except SiteError as e:
             raise e.named(said.field_at(e.site, e.kind) or ("steering_name" if said.modules else "")) from e
         if program is not None:
             program.check(self.info)

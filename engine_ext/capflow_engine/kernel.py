@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from capflow.limits import SITE_OPS_MAX
 from capflow.program import CLAMP, PATCH
 from capflow_engine.tables import CHANNELS
 
@@ -41,6 +42,7 @@ def _tap_kernel(
     CHANNEL_COUNT: tl.constexpr,
     CLAMPS: tl.constexpr,
     PATCHES: tl.constexpr,
+    OPS_MAX: tl.constexpr,
 ):
     token = tl.program_id(0)
     here = tl.load(site)
@@ -73,7 +75,8 @@ def _tap_kernel(
         if SCALED:
             stream *= scale
         change = tl.zeros([BLOCK], tl.float32)
-        while op >= 0:
+        done = 0
+        while (op >= 0) & (done < OPS_MAX):
             kind = tl.load(op_ints + op * 3)
             row = tl.load(op_ints + op * 3 + 1).to(tl.int64)
             vector = tl.load(rows + row * width + columns, mask=inside, other=0.0)
@@ -85,6 +88,7 @@ def _tap_kernel(
             along = tl.where(kind == CLAMPS, bounded - projection, 1.0) * vector
             change += tl.load(op_floats + op * 3) * tl.where(kind == PATCHES, vector - steered, along)
             op = tl.load(op_ints + op * 3 + 2)
+            done += 1
         if SCALED:
             change /= scale
         tl.store(place, (half + change).to(hidden.dtype.element_ty), mask=inside)
@@ -142,5 +146,6 @@ def launch(
         CHANNEL_COUNT=CHANNELS,
         CLAMPS=CLAMP,
         PATCHES=PATCH,
+        OPS_MAX=SITE_OPS_MAX,
         num_warps=4 if width <= 4096 else 8,
     )

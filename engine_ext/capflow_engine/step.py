@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from capflow.program import ADD, CLAMP
+from capflow.program import ADD, CLAMP, PATCH
 from capflow_engine.bank import Bank
 from capflow_engine.plan import Plan, token_rows
 
 _INDEXED_RUNS_MIN = 8  # with fewer runs, going slice by slice is faster than gathering by index
-_SLICED_LENGTH_MIN = 16  # likewise with longer runs, tokens on average, where rows of the bank are added
+_SLICED_LENGTH_MIN = 16  # or with longer runs, tokens on average, where rows of the bank are used
+_NO_LENGTHS = np.empty(0, np.int64)
 
 
 class _Run(NamedTuple):
@@ -73,6 +74,7 @@ class Step:
         self.buffer = buffer
         self.bank = bank
         self._runs: list[tuple[int, int, int]] = []  # see `_runs`
+        self._lengths: npt.NDArray[np.int64] = _NO_LENGTHS  # of the runs
         self._sums: dict[int, Sequence[_Run | _Gathered]] = {}  # site → all that is done there, where that is adding
         self._heads: dict[int, npt.NDArray[np.int32]] = {}  # any other site → the first operation of each run
         if plan.steered:
@@ -116,8 +118,8 @@ class Step:
         kinds, numbers, following = np.moveaxis(self.bank.op_ints.numpy()[heads], -1, 0)
         amounts = self.bank.op_floats.numpy()[heads, 0]
         lone = ((heads < 0) | ((kinds == ADD) & (following < 0))).all(axis=1)
-        lengths = np.array([end - begin for begin, end, _ in self._runs])
-        sliced = len(lengths) < _INDEXED_RUNS_MIN or lengths.mean() >= _SLICED_LENGTH_MIN
+        lengths = self._lengths = np.array([end - begin for begin, end, _ in self._runs])
+        sliced = _few_or_long(len(lengths), int(lengths.sum()))
         wide = torch.empty((int(lengths.max()) if sliced else 0, self.bank.rows.shape[1]))
         tokens: dict[bytes, slice | torch.Tensor] = {}  # by which runs they are of: most sites have the same
         for site in np.flatnonzero((heads >= 0).any(axis=1)).tolist():
@@ -146,13 +148,16 @@ class Step:
 
     def _steer(self, site: int, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float) -> None:
         """Do a site's operations on every token that has some, in float32; round once."""
-        rows = np.concatenate([np.arange(begin, end) for begin, end, _ in self._runs])
-        heads = np.repeat(self._heads[site], [end - begin for begin, end, _ in self._runs])
-        here = np.flatnonzero(heads >= 0)
-        tokens, heads = torch.from_numpy(rows[here]), heads[here]
+        there = self._heads[site] >= 0
+        heads = self._heads[site][there].repeat(self._lengths[there])
+        tokens = torch.from_numpy(
+            np.concatenate(
+                [np.arange(begin, end) for (begin, end, _), has in zip(self._runs, there, strict=True) if has]
+            )
+        )
         half = hidden.index_select(0, tokens).float()
-        stream = half if residual is None else half + residual.index_select(0, tokens).float()
-        change = _changed(self.bank, heads, stream if scale == 1.0 else stream * scale)
+        stream = half.clone() if residual is None else half + residual.index_select(0, tokens).float()
+        change = _changed(self.bank, heads, stream if scale == 1.0 else stream.mul_(scale))
         hidden.index_copy_(0, tokens, (half + (change if scale == 1.0 else change / scale)).to(hidden.dtype))
 
 
@@ -162,34 +167,85 @@ def _runs(slots: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
     return [(begin, end, int(slots[begin])) for begin, end in pairwise(bounds) if slots[begin] >= 0]
 
 
+def _few_or_long(count: int, tokens: int) -> bool:
+    """Whether runs or chains of so many tokens in all are better done one after another than token by token at once."""
+    return count < _INDEXED_RUNS_MIN or tokens >= _SLICED_LENGTH_MIN * count
+
+
 def _changed(bank: Bank, heads: npt.NDArray[np.int32], stream: torch.Tensor) -> torch.Tensor:
     """Return what operations change, `[tokens, hidden]` float32. heads: the first operation of each token.
 
-    stream: `[tokens, hidden]` float32, the site's value.
+    stream: `[tokens, hidden]` float32, the site's value, which is changed too. Tokens with the same first operation have the
+    same chain of operations. A chain is done alone, at one product with its tokens an operation, where chains are few or long;
+    many short ones are done together, operation by operation, until few are left.
     """
-    ints, floats = bank.op_ints.numpy(), bank.op_floats.numpy()
     change = torch.zeros_like(stream)
     ops, on = heads, np.arange(len(heads))  # the next operation of each token that has one, and which token it is
-    while len(ops):
-        kinds, numbers, following = ints[ops].T
-        for kind in np.unique(kinds):
-            some = np.flatnonzero(kinds == kind)
-            tokens = torch.from_numpy(on[some])
-            rows = bank.rows.index_select(0, torch.from_numpy(numbers[some]))
-            amount, low, high = torch.from_numpy(floats[ops[some]]).T.unsqueeze(2)
-            if kind == ADD:
-                change.index_add_(0, tokens, amount * rows)
-                continue
-            steered = (stream + change).index_select(0, tokens)
-            if kind == CLAMP:
-                projection = (steered * rows).sum(1, keepdim=True)
-                bounded = torch.minimum(torch.maximum(projection, low), high)
-                change.index_add_(0, tokens, amount * (bounded - projection) * rows)
-            else:
-                change.index_add_(0, tokens, amount * (rows - steered))
+    while len(ops) and not _few_or_long(len(np.unique(ops)), len(ops)):
+        _do_next(bank, ops, None if len(on) == len(heads) else torch.from_numpy(on), stream, change)
+        following = bank.op_ints.numpy()[ops, 2]
         going = following >= 0
         ops, on = following[going], on[going]
+    order = np.argsort(ops, kind="stable")
+    ends = np.flatnonzero(np.diff(ops[order])) + 1
+    for some in np.split(order, ends) if len(ops) else ():
+        mine, op = on[some], int(ops[some[0]])
+        first, length = int(mine[0]), len(mine)
+        if int(mine[-1]) - first + 1 == length:
+            _do_chain(bank, op, stream[first : first + length], change[first : first + length])
+        else:
+            tokens = torch.from_numpy(mine)
+            changed = torch.zeros((length, stream.shape[1]))
+            _do_chain(bank, op, stream.index_select(0, tokens), changed)
+            change.index_add_(0, tokens, changed)
     return change
+
+
+def _do_next(
+    bank: Bank, ops: npt.NDArray[np.int32], tokens: torch.Tensor | None, stream: torch.Tensor, change: torch.Tensor
+) -> None:
+    """Do an operation of each of `tokens`, which are rows of `stream` and `change`; None for all rows."""
+    kinds, numbers, _ = bank.op_ints.numpy()[ops].T
+    rows = bank.rows.index_select(0, torch.from_numpy(numbers.copy()))
+    amount, low, high = torch.from_numpy(bank.op_floats.numpy()[ops]).unsqueeze(2).unbind(1)
+    x = stream if tokens is None else stream.index_select(0, tokens)
+    if (kinds == CLAMP).any():
+        projection = (x * rows).sum(1, keepdim=True)
+        bounded = torch.minimum(torch.maximum(projection, low), high)
+        clamps = torch.from_numpy(kinds == CLAMP).unsqueeze(1)
+        amount = torch.where(clamps, amount * (bounded - projection), amount)
+    if (kinds == PATCH).any():
+        rows.sub_(x * torch.from_numpy(kinds == PATCH).unsqueeze(1))
+    rows.mul_(amount)
+    for target in (stream, change):
+        if tokens is None:
+            target.add_(rows)
+        else:
+            target.index_add_(0, tokens, rows)
+
+
+def _do_chain(bank: Bank, op: int, stream: torch.Tensor, change: torch.Tensor) -> None:
+    """Do an operation and all that follow it on all rows of `stream`, and add what they change to `change`."""
+    ints, floats = bank.op_ints.numpy(), bank.op_floats.numpy()
+    vectors, times = [], []  # what was added, and how many times to each token
+    while op >= 0:
+        amount, low, high = floats[op].tolist()
+        kind, number, op = ints[op].tolist()
+        row = bank.rows[number]
+        if kind == PATCH:
+            moved = (row - stream).mul_(amount)
+            stream.add_(moved)
+            change.add_(moved)
+        elif kind == ADD:
+            stream.add_(row, alpha=amount)
+            change.add_(row, alpha=amount)
+        else:
+            projection = stream.mv(row)
+            times.append(projection.clamp(low, high).sub_(projection).mul_(amount))
+            vectors.append(row)
+            stream.addr_(times[-1], row)
+    if vectors:
+        change.addmm_(torch.stack(times, 1), torch.stack(vectors))
 
 
 def _source(runs: Any) -> Any:
