@@ -16,41 +16,21 @@ import os
 import re
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.runtime import LOCK_SUFFIX, private_name, runtime_directory
 
 ENVIRONMENT_VARIABLE = "CAPFLOW_HUB"
 FORMS = "ipc:///ABSOLUTE/PATH, tcp://HOST:PORT or tcp://KEY@HOST:PORT"
 
 _SOCKET_PATH_BYTES_MAX = 107  # sun_path, less its final zero
+_LOCK_TRIES = 6  # for a lock, this long after one another: `collect` holds it for a moment
+_LOCK_PAUSE_S = 0.02
 _PORT_MAX = 65_535
 _KEYED = re.compile(r"tcp://([0-9a-f]{64})@")
-
-
-def runtime_directory() -> Path:
-    """Return this user's directory for sockets, made if need be, which no other user can enter.
-
-    Raises CapflowError when it belongs to someone else, is a link, or is open to others.
-    """
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    directory = Path(base) / "capflow" if base and Path(base).is_dir() else Path(f"/tmp/capflow-{os.getuid()}")  # noqa: S108  checked below
-    try:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        found = directory.lstat()
-    except OSError as e:
-        raise CapflowError(explain(f"directory for sockets {directory}", got=e.strerror or str(e))) from e
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise CapflowError(
-            explain(
-                f"directory for sockets {directory}",
-                got=f"mode {stat.filemode(found.st_mode)} of user {found.st_uid}",
-                expected=f"drwx------ of user {os.getuid()}",
-                do="remove it, or name another address with --address",
-            )
-        )
-    return directory
 
 
 def default_address() -> str:
@@ -60,7 +40,7 @@ def default_address() -> str:
 
 def private_address(name: str) -> str:
     """Return an address in the runtime directory that no other process has."""
-    return f"ipc://{runtime_directory() / f'{name}-{os.getpid()}-{os.urandom(3).hex()}.sock'}"
+    return f"ipc://{runtime_directory() / private_name(name)}.sock"
 
 
 def check_address(address: str, *, insecure: bool = False, where: str = "address") -> str:
@@ -144,7 +124,8 @@ def held(address: str) -> Iterator[None]:
     if not address.startswith("ipc://"):
         yield
         return
-    path = Path(address.removeprefix("ipc://") + ".lock")
+    listening = Path(address.removeprefix("ipc://"))
+    path = listening.with_name(listening.name + LOCK_SUFFIX)
     mode = path.parent.stat().st_mode
     if mode & 0o077:
         do = f"name a socket in a directory of your own, or run: chmod 700 {path.parent}"
@@ -154,6 +135,8 @@ def held(address: str) -> Iterator[None]:
     try:
         yield
     finally:
+        if listening.is_socket():
+            listening.unlink(missing_ok=True)
         path.unlink(missing_ok=True)  # before it is let go: whoever locks a file that is gone tries again
         os.close(lock)
 
@@ -165,15 +148,23 @@ def _lock(path: Path, address: str) -> int:
             lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as e:
             raise CapflowError(explain(f"cannot listen at {address}", got=f"{path}: {e.strerror}")) from e
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
+        if not _flock(lock):
             os.close(lock)
-            raise in_use(address) from e
+            raise in_use(address)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), path.stat()):
                 return lock
         os.close(lock)
+
+
+def _flock(lock: int) -> bool:
+    """Lock a file; return whether no other process has it locked."""
+    for tried in range(_LOCK_TRIES):
+        time.sleep(_LOCK_PAUSE_S if tried else 0)
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    return False
 
 
 def in_use(address: str) -> CapflowError:

@@ -14,10 +14,11 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import capflow
-from capflow import limits
+from capflow import limits, runtime, siblings
 from capflow.address import check_address, held, hub_key, is_local, with_key
 from capflow.cachereads import notice
 from capflow.counts import Snapshot, age_s
@@ -30,6 +31,7 @@ from capflow.keys import AllowList, find_key, read_key
 from capflow.message import Beat, encode
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
 from capflow.session import Parts
+from capflow.spilling import SpillingLane
 from capflow.transport import Router
 
 logger = logging.getLogger("capflow.hub")
@@ -118,10 +120,22 @@ class Hub:
                 opened.pop_all()
             self._open = undo.pop_all()
         self._router = router
+        self._collect()
         self.address = router.address if self._key is None else with_key(router.address, self._key.public)
         self._started = self._turned_at = time.monotonic()
         self._thread.start()
         self.state = HubState.RUNNING
+
+    def _collect(self) -> None:
+        """Remove what killed hubs left and nobody needs: inboxes without frames, and sockets."""
+        roots = {lane.inbox.root for lane in self.lanes if isinstance(lane, SpillingLane)}
+        with contextlib.suppress(OSError):  # a directory that cannot be read; it is another start's to see to
+            inboxes = [path for root in sorted(roots) for path in siblings.collect(root)]
+            if inboxes:
+                event = {"event": "inbox_removed", "directories": list(map(str, inboxes))}
+                logger.info("removed %d inboxes of earlier hubs, in which nothing waits", len(inboxes), extra=event)
+            if self.address.startswith("ipc://"):
+                runtime.collect(Path(self.address.removeprefix("ipc://")).parent)
 
     def stop(self, drain_s: float = limits.DRAIN_S_MAX, *, leave: bool = False) -> bool:
         """Let the consumers handle what they have, for at most `drain_s` seconds, close them and end.

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import threading
 import time
 from collections import deque
@@ -140,6 +139,12 @@ _place = msgspec.msgpack.Decoder(_Place)
 _encoder = msgspec.msgpack.Encoder()
 
 
+def read_head(head: bytes) -> FrameHeader | Known | Gone | Done | Missed | Answered | Checkpoint:
+    """Return what a record's head says. Raises KeyError and msgspec.MsgspecError for a record of another version."""
+    said: FrameHeader | Known | Gone | Done | Missed | Answered | Checkpoint = _decoders[head[:1]].decode(head[1:])
+    return said
+
+
 class Inbox:
     """One consumer's spool, from `open` to `close`. One thread puts frames in, another takes out and says what is not needed any more.
 
@@ -161,6 +166,8 @@ class Inbox:
         self.frames = 0  # put in by this process
         self.frames_left = 0  # by an earlier process
         self.frames_lost = 0  # that could not be read again
+        self._frames_found = 0  # by an earlier process, here
+        self._frames_taken = 0  # taken out by this process
         self.taken_bytes = 0  # of records, taken out
         self.unkept: list[Unkept] = []  # by an earlier process
         self.left: dict[
@@ -309,6 +316,7 @@ class Inbox:
                         self._engines |= {known.engine: known for known in engines}
                         for mark in marks:
                             self._mark((mark.engine, mark.boot, mark.rank), mark.seq)
+        self._frames_found = self.frames_left
 
     def _miss(self, engine: str, seconds: float) -> None:
         self.left |= dict.fromkeys([key for key in self.left if key[0] == engine], seconds)
@@ -322,6 +330,16 @@ class Inbox:
     def unread(self) -> int:
         """How many records were not taken out."""
         return self.spool.unread
+
+    @property
+    def frames_waiting(self) -> int:
+        """How many frames were not taken out."""
+        return max(0, self._frames_found + self.frames - self._frames_taken)
+
+    @property
+    def engines(self) -> list[str]:
+        """The engines that connected and are not gone, as of what was taken out."""
+        return list(self._engines)
 
     def model(self, engine: str) -> ModelInfo | None:
         """Return the model of an engine; None when it is gone."""
@@ -387,9 +405,11 @@ class Inbox:
             self.taken_bytes += HEADER_BYTES + len(found.head) + len(found.body)
         else:
             self.frames_lost += found.last - found.first + 1
+            self._frames_taken += found.last - found.first + 1
             return Item(found.id, found)
+        self._frames_taken += found.head[:1] == b"F"
         try:
-            said = _decoders[found.head[:1]].decode(found.head[1:])
+            said = read_head(found.head)
         except (msgspec.MsgspecError, KeyError):  # of another version
             return Item(found.id, Lost(found.id, found.id, "unreadable", None))
         if isinstance(said, Known):
@@ -460,10 +480,8 @@ class Inbox:
             if self._wait(self.spool.wait_synced, self.spool.last):
                 self._acknowledge(self.spool.last)
                 self._wait(self.spool.wait_acknowledged, self._forgotten)
-        clean = self.spool.close()
-        if empty and not self.spool.status()["segments_bad"]:
-            shutil.rmtree(self.directory, ignore_errors=True)
-        elif not clean:
+        clean = self.spool.remove() if empty else self.spool.close()
+        if not (clean or empty):
             event = {"event": "spool_failed", "directory": str(self.directory)}
             logger.error("spool %s: not everything is on the disk", self.directory, extra=event)
         return clean

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from typing import IO
 
 from capflow import limits
 from capflow.address import private_address
@@ -31,22 +30,18 @@ class HubProcess:
         self.consumers = tuple(consumers)
         self.address = address or private_address("hub")
         self._process: subprocess.Popen[bytes] | None = None
-        self._log: Path | None = None  # its stderr, until `stop`
+        self._log: IO[bytes] | None = None  # its output, in a file without a name, until `stop`
 
     def start(self, timeout_s: float) -> None:
         """Start the hub and wait until it answers.
 
         Raises UsageError when a consumer cannot be used, CapflowError when the hub does not come up in time.
         """
-        handle, log = tempfile.mkstemp(prefix="capflow-hub-", suffix=".log")
-        self._log = Path(log)
+        self._log = log = tempfile.TemporaryFile()  # noqa: SIM115  closed by `_forget`
         command = [sys.executable, "-m", "capflow", "run", "--address", self.address, "--until-eof"]
         for consumer in self.consumers:
             command += ["--consumer", consumer]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=handle, stderr=handle, start_new_session=True
-        )
-        os.close(handle)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + timeout_s
         while True:
             code = self._process.poll()
@@ -78,11 +73,13 @@ class HubProcess:
         return code
 
     def _last_line(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines() if self._log is not None else []
+        assert self._log is not None
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "the hub ended without a word"
 
     def _forget(self) -> None:
         self._process = None
         if self._log is not None:
-            self._log.unlink(missing_ok=True)
+            self._log.close()
             self._log = None

@@ -146,7 +146,9 @@ class Roster:
                 self._sources.pop((name, known.hello.rank), None)
                 self._on_lost(known.source.engine, known.hello.rank.dp)
         if not self.connected(name) and not any(engine == name for engine, _ in self._sources):
-            self.engines.pop(name, None)
+            engine = self.engines.pop(name, None)
+            if engine is not None and for_good:
+                self._on_lost(engine, None)
         return known
 
     def connected(self, engine: str) -> bool:

@@ -1,23 +1,32 @@
-"""The inboxes of a consumer that lie beside its own: left by hubs that ran at the same time as another, or that it was configured otherwise for.
+"""The inboxes of a root that are not this hub's own: left by hubs that ran at the same time, were killed, or were started otherwise.
 
-The first are taken, and emptied into its own. The others no hub takes that runs as this one does: they are told of, and left alone.
+Those of the same consumer are opened and emptied into its own. Of the others, one that holds frames which its consumer
+has not stored is logged and stays; one that holds none is removed.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
+import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
+from capflow import limits
 from capflow.errors import CapflowError
-from capflow.inbox import INBOXES_MAX, Inbox
+from capflow.frame import FrameHeader
+from capflow.inbox import INBOXES_MAX, Checkpoint, Done, Inbox, read_head
 from capflow.spool import InUseError, heads
-from capflow.spool.report import in_use
+from capflow.spool.report import in_use, remove
 
 logger = logging.getLogger("capflow.consumer")
 
 _HASH = r"-[0-9a-f]{16}(\.\d+)?"  # behind the name of the consumer, in that of a directory
+_INBOX = re.compile(r".+" + _HASH)
 
 
 def take_beside(inbox: Inbox) -> list[Inbox]:
@@ -54,11 +63,54 @@ def others(inbox: Inbox, consumer: str) -> Iterator[Path]:
     own = {inbox.place(number) for number in range(1, INBOXES_MAX + 1)}
     named = re.compile(re.escape(consumer) + _HASH)
     for place in sorted(inbox.root.iterdir()):
-        if place in own or not named.fullmatch(place.name) or in_use(place):
-            continue
-        try:
-            holds = any(head[:1] == b"F" for head in heads(place))
-        except CapflowError:  # nobody can say
-            holds = True
-        if holds:
+        if place not in own and named.fullmatch(place.name) and not in_use(place) and waits(place):
             yield place
+
+
+def collect(root: Path) -> list[Path]:
+    """Remove the inboxes below a root that no hub has and in which nothing waits; return them.
+
+    An inbox that was written within `limits.MISSED_S` stays: its hub may be starting again.
+    """
+    return [place for place in sorted(root.iterdir()) if _INBOX.fullmatch(place.name) and _removed(place)]
+
+
+def _removed(place: Path) -> bool:
+    """Remove an inbox, unless it is used, new or needed; return whether it is gone."""
+    try:
+        if not _is_old(place) or in_use(place) or waits(place):
+            return False
+        return remove(place, lambda: not waits(place))
+    except (OSError, CapflowError):  # another hub removed it, or it cannot be read
+        return False
+
+
+def waits(place: Path) -> bool:
+    """Return whether an inbox holds rows of a request that its consumer is not done with, or anything that cannot be read."""
+    last: dict[tuple[str, str], int] = {}  # the number of the last record, by engine and request
+    done: dict[tuple[str, str], int] = {}  # likewise of the last one that the consumer is done with
+    unkept: set[tuple[str, str]] = set()  # requests whose frames were forgotten while they ran
+    try:
+        for number, head in heads(place):
+            match None if head is None else read_head(head):
+                case None:
+                    return True
+                case FrameHeader(engine=engine, requests=requests, finished=finished):
+                    names = {*(part.id for part in requests), *(end.id for end in finished)}
+                    last |= {(engine, name): number for name in names}
+                case Done(engine, request, through):
+                    done[engine, request] = through or number
+                case Checkpoint() as checkpoint:
+                    unkept = {(long.engine, long.request.id) for long in checkpoint.unkept}
+    except (CapflowError, msgspec.MsgspecError, KeyError):  # the last two of another version
+        return True
+    return bool(unkept - done.keys()) or any(number > done.get(key, 0) for key, number in last.items())
+
+
+def _is_old(place: Path) -> bool:
+    """Return whether a directory is this user's and was not written for a while. Raises OSError."""
+    found = place.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        return False
+    written = max(entry.stat().st_mtime for entry in (place, *place.iterdir()))
+    return abs(time.time() - written) > limits.MISSED_S  # also when the clock was set back

@@ -145,13 +145,15 @@ class SpillingLane(Lane):
         self.queue.force(Known(engine, model))
 
     def missed(self, here: set[tuple[str, int]], now: float) -> Iterator[tuple[str, int]]:
-        """Yield the engines and replicas with open requests that were not connected for `limits.MISSED_S` while a hub ran, this or earlier.
+        """Yield the engines and replicas that were not connected for `limits.MISSED_S` while a hub ran, this or earlier.
 
-        here: those that are.
+        A replica counts if it has open requests, and an engine without any if none of it is connected. here: those that are connected.
         """
         waits = {
             (known.request.engine, known.request.replica) for known in [*self._open.values(), *self._long.values()]
         }
+        connected = {engine for engine, _ in here}
+        waits |= {(engine, 0) for engine in self.inbox.engines if engine not in connected}
         before, self._missing = self._missing, dict.fromkeys(here, (0.0, now))
         for key in sorted((waits | self.inbox.left.keys()) - here):
             left = self.inbox.left.get(key)
@@ -174,8 +176,8 @@ class SpillingLane(Lane):
 
     @property
     def left(self) -> tuple[int, int]:
-        """How many records the consumer was not given, and how many requests are open."""
-        return self.inbox.unread if self.inbox.is_open else 0, len(self._open) + len(self._long)
+        """How many frames the consumer was not given, and how many requests are open."""
+        return self.inbox.frames_waiting if self.inbox.is_open else 0, len(self._open) + len(self._long)
 
     def _synced(self, number: int) -> None:
         self.writer.synced(number)
@@ -187,6 +189,7 @@ class SpillingLane(Lane):
             return
         self._recall()
         idle_at = time.monotonic() + limits.IDLE_S
+        through = False  # whether everything was handled
         while not self._discarding:
             written = self.writer.ended.is_set()
             item = self.inbox.take(max(0.0, idle_at - time.monotonic()))
@@ -195,6 +198,7 @@ class SpillingLane(Lane):
                 self._handled = item.number
                 del item
             elif written:
+                through = True
                 break
             self._let_go()
             self._forget()
@@ -204,7 +208,14 @@ class SpillingLane(Lane):
         self._guard("close", self.consumer.close)
         self.writer.ended.wait(limits.SILENCE_S_MAX)
         self._let_go()
+        if through:
+            self._pass_notes()
         self.inbox.close(self._needless(), self._unkept_by, keep=bool(self._engines or self._long))
+
+    def _pass_notes(self) -> None:
+        """Handle what was noted since everything was: results that came with `close`."""
+        while (item := self.inbox.take(0.0)) is not None:
+            self._handled = item.number
 
     def _recall(self) -> None:
         """Take up the requests of which an earlier hub forgot frames: what that lost is said at their ends."""

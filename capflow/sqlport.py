@@ -10,6 +10,7 @@ What always holds: a query runs on a thread of its own, at most `limits.QUERIES_
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -25,8 +26,8 @@ import pyarrow as pa
 import xxhash
 
 from capflow import limits
-from capflow.address import runtime_directory
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.runtime import runtime_directory
 
 logger = logging.getLogger("capflow.consumer")
 
@@ -65,6 +66,7 @@ class SqlPort:
     def open(self) -> None:
         """Listen. Whoever holds the database has it alone, so a socket that is there is a dead process's. Raises CapflowError."""
         self.path.unlink(missing_ok=True)
+        _collect_sockets()
         try:
             self._listening.bind(str(self.path))
             self.path.chmod(0o600)
@@ -189,6 +191,17 @@ def running_ports() -> list[Path]:
             if _connect(connection, path):
                 found.append(path)
     return found
+
+
+def _collect_sockets() -> None:
+    """Remove the sockets that killed processes left. A socket may be refused for a moment before its process listens."""
+    for path in runtime_directory().glob("sql-*.sock"):
+        with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.setblocking(False)
+            error = connection.connect_ex(str(path))
+            old = abs(time.time() - path.stat().st_mtime) > limits.SILENCE_S_MAX
+            if error == errno.ECONNREFUSED and old:
+                path.unlink()
 
 
 def _connect(connection: socket.socket, path: Path) -> bool:

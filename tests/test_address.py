@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from capflow.address import check_address, default_address, held, is_local, runtime_directory
+from capflow.address import check_address, default_address, held, is_local
 from capflow.errors import CapflowError, UsageError
+from capflow.runtime import runtime_directory
 
 
 @pytest.fixture

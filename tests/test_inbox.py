@@ -442,7 +442,7 @@ def test_a_record_of_which_nothing_is_known_is_one_that_the_disk_damaged(address
             hub.lanes[0].discard()
             first.go.set()
         place = made.spill.root / made.spill.name
-        third = [head for head in heads(place) if head[:1] == b"F"][2]
+        third = [head for _, head in heads(place) if head[:1] == b"F"][2]
         (segment,) = [path for path in place.glob("*.spool") if third in path.read_bytes()]
         data = bytearray(segment.read_bytes())
         data[data.index(third) + 5] ^= 16

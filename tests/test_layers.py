@@ -7,7 +7,7 @@ from sources import imports_of, modules
 
 LAYERS = (
     {"errors", "limits", "counts", "places"},
-    {"bounded", "site", "shard", "wholefile"},
+    {"bounded", "runtime", "site", "shard", "wholefile"},
     {
         "positions",
         "spec",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -184,6 +185,6 @@ def run(
 
 
 def _stop_at_eof(running: HubRun) -> None:
-    while sys.stdin.buffer.read(4096):
+    while os.read(sys.stdin.fileno(), 4096):  # not by `sys.stdin`, whose lock the interpreter takes when it ends
         pass
     running.stopped.set()

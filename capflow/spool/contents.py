@@ -45,15 +45,25 @@ def records(directory: Path) -> Iterator[Record | Lost]:
         yield Lost(expected, remains.last, "damaged")
 
 
-def heads(directory: Path) -> Iterator[bytes]:
-    """Yield the head of every record that counts and is not done with, in order, but for those that are damaged; raises as `records` does."""
+def heads(directory: Path) -> Iterator[tuple[int, bytes | None]]:
+    """Yield number and head of every record that counts and is not done with, in order; None for the last of some that are damaged.
+
+    Raises as `records` does.
+    """
     check(directory)
     files = Files()
     try:
         remains = survey(files, directory)
+        expected = remains.cursor.acked + 1
         for segment, stop in zip(remains.segments, stops(remains.segments), strict=True):
             with opened(files, segment.path) as fd:
                 found = heads_of(files, fd, segment, remains.cursor.acked, min(stop, remains.last + 1))
-                yield from (head for _, head in found if head is not None)
+                for number, head in found:
+                    if number > expected:
+                        yield number - 1, None
+                    yield number, head
+                    expected = number + 1
     except OSError as e:
         raise unreadable(directory, e) from e
+    if expected <= remains.last:
+        yield remains.last, None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,12 +33,17 @@ class Files:
         return [entry.name for entry in os.scandir(path)]
 
     def lock(self, path: Path) -> int | None:
-        """Return the descriptor of a file, made if missing, that nobody else has locked; None if someone has."""
+        """Return the descriptor of a file, made if missing, that nobody else has locked; None if someone has.
+
+        Raises FileNotFoundError when its last holder removed it meanwhile.
+        """
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             for tried in range(_LOCK_TRIES):
                 time.sleep(_LOCK_PAUSE_S if tried else 0)
                 if _flock(fd, fcntl.LOCK_EX):
+                    if not os.path.samestat(os.fstat(fd), path.stat()):
+                        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
                     return fd
         except OSError:
             os.close(fd)
@@ -109,6 +115,10 @@ class Files:
     def unlink(self, path: Path) -> None:
         """Remove a file."""
         path.unlink()
+
+    def remove(self, path: Path) -> None:
+        """Remove a directory with everything in it."""
+        shutil.rmtree(path)
 
     def fsync_dir(self, path: Path) -> None:
         """Have a directory's names on the disk."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from capflow.errors import CapflowError, explain
 from capflow.spool import items
+from capflow.spool.cursor import CursorFile
 from capflow.spool.files import Files
 from capflow.spool.spare import SPARE
 from capflow.spool.survey import CURSOR, ENDLESS, LOCK, Remains, Segment, check, opened, stops, survey, unreadable
@@ -159,6 +160,27 @@ def purge(directory: Path) -> int:
         what, got = f"spool {directory} cannot be emptied", e.strerror or str(e)
         expected, do = "a directory that this user may write", "see to that, and try again"
         raise CapflowError(explain(what, got=got, expected=expected, do=do)) from e
+
+
+def remove(directory: Path, needless: Callable[[], bool]) -> bool:
+    """Remove a spool with its directory, unless a process writes it or it is needed; return whether it is gone.
+
+    needless: whether nothing in it is needed; called while no process can write it. A kill before the end leaves a
+    spool without records. One that holds a segment which was set aside stays. Raises OSError and CapflowError.
+    """
+    check(directory)
+    with _held(directory) as mine:
+        files = Files()
+        remains = survey(files, directory) if mine else None
+        if remains is None or remains.bad or not needless():
+            return False
+        cursor = CursorFile(files, directory / CURSOR)
+        cursor.open(remains.cursor._replace(acked=remains.last, synced=remains.last))
+        cursor.close()
+        for segment in remains.segments:  # before the cursor, without which they would be read again
+            files.unlink(segment.path)
+        files.remove(directory)
+    return True
 
 
 @contextlib.contextmanager

@@ -166,6 +166,11 @@ class Segments:
             self.nbytes += segment.size
         self._forget(segment)
 
+    def remove(self) -> None:
+        """Remove every segment's file, once all are sealed. Raises OSError."""
+        for segment in self._all:
+            self._files.unlink(segment.path)
+
     def _forget(self, segment: Segment) -> None:
         if segment.fd is not None:
             with contextlib.suppress(OSError):

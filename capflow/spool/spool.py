@@ -27,6 +27,7 @@ logger = logging.getLogger("capflow.spool")
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RETRY_S = 1.0  # after a disk failed, until it is tried again
+_REMOVED_MAX = 10  # how often a directory may be removed by its last writer while it is opened
 _CLOSE_S = 30.0  # how long `close` waits for a disk that does not answer
 
 
@@ -109,8 +110,7 @@ class Spool:
         Raises InUseError when another process has it, CapflowError when it cannot be used.
         """
         try:
-            self._files.mkdir(self.directory)
-            self._lock_fd = self._files.lock(self.directory / LOCK)
+            self._lock_fd = self._lock()
             if self._lock_fd is None:
                 do = "stop the process that writes it, or name another directory"
                 raise InUseError(explain(f"spool {self.directory} is in use", do=do))
@@ -125,6 +125,20 @@ class Spool:
 
     def close(self) -> bool:
         """Sync what is there and give the directory back; return whether every record is durable."""
+        return self._close(remove=False)
+
+    def remove(self) -> bool:
+        """Close the spool, whose records are all done with, and remove its directory; return as `close` does.
+
+        A kill before the end leaves a spool without records. The directory stays when the disk fails, and while it holds a segment that was set aside.
+        """
+        with self._changed:
+            self._next_read = self._next_append
+        self.acknowledge(self.last)
+        empty = self.wait_acknowledged(self.last, _RETRY_S if self._failing else _CLOSE_S)
+        return self._close(remove=empty and not self._segments.bad)
+
+    def _close(self, *, remove: bool) -> bool:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -136,7 +150,7 @@ class Spool:
                 what = "spool %s: the disk does not answer; what is not synced is left to it"
                 logger.error(what, self.directory, extra={"event": "spool_failed"} | self._where)
                 return False
-            self._release()
+            self._release(remove=remove and not self._unsynced)
         return not self._unsynced
 
     def __enter__(self) -> Self:
@@ -381,6 +395,14 @@ class Spool:
 
     # Opening and closing.
 
+    def _lock(self) -> int | None:
+        """Make the directory and lock it; return the lock's descriptor, None when another process has it. Raises OSError."""
+        for _ in range(_REMOVED_MAX):
+            self._files.mkdir(self.directory)
+            with contextlib.suppress(FileNotFoundError):
+                return self._files.lock(self.directory / LOCK)
+        return None
+
     def _recover(self) -> None:
         remains = survey(self._files, self.directory)
         cursor, last = remains.cursor, remains.last
@@ -408,11 +430,15 @@ class Spool:
             event = {"event": "spool_found", "records": len(self)} | self._where
             logger.info("spool %s: records left of earlier: %d", self.directory, len(self), extra=event)
 
-    def _release(self) -> None:
+    def _release(self, *, remove: bool = False) -> None:
         self._reader.close()
         self._spare.give()
         self._segments.seal(every=True)
         self._cursor.close()
+        if remove:  # before the lock is let go: whoever locks a file that is gone takes another
+            with contextlib.suppress(OSError):
+                self._segments.remove()  # before the cursor, without which they would be read again
+                self._files.remove(self.directory)
         if self._lock_fd is not None:
             self._files.close(self._lock_fd)
             self._lock_fd = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import struct
 from collections import deque
 from pathlib import Path
@@ -135,12 +134,10 @@ class Outbox:
 
     def close(self) -> None:
         """Leave what is not acknowledged to a later process, and nothing if everything is."""
-        clean = self._spool.close()
+        clean = self._spool.close() if len(self._spool) else self._spool.remove()
         if not clean:
             event = {"event": "spool_failed", "directory": str(self.directory)}
             logger.error("spool %s: not everything is on the disk", self.directory, extra=event)
-        elif not len(self._spool) and not self._spool.status()["segments_bad"]:
-            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def left_behind(root: Path) -> list[Outbox]:

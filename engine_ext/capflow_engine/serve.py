@@ -14,17 +14,16 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from capflow import limits
-from capflow.address import runtime_directory
 from capflow.consumer import POLICY_DEFAULT, Fallback, Policy
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ModelInfo
+from capflow.runtime import private_directory
 from capflow.steering import Steering
 from capflow_engine import compat, compat_model, keys
 from capflow_engine.fit import Fit
@@ -172,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         serve.validate(args)
         if args.capflow.rpc_address is not None:
             held = port.hold(args.capflow.rpc_address)
-        directory = Path(tempfile.mkdtemp(prefix="steering-", dir=runtime_directory()))
+        directory = private_directory("steering")
         store = SteeringStore(directory)
         for name, module in modules.items():
             store.register(name, module)

@@ -1,0 +1,42 @@
+"""A hub with the filesystem consumer and its inbox, which serves until standard input ends.
+
+Run as `leaving_child.py ADDRESS DIRECTORY LAYERS POINT`: the inbox lies in DIRECTORY/spool, and its process kills itself
+at POINT of the removal of the inbox; see `spool_child.py`.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from spool_child import Killed
+
+from capflow.hub import Hub
+from capflow.plugins import configure, load_plugins
+
+
+class KilledAtRemoval(Killed):
+    """Kills the process at a point of the removal of a directory: before it, or when this many of its files are gone."""
+
+    def remove(self, path):
+        self.reach("before-remove")
+        if self.point == "during-remove":
+            for file in sorted(path.iterdir())[: self.after]:
+                file.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().remove(path)
+
+
+def main():
+    address, directory, layers, point, after = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
+    options = {"root": str(directory / f"rows-{layers}"), "layers": layers, "fsync": False}
+    hub = Hub(address, [configure("filesystem", options | {"spool_dir": str(directory / "spool")}, load_plugins())])
+    hub.lanes[0].inbox._files = KilledAtRemoval(point, int(after))
+    hub.start()
+    print("started", flush=True)
+    sys.stdin.read()
+    hub.stop()
+
+
+if __name__ == "__main__":
+    main()
