@@ -142,4 +142,5 @@ assert RECONNECT_S_MIN < RECONNECT_S_MAX < SILENCE_S_MAX <= DEAD_S_MAX
 QUERIES_MAX = 4  # at once
 QUERY_S_MAX = 60.0  # one, whole
 SQL_BYTES_MAX = 1 * MIB
+QUERY_BATCH_BYTES_MAX = 256 * MIB  # of an answer, which comes in batches of 2,048 rows
 QUERY_ROWS_DEFAULT = 10_000

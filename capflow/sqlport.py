@@ -1,7 +1,7 @@
 """The port of a database that a running consumer holds: SQL over a Unix socket that only its user reaches, answered as an Arrow stream.
 
-A client sends one line of JSON, `{"sql": "…", "rows": N}`. The answer is one line, `{}` and then an Arrow IPC stream, or `{"error": "…"}` and
-nothing more. A stream that ends without its end-of-stream marker is one whose query failed or was stopped on the way; the reader raises. Where the socket lies follows from the
+A client sends one line of JSON, `{"sql": "…", "rows": N}`. The answer is one line, `{}`, an Arrow IPC stream and a line again: `{}`, or `{"error": "…"}` for a
+query that failed or was stopped on the way. A query that fails before its first rows is answered with `{"error": "…"}` alone. Where the socket lies follows from the
 database's path, so that whoever knows the file finds who holds it. Closing the connection stops the query.
 
 What always holds: a query runs on a thread of its own, at most `limits.QUERIES_MAX` at once, for at most `limits.QUERY_S_MAX`.
@@ -117,6 +117,9 @@ class SqlPort:
             self._room.release()
 
     def _answer(self, connection: socket.socket, line: bytes, answered: IO[bytes]) -> None:
+        if len(line) == limits.SQL_BYTES_MAX:
+            _say(answered, {"error": _too_long(f"{len(line):,} or more"), "usage": True})
+            return
         try:
             asked = json.loads(line)
             sql, rows_left = str(asked["sql"]), int(asked["rows"])
@@ -131,12 +134,22 @@ class SqlPort:
                 with _watched(connection, query), contextlib.closing(query.batches()) as batches:
                     first = next(batches)
                     _say(answered, {})
-                    _stream(answered, first, batches, rows_left)
+                    _say(answered, _stream(answered, first, batches, rows_left))
             finally:
                 with self._lock:
                     self._running.discard(query)
         except CapflowError as e:
-            _say(answered, {"error": str(e), "usage": isinstance(e, UsageError)})
+            _say(answered, _refusal(e))
+
+
+def _refusal(error: CapflowError) -> dict[str, Any]:
+    return {"error": str(error), "usage": isinstance(error, UsageError)}
+
+
+def _too_long(got: str) -> str:
+    return explain(
+        "query: the SQL is too long", got=f"{got} bytes", expected=f"less than {limits.SQL_BYTES_MAX:,} as JSON"
+    )
 
 
 def _say(answered: IO[bytes], what: dict[str, Any]) -> None:
@@ -144,8 +157,9 @@ def _say(answered: IO[bytes], what: dict[str, Any]) -> None:
     answered.flush()
 
 
-def _stream(answered: IO[bytes], first: Any, others: Iterator[Any], rows_left: int) -> None:
-    """Write at most `rows_left` rows. A query that fails on the way leaves the stream without its end."""
+def _stream(answered: IO[bytes], first: Any, others: Iterator[Any], rows_left: int) -> dict[str, Any]:
+    """Write at most `rows_left` rows; return what is to be said after them."""
+    said: dict[str, Any] = {}
     writer = pa.ipc.new_stream(answered, first.schema)
     batch = first
     try:
@@ -155,9 +169,9 @@ def _stream(answered: IO[bytes], first: Any, others: Iterator[Any], rows_left: i
             batch = next(others, None) if rows_left > 0 else None
     except CapflowError as e:
         logger.warning("%s", e)
-        return
+        said = _refusal(e)
     writer.close()
-    answered.flush()
+    return said
 
 
 @contextlib.contextmanager
@@ -224,21 +238,30 @@ def asked(port: Path, sql: str, rows: int) -> Iterator[Iterator[Any] | None]:
             yield None
             return
         connection.settimeout(limits.QUERY_S_MAX + limits.SILENCE_S_MAX)
+        line = json.dumps({"sql": sql, "rows": rows}).encode() + b"\n"
+        if len(line) >= limits.SQL_BYTES_MAX:
+            raise UsageError(_too_long(f"{len(line):,}"))
         with connection.makefile("rb") as answer:
             try:
-                connection.sendall(json.dumps({"sql": sql, "rows": rows}).encode() + b"\n")
-                line = answer.readline(limits.SQL_BYTES_MAX)
+                connection.sendall(line)
+                _heard(answer)
             except OSError as e:
                 raise CapflowError(explain("query: no answer", got=str(e))) from e
-            said = json.loads(line) if line.endswith(b"\n") else {"error": "query: the hub went before it answered"}
-            if "error" in said:
-                raise (UsageError if said.get("usage") else CapflowError)(said["error"])
             yield _read(answer)
+
+
+def _heard(answer: IO[bytes]) -> None:
+    """Read a line of the answer; raise the error that it tells of."""
+    line = answer.readline(limits.SQL_BYTES_MAX)
+    said = json.loads(line) if line.endswith(b"\n") else {"error": "query: the hub went before it answered"}
+    if "error" in said:
+        raise (UsageError if said.get("usage") else CapflowError)(said["error"])
 
 
 def _read(answer: IO[bytes]) -> Iterator[Any]:
     try:
         yield from pa.ipc.open_stream(answer)
+        _heard(answer)
     except (pa.ArrowInvalid, OSError) as e:
         do = "see the hub's log, ask for less, or ask again"
         raise CapflowError(explain("query: the answer ended early", got=str(e), do=do)) from e

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import socket
@@ -22,6 +23,7 @@ from capflow import limits
 from capflow.errors import CapflowError, UsageError
 from capflow.launch import HubProcess
 from capflow.sqlport import asked, port_path, running_ports
+from capflow.sqlquery import SqlQuery
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +107,45 @@ def test_an_answer_is_bounded_and_says_so(store, tmp_path):
     assert (more.stdout, more.stderr) == (exact.stdout, "capflow: there are more than 3 rows; --rows N prints more\n")
 
 
+def test_an_answer_that_is_too_large_names_the_limit_wherever_it_is(store, tmp_path, monkeypatch):
+    """In the first batch, behind others, and where a column has more text than Arrow's can."""
+    path = tmp_path / "scores.duckdb"
+    monkeypatch.setattr(limits, "QUERY_BATCH_BYTES_MAX", 100_000)
+    late = "SELECT repeat('x', CASE WHEN range < 5000 THEN 1 ELSE 1000 END) AS t FROM range(9000)"
+    for sql in ("SELECT repeat('x', 100_001) AS t", late):
+        with pytest.raises(UsageError, match=r"too large: got \S+ bytes, expected at most 100,000 bytes"):
+            ask(path, sql, rows=9_000)
+    assert ask(path, late, rows=4_000).num_rows == 4_000, "what is asked for is not too large"
+    store.close()
+    with contextlib.closing(SqlQuery.on_file(path, "SELECT repeat('x', 100_001) AS t").batches()) as batches:  # noqa: SIM117
+        with pytest.raises(UsageError, match="too large"):
+            next(batches)
+
+
+@pytest.mark.long
+def test_text_that_no_column_holds_is_refused_as_too_large(store, tmp_path):
+    with pytest.raises(UsageError, match="more than 2 GiB of text"):
+        ask(tmp_path / "scores.duckdb", "SELECT repeat('x', 3_000_000_000) AS t")
+
+
+def test_a_query_that_fails_behind_its_first_rows_says_why(store, tmp_path):
+    """DuckDB raises OSError there, which is also what a client that went raises."""
+    with pytest.raises(CapflowError, match="query: got Invalid Input Error: late"):
+        ask(tmp_path / "scores.duckdb", LATE_ERROR, rows=1_000_000)
+    assert ask(tmp_path / "scores.duckdb", LATE_ERROR, rows=1_000).num_rows == 1_000
+
+
+def test_sql_that_is_too_long_names_the_limit(store, tmp_path):
+    sql = "SELECT '" + "x" * limits.SQL_BYTES_MAX + "'"
+    with pytest.raises(UsageError, match=f"expected less than {limits.SQL_BYTES_MAX:,}"):
+        ask(tmp_path / "scores.duckdb", sql)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(port_path(tmp_path / "scores.duckdb")))
+        client.sendall(json.dumps({"sql": sql, "rows": 1}).encode()[: limits.SQL_BYTES_MAX])
+        assert "too long" in json.loads(client.makefile("rb").readline())["error"]
+
+
+LATE_ERROR = "SELECT CASE WHEN range > 900_000 THEN error('late') ELSE range::VARCHAR END AS t FROM range(1_000_000)"
 WRONG = [
     ("SELEC 1", "syntax error"),
     ("SELECT nothing", "nothing"),
