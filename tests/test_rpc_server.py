@@ -190,6 +190,22 @@ def test_a_larger_message_is_refused_however_it_is_sent(tmp_path, compression):
     calls(server(tmp_path), ask)
 
 
+@pytest.mark.parametrize(
+    "method",
+    [f"capflow.v1.{name}" for name in ("Steering/Set", "Steering/Get", "Generate/Generate", "Capture/Get")],
+)
+@pytest.mark.parametrize("data", [b"\xff", b"\x0a\xff\xff\xff\xff\x0f", b"\x0a\x05ab", b"\x03"])
+def test_bytes_that_are_no_message_are_the_caller_s_fault(tmp_path, method, data):
+    async def ask(channel):
+        call = channel.unary_unary(f"/{method}", request_serializer=None, response_deserializer=None)
+        stream = channel.unary_stream("/capflow.v1.Generate/GenerateStream")
+        return await code_of(call(data)), await code_of(stream(data).read())
+
+    for code, words, _ in calls(server(tmp_path), ask):
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert "expected the message of" in words
+
+
 def test_an_engine_that_is_not_well_does_not_serve(tmp_path):
     client = server(tmp_path)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from vllm import envs
@@ -83,14 +84,50 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, _UNAUTHENTICATED)
 
 
+class _Reader(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses a request of our services whose bytes are no message by `INVALID_ARGUMENT`; gRPC itself says `INTERNAL`."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(_OURS):
+            return handler
+        name = handler_call_details.method.rpartition("/")[2]
+
+        def read(data: bytes) -> Any:
+            try:
+                return handler.request_deserializer(data)
+            except DecodeError as e:
+                return e
+
+        async def checked(request: Any, context: Any) -> None:
+            if isinstance(request, DecodeError):
+                expected = f"the message of {name} in this server's capflow.proto"
+                wrong = explain("request", got="bytes that are none", expected=expected)
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, wrong)
+
+        async def answer(request: Any, context: Any) -> Any:
+            await checked(request, context)
+            return await handler.unary_unary(request, context)
+
+        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            await checked(request, context)
+            async for response in handler.unary_stream(request, context):
+                yield response
+
+        make = (
+            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        return make(stream if handler.response_streaming else answer, read, handler.response_serializer)
+
+
 @contextlib.asynccontextmanager
 async def served(state: Any, front: Front, address: str) -> AsyncIterator[None]:
     """Serve while the block runs. state: of vLLM's app. address: `HOST:PORT`."""
-    guards = []
+    guards: list[grpc.aio.ServerInterceptor] = []
     if tokens := tuple(key for key in (state.args.api_key or [envs.VLLM_API_KEY]) if key):
         guards.append(_Guard(Keys(tokens)))
     server = grpc.aio.server(
-        interceptors=guards,
+        interceptors=[*guards, _Reader()],
         options=(
             ("grpc.max_receive_message_length", front.body_bytes_max),
             ("grpc.max_send_message_length", -1),
