@@ -84,6 +84,8 @@ STEERING_MODULES_HELD_MAX = 4_096
 BANK_BYTES_MAX = 64 * 1024 * MIB
 BODY_BYTES_DEFAULT = 256 * MIB
 BODY_BYTES_MAX = 4096 * MIB
+BODY_DRAIN_BYTES_MAX = 1024 * MIB  # of a body that is refused as too large: read, so that its client gets to the answer
+BODY_DRAIN_S_MAX = 30.0
 
 # What the hub remembers about requests that are over, for clients that ask late.
 RESULTS_KEPT_MAX = 20_000

@@ -1,16 +1,21 @@
 """The limit on the bodies of requests that may bring vectors: a larger one is 413 before it has been read.
 
-A body whose length is announced is refused by that; any other as soon as more than the limit has come.
+A body whose length is announced is refused by that; any other as soon as more than the limit has come. What the client still sends
+is read and dropped, within bounds, before its connection is closed: most clients read no answer before they have sent everything, and a
+connection that is closed while data waits is reset, its answer lost.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from capflow import limits
 from capflow.errors import explain
 from capflow_engine.refusals import refused
 
@@ -32,11 +37,9 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         bytes_max: int = front.body_bytes_max
-        announced = announced_bytes(scope)
-        if announced > bytes_max:
-            await refused_as_too_large(f"{announced:,} bytes", bytes_max)(scope, receive, send)
+        if await refuse_announced(bytes_max, scope, receive, send):
             return
-        came = 0
+        came, drained = 0, draining(receive, send)
 
         async def counted() -> Message:
             nonlocal came
@@ -47,7 +50,10 @@ class BodyLimit:
                 raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, wrong)
             return message
 
-        await self.app(scope, counted, send)
+        async def answer(message: Message) -> None:
+            await (drained if came > bytes_max else send)(message)
+
+        await self.app(scope, counted, answer)
 
 
 def announced_bytes(scope: Scope) -> int:
@@ -56,9 +62,51 @@ def announced_bytes(scope: Scope) -> int:
     return int(announced) if announced.isdigit() else 0
 
 
-def refused_as_too_large(got: str, bytes_max: int) -> ASGIApp:
-    """Return the answer to a body that is too large."""
-    return refused(too_large(got, bytes_max), HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+async def refuse_announced(bytes_max: int, scope: Scope, receive: Receive, send: Send) -> bool:
+    """Answer a body that says to be too large, and drop it; return whether it does.
+
+    A client that asks first whether to send its body (`Expect: 100-continue`) sends none, and is not waited for.
+    """
+    announced = announced_bytes(scope)
+    if announced <= bytes_max:
+        return False
+    asks = dict(scope["headers"]).get(b"expect", b"").lower() == b"100-continue"
+    await refuse(f"{announced:,} bytes", bytes_max, scope, receive, send, drops=not asks)
+    return True
+
+
+async def refuse(got: str, bytes_max: int, scope: Scope, receive: Receive, send: Send, *, drops: bool = True) -> None:
+    """Answer a body that is too large, and drop the rest of it."""
+    answer = refused(too_large(got, bytes_max), HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+    await answer(scope, receive, draining(receive, send, drops=drops))
+
+
+def draining(receive: Receive, send: Send, *, drops: bool = True) -> Send:
+    """Return what sends an answer whole, then drops the rest of the request's body if `drops`, and closes the connection."""
+
+    async def sent(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        if message["type"] != "http.response.body" or message.get("more_body") or not drops:
+            await send(message)
+            return
+        await send({**message, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limits.BODY_DRAIN_S_MAX):
+                await _drop(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return sent
+
+
+async def _drop(receive: Receive) -> None:
+    """Read the rest of a body, `limits.BODY_DRAIN_BYTES_MAX` at most."""
+    came = 0
+    while came < limits.BODY_DRAIN_BYTES_MAX:
+        message = await receive()
+        came += len(message.get("body", b""))
+        if not message.get("more_body"):
+            return
 
 
 def too_large(got: str, bytes_max: int) -> str:

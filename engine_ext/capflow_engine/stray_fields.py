@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from capflow.errors import UsageError, explain
 from capflow.limits import BODY_BYTES_DEFAULT
-from capflow_engine.body_limit import announced_bytes, refused_as_too_large
+from capflow_engine.body_limit import refuse, refuse_announced
 from capflow_engine.fields import XARGS, meant_for_capflow
 from capflow_engine.options import KEY
 from capflow_engine.refusals import refused
@@ -42,16 +42,15 @@ class StrayFields:
             return
         front = getattr(scope["app"].state, "capflow", None)
         bytes_max = BODY_BYTES_DEFAULT if front is None else front.body_bytes_max
-        announced, came = announced_bytes(scope), 0
-        if announced > bytes_max:
-            await refused_as_too_large(f"{announced:,} bytes", bytes_max)(scope, receive, send)
+        if await refuse_announced(bytes_max, scope, receive, send):
             return
+        came = 0
         messages: list[Message] = []
         while not messages or (messages[-1]["type"] == "http.request" and messages[-1].get("more_body")):
             messages.append(await receive())
             came += len(messages[-1].get("body", b""))
             if came > bytes_max:
-                await refused_as_too_large(f"more than {bytes_max:,} bytes", bytes_max)(scope, receive, send)
+                await refuse(f"more than {bytes_max:,} bytes", bytes_max, scope, receive, send)
                 return
         stray = _stray(b"".join(message.get("body", b"") for message in messages), path)
         if stray is not None:
