@@ -43,6 +43,11 @@ _ENGINE = {
 }
 
 
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Load `LLM`, `AsyncLLM`, `sampling_params` and `open` from their packages when they are first asked for."""
     import importlib

@@ -14,6 +14,7 @@ import msgspec
 
 from capflow import limits
 from capflow.bounded import Count, Name, Text
+from capflow.brief import brief
 from capflow.site import Site
 from capflow.vector import SteeringVector
 
@@ -28,6 +29,8 @@ class Steer(msgspec.Struct, frozen=True, tag="steer", forbid_unknown_fields=True
 
     request: Name
     vectors: Annotated[tuple[SteeringVector, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
+
+    __repr__ = brief
 
 
 class Unsteer(msgspec.Struct, frozen=True, tag="unsteer", forbid_unknown_fields=True):

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow import plain
+from capflow.brief import brief
 from capflow.errors import UsageError, explain
 from capflow.packed import Block, is_packed
 from capflow.site import Site
@@ -38,6 +39,8 @@ class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     low: float = -math.inf
     high: float = math.inf
     strength: float = 1.0
+
+    __repr__ = brief
 
     @property
     def site(self) -> Site:

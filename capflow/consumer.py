@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow.action import Action, Answered
+from capflow.brief import brief
 from capflow.frame import Frame
 from capflow.message import ModelInfo
 from capflow.result import CaptureResult, RequestDone
@@ -156,6 +157,9 @@ class StepRows(NamedTuple):
     start: int
     prompt_length: int
     rows: npt.NDArray[np.float32]
+
+    def __repr__(self) -> str:
+        return brief(self)
 
 
 class StepView(Protocol):

@@ -32,6 +32,7 @@ import xxhash
 
 from capflow import limits
 from capflow.bounded import Count, Name, Nanoseconds, Place, Position, Token
+from capflow.brief import brief
 from capflow.errors import RemoteProtocolError, explain
 from capflow.positions import Positions
 from capflow.site import HOOKS, Site
@@ -78,6 +79,9 @@ class Block(NamedTuple):
     rows: int
     spans: tuple[Span, ...]
 
+    def __repr__(self) -> str:
+        return brief(self)
+
 
 class RequestRows(msgspec.Struct, frozen=True):
     """One request's part in a step.
@@ -94,6 +98,8 @@ class RequestRows(msgspec.Struct, frozen=True):
     texts: tuple[str, ...] = ()
     capture: CaptureSpec | None = None
 
+    __repr__ = brief
+
 
 _SiteName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(HOOKS)}):[0-9]{{1,4}}$")]
 
@@ -104,6 +110,8 @@ class Gap(msgspec.Struct, frozen=True):
     sites: Annotated[tuple[_SiteName, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
     start: Position
     stop: Position
+
+    __repr__ = brief
 
 
 class Dropped(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -147,6 +155,8 @@ class Finished(msgspec.Struct, frozen=True):
     capture: CaptureSpec | None = None
     acted: Annotated[tuple[Acted, ...], msgspec.Meta(max_length=limits.ACTED_MAX)] = ()
 
+    __repr__ = brief
+
 
 class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
     """Everything about a frame but its rows; see the module for the layout.
@@ -173,6 +183,8 @@ class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
     payload_bytes: int = 0
     xxh3: int = 0
 
+    __repr__ = brief
+
     @property
     def source(self) -> Source:
         """Whose frame it is; `seq` counts the frames of each."""
@@ -189,6 +201,9 @@ class Chunk(NamedTuple):
     sites: tuple[Site, ...]
     start: int
     rows: Rows
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -219,6 +234,12 @@ class Frame:
         self.header = header
         self.payload = payload  # any object with the buffer protocol; kept alive by the views of it
         self.wants = wants
+
+    def __repr__(self) -> str:
+        about = self.header
+        requests, sites = len(about.requests), len({site for block in about.blocks for site in block.sites})
+        rows = f"{requests} requests, {sites} sites, {self.nbytes:,} bytes of {about.dtype}"
+        return f"<frame {about.seq} of {about.engine!r}, step {about.step}: {rows}>"
 
     @property
     def nbytes(self) -> int:

@@ -30,6 +30,7 @@ import msgspec
 from capflow import limits
 from capflow.action import Action, Outcome
 from capflow.bounded import Count, Name, Place, Text, Total
+from capflow.brief import brief
 from capflow.frame import PROTOCOL_VERSION, Rank
 from capflow.result import CaptureResult
 from capflow.site import Site
@@ -53,6 +54,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     sites: Sites
     stages: int = 1
     fixed: Sites = ()
+
+    __repr__ = brief
 
 
 class ControllerSpec(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow import limits
+from capflow.brief import brief
 from capflow.errors import UsageError, explain
 from capflow.plain import DTYPES, check_finite, check_keys, layer_number, number, whole
 
@@ -34,6 +35,9 @@ class Packed(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     data: bytes
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     @classmethod
     def read(cls, value: Mapping[str, Any], where: str, dimensions: Sequence[int] = (2,)) -> Packed:
@@ -75,6 +79,9 @@ class Block(NamedTuple):
 
     layers: tuple[int, ...]
     packed: Packed
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     @classmethod
     def read(cls, value: Mapping[str, Any], where: str, more: Sequence[str] = ()) -> Block:

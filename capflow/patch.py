@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow import limits, plain
+from capflow.brief import brief
 from capflow.errors import UsageError, explain
 from capflow.packed import FIELDS, Packed
 from capflow.site import Site
@@ -30,6 +31,8 @@ class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     positions: tuple[int, ...]
     data: bytes
     amount: float = 1.0
+
+    __repr__ = brief
 
     @property
     def site(self) -> Site:

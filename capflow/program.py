@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow import limits
+from capflow.brief import brief
 from capflow.clamp import Clamp
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
@@ -77,6 +78,9 @@ class SiteOps(NamedTuple):
     hook: str
     ops: tuple[Op, ...]
 
+    def __repr__(self) -> str:
+        return brief(self)
+
 
 class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The operations of one request.
@@ -92,6 +96,8 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     prefill: tuple[SiteOps, ...] = ()
     decode: tuple[SiteOps, ...] = ()
     patched: tuple[tuple[int, tuple[SiteOps, ...]], ...] = ()
+
+    __repr__ = brief
 
     def array(self) -> Row:
         """Return the rows, `[n, hidden_size]` float32."""

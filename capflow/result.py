@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from capflow.brief import brief
 from capflow.frame import Dropped, Finished
 from capflow.losses import Losses, described
 
@@ -29,6 +30,8 @@ class CaptureResult(msgspec.Struct, frozen=True):
     budget_reached: bool = False
     dropped: tuple[Dropped, ...] = ()
 
+    __repr__ = brief
+
 
 class RequestDone(msgspec.Struct, frozen=True):
     """A request is over on every worker that served it; what consumers are told then.
@@ -48,6 +51,8 @@ class RequestDone(msgspec.Struct, frozen=True):
     dropped: tuple[Dropped, ...]
     finished: tuple[Finished, ...] = ()
     budget_reached: bool = False
+
+    __repr__ = brief
 
     @property
     def problems(self) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import msgspec
 
 from capflow import limits
+from capflow.brief import brief
 from capflow.errors import UsageError, explain
 from capflow.positions import Form, Positions, normalise
 from capflow.site import HOOKS, Site
@@ -58,6 +59,8 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     positions: Form = "all"
     max_rows: int | None = None
     dtype: StoredDtype = "model"
+
+    __repr__ = brief
 
     @classmethod
     def parse(cls, value: Any, *, where: str = "capture") -> CaptureSpec:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from capflow import limits, plain
+from capflow.brief import brief
 from capflow.clamp import Clamp, parse_clamps
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
@@ -46,6 +47,8 @@ class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vectors: tuple[SteeringVector, ...] = ()
     clamps: tuple[Clamp, ...] = ()
 
+    __repr__ = brief
+
     def scaled(self, scale: float) -> Tier:
         """Return the tier with its vectors and its clamps' strengths multiplied."""
         if scale == 1.0:
@@ -71,6 +74,8 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: Tier = Tier()
     patches: tuple[Patch, ...] = ()
     modules: tuple[ModuleUse, ...] = ()
+
+    __repr__ = brief
 
     @classmethod
     def parse(cls, fields: Any, *, where: str = "") -> Steering:

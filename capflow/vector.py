@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from capflow import limits, plain
 from capflow.bounded import Name
+from capflow.brief import brief
 from capflow.errors import UsageError, explain
 from capflow.packed import Block, is_packed
 from capflow.plain import DTYPES
@@ -31,6 +32,8 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: Annotated[bytes, msgspec.Meta(max_length=8 * limits.HIDDEN_SIZE_MAX)]
     dtype: Name = "float32"
     scale: float = 1.0
+
+    __repr__ = brief
 
     @property
     def site(self) -> Site:

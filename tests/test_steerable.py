@@ -222,15 +222,21 @@ def test_the_global_state_steers_every_call(model, tiny):
 
 
 def test_modules_that_are_unknown_or_do_not_fit_are_refused(model):
-    model.modules.register("deep", Steering.parse({"steering_vectors": {"post_block": {LAYERS: A}}}))
-    for name, message in (
-        ("sad", r"steering_name: got sad, expected a registered module \(deep\)"),
-        ("deep", "layer: got"),
+    many = {"steering_clamps": {"post_block": {1: [{"vector": A, "value": 0}] * 65}}}
+    for fields, message in (
+        ({"steering_vectors": {"post_block": {LAYERS: A}}}, "layer: got"),
+        (many, "steering_clamps.post_block.1: got 65 clamps"),
     ):
-        used = Steering.parse({"steering_name": name})
-        for ask in (model.logprobs, model.complete):
-            with pytest.raises(UsageError, match=message):
-                ask(PROMPTS, steering=used)
+        with pytest.raises(UsageError, match=message):
+            model.modules.register("wrong", Steering.parse(fields))
+        with pytest.raises(UsageError, match=message):
+            model.modules.set_global(Steering.parse(fields))
+        with pytest.raises(UsageError, match=message):
+            model.logprobs(PROMPTS, steering=Steering.parse(fields))
+    model.modules.register("glad", Steering.parse({"steering_vectors": {"post_block": {1: A}}}))
+    for ask in (model.logprobs, model.complete):
+        with pytest.raises(UsageError, match=r"steering_name: got sad, expected a registered module \(glad\)"):
+            ask(PROMPTS, steering=Steering.parse({"steering_name": "sad"}))
 
 
 def at_phase(change, first, end=None):
@@ -485,7 +491,7 @@ def test_a_damaged_directory_is_refused(model, tmp_path, damage, message):
         (lambda m: m.set_layer_projection_cap(0, A), "projection_cap: no bound"),
         (lambda m: m.set_layer_projection_cap(0, A, 2.0, 1.0), "cap_below: got 2.0, expected at most cap_above, 1.0"),
         (lambda m: m.set_layer_ablation(0, 0 * A), "ablation.vector: got a zero vector"),
-        (lambda m: m.generate("w5"), "prompts: got w5, expected a list"),
+        (lambda m: m.generate(5), "prompts: got 5, expected a text, a list of token ids, or a list of these"),
         (lambda m: m.generate([""]), "prompts.0"),
         (lambda m: m.generate(["w5"], max_new_tokens=0), "max_new_tokens: got 0"),
         (lambda m: m.generate(["w5"], temperature=-1.0), "temperature: got -1.0"),
@@ -509,6 +515,9 @@ def test_text_goes_in_and_comes_out(model):
     (text,) = model.generate(["w5 w9 w200"], max_new_tokens=4, ignore_eos=True)
     (done,) = model.complete([[5, 9, 200]], Sampling(4, ignore_eos=True))
     assert text == done.text
+    assert model.generate("w5 w9 w200", max_new_tokens=4, ignore_eos=True) == [text]
+    assert model.complete((5, 9, 200), Sampling(4, ignore_eos=True)) == [done]
+    assert np.array_equal(model.logprobs("w5 w9 w200"), model.logprobs([[5, 9, 200]]))
     assert done.prompt_token_ids == (5, 9, 200)
     assert text == "".join(f" w{token}" for token in done.token_ids)
 
@@ -602,8 +611,9 @@ def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
 
 
 @pytest.mark.engine
-@pytest.mark.long
-def test_a_model_opened_by_name_brings_its_own_rows_and_leaves_nothing(tiny, loaded, tmp_path):
+def test_a_model_opened_by_name_takes_every_specification_brings_its_own_rows_and_leaves_nothing(
+    tiny, loaded, tmp_path
+):
     from capflow_models import VLLMSteerableModel
 
     loaded.apply_steering_spec(SteeringSpec({2: LayerSteeringSpec(A)}))
@@ -621,8 +631,10 @@ def test_a_model_opened_by_name_brings_its_own_rows_and_leaves_nothing(tiny, loa
             site = Site(3, "post_block")
             got, want = (m.last_rows(PROMPTS, [site])[site] for m in (served, loaded))
             assert np.abs(got - want).max() < LOGITS_BOUND
-            with pytest.raises(UsageError, match="hook: got mlp_in, expected one of post_block"):
-                served.set_layer_vector(0, A, hook="mlp_in")
+            every = SteeringSpec({Site(1, hook): LayerSteeringSpec(B, 0.5) for hook in HOOKS})
+            for each in (served, loaded):  # with the defaults of both back ends
+                each.apply_steering_spec(every)
+            assert np.abs(served.logprobs(PROMPTS) - loaded.logprobs(PROMPTS)).max() < LOGITS_BOUND
             kept = served._rows
             assert kept.is_dir()
         from vllm.distributed import cleanup_dist_env_and_memory

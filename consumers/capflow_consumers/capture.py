@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from capflow.brief import brief
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.site import Site
 from capflow_consumers import layout
@@ -25,6 +26,9 @@ class Rows(NamedTuple):
     rows: npt.NDArray[Any]
     positions: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int32]
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     def part(self, start: int, stop: int) -> Rows:
         """Return rows `start..stop`, views of these."""

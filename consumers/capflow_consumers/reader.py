@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from capflow.brief import brief
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import DTYPES
 from capflow.site import HOOKS
@@ -46,6 +47,9 @@ class RowBatch(NamedTuple):
     requests: list[str]
     positions: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int32]
+
+    def __repr__(self) -> str:
+        return brief(self)
 
 
 class DirectoryCapture(RequestCapture):

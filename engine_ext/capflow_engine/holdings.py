@@ -7,6 +7,7 @@ operations in *ops*, and each different row once.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -38,6 +39,11 @@ class Size(NamedTuple):
     def plus(self, other: Size) -> Size:
         """Return the size of a bank that has room for both."""
         return Size(self.rows + other.rows, self.ops + other.ops, self.slots + other.slots)
+
+    @classmethod
+    def without_bound(cls) -> Size:
+        """Return the size of a bank that holds whatever comes."""
+        return cls(sys.maxsize, sys.maxsize, sys.maxsize)
 
     def check(
         self, program: SteeringProgram | None, prompt_length: int = POSITION_MAX, *, said: Steering = NOTHING

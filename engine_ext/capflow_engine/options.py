@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from capflow import limits
+from capflow.brief import brief
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
 from capflow.program import SteeringProgram
@@ -47,6 +48,8 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     program: SteeringProgram | None = None
     samples: int = 1
     generated: int | None = None
+
+    __repr__ = brief
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -35,6 +35,11 @@ _LATER = {
 }
 
 
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Load what needs more than NumPy when it is first asked for."""
     import importlib

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow import plain
+from capflow.brief import brief
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
 from capflow.site import HOOK_DEFAULT, Site
@@ -71,6 +72,8 @@ class Job:
     steering: Steering
     sampling: Sampling
 
+    __repr__ = brief
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -79,6 +82,8 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     prompt_token_ids: tuple[int, ...]
+
+    __repr__ = brief
 
 
 class SteerableModel(ABC):
@@ -180,7 +185,7 @@ class SteerableModel(ABC):
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         *,
         max_new_tokens: int = 64,
         temperature: float = 0.0,
@@ -189,22 +194,26 @@ class SteerableModel(ABC):
         ignore_eos: bool = False,
         steering: Steering | None = None,
     ) -> list[str]:
-        """Return an answer to each prompt. steering: what steers these besides, at phases and positions too."""
+        """Return an answer to each prompt, one for a single prompt. steering: what steers these besides, at phases and positions too."""
         sampling = Sampling(max_new_tokens, temperature, top_p, seed, ignore_eos)
         return [done.text for done in self.complete(prompts, sampling, steering=steering)]
 
     def complete(
-        self, prompts: Sequence[Prompt], sampling: Sampling | None = None, *, steering: Steering | None = None
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | None = None, *, steering: Steering | None = None
     ) -> list[Completion]:
         """Return an answer to each prompt with its tokens. steering: what steers these besides."""
         chosen = sampling or Sampling()
         return self.run([Job(p, self.steered(steering), chosen) for p in _prompts(prompts)])
 
-    def logprobs(self, prompts: Sequence[Prompt], *, steering: Steering | None = None) -> npt.NDArray[np.float32]:
+    def logprobs(
+        self, prompts: Prompt | Sequence[Prompt], *, steering: Steering | None = None
+    ) -> npt.NDArray[np.float32]:
         """Return the natural log probabilities of the token behind each prompt, `[prompts, vocabulary]` float32."""
         return self._logprobs(_prompts(prompts), self.steered(steering))
 
-    def last_rows(self, prompts: Sequence[Prompt], sites: Sequence[Site], *, steering: Steering | None = None) -> Rows:
+    def last_rows(
+        self, prompts: Prompt | Sequence[Prompt], sites: Sequence[Site], *, steering: Steering | None = None
+    ) -> Rows:
         """Return the stream at each prompt's last token, `[prompts, hidden_size]` float32 for each site.
 
         A row is the stream as it comes to the site, before what steers it there.
@@ -265,11 +274,15 @@ class SteerableModel(ABC):
         self.apply_steering_spec(self._spec.with_layer(site, changed))
 
 
-def _prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-        raise UsageError(explain("prompts", got=prompts, expected="a list of texts or of lists of token ids"))
-    for index, prompt in enumerate(prompts):
-        ids = not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt)
-        if not prompt or not (isinstance(prompt, str) or ids):
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if not isinstance(prompts, Sequence):
+        raise UsageError(explain("prompts", got=prompts, expected="a text, a list of token ids, or a list of these"))
+    given: list[Any] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+    for index, prompt in enumerate(given):
+        if not prompt or not (isinstance(prompt, str) or _is_ids(prompt)):
             raise UsageError(explain(f"prompts.{index}", got=prompt, expected="a text or a list of token ids"))
-    return list(prompts)
+    return given
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(token, int) for token in prompt)

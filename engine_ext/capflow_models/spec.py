@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow import plain
+from capflow.brief import brief
 from capflow.clamp import Clamp
 from capflow.errors import UsageError, explain
 from capflow.site import HOOK_DEFAULT, HOOKS, Site
@@ -49,6 +50,8 @@ class ProjectionCapSpec:
     cap_below: float | None = None
     cap_above: float | None = None
 
+    __repr__ = brief
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "vector", _direction(self.vector, "projection_cap.vector"))
         if self.cap_below is None and self.cap_above is None:
@@ -77,6 +80,8 @@ class AblationSpec:
     vector: Any
     scale: float = 0.0
 
+    __repr__ = brief
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "vector", _direction(self.vector, "ablation.vector"))
         object.__setattr__(self, "scale", plain.number(self.scale, "ablation.scale"))
@@ -98,6 +103,8 @@ class LayerSteeringSpec:
     scale: float = 1.0
     projection_cap: ProjectionCapSpec | None = None
     ablation: AblationSpec | None = None
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         if self.vector is not None:
@@ -125,6 +132,8 @@ class SteeringSpec:
     """
 
     layers: Mapping[int | Site, LayerSteeringSpec] = field(default_factory=dict)
+
+    __repr__ = brief
 
     def __post_init__(self) -> None:
         kept: dict[int | Site, LayerSteeringSpec] = {}

@@ -12,9 +12,10 @@ import transformers
 
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
-from capflow.program import program_of
 from capflow.site import HOOKS, Site
 from capflow.steering import Steering
+from capflow_engine.fit import Fit
+from capflow_engine.holdings import Size
 from capflow_engine.store import SteeringStore
 from capflow_models.model import Completion, Job, Prompt, Rows, Sampling, SteerableModel
 from capflow_models.stream import Stream, layers_of
@@ -66,8 +67,9 @@ class TransformersSteerableModel(SteerableModel):
                 sites=tuple(Site(n, hook) for n, layer in enumerate(self._layers) for hook in layer.structure.places),
                 fixed=tuple(Site(n, hook) for n, layer in enumerate(self._layers) for hook in layer.structure.fixed),
             ),
-            SteeringStore(),
+            SteeringStore(check=self._check_shared),
         )
+        self._fit = Fit(self.info, Size.without_bound())
         self._ends = _ends(loaded, tokenizer)
 
     @property
@@ -82,6 +84,11 @@ class TransformersSteerableModel(SteerableModel):
                 got = f"no {site} in {type(layer).__name__}, as {reason}"
                 raise UsageError(explain("hook", got=got, expected=f"one of {', '.join(structure.places)}"))
         super()._check_site(site)
+
+    def _check_shared(self, now: Steering, said: Steering) -> None:
+        """Raise UsageError for a module or a global state that does not fit; see `SteeringStore`."""
+        self._check(said)
+        self._fit.check(now, said)
 
     @torch.inference_mode()
     def run(self, jobs: Sequence[Job]) -> list[Completion]:
@@ -138,10 +145,8 @@ class TransformersSteerableModel(SteerableModel):
         return {site: np.stack(rows) for site, rows in caught.items()}
 
     def _stream(self, prompt: Sequence[int], steering: Steering) -> Stream:
-        parts = self.modules.held.parts(steering)
-        for part in parts:
-            self._check(part)
-        return Stream(program_of(self.info.hidden_size, parts), len(prompt), self.model.device)
+        self._check(steering)
+        return Stream(self._fit.program(steering, self.modules), len(prompt), self.model.device)
 
     def _forward(self, ids: Sequence[int], cache: Any, *, use_cache: bool) -> Any:
         given = torch.tensor([list(ids)], device=self.model.device)

@@ -32,7 +32,8 @@ class VLLMSteerableModel(SteerableModel):
     `filesystem` consumer, which `last_rows` reads; a model that is opened here brings its own. arguments: further ones of
     `capflow.LLM`, as `sites` and those of vLLM.
 
-    The sites that can be steered are the tapped ones: by default `post_block` of every layer.
+    The sites that can be steered are the tapped ones: by default every site that the model has, so that a specification for one back
+    end runs on the other; of a `capflow.LLM`, those that it taps.
     """
 
     other_hooks = "open the model with sites=[HOOK:LAYER] to tap others"
@@ -45,7 +46,9 @@ class VLLMSteerableModel(SteerableModel):
             rows = tempfile.mkdtemp(prefix="capflow-rows-")
             forget = weakref.finalize(self, shutil.rmtree, rows, ignore_errors=True)
             keeper = f"filesystem:root={rows},capture=requests,fsync=false"
-            self.llm = LLM(model, **{"consumers": [keeper], "max_logprobs": _PROBABILITIES_ALL, **arguments})
+            self.llm = LLM(
+                model, **{"consumers": [keeper], "sites": ["*:*"], "max_logprobs": _PROBABILITIES_ALL, **arguments}
+            )
             llm = self.llm
 
             def close() -> None:
