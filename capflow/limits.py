@@ -27,7 +27,7 @@ STEERING_NAME_LENGTH_MAX = 256  # characters of a module's name
 STEERING_MODULES_MAX = 64  # that one request may name
 # Clamps of one request at one site and position, with those of its modules and of the global state: each costs a pass over the row.
 CLAMPS_AT_SITE_MAX = 64
-SITE_OPS_MAX = 72  # operations of one request at one site and position: patches, sums of vectors and clamps
+SITE_OPS_MAX = 128  # operations of one request at one site and position: patches, clamps, and sums of vectors: its own, those of actions and controllers
 REQUESTS_PER_FRAME_MAX = 8_192
 ROWS_PER_FRAME_MAX = 8 * 1024 * 1024
 

@@ -7,7 +7,7 @@ from sources import imports_of, modules
 
 LAYERS = (
     {"errors", "limits", "counts", "places"},
-    {"bounded", "runtime", "site", "shard", "wholefile"},
+    {"bounded", "brief", "runtime", "site", "shard", "wholefile"},
     {
         "positions",
         "spec",
