@@ -120,6 +120,28 @@ def test_a_stream_says_the_results_on_its_last_chunk(served, usage, chat):
     assert [reason for reason in finishes if reason] == ["length"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_a_stop_string_ends_has_its_rows_and_no_more(served, stream):
+    client, _, root = served
+    words = ask(client, max_tokens=12).choices[0].text.split()
+    name = f"stopped-{stream}"
+    extra = {"capture": CAPTURE, "capture_wait": True, "capture_id": name}
+    call = {"max_tokens": 12, "stop": [" ".join(words[4:6])], "extra_body": {**extra, "return_token_ids": True}}
+    if stream:
+        chunks = [chunk for chunk in ask(client, stream=True, **call) if chunk.choices]
+        generated = [token for chunk in chunks for token in chunk.choices[0].token_ids or ()]
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        choice = ask(client, **call).choices[0]
+        generated, reason = choice.token_ids, choice.finish_reason
+    assert reason == "stop"
+    capture = capflow.open(root)[name]
+    assert capture.sidecar.status == "stop"
+    tokens = [*(int(word[1:]) for word in PROMPT.split()), *generated]
+    for site in capture.sites:
+        assert capture[site].token_ids.tolist() == tokens[:-1]
+
+
 def test_every_choice_has_its_own_result(served):
     client, _, root = served
     extra = {"capture": CAPTURE, "capture_wait": True, "capture_id": "many"}

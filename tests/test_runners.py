@@ -15,7 +15,10 @@ STEERED = {"r1": {"1": 3}, "r4": {"0": 5, "2": 9}}
 
 @pytest.fixture(scope="module")
 def stops(tiny):
-    """For requests whose answer allows it a token that it comes to, not at once: nobody knows before when it stops."""
+    """For requests whose answer allows it a token that it comes to, not at once: nobody knows before when it stops.
+
+    Every other request stops by its text instead, which is found behind the engine.
+    """
     with engine(tiny) as llm:
         params = [
             capflow.sampling_params(
@@ -31,18 +34,26 @@ def stops(tiny):
     return [next((t for at, t in enumerate(tokens) if at > 1 and t not in tokens[:at]), None) for tokens in found]
 
 
+def stopping(number, stop):
+    """Return the sampling parameters with which a request stops at a token, or at its text."""
+    if stop is None:
+        return {}
+    return {"stop_token_ids": [stop]} if number % 2 else {"stop": [f"w{stop}"], "detokenize": True}
+
+
 LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(
     "ahead", [pytest.param(0, marks=LONG), 1, pytest.param(2, marks=LONG)], ids=["sync", "async", "deeper"]
 )
-def test_the_v2_runner_s_rows_are_those_of_their_requests(tiny, reference, stops, tmp_path, ahead):
+def test_the_v2_runner_s_rows_are_those_of_their_requests(tiny_with_words, reference, stops, tmp_path, ahead):
     """Prompts longer than a step's budget, decode beside prefill, requests that end at different steps, some steered."""
     asked = requests(LENGTHS, [9] * len(LENGTHS))
-    for request, stop in zip(asked, stops, strict=True):
-        request["sampling"] = {"stop_token_ids": [] if stop is None else [stop]}
-    what = Run(tiny, str(tmp_path / "rows"), asked, steering=STEERED, v2=True, ahead=ahead)
+    for number, (request, stop) in enumerate(zip(asked, stops, strict=True)):
+        request["sampling"] = stopping(number, stop)
+    words = {"skip_tokenizer_init": False}
+    what = Run(tiny_with_words, str(tmp_path / "rows"), asked, steering=STEERED, engine=words, v2=True, ahead=ahead)
     answers, said = run(what)
     stopped = [answer.tokens[-1] == stop for answer, stop in zip(answers, stops, strict=True) if stop is not None]
     assert len(stopped) > 2
@@ -52,6 +63,9 @@ def test_the_v2_runner_s_rows_are_those_of_their_requests(tiny, reference, stops
     assert said["scheduler"] == ("CaptureAsyncScheduler" if ahead else "CaptureScheduler")
     assert said["counts"]["ahead"] == ahead
     check_answers(answers, tmp_path / "rows", reference, STEERED)
+    data = capflow.open(tmp_path / "rows")
+    statuses = [data[answer.id].sidecar.status for answer in answers]
+    assert statuses == ["length" if stop is None else "stop" for stop in stops]
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=LONG), True], ids=["sync", "async"])

@@ -10,6 +10,8 @@ import torch
 import transformers
 from children import Run, check_answers, requests, run
 
+import capflow
+
 pytestmark = pytest.mark.engine
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -27,6 +29,23 @@ def test_rule_3_rejected_drafts_are_never_delivered_and_accepted_ones_once(tiny,
     check_answers(answers, drafting.root, reference, STEERED)
     # What is steered at the drafts' positions decides which are accepted, so the answers are those without drafts.
     assert [a.tokens for a in answers] == [a.tokens for a in run(without)[0]]
+
+
+def test_tokens_behind_a_stop_string_in_the_same_step_have_no_rows(tiny_with_words, reference, tmp_path):
+    """The answers come to a loop, so that a step gives several tokens: text ends them in the middle of such a step."""
+    words = {"skip_tokenizer_init": False, "speculative_config": NGRAM}
+    asked = requests((30, 5, 60), (60, 60, 60))
+    for request in asked:
+        stop = {"stop": [f"{digit} " for digit in range(10)], "include_stop_str_in_output": True}
+        request["sampling"] = {**stop, "min_tokens": 40 + len(request["prompt"]) % 7, "detokenize": True}
+    stopping = Run(tiny_with_words, str(tmp_path / "rows"), asked, engine=words)
+    answers, said = run(stopping)
+    assert said["counts"]["accepted"] > 10
+    check_answers(answers, stopping.root, reference, {})
+    data = capflow.open(stopping.root)
+    for answer, request in zip(answers, asked, strict=True):
+        assert data[answer.id].sidecar.status == "stop"
+        assert request["sampling"]["min_tokens"] < len(answer.tokens) < 60
 
 
 @pytest.mark.long

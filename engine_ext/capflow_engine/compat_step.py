@@ -86,6 +86,18 @@ def sample_number(key: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
+def detokenizer(tokenizer: Any, request: Any) -> Any:
+    """Return what vLLM's front end searches the answer of a request with for its stop strings."""
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    return IncrementalDetokenizer.from_new_request(tokenizer, request)
+
+
+def stopped_by_token(request: Any) -> bool:
+    """Return whether a token ended a request: its text is no part of the answer then."""
+    return bool(request.status.name == "FINISHED_STOPPED")
+
+
 def sampled_tokens(model_runner_output: Any, key: str) -> int:
     """Return how many tokens a step gave a request: those of its drafts that were accepted, and one more."""
     sampled = model_runner_output.sampled_token_ids

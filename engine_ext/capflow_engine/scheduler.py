@@ -33,6 +33,7 @@ from capflow_engine.options import KEY, RequestOptions
 from capflow_engine.orders import Ended, Orders, Unscheduled, Wishes
 from capflow_engine.reach import check_patches, length_max
 from capflow_engine.settings import Settings
+from capflow_engine.stops import Stops
 
 logger = logging.getLogger("vllm.capflow.scheduler")
 
@@ -87,6 +88,11 @@ class Captured:
             compat.add_finished_outputs(outputs, self.capflow.aborted)
             self.capflow.aborted.clear()
         return outputs
+
+    def _update_request_with_output(self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+        taken = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)  # type: ignore[misc]
+        self.capflow.stops.take(request, taken[0])
+        return taken
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
@@ -149,6 +155,7 @@ class Ledger:
         self._aborts: list[str] = []  # ids of aborts, which hold from the next step on
         self._under_way: dict[int, UnderWay] = {}  # steps by number, until their output is taken in
         self._cuts: dict[str, int] = {}  # for the next step's orders
+        self.stops = Stops(lambda: compat.load_tokenizer(vllm_config))
         self._welcomes: tuple[Welcome | None, ...] = (None,) * len(self.settings.hubs)
         self._wishes = (Wishes(),) * len(self.settings.hubs)  # what requests of each hub are admitted under now
         self._wishes_number = 0
@@ -191,6 +198,8 @@ class Ledger:
         wishes = self._wishes[self.settings.hub_of(name)]
         if wanted := _wanted(options, wishes):
             compat_cache.compute(request, wanted)
+        if wanted or options.program is not None or wishes.controllers:
+            self.stops.watch(request)
         if options.program is not None:
             self._programs[key] = options.program
             if options.generated:
@@ -268,6 +277,8 @@ class Ledger:
                 del self._under_way[number]
         self._step += 1
         orders = Orders(self._step, settled=min(self._under_way, default=self._step) - 1)
+        for key, limit in self.stops.limits.items():  # it computes tokens behind its end until the front end aborts it
+            self.cut(key, limit)
         orders.cuts, self._cuts = self._cuts, {}
         step = UnderWay(*compat_step.scheduled_tokens(scheduler_output, requests))
         if step.requests:
@@ -320,9 +331,12 @@ class Ledger:
         if status == "abort" and key in self.input_over:  # how vLLM ends a request that waited for input in vain
             status = "stop"
         self.input_over.discard(key)
+        limit = compat.computed_limit(request)
+        if (stop := self.stops.end(key)) is not None:
+            status, limit = "stop", min(stop, limit)
         admitted = self._unscheduled.pop(key, None)
         if admitted is None:
-            self._ended[key] = Ended(status, compat.computed_limit(request))
+            self._ended[key] = Ended(status, limit)
         else:
             capture = RequestOptions.unpack(request.sampling_params.extra_args).capture
             self._never[key] = Unscheduled(*admitted, request.num_prompt_tokens, capture, status)
