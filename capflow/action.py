@@ -1,7 +1,12 @@
 """Actions: requests to change what the model computes, and the answers to them.
 
 An action comes from a controller inside the worker, from a consumer, or from a person through the hub.
-Each is answered once, `Applied` or `Rejected`.
+
+Each is answered once: `Applied`, `Rejected`, or `Unknown` where the engine was asked and did not answer. An action that was not
+`Applied` takes no effect after its answer.
+
+`incarnation` says which of the requests is meant that had an id one after another: `RequestRows` and `Finished` of a frame have it.
+Empty, it is the one that runs when the engine gets the action.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from capflow.site import Site
 from capflow.vector import SteeringVector
 
 
-class Steer(msgspec.Struct, frozen=True, tag="steer", forbid_unknown_fields=True):
+class Steer(msgspec.Struct, frozen=True, tag="steer", forbid_unknown_fields=True, omit_defaults=True):
     """From the next position on, add these vectors to a running request, beside those it came with.
 
     Actions of several owners add up. Each controller is an owner, and everything that comes through a hub has one owner
@@ -29,20 +34,23 @@ class Steer(msgspec.Struct, frozen=True, tag="steer", forbid_unknown_fields=True
 
     request: Name
     vectors: Annotated[tuple[SteeringVector, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
+    incarnation: Name = ""
 
     __repr__ = brief
 
 
-class Unsteer(msgspec.Struct, frozen=True, tag="unsteer", forbid_unknown_fields=True):
+class Unsteer(msgspec.Struct, frozen=True, tag="unsteer", forbid_unknown_fields=True, omit_defaults=True):
     """From the next position on, take back what the same owner's `Steer` added to a running request."""
 
     request: Name
+    incarnation: Name = ""
 
 
-class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
+class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True, omit_defaults=True):
     """Stop a running request; what it generated so far is its result, with status `abort`."""
 
     request: Name
+    incarnation: Name = ""
 
 
 Action = Steer | Unsteer | Abort
@@ -56,13 +64,20 @@ class Applied(msgspec.Struct, frozen=True, tag="applied"):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
-    """The action changed nothing; `reason` is a message in the form of `capflow.errors`."""
+    """The action changed nothing and will change nothing; `reason` is a message in the form of `capflow.errors`."""
 
     id: Name
     reason: Text
 
 
-Outcome = Applied | Rejected
+class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
+    """The engine got the action, or may have got it, and did not answer: it may have taken effect, and will not do so any more."""
+
+    id: Name
+    reason: Text
+
+
+Outcome = Applied | Rejected | Unknown
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -71,7 +86,7 @@ class Answered(msgspec.Struct, frozen=True):
     id: of no other action. engine: that runs the request, empty when the hub does not know. kind: `steer`, `unsteer` or `abort`; sites: where vectors are
     added. asked_by: the consumer's name, or `client`, with a key's public half behind a space; inside the worker `controller NAME`, or
     `request` for the steering that it came with. time_ns: when it was answered. step: when it was
-    applied, None when it was rejected, for the reason.
+    applied, None when it was rejected or when that is not known, for the reason.
     """
 
     id: str
@@ -96,5 +111,5 @@ class Answered(msgspec.Struct, frozen=True):
             asked_by,
             time.time_ns(),
             outcome.step if isinstance(outcome, Applied) else None,
-            outcome.reason if isinstance(outcome, Rejected) else "",
+            "" if isinstance(outcome, Applied) else outcome.reason,
         )

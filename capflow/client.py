@@ -91,9 +91,14 @@ class Client:
         return {request: found[request] for request in asked}
 
     def act(self, action: Action, timeout: float | None = None) -> Outcome:
-        """Have an action done; return what came of it."""
+        """Have an action done; return what came of it.
+
+        The hub answers in `limits.ACTION_S_MAX + limits.ACTION_ANSWER_S_MAX` seconds at the latest, so by default a little longer is waited.
+        Raises CapflowError when no answer came in time: the action may still be done then.
+        """
         act = Act(uuid.uuid4().hex, action)
-        deadline = time.monotonic() + (limits.ACTION_S_MAX if timeout is None else timeout)
+        longest = limits.ACTION_S_MAX + 2 * limits.ACTION_ANSWER_S_MAX
+        deadline = time.monotonic() + (longest if timeout is None else timeout)
         self._say(act)
         while (said := self._next(deadline)) is not None:
             if isinstance(said, ActionOutcome) and said.outcome.id == act.id:

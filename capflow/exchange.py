@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from capflow import limits
 from capflow.action import Action, Answered, Applied, Outcome, Rejected
 from capflow.counts import Counts
@@ -220,10 +222,10 @@ class Exchange:
         """A consumer wants something done."""
 
         def answer(outcome: Outcome) -> None:
-            kind = "applied" if isinstance(outcome, Applied) else "rejected"
-            lane.counts[f"actions_{kind}"] += 1
-            if isinstance(outcome, Rejected):
-                event = {"event": "action_rejected", "consumer": consumer, "reason": outcome.reason}
+            kind = outcome.__struct_config__.tag
+            lane.count(f"actions_{kind}")
+            if not isinstance(outcome, Applied):
+                event = {"event": f"action_{kind}", "consumer": consumer, "reason": outcome.reason}
                 logger.warning("consumer %s: %s", consumer, outcome.reason, extra=event)
 
         lane = next(lane for lane in self.lanes if lane.name == consumer)
@@ -246,7 +248,7 @@ class Exchange:
             case Act():
                 self._client_act(peer, known, said)
             case ActionOutcome():
-                self.relay.outcome(peer, said.outcome)
+                self.relay.outcome(known.hello.boot, said.outcome)
             case Await():
                 self._await(peer, said)
             case Status():
@@ -257,6 +259,7 @@ class Exchange:
                 known.source.told = counts
             case Bye():
                 self._forget(peer, for_good=True)
+                self.relay.gone(known.hello.boot)
 
     # Sessions.
 
@@ -277,17 +280,20 @@ class Exchange:
             self._acks.pop(known.source, None)  # the welcome says it
             for lane in self._keepers:
                 lane.greet(hello.engine, known.source.engine.model)
-        welcome = Welcome(self._id, 0)  # a worker's credit is its intake's to say
+        welcome = Welcome(self._id, 0, clock_s=now)  # a worker's credit is its intake's to say
         if hello.role == "scheduler":
             controllers = tuple(controller.spec() for controller in self.controllers)
-            welcome = Welcome(self._id, 0, captures=self._captures, controllers=controllers)
+            welcome = msgspec.structs.replace(welcome, captures=self._captures, controllers=controllers)
         elif hello.role == "client":
-            welcome = Welcome(self._id, 0, captures=self._captures)
+            welcome = msgspec.structs.replace(welcome, captures=self._captures)
         if hello.role != "client":
             event = {"event": "session_opened", **about(hello)}
             logger.info("engine %s: its %s %s connected", hello.engine, hello.role, tuple(hello.rank), extra=event)
         for parts in session.welcome(welcome, now, known.source.intake if known.source is not None else None):
             self._send(peer, parts)
+        if hello.role == "scheduler":
+            for act in self.relay.again(hello.boot, now):
+                self._say(peer, act)
 
     def _greet(self, engine: Engine) -> None:
         self.taps.greet(engine)
@@ -334,9 +340,7 @@ class Exchange:
         if known is not None and for_good and known.hello.role != "client":
             event = {"event": "session_closed", **about(known.hello)}
             logger.info("engine %s: its %s left", known.hello.engine, known.hello.role, extra=event)
-        if known is not None and known.hello.role == "scheduler":
-            self.relay.gone(peer)
-        elif known is not None and known.hello.role == "client":
+        if known is not None and known.hello.role == "client":
             self._waiters.gone(peer)
             self.taps.gone(peer)
 
@@ -473,18 +477,17 @@ class Exchange:
                 lane.tell(told)
             answer(outcome)
 
-        schedulers = dict(self.roster.schedulers())
+        schedulers = {hello.boot: (peer, hello) for peer, hello in self.roster.schedulers()}
         request = self.ledger.find(action.request)
         mine = {
-            peer
-            for peer, hello in schedulers.items()
+            boot: (peer, hello)
+            for boot, (peer, hello) in schedulers.items()
             if request is not None and (hello.engine, hello.rank.dp) == (request.engine, request.replica)
         }
-        now = time.monotonic()
-        asked = self.relay.ask(own_id, action, mine or schedulers, now, answered)
-        if asked is not None:
-            act, peers = asked
-            for peer in peers:
+        asked = mine or schedulers
+        act = self.relay.ask(own_id, action, asked, time.monotonic(), answered)
+        if act is not None:
+            for peer, _ in asked.values():
                 self._say(peer, act)
 
     # Sending.

@@ -12,15 +12,17 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar, NamedTuple
+
+import msgspec
 
 from capflow import limits
 from capflow.action import Action, Answered
 from capflow.consumer import Consumer
 from capflow.errors import CapflowError, explain
-from capflow.frame import DTYPES
+from capflow.frame import DTYPES, Finished, RequestRows
 from capflow.ledger import Delivery, Request, Tally
 from capflow.losses import note_chunk
 from capflow.losslog import LossLog
@@ -100,6 +102,8 @@ class Lane:
         self._unmet: dict[
             str, None
         ] = {}  # engines, oldest first, of which there was no room to tell; the hub's thread's
+        # The requests in what the consumer is given now; written by the thread.
+        self._given: Sequence[RequestRows | Finished] = ()
         self._discarding = False  # set by `discard`: rows are thrown away, ends are still told
         self._opened = threading.Event()  # set by the thread when `open` is through
         self._open_error: Exception | None = None  # set by the thread before `_opened`
@@ -254,7 +258,10 @@ class Lane:
     # What the consumer is offered: `Context`.
 
     def act(self, action: Action) -> None:
-        """Send an action to the engine that runs its request."""
+        """Send an action to the engine that runs its request: the one that the consumer is given now, if it has that id."""
+        if not action.incarnation:
+            named = (part.incarnation for part in self._given if part.id == action.request)
+            action = msgspec.structs.replace(action, incarnation=next(named, ""))
         self._on_action(self.name, action)
 
     def count(self, name: str, amount: int = 1) -> None:
@@ -316,7 +323,9 @@ class Lane:
 
     def _give(self, delivery: Delivery) -> None:
         header = delivery.frame.header
+        self._given = header.requests
         error = self._guard("on_frame", self.consumer.on_frame, delivery.frame)
+        self._given = ()
         self.pace.failed_in_a_row = 0 if error is None else self.pace.failed_in_a_row + 1
         self.frames += 1
         self.rows += delivery.rows
@@ -333,7 +342,9 @@ class Lane:
                 self._guard("on_action", self.consumer.on_action, acted)
         done = request.done_for(place)
         said: list[CaptureResult | Future[CaptureResult] | None] = []
+        self._given = done.finished
         error = self._guard("on_request_done", lambda: said.append(self.consumer.on_request_done(done)))
+        self._given = ()
         answer = said[0] if error is None else CaptureResult("error", error)
         if isinstance(answer, Future):
             with self._lock:

@@ -88,7 +88,7 @@ class RequestRows(msgspec.Struct, frozen=True):
 
     token_ids and texts: of positions `start, start+1, …`, as many as the step captured of it.
     `texts` is empty when the engine has no tokenizer. capture: the spec that the request itself
-    brought, if it did.
+    brought, if it did. incarnation: differs between requests that have the same id one after another.
     """
 
     id: Name
@@ -97,6 +97,7 @@ class RequestRows(msgspec.Struct, frozen=True):
     token_ids: tuple[Token, ...]
     texts: tuple[str, ...] = ()
     capture: CaptureSpec | None = None
+    incarnation: Name = ""
 
     __repr__ = brief
 
@@ -154,6 +155,7 @@ class Finished(msgspec.Struct, frozen=True):
     dropped: Annotated[tuple[Dropped, ...], msgspec.Meta(max_length=limits.DROPPED_REASONS_MAX)] = ()
     capture: CaptureSpec | None = None
     acted: Annotated[tuple[Acted, ...], msgspec.Meta(max_length=limits.ACTED_MAX)] = ()
+    incarnation: Name = ""
 
     __repr__ = brief
 

@@ -270,7 +270,12 @@ class Hub:
             },
             "dropped_rows": dict(ledger.dropped),
             "spilled": roster.frames_spilled(),
-            "actions": {"applied": relay.applied, "rejected": relay.rejected, "waiting": len(relay)},
+            "actions": {
+                "applied": relay.applied,
+                "rejected": relay.rejected,
+                "unknown": relay.unknown,
+                "waiting": len(relay),
+            },
             "taps": self.taps.status(),
             "sessions": [peer.status(now) for peer in list(roster.peers.values())],
             "consumers": {lane.name: lane.status() for lane in self.lanes},

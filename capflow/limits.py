@@ -90,6 +90,8 @@ BODY_DRAIN_S_MAX = 30.0
 # What the hub remembers about requests that are over, for clients that ask late.
 RESULTS_KEPT_MAX = 20_000
 ACTIONS_WAITING_MAX = 4_096
+# Actions that a scheduler remembers until they expire, so that one that comes twice happens once.
+ACTIONS_KNOWN_MAX = 65_536
 
 assert HEADER_BYTES_MAX < PAYLOAD_BYTES_MAX
 assert CLAMPS_AT_SITE_MAX + 2 + 3 <= SITE_OPS_MAX  # a position may be patched by its number from either end
@@ -128,6 +130,8 @@ KEY_FILE_BYTES_MAX = 4 * MIB
 # Times of the transport, seconds.
 IDLE_S = 0.25
 ACTION_S_MAX = 30.0
+# How much longer a hub waits for the answer to an action that has expired.
+ACTION_ANSWER_S_MAX = 5.0
 LINGER_S = 0.5
 RECONNECT_S_MIN = 0.1
 RECONNECT_S_MAX = 0.5

@@ -89,7 +89,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """What the hub wants of this engine. last_seq: the last frame it has of the peer's boot, 0 if none.
 
     captures: the consumers' own specs, each to be applied to every request. controllers: to be run in
-    every worker. Both go to schedulers, which give them to their workers; clients are told captures.
+    every worker. Both go to schedulers, which give them to their workers; clients are told captures. clock_s: of the hub, on which
+    `Act.until_s` is.
     """
 
     hub: Name
@@ -98,6 +99,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     captures: tuple[CaptureSpec, ...] = ()
     controllers: tuple[ControllerSpec, ...] = ()
     version: int = PROTOCOL_VERSION
+    clock_s: float = 0.0
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -147,11 +149,15 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     counts: WorkerCounts | None = None
 
 
-class Act(msgspec.Struct, frozen=True, tag="act"):
-    """Do this. id is the sender's, and comes back with the outcome."""
+class Act(msgspec.Struct, frozen=True, tag="act", omit_defaults=True):
+    """Do this. id is the sender's, and comes back with the outcome. A hub never gives an id twice, but for sending the same `Act` again.
+
+    until_s: on the hub's clock, when the action expires; said by hubs.
+    """
 
     id: Name
     action: Action
+    until_s: float | None = None
 
 
 class ActionOutcome(msgspec.Struct, frozen=True, tag="outcome"):

@@ -1,19 +1,22 @@
 """The relay: actions on their way to schedulers, and outcomes on their way back.
 
 It belongs to the hub's thread and does no I/O. An action goes to one scheduler or to several; the first `Applied`
-is its outcome, or else the last `Rejected`, or silence for `limits.ACTION_S_MAX`.
+is its outcome, or else the last `Rejected`. A scheduler whose connection is lost is sent the action again when it is back: it
+does it once, and gives the first answer again. Invariant: schedulers do nothing with an action that expired, and the relay
+answers by itself only after that.
 """
 
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from capflow import limits
-from capflow.action import Action, Applied, Outcome, Rejected
+from capflow.action import Action, Applied, Outcome, Rejected, Unknown
 from capflow.errors import explain
 from capflow.message import Act
 
@@ -28,8 +31,9 @@ class _Waiting:
 
     own_id: str  # what the asker calls it
     answer: Callable[[Outcome], None]
-    asked: set[bytes]  # schedulers that have not answered
+    asked: set[str]  # boots of schedulers that have not answered
     until: float
+    act: Act | None = None
     reason: str = ""  # the last rejection
 
 
@@ -39,30 +43,36 @@ class Relay:
     def __init__(self) -> None:
         self.applied = 0
         self.rejected = 0
-        self._waiting: dict[str, _Waiting] = {}  # until the outcome, or `until`
+        self.unknown = 0
+        self._waiting: dict[str, _Waiting] = {}  # until the outcome, or a while after `until`
+        self._hub = uuid.uuid4().hex  # so that no other hub gives the same ids
         self._ids = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def ask(
-        self, own_id: str, action: Action, schedulers: Iterable[bytes], now: float, answer: Callable[[Outcome], None]
-    ) -> tuple[Act, set[bytes]] | None:
-        """Return what to send to which schedulers; None when it was answered at once."""
-        asked = set(schedulers)
-        waiting = _Waiting(own_id, answer, asked, now + limits.ACTION_S_MAX)
-        if not asked:
+        self, own_id: str, action: Action, schedulers: Iterable[str], now: float, answer: Callable[[Outcome], None]
+    ) -> Act | None:
+        """Return what to send to the schedulers, which are named by their boots; None when it was answered at once."""
+        waiting = _Waiting(own_id, answer, set(schedulers), now + limits.ACTION_S_MAX)
+        if not waiting.asked:
             self._answer(waiting, Rejected(own_id, NO_ENGINE))
             return None
         if len(self._waiting) >= limits.ACTIONS_WAITING_MAX:
             reason = explain("actions waiting for an engine", got=len(self._waiting), expected="fewer; try again later")
             self._answer(waiting, Rejected(own_id, reason))
             return None
-        hub_id = f"{next(self._ids)}"
-        self._waiting[hub_id] = waiting
-        return Act(hub_id, action), set(asked)
+        waiting.act = Act(f"{self._hub}-{next(self._ids)}", action, waiting.until)
+        self._waiting[waiting.act.id] = waiting
+        return waiting.act
 
-    def outcome(self, scheduler: bytes, outcome: Outcome) -> None:
+    def again(self, scheduler: str, now: float) -> list[Act]:
+        """Return what to send to a scheduler that is back: what it was asked, has not answered and may still do."""
+        waits = (waiting for waiting in self._waiting.values() if scheduler in waiting.asked and now < waiting.until)
+        return [waiting.act for waiting in waits if waiting.act is not None]
+
+    def outcome(self, scheduler: str, outcome: Outcome) -> None:
         """Take a scheduler's answer."""
         waiting = self._waiting.get(outcome.id)
         if waiting is None or scheduler not in waiting.asked:
@@ -74,22 +84,29 @@ class Relay:
             del self._waiting[outcome.id]
             self._answer(waiting, msgspec.structs.replace(outcome, id=waiting.own_id))
 
-    def gone(self, scheduler: bytes) -> None:
-        """A scheduler left: it answers nothing any more."""
+    def gone(self, scheduler: str) -> None:
+        """A scheduler said goodbye: it does nothing any more."""
         reason = "action: the engine left before it answered"
         for hub_id in [hub_id for hub_id, waiting in self._waiting.items() if scheduler in waiting.asked]:
             self.outcome(scheduler, Rejected(hub_id, self._waiting[hub_id].reason or reason))
 
     def expire(self, now: float) -> None:
-        """Answer what waited too long."""
-        for hub_id in [hub_id for hub_id, waiting in self._waiting.items() if now >= waiting.until]:
+        """Answer what no scheduler answered, a while after it expired."""
+        due = now - limits.ACTION_ANSWER_S_MAX
+        for hub_id in [hub_id for hub_id, waiting in self._waiting.items() if due >= waiting.until]:
             waiting = self._waiting.pop(hub_id)
-            reason = waiting.reason or f"action: the engine did not answer in {limits.ACTION_S_MAX:g} s"
-            self._answer(waiting, Rejected(waiting.own_id, reason))
+            reason = explain(
+                f"action: the engine did not answer in {limits.ACTION_S_MAX:g} s; whether it did it is not known",
+                do="see `capflow status` for whether the engine runs",
+            )
+            self._answer(waiting, Unknown(waiting.own_id, reason))
 
     def _answer(self, waiting: _Waiting, outcome: Outcome) -> None:
-        if isinstance(outcome, Applied):
-            self.applied += 1
-        else:
-            self.rejected += 1
+        match outcome:
+            case Applied():
+                self.applied += 1
+            case Rejected():
+                self.rejected += 1
+            case Unknown():
+                self.unknown += 1
         waiting.answer(outcome)

@@ -150,6 +150,7 @@ class PeerSession:
         self._sent: deque[_Kept] = deque()  # sent on this connection, not acknowledged; emptied by Acks
         self._sent_bytes = 0  # of these
         self._pulse = _Pulse(now)
+        self._greeted = now  # when the Hello of this connection was said
 
     @property
     def unacked(self) -> int:
@@ -167,6 +168,7 @@ class PeerSession:
         self.state = State.HELLO
         self.refusal = None
         self._pulse = _Pulse(now)
+        self._greeted = now
         return self._said(self.hello, now)
 
     def lost(self) -> None:
@@ -243,6 +245,14 @@ class PeerSession:
             case _ if self.state is not State.OPEN or not isinstance(said, _FROM_HUB[self.hello.role]):
                 raise _unexpected(said, self.state)
         return said
+
+    def deadline(self, until_s: float) -> float:
+        """Return a time on this side's clock that is not later than `until_s` on the hub's.
+
+        The hub read its clock for the Welcome after the Hello was said, so that its time came no earlier than that.
+        """
+        assert self.welcome is not None
+        return self._greeted + until_s - self.welcome.clock_s
 
     def tick(self, now: float) -> Parts | None:
         """Return a Beat if one is due."""

@@ -225,6 +225,7 @@ def act_when_running(llm, action, answer):
                 outcome = client.act(action, timeout=60)
                 if isinstance(outcome, Applied):
                     break
+                time.sleep(0.01)  # an engine that does not run it says so at once
             answer.append(outcome)
 
     thread = threading.Thread(target=send)
@@ -312,10 +313,51 @@ def test_an_action_for_a_request_that_does_not_run_is_rejected(shared):
 
     thread = threading.Thread(target=send)
     thread.start()
-    while thread.is_alive():  # the scheduler looks for actions when it schedules
-        llm.generate(prompts((4,)), capflow.sampling_params(max_tokens=2, **GREEDY), use_tqdm=False)
+    thread.join(60)  # the engine idles all the while
     assert isinstance(answer[0], Rejected)
     assert "nobody" in answer[0].reason
+
+
+WAITED = {
+    "steer": Steer("again", (SteeringVector.make(Site(1, "post_block"), vector(3)),)),
+    "abort": Abort("again"),
+}
+
+
+@pytest.mark.parametrize("kind", WAITED)
+def test_an_action_that_was_rejected_does_nothing_to_a_later_request_of_the_same_id(shared, kind):
+    llm, _ = shared
+    params = capflow.sampling_params(id="again", capture=ALL, max_tokens=20, **GREEDY)
+    (alone,) = llm.generate(prompts((9,)), params, use_tqdm=False)
+    with Client(llm.capflow_settings.hubs[0].address) as client:
+        assert isinstance(client.act(WAITED[kind], timeout=60), Rejected)
+    (again,) = llm.generate(prompts((9,)), params, use_tqdm=False)
+    assert answers([again]) == answers([alone])
+
+
+def test_steering_that_waits_for_a_request_s_first_step_ends_with_the_request(shared):
+    llm, _ = shared
+    engine_ = llm.llm_engine
+    params = capflow.sampling_params(id="again", max_tokens=20, **GREEDY)
+    (alone,) = llm.generate(prompts((9,)), params, use_tqdm=False)
+    answer = []
+    links = engine_.engine_core.engine_core.scheduler.capflow.links
+    engine_.add_request("early", prompts((9,))[0], params)
+
+    def send():
+        with Client(llm.capflow_settings.hubs[0].address) as client:
+            answer.append(client.act(WAITED["steer"], timeout=60))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    waits = []
+    eventually(lambda: links.actions(lambda act: bool(waits.append(act))) or waits)
+    engine_.abort_request(["early"])
+    compat.flush(engine_)
+    (again,) = llm.generate(prompts((9,)), params, use_tqdm=False)
+    thread.join(60)
+    assert isinstance(answer[0], Rejected)
+    assert answers([again]) == answers([alone])
 
 
 def test_the_gate_steers_from_the_step_after_its_probe_fired(tiny, reference, tmp_path):

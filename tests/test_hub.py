@@ -467,7 +467,7 @@ class TestActions:
             thread = self.answering(link, lambda act: Rejected(act.id, "request r1: not running"))
             assert client.act(Abort("r1"), 20).reason == "request r1: not running"
             thread.join(20)
-            assert hub.status()["actions"] == {"applied": 0, "rejected": 1, "waiting": 0}
+            assert hub.status()["actions"] == {"applied": 0, "rejected": 1, "unknown": 0, "waiting": 0}
 
     def test_of_an_engine_that_leaves_are_rejected(self, address):
         with running_hub(address, Recorder()), raw_peer(address) as peer:
@@ -489,11 +489,6 @@ class TestActions:
             thread.join(20)
             eventually(lambda: hub.lanes[0].counts["actions_applied"] == 1)
             assert hub.status()["consumers"]["recorder"]["counts"] == {"flagged": 2, "actions_applied": 1}
-
-    def test_that_nobody_answers_are_rejected_in_time(self, address, monkeypatch):
-        monkeypatch.setattr(limits, "ACTION_S_MAX", 0.1)
-        with running_hub(address, Recorder()), scheduler_link(address), Client(address) as client:
-            assert "did not answer" in client.act(Abort("r1"), 20).reason
 
     def test_are_off_where_other_machines_can_send_them(self):
         with (

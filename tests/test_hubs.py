@@ -73,7 +73,7 @@ class TestScheduler:
     @pytest.fixture
     def links(self, addresses):
         hello = make_hello(role="scheduler", boot="scheduler")
-        links = HubLinks([HubAt(address) for address in addresses], hello)
+        links = HubLinks([HubAt(address) for address in addresses], hello, lambda _: "")
         yield links
         links.close()
 
@@ -100,7 +100,7 @@ class TestScheduler:
             for thread in threads:
                 thread.start()
             acts = []
-            eventually(lambda: acts.extend(links.actions()) or len(acts) == 2)
+            eventually(lambda: acts.extend(links.actions(lambda _: True)) or len(acts) == 2)
             assert len({act.id for act in acts}) == 2, "both hubs call theirs by the same number"
             for act in acts:
                 first = act.action.request == "asked-of-0"

@@ -93,12 +93,12 @@ def _read_safetensors(file: Path, where: str) -> dict[str, Any]:
 
 
 def _act(action: Action, hub: dict[str, Any]) -> None:
-    from capflow.action import Rejected
+    from capflow.action import Applied
     from capflow.client import Client
     from capflow.errors import CapflowError
 
     with Client(**hub) as client:
         outcome = client.act(action)
-    if isinstance(outcome, Rejected):
+    if not isinstance(outcome, Applied):
         raise CapflowError(outcome.reason)
     click.echo(f"applied in step {outcome.step}")

@@ -7,7 +7,7 @@ What one hub wants holds for its own requests; it may ask for actions on any.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -63,10 +63,10 @@ def hubs_at(
 
 
 class HubLinks:
-    """A scheduler's sessions, one with each hub."""
+    """A scheduler's sessions, one with each hub. running: as of `SchedulerLink`."""
 
-    def __init__(self, hubs: Sequence[HubAt], hello: Hello) -> None:
-        self._links = [SchedulerLink(hub.address, hello, key=hub.key) for hub in hubs]
+    def __init__(self, hubs: Sequence[HubAt], hello: Hello, running: Callable[[str], str | None]) -> None:
+        self._links = [SchedulerLink(hub.address, hello, key=hub.key, running=running) for hub in hubs]
 
     @property
     def welcomes(self) -> tuple[Welcome | None, ...]:
@@ -79,12 +79,12 @@ class HubLinks:
         for link in self._links:
             link.wait_welcome(max(0.0, deadline - time.monotonic()))
 
-    def actions(self) -> list[Act]:
-        """Return the actions that came since the last call, their ids told apart by hub; never waits."""
+    def actions(self, ready: Callable[[Act], bool]) -> list[Act]:
+        """Return the actions that wait and are ready, their ids told apart by hub; never waits."""
         return [
             msgspec.structs.replace(act, id=f"{number}/{act.id}")
             for number, link in enumerate(self._links)
-            for act in link.actions()
+            for act in link.actions(ready)
         ]
 
     def outcome(self, outcome: Outcome) -> None:

@@ -38,6 +38,7 @@ class Unscheduled:
 
     name: str
     wishes: int
+    incarnation: str
     prompt_length: int
     capture: CaptureSpec | None
     status: str
@@ -47,8 +48,8 @@ class Unscheduled:
 class Orders:
     """One step's orders.
 
-    admitted: for each request first scheduled now, what it is called outside and the number of the wishes
-    it was admitted under. wishes: new ones of all hubs, by number. ended: requests (by vLLM's id) that are over since the last
+    admitted: for each request first scheduled now, what it is called outside, the number of the wishes
+    it was admitted under, and its incarnation. wishes: new ones of all hubs, by number. ended: requests (by vLLM's id) that are over since the last
     step, and unscheduled those that no worker ever heard of. actions: changes to running requests, by vLLM's id, that hold from this step on.
 
     settled: of steps up to this one everything is known: which drafts were accepted, and which requests ended in them.
@@ -59,7 +60,7 @@ class Orders:
     step: int
     settled: int = 0
     cuts: dict[str, int] = field(default_factory=dict)
-    admitted: dict[str, tuple[str, int]] = field(default_factory=dict)
+    admitted: dict[str, tuple[str, int, str]] = field(default_factory=dict)
     wishes: dict[int, tuple[Wishes, ...]] = field(default_factory=dict)
     ended: dict[str, Ended] = field(default_factory=dict)
     unscheduled: dict[str, Unscheduled] = field(default_factory=dict)

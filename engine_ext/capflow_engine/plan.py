@@ -133,6 +133,7 @@ class Tracked:
     key: vLLM's id of it; id: the id it is known by outside. computed: its positions below this were
     planned. generated: how many of the prompt's last tokens are steered as generated ones are. steered: what steers it, by
     position, in order; empty when nothing ever did. hub: the number of the hub that has it. acted: what its end tells of what steered it.
+    incarnation: differs between requests that have the same id one after another.
     """
 
     key: str
@@ -146,6 +147,7 @@ class Tracked:
     steered: list[Held] = field(default_factory=list)
     hub: int = 0
     acted: list[Acted] = field(default_factory=list)
+    incarnation: str = ""
     ship_cursor: Cursor | None = field(init=False, repr=False)
     view_cursor: Cursor | None = field(init=False, repr=False)
 

@@ -136,6 +136,8 @@ class Ledger:
         self._step = 0
         self._keys: dict[str, str] = {}  # outside id → vLLM's id, of requests that run
         self._names: dict[str, str] = {}  # the other way round
+        self._incarnations: dict[str, str] = {}  # of requests that run, by what they are called outside; links read it
+        self._admitted = itertools.count(1)
         requests = vllm_config.scheduler_config.max_num_seqs
         self._held = Holdings(Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests))
         self._programs: dict[str, SteeringProgram] = {}  # what requests came with, by vLLM's id
@@ -146,12 +148,10 @@ class Ledger:
         self._acted: dict[
             str, dict[tuple[Need, ...], str]
         ] = {}  # by vLLM's id, what actions hold, with the name of each
-        self._unscheduled: dict[str, tuple[str, int]] = {}  # for `Orders.admitted`, until its first step
+        self._unscheduled: dict[str, tuple[str, int, str]] = {}  # for `Orders.admitted`, until its first step
         self._ended: dict[str, Ended] = {}  # until the next step's orders are made
         self._never: dict[str, Unscheduled] = {}  # likewise
-        self._actions: list[
-            tuple[str, str, Steer | Unsteer]
-        ] = []  # by id and vLLM's id, until the request is scheduled
+        self._actions: list[tuple[str, str, Steer | Unsteer]] = []  # by id and vLLM's id, for the next step's orders
         self._aborts: list[str] = []  # ids of aborts, which hold from the next step on
         self._under_way: dict[int, UnderWay] = {}  # steps by number, until their output is taken in
         self._cuts: dict[str, int] = {}  # for the next step's orders
@@ -162,7 +162,7 @@ class Ledger:
         self._new_wishes = {0: self._wishes}  # not yet told to the workers
         replica = compat.replica_of(vllm_config)
         hello = Hello("scheduler", self.settings.engine, self._boot, Rank(0, replica, 0), self.info)
-        self.links = HubLinks(self.settings.hubs, hello)
+        self.links = HubLinks(self.settings.hubs, hello, self._incarnations.get)
         if self.settings.hub_wait_s is not None:
             self.links.wait_welcomes(self.settings.hub_wait_s)
         self._take_welcomes()
@@ -194,7 +194,8 @@ class Ledger:
         if name in self._keys:
             name = f"{name}~{key}"
         self._keys[name], self._names[key] = key, name
-        self._unscheduled[key] = name, self._wishes_number
+        self._incarnations[name] = f"{self._boot[:12]}-{next(self._admitted)}"
+        self._unscheduled[key] = name, self._wishes_number, self._incarnations[name]
         wishes = self._wishes[self.settings.hub_of(name)]
         if wanted := _wanted(options, wishes):
             compat_cache.compute(request, wanted)
@@ -265,7 +266,7 @@ class Ledger:
 
     def take_actions(self, scheduler: Any) -> None:
         """Take what the hub sent since the last step; what can be applied goes into the next orders."""
-        for act in self.links.actions():
+        for act in self.links.actions(self._is_ready):
             reason = self._apply(act, scheduler)
             if reason is not None:
                 self.links.outcome(Rejected(act.id, reason))
@@ -289,8 +290,7 @@ class Ledger:
                     orders.admitted[key] = admitted
         orders.ended, self._ended = self._ended, {}
         orders.unscheduled, self._never = self._never, {}
-        ready = [action for action in self._actions if action[1] not in self._unscheduled]
-        self._actions = [action for action in self._actions if action[1] in self._unscheduled]
+        ready, self._actions = self._actions, []
         orders.actions = [(key, action) for _, key, action in ready]
         orders.wishes, self._new_wishes = self._new_wishes, {}
         orders.attach(scheduler_output)
@@ -323,7 +323,7 @@ class Ledger:
             self._held.release(held)
         name = self._names.pop(key, None)
         if name is not None:
-            del self._keys[name]
+            del self._keys[name], self._incarnations[name]
         for action_id in [action_id for action_id, its, _ in self._actions if its == key]:
             self.links.outcome(Rejected(action_id, explain("request", got=name, expected="one that is running")))
         self._actions = [action for action in self._actions if action[1] != key]
@@ -355,11 +355,15 @@ class Ledger:
                 self._wishes_number += 1
                 self._new_wishes[self._wishes_number] = wishes
 
+    def _is_ready(self, act: Act) -> bool:
+        """Return whether an action may be taken: steering waits for the first step of its request, and expires meanwhile."""
+        return isinstance(act.action, Abort) or self._keys.get(act.action.request, "") not in self._unscheduled
+
     def _apply(self, act: Act, scheduler: Any) -> str | None:
         """Prepare an action for the next step; return why not, if it cannot be."""
         action = act.action
         key = self._keys.get(action.request)
-        if key is None:
+        if key is None or self._incarnations[action.request] != action.incarnation:
             return explain("request", got=action.request, expected="one that is running")
         request = scheduler.requests[key]
         if isinstance(action, Abort):
@@ -368,8 +372,6 @@ class Ledger:
             self.aborted.append(request)
             self._aborts.append(act.id)
             return None
-        if key in self._waiting:  # it would hold room that those before it wait for
-            return explain("request", got=action.request, expected="one that is running")
         if isinstance(action, Steer):
             try:
                 Steering(base=Tier(action.vectors)).check(self.info)

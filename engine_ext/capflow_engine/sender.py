@@ -222,7 +222,7 @@ class Sender:
         request, row, start, _ = step.plan.batch[number]
         ids = tuple(step.token_ids[row + first - start : row + end - start].tolist())
         texts = tuple(map(self.text_of, ids)) if self.text_of is not None else ()
-        return RequestRows(request.id, request.prompt_length, first, ids, texts, request.capture)
+        return RequestRows(request.id, request.prompt_length, first, ids, texts, request.capture, request.incarnation)
 
     def _finished(self, over: Sequence[tuple[Tracked, Ended]], more: Mapping[str, int]) -> tuple[Finished, ...]:
         """Return what is said of the requests that are over, `more` rows of them being in this frame."""
@@ -236,6 +236,7 @@ class Sender:
                 dropped=lost.dropped if (lost := self._lost.get(request.key)) is not None else (),
                 capture=request.capture,
                 acted=tuple(request.acted),
+                incarnation=request.incarnation,
             )
             for request, ended in over
         )

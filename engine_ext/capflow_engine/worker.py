@@ -158,14 +158,14 @@ class WorkerCapture:
         for key, prompt_length, extra_args in compat_step.new_requests(scheduler_output):
             if key in orders.admitted and key not in self.requests:
                 self._admit(key, prompt_length, extra_args, *orders.admitted[key])
-                for _, action in (one for one in orders.actions if one[0] == key):
-                    self._order(key, action)
             elif key in self.requests and self.requests[key].prompt_length != prompt_length:
                 # Streaming input makes the prompt longer. Steps that wait go on with the prompt that they were planned for.
                 self.requests[key] = replace(self.requests[key], prompt_length=prompt_length)
                 self.histories.lengthen(self.requests[key])
 
-    def _admit(self, key: str, prompt_length: int, extra_args: Any, name: str, wishes_number: int) -> None:
+    def _admit(
+        self, key: str, prompt_length: int, extra_args: Any, name: str, wishes_number: int, incarnation: str
+    ) -> None:
         hub = self.settings.hub_of(name)
         wishes = self.wishes[wishes_number][hub]
         if wishes.controllers != self.controllers[hub].specs:
@@ -181,6 +181,7 @@ class WorkerCapture:
             capture=options.capture,
             generated=options.generated or 0,
             hub=hub,
+            incarnation=incarnation,
         )
         if self.sends and wanted:
             self._watched.add(key)
@@ -248,7 +249,16 @@ class WorkerCapture:
             hub = self.settings.hub_of(never.name)
             if self.sends and self._wanted([never.capture, *self.wishes[never.wishes][hub].captures]):
                 nothing = self.planner.nothing
-                tracked = Tracked(key, never.name, never.prompt_length, nothing, nothing, never.capture, hub=hub)
+                tracked = Tracked(
+                    key,
+                    never.name,
+                    never.prompt_length,
+                    nothing,
+                    nothing,
+                    never.capture,
+                    hub=hub,
+                    incarnation=never.incarnation,
+                )
                 self._pending.end(tracked, Ended(never.status, 0))
 
     # --- the step ---
