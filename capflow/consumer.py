@@ -134,8 +134,8 @@ class Consumer(Named, ABC):
     def on_action(self, answered: Answered) -> None:
         """An action on a request was applied or rejected: at once when it was asked for through this hub by anyone.
 
-        The steering that a request of which rows are captured brings itself, and what controllers do to it inside the workers, is told when the request is over,
-        before `on_request_done`. A consumer with policy `spill` may be told of one again after a kill, by the same id.
+        The steering that a request brings itself, and what controllers do to it inside the workers, is told when the request is over, also of a request
+        of which no rows are captured; before `on_request_done`. A consumer with policy `spill` may be told of one again after a kill, by the same id.
         """
 
     def look(self) -> tuple[str, str] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from capflow.errors import RemoteProtocolError, UsageError
 from capflow.fanout import Lane
 from capflow.frame import Frame, FrameHeader
 from capflow.guard import Guard
-from capflow.ledger import Engine, Ledger, Request, Wish
+from capflow.ledger import Engine, Ledger, Request, Wish, answered_by
 from capflow.message import (
     Ack,
     Act,
@@ -283,7 +283,10 @@ class Exchange:
         welcome = Welcome(self._id, 0, clock_s=now)  # a worker's credit is its intake's to say
         if hello.role == "scheduler":
             controllers = tuple(controller.spec() for controller in self.controllers)
-            welcome = msgspec.structs.replace(welcome, captures=self._captures, controllers=controllers)
+            actions = any(lane.minds_actions for lane in self.lanes)
+            welcome = msgspec.structs.replace(
+                welcome, captures=self._captures, controllers=controllers, actions=actions
+            )
         elif hello.role == "client":
             welcome = msgspec.structs.replace(welcome, captures=self._captures)
         if hello.role != "client":
@@ -368,6 +371,8 @@ class Exchange:
         if header.finished:
             for request in self.ledger.finish(header, source.engine):
                 hold.left += self._over(request, taken)
+        for over in header.acted:
+            self._tell(answered_by(source.engine.name, over.id, header.rank.pp, over.acted), self.lanes)
         self.taps.frame(parts, nbytes)
         self._release(hold)
 
@@ -405,9 +410,17 @@ class Exchange:
         told = zip(self.lanes, request.tallies, strict=True)
         asked = [lane for lane, tally in told if tally is not None and not lane.keeps]
         waited_for = sum(lane.finish(request, taken) for lane in asked)
+        others = [lane for lane, tally in zip(self.lanes, request.tallies, strict=True) if tally is None]
+        self._tell(request.acted(), others)
         request.let_go()
         self._answer_waiters(request)
         return waited_for
+
+    @staticmethod
+    def _tell(told: Iterable[Answered], lanes: Sequence[Lane]) -> None:
+        for answered in told:
+            for lane in lanes:
+                lane.tell(answered)
 
     def _lose(self, engine: Engine, replica: int | None) -> None:
         self.taps.lose(engine, replica)
@@ -473,8 +486,7 @@ class Exchange:
 
         def answered(outcome: Outcome) -> None:
             told = Answered.of(action, outcome, engine=request.engine if request else "", asked_by=asked_by)
-            for lane in self.lanes:
-                lane.tell(told)
+            self._tell([told], self.lanes)
             answer(outcome)
 
         schedulers = {hello.boot: (peer, hello) for peer, hello in self.roster.schedulers()}

@@ -109,6 +109,11 @@ class Lane:
         self._open_error: Exception | None = None  # set by the thread before `_opened`
         self._thread = threading.Thread(target=self._run, name=f"capflow-{self.name}", daemon=True)
 
+    @property
+    def minds_actions(self) -> bool:
+        """Whether the consumer wants to be told of actions."""
+        return type(self.consumer).on_action is not Consumer.on_action
+
     # Called by the hub.
 
     def open(self) -> None:
@@ -192,7 +197,7 @@ class Lane:
 
     def tell(self, answered: Answered) -> None:
         """Tell the consumer, if it minds them, what came of an action; the oldest that wait make room for the newest."""
-        if type(self.consumer).on_action is Consumer.on_action:
+        if not self.minds_actions:
             return
         if self.keeps:
             self.queue.force(answered)
@@ -337,7 +342,7 @@ class Lane:
 
     def _finish(self, request: Request, place: int, settled: Callable[[], None] | None) -> None:
         """Tell the consumer, which has this place in the request's ledger, that it is over; `settled` is called, on any thread, when there is a result."""
-        if type(self.consumer).on_action is not Consumer.on_action:
+        if self.minds_actions:
             for acted in request.acted():
                 self._guard("on_action", self.consumer.on_action, acted)
         done = request.done_for(place)

@@ -160,6 +160,14 @@ class Finished(msgspec.Struct, frozen=True):
     __repr__ = brief
 
 
+class ActedOn(msgspec.Struct, frozen=True):
+    """A request is over of which nobody wants rows; acted: what steered it inside its worker, in order."""
+
+    id: Name
+    incarnation: Name
+    acted: Annotated[tuple[Acted, ...], msgspec.Meta(max_length=limits.ACTED_MAX)]
+
+
 class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
     """Everything about a frame but its rows; see the module for the layout.
 
@@ -180,6 +188,7 @@ class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
     requests: Annotated[tuple[RequestRows, ...], msgspec.Meta(max_length=limits.REQUESTS_PER_FRAME_MAX)]
     blocks: Annotated[tuple[Block, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
     finished: tuple[Finished, ...] = ()
+    acted: tuple[ActedOn, ...] = ()
     step_tokens: Count = 0
     step_requests: Count = 0
     payload_bytes: int = 0

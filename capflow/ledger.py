@@ -16,7 +16,7 @@ import xxhash
 from capflow import limits
 from capflow.action import Answered
 from capflow.errors import RemoteProtocolError, UsageError, explain
-from capflow.frame import Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, rows_of
+from capflow.frame import Acted, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, rows_of
 from capflow.losses import Losses, described, note_frame
 from capflow.message import ModelInfo
 from capflow.positions import Positions
@@ -167,17 +167,11 @@ class Request:
     def acted(self) -> list[Answered]:
         """Return what changed the steering of it inside its workers, oldest first; told again, each has the same id."""
         told = [
-            (
-                acted,
-                xxhash.xxh3_128_hexdigest(repr((self.engine, self.id, stage, number, acted.time_ns)).encode()),
-            )
+            answered
             for stage, finished in self.finished.items()
-            for number, acted in enumerate(finished.acted)
+            for answered in answered_by(self.engine, self.id, stage, finished.acted)
         ]
-        return [
-            Answered(key, self.engine, self.id, acted.kind, acted.sites, acted.by, acted.time_ns, acted.step, "")
-            for acted, key in sorted(told, key=lambda one: one[0].time_ns)
-        ]
+        return sorted(told, key=lambda answered: answered.time_ns)
 
     @property
     def computed_length(self) -> int:
@@ -412,6 +406,24 @@ class Ledger:
         except (UsageError, KeyError) as e:
             raise RemoteProtocolError(explain("capture of a request", got=str(e), expected="one that fits")) from e
         return Share(wanted) if wanted else None
+
+
+def answered_by(engine: str, request: str, stage: int, acts: Sequence[Acted]) -> list[Answered]:
+    """Return what changed the steering of a request inside the worker of a stage; told again, each has the same id."""
+    return [
+        Answered(
+            xxhash.xxh3_128_hexdigest(repr((engine, request, stage, number, acted.time_ns)).encode()),
+            engine,
+            request,
+            acted.kind,
+            acted.sites,
+            acted.by,
+            acted.time_ns,
+            acted.step,
+            "",
+        )
+        for number, acted in enumerate(acts)
+    ]
 
 
 class _Wants:

@@ -90,7 +90,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
     captures: the consumers' own specs, each to be applied to every request. controllers: to be run in
     every worker. Both go to schedulers, which give them to their workers; clients are told captures. clock_s: of the hub, on which
-    `Act.until_s` is.
+    `Act.until_s` is. actions: whether consumers want to be told what steers requests, also those of which nobody wants rows.
     """
 
     hub: Name
@@ -100,6 +100,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     controllers: tuple[ControllerSpec, ...] = ()
     version: int = PROTOCOL_VERSION
     clock_s: float = 0.0
+    actions: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

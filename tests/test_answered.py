@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 
 import duckdb
+import msgspec
 import numpy as np
 import pytest
-from frames import make_frame
+from frames import make_finished, make_frame
 from hubs import Recorder, address, configured, running_hub, scheduler_link, worker_link
 from test_duckdb import SITES, done, opened, probe_file, query
 from waiting import eventually
 
 from capflow.action import Abort, Answered, Applied, Rejected, Steer, Unsteer
 from capflow.client import Client
+from capflow.frame import Acted, ActedOn
 from capflow.site import Site
 from capflow.vector import SteeringVector
 from capflow_consumers.duckdb import DuckdbConfig, DuckdbConsumer
@@ -77,6 +79,37 @@ def test_consumers_are_told_of_every_action_and_what_came_of_it(address, policy,
     ]
     assert len({a.id for a in told.told}) == 3
     assert all(abs(a.time_ns - told.told[0].time_ns) < 60e9 for a in told.told)
+
+
+@pytest.mark.parametrize("policy", ["block", "spill"])
+def test_consumers_are_told_what_steered_requests_whose_rows_they_do_not_have(address, policy, tmp_path):
+    """One request nobody wants rows of; of another only a consumer that minds no actions does."""
+    told, deaf = Told("told", spec=None), Recorder("deaf")
+    options = {"spool_dir": tmp_path / "spool"} if policy == "spill" else {}
+    acted = Acted("controller gate", "steer", (Site(2, "post_block"),), 5, 1_700_000_000_000_000_000)
+    with (
+        running_hub(address, configured(told, policy, **options), deaf),
+        worker_link(address) as worker,
+        scheduler_link(address) as link,
+    ):
+        assert link.welcome.actions
+        frame = make_frame([("seen", 3, 0, 3)])
+        assert worker.send(frame.header, frame.payload) is None
+        seen = msgspec.structs.replace(make_finished("seen", 3, 3, rows=6), acted=(acted,))
+        end = make_frame([], finished=[seen], step=2)
+        header = msgspec.structs.replace(end.header, acted=(ActedOn("unseen", "i", (acted, acted)),))
+        assert worker.send(header, end.payload) is None
+        eventually(lambda: len(told.told) == 3)
+    facts = {(a.engine, a.request, a.kind, a.sites, a.asked_by, a.step) for a in told.told}
+    steer = ("steer", (Site(2, "post_block"),), "controller gate", 5)
+    assert facts == {("engine-1", "seen", *steer), ("engine-1", "unseen", *steer)}
+    assert len({a.id for a in told.told}) == 3
+    assert set(deaf.done) == {"seen"}
+
+
+def test_nobody_asks_for_actions_where_no_consumer_minds_them(address):
+    with running_hub(address, Recorder()), scheduler_link(address) as link:
+        assert not link.welcome.actions
 
 
 def test_actions_are_in_the_store_when_they_are_told_and_once(tmp_path):

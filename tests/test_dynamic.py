@@ -223,3 +223,28 @@ def preemptions(llm):
 
     scheduler._preempt_request = preempt
     return found
+
+
+def test_consumers_hear_of_a_gated_request_that_nobody_captures_and_of_no_other(tiny, reference, tmp_path):
+    """The gate fires on one of two requests; neither brings a capture, and no consumer has one of its own."""
+    import duckdb
+
+    given = prompts((9, 11))
+    with engine(tiny) as llm:
+        plain = answers(llm.generate(given, capflow.sampling_params(max_tokens=12, **GREEDY), use_tqdm=False))
+    highest = [
+        float(
+            np.max(
+                (reference.post_block([*p["prompt_token_ids"], *a])[PROBED] @ WEIGHT)[len(p["prompt_token_ids"]) : -1]
+            )
+        )
+        for p, a in zip(given, plain, strict=True)
+    ]
+    gate = gate_of(tmp_path, sum(highest) / 2, more=",positions=all_generated")
+    with engine(tiny, consumers=[gate, f"duckdb:path={tmp_path}/a.duckdb"]) as llm:
+        params = [capflow.sampling_params(id=name, max_tokens=12, **GREEDY) for name in ("a", "b")]
+        llm.generate(given, params, use_tqdm=False)
+    fired = "a" if highest[0] > highest[1] else "b"
+    with duckdb.connect(f"{tmp_path}/a.duckdb") as found:
+        told = found.execute("SELECT request_id, kind, asked_by, outcome FROM actions").fetchall()
+    assert set(told) == {(fired, "steer", "controller gate", "applied")}

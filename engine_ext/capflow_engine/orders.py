@@ -18,10 +18,11 @@ _ATTRIBUTE = "capflow_orders"
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a hub wants of each of its requests: its consumers' specs, and the controllers to run."""
+    """What a hub wants of each of its requests: its consumers' specs, the controllers to run, and to be told what steers it."""
 
     captures: tuple[CaptureSpec, ...] = ()
     controllers: tuple[ControllerSpec, ...] = ()
+    actions: bool = False
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,8 @@ class Tracked:
     key: vLLM's id of it; id: the id it is known by outside. computed: its positions below this were
     planned. generated: how many of the prompt's last tokens are steered as generated ones are. steered: what steers it, by
     position, in order; empty when nothing ever did. hub: the number of the hub that has it. acted: what its end tells of what steered it.
-    incarnation: differs between requests that have the same id one after another.
+    incarnation: differs between requests that have the same id one after another. watched: some stage ships rows of it, so each
+    stage tells of its end. noted: what steers it is told with its end.
     """
 
     key: str
@@ -148,6 +149,8 @@ class Tracked:
     hub: int = 0
     acted: list[Acted] = field(default_factory=list)
     incarnation: str = ""
+    watched: bool = True
+    noted: bool = False
     ship_cursor: Cursor | None = field(init=False, repr=False)
     view_cursor: Cursor | None = field(init=False, repr=False)
 

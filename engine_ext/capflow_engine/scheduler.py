@@ -349,7 +349,7 @@ class Ledger:
         welcomes = self.links.welcomes
         if any(new is not known for new, known in zip(welcomes, self._welcomes, strict=True)):
             self._welcomes = welcomes
-            wishes = tuple(Wishes() if w is None else Wishes(w.captures, w.controllers) for w in welcomes)
+            wishes = tuple(Wishes() if w is None else Wishes(w.captures, w.controllers, w.actions) for w in welcomes)
             if wishes != self._wishes:
                 self._wishes = wishes
                 self._wishes_number += 1

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from capflow.frame import DTYPES, Block, Finished, FrameHeader, Rank, RequestRows, Span
+from capflow.frame import DTYPES, ActedOn, Block, Finished, FrameHeader, Rank, RequestRows, Span
 from capflow.losses import Losses
 from capflow.losslog import LossLog
 from capflow.message import ModelInfo
@@ -150,7 +150,7 @@ class Sender:
         reason = step.lost
         if step.rows is not None and counts:
             blocks, requests = self._describe(step, groups, spans)
-            header = self._header(hub, step, requests, blocks, self._finished(ended, counts))
+            header = self._header(hub, step, requests, blocks, ended, counts)
             reason = link.send(header, self._payload(step.rows, groups))
             if reason is None:
                 for key, rows in counts.items():
@@ -159,7 +159,7 @@ class Sender:
             self.dropped[hub][reason] += sum(counts.values())
             self._lose(step.plan, groups, spans, reason)
         if ended and (reason is not None or not counts):
-            link.send(self._header(hub, step, (), (), self._finished(ended, {})), b"")
+            link.send(self._header(hub, step, (), (), ended, {}), b"")
         for request, _ in ended:
             self._sent.pop(request.key, None)
             if (lost := self._lost.pop(request.key, None)) is not None:
@@ -239,6 +239,7 @@ class Sender:
                 incarnation=request.incarnation,
             )
             for request, ended in over
+            if request.watched
         )
 
     def _header(
@@ -247,8 +248,10 @@ class Sender:
         step: Computed,
         requests: tuple[RequestRows, ...],
         blocks: tuple[Block, ...],
-        finished: tuple[Finished, ...],
+        over: Sequence[tuple[Tracked, Ended]],
+        counts: Mapping[str, int],
     ) -> FrameHeader:
+        """Return a frame's header, with the ends of requests; counts: their rows in it."""
         return FrameHeader(
             engine=self.engine,
             boot=self.ways[hub].boot,
@@ -260,7 +263,12 @@ class Sender:
             hidden_size=self.info.hidden_size,
             requests=requests,
             blocks=blocks,
-            finished=finished,
+            finished=self._finished(over, counts),
+            acted=tuple(
+                ActedOn(request.id, request.incarnation, tuple(request.acted))
+                for request, _ in over
+                if not request.watched
+            ),
             step_tokens=step.plan.tokens,
             step_requests=len(step.plan.batch),
         )

@@ -91,7 +91,6 @@ class WorkerCapture:
         self.wishes: dict[int, tuple[Wishes, ...]] = {}  # of each hub
         self.controllers = [Controllers((), self.info, self.sites, hub) for hub in range(len(self.settings.hubs))]
         self.requests: dict[str, Tracked] = {}  # by vLLM's id
-        self._watched: set[str] = set()  # those of which some stage ships rows, so each stage tells of their end
         self._pending = Pending()
         self._viewed: _Viewed | None = None  # the step before, until the next one begins
         self._step = 0
@@ -182,9 +181,9 @@ class WorkerCapture:
             generated=options.generated or 0,
             hub=hub,
             incarnation=incarnation,
+            watched=self.sends and bool(wanted),
+            noted=self.sends and (bool(wanted) or wishes.actions),
         )
-        if self.sends and wanted:
-            self._watched.add(key)
         self.requests[key] = tracked
         program = options.resolved(self.info).program
         if program is not None:
@@ -219,9 +218,9 @@ class WorkerCapture:
 
     def _note(self, key: str, by: str, kind: str, sites: tuple[Site, ...]) -> None:
         """Have a request's end tell of a change to what steers it, if anybody is told of its end."""
-        acted = self.requests[key].acted
-        if key in self._watched and len(acted) < limits.ACTED_MAX:
-            acted.append(Acted(by, kind, sites, self._step, time.time_ns()))
+        tracked = self.requests[key]
+        if tracked.noted and len(tracked.acted) < limits.ACTED_MAX:
+            tracked.acted.append(Acted(by, kind, sites, self._step, time.time_ns()))
 
     def _run_controllers(self, cuts: Mapping[str, int]) -> list[tuple[str, Steer | Unsteer]]:
         viewed, self._viewed = self._viewed, None
@@ -239,8 +238,7 @@ class WorkerCapture:
             return
         self.histories.forget(tracked)
         self.controllers[tracked.hub].forget(tracked.id)
-        if key in self._watched:
-            self._watched.discard(key)
+        if tracked.watched or tracked.acted:
             self._pending.end(tracked, ended)
 
     def _end_unscheduled(self, requests: Mapping[str, Unscheduled]) -> None:
