@@ -1,4 +1,4 @@
-"""What consumers' own specs cost: prompts that an engine computes although its prefix cache holds them.
+"""What the specs of consumers and controllers cost: prompts that an engine computes although its prefix cache holds them.
 
 A consumer's own spec holds for every request. One that names prompt positions keeps every request from reading cached blocks.
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 import msgspec
 
 from capflow import limits
-from capflow.consumer import Consumer
+from capflow.consumer import Consumer, Controller
 from capflow.spec import CaptureSpec
 
 _PROMPT_LONG = limits.POSITION_MAX // 2  # tokens; a position wanted of every prompt lies before its end
 
 
-def notice(name: str, consumer: Consumer, spec: CaptureSpec | None) -> str | None:
+def notice(name: str, consumer: Consumer | type[Controller], spec: CaptureSpec | None) -> str | None:
     """Return which consumer limits cached reads, by which positions, and what to set instead; None if it does not.
 
-    name: the consumer's. spec: its own.
+    name: the consumer's, or the controller's. spec: its own.
     """
     first = None if spec is None else _first_of_every_prompt(spec)
     if spec is None or first is None:
@@ -28,7 +28,7 @@ def notice(name: str, consumer: Consumer, spec: CaptureSpec | None) -> str | Non
     remedies = ["positions=all_generated", "positions=last_prompt"] if "positions" in options else []
     remedies += ["capture=requests"] if "capture" in options else []
     remedy = f"set {' or '.join(remedies)}" if remedies else "have its spec() name all_generated or last_prompt"
-    what = f"consumer {name} captures positions {form} of every request"
+    what = f"{'consumer' if isinstance(consumer, Consumer) else 'controller'} {name} captures positions {form} of every request"
     return f"{what}: prompts read {read} from the prefix cache; to use the cache, {remedy}"
 
 

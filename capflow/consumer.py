@@ -1,8 +1,8 @@
 """What a consumer and a controller are: the two classes that a plugin may bring.
 
 A consumer lives in the hub and is given rows. It has one thread of its own: none of its methods is called
-while another runs, and it may block without slowing any other consumer. A controller lives in every worker,
-inside the step, and answers rows with actions that hold from the next step on.
+while another runs, and it may block without slowing any other consumer. A controller lives in a worker,
+between two steps, and answers rows with actions that hold from the next position on.
 
 Both are configured by a frozen msgspec struct, `Config`: each field is an option of `--consumer NAME:field=value`;
 fields without a default are required and unknown options are errors. Lists are written `a+b+c`.
@@ -172,7 +172,7 @@ class StepView(Protocol):
 
 
 class Controller(Named, ABC):
-    """Runs in every worker, on every tensor-parallel rank alike, so `on_step` must be deterministic.
+    """Runs between two steps, in the worker of the pipeline stage that has the sites it sees; all its sites lie in one stage.
 
     `State` is what travels from the hub to the workers: `load`, in the hub, makes it of the `Config`
     (and reads the files it names); in the worker the class is made of it.
@@ -191,14 +191,26 @@ class Controller(Named, ABC):
 
     @abstractmethod
     def spec(self) -> CaptureSpec:
-        """Return the sites and positions that `on_step` is to see, of every request."""
+        """Return the sites and positions that `on_step` is to see, of every request.
+
+        Each such position is seen once: prompts compute those of them that are cached.
+        """
+
+    def steers(self) -> Sequence[Site]:
+        """Return the sites at which it steers, as far as it knows them, so that what cannot work is refused at the start."""
+        return ()
 
     def open(self, model: ModelInfo) -> None:
         """Raise UsageError when the state does not fit the model."""
 
     @abstractmethod
     def on_step(self, view: StepView) -> Sequence[Action]:
-        """Return the actions (`Steer`, `Unsteer`) that hold from the next step on."""
+        """Return the actions (`Steer`, `Unsteer`) that hold from each request's next position on.
+
+        To return an action again that holds already changes nothing. How positions are distributed over steps depends on the batch,
+        on `--max-num-batched-tokens` and on drafts: so that what happens to a request does not, every row must count, in
+        the order of their positions. After an exception the step's actions are not done.
+        """
 
     def on_request_done(self, request: str) -> None:
         """A request is over; forget it."""

@@ -255,8 +255,8 @@ class Exchange:
                 self._say(peer, Status(self._status()))
             case Tap():
                 self.taps.take(peer, _who(peer, known.session), said.credit_bytes, list(self.roster.engines.values()))
-            case Beat(counts=WorkerCounts() as counts) if known.source is not None:
-                known.source.told = counts
+            case Beat(counts=WorkerCounts() as counts, troubles=troubles) if known.source is not None:
+                known.source.told, known.source.troubles = counts, troubles
             case Bye():
                 self._forget(peer, for_good=True)
                 self.relay.gone(known.hello.boot)

@@ -37,11 +37,14 @@ class _Hub(Protocol):
 
     def stuck(self, now: float) -> bool: ...
 
+    def engine_troubles(self) -> Sequence[str]: ...
+
 
 def problems(hub: _Hub, now: float) -> list[str]:
-    """Return why the hub is not ready; empty when it listens and every consumer gets on."""
+    """Return why the hub is not ready; empty when it listens and every consumer and controller gets on."""
     found = ["the hub's thread stands still"] if hub.stuck(now) else []
     if hub.state is not HubState.RUNNING:
         return [*found, f"the hub is {hub.state.value}"]
     troubles = ((lane.name, lane.trouble(now)) for lane in hub.lanes)
-    return found + [f"consumer {name}: {trouble}" for name, trouble in troubles if trouble is not None]
+    found += [f"consumer {name}: {trouble}" for name, trouble in troubles if trouble is not None]
+    return found + list(hub.engine_troubles())

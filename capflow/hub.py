@@ -83,7 +83,8 @@ class Hub:
         self.ledger, self.relay, self.roster = self._exchange.ledger, self._exchange.relay, self._exchange.roster
         self.taps = self._exchange.taps
         specs = (wish.spec for wish in self.ledger.wishes)
-        costs = (notice(c.name, c.consumer, spec) for c, spec in zip(consumers, specs, strict=True))
+        costs = [notice(c.name, c.consumer, spec) for c, spec in zip(consumers, specs, strict=True)]
+        costs += [notice(c.name, c.kind, c.capture) for c in controllers]
         self.notices = tuple(
             cost for cost in costs if cost is not None
         )  # what consumers cost that users may not expect
@@ -240,6 +241,10 @@ class Hub:
             errors=sum(lane.errors for lane in self.lanes),
             spilled=self.roster.frames_spilled(),
         )
+
+    def engine_troubles(self) -> list[str]:
+        """Return why controllers do not do what they are there for, as the engines that run them say."""
+        return self.roster.troubles()
 
     def status(self) -> dict[str, Any]:
         """Return every counter of the hub, its sessions and its consumers, as plain JSON values."""

@@ -60,6 +60,8 @@ LOSSES_LOGGED_MAX = 10  # requests in a second that are told in the log, by each
 # When a consumer is taken to have failed, until it does better.
 FRAMES_FAILED_MAX = 3  # in a row
 CALL_S_MAX = 30.0  # one call of it
+CONTROLLER_FAILURES_MAX = 16  # in a row; then a controller is switched off until its engine starts again
+TROUBLE_LENGTH_MAX = 1_024  # characters of what is told of one controller that fails
 
 # Times, seconds.
 HEARTBEAT_S = 1.0

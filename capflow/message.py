@@ -61,12 +61,14 @@ class ModelInfo(msgspec.Struct, frozen=True):
 class ControllerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """A sync controller that every worker of an engine is to run.
 
-    name: its plugin's. state: encoded. instance: what it is called, `NAME@…`; empty where that is its plugin's name.
+    name: its plugin's. state: encoded. instance: what it is called, `NAME@…`; empty where that is its plugin's name. capture: the
+    rows of every request that it sees, computed anew where they are cached.
     """
 
     name: str
     state: bytes
     instance: str = ""
+    capture: CaptureSpec | None = None
 
     @property
     def label(self) -> str:
@@ -145,9 +147,13 @@ class WorkerCounts(msgspec.Struct, frozen=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
-    """A sign of life, sent when nothing else was for `limits.HEARTBEAT_S`; a worker's, at least that often, has its counts."""
+    """A sign of life, sent when nothing else was for `limits.HEARTBEAT_S`; a worker's, at least that often, has its counts.
+
+    troubles: of a worker, why its controllers do not do what they are there for.
+    """
 
     counts: WorkerCounts | None = None
+    troubles: Annotated[tuple[Text, ...], msgspec.Meta(max_length=limits.REASONS_MAX)] = ()
 
 
 class Act(msgspec.Struct, frozen=True, tag="act", omit_defaults=True):

@@ -6,6 +6,7 @@ start: a consumer that is silently missing is found out when its data is.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import re
 import tomllib
@@ -22,8 +23,9 @@ from msgspec import inspect
 from capflow import hookspecs, limits
 from capflow.consumer import FALLBACK_DEFAULT, Consumer, ConsumerPolicy, Controller, Fallback
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.message import ControllerSpec
+from capflow.message import ControllerSpec, ModelInfo
 from capflow.queue import Overload
+from capflow.spec import CaptureSpec
 from capflow.spool import check_root, default_root
 
 Plugin = type[Consumer] | type[Controller]
@@ -109,7 +111,31 @@ class ConfiguredController:
     def spec(self) -> ControllerSpec:
         """Return what tells a worker to run it."""
         instance = "" if self.name == self.kind.name else self.name
-        return ControllerSpec(self.kind.name, msgspec.msgpack.encode(self.state), instance)
+        return ControllerSpec(self.kind.name, msgspec.msgpack.encode(self.state), instance, self.capture)
+
+    @functools.cached_property
+    def capture(self) -> CaptureSpec:
+        """What it sees of every request. Raises CapflowError when the plugin does not say it."""
+        try:
+            spec = self.make().spec()
+        except CapflowError:
+            raise
+        except Exception as e:
+            raise CapflowError(explain(f"controller {self.name} failed", got=f"{type(e).__name__}: {e}")) from e
+        if not isinstance(spec, CaptureSpec):
+            expected = "a CaptureSpec"
+            raise CapflowError(explain(f"controller {self.name}: spec()", got=type(spec).__name__, expected=expected))
+        return spec
+
+    def check(self, model: ModelInfo) -> None:
+        """Raise UsageError when the model does not have what the controller needs, or its plugin fails at it."""
+        self.capture.resolve(model.sites, num_layers=model.num_layers, where=f"controllers.{self.name}.capture")
+        try:
+            self.make().open(model)
+        except UsageError:
+            raise
+        except Exception as e:
+            raise UsageError(explain(f"controller {self.name} failed", got=f"{type(e).__name__}: {e}")) from e
 
     def make(self) -> Controller:
         """Return the controller, as a worker makes it."""
@@ -272,7 +298,9 @@ def configure(name: str, options: Mapping[str, Any], known: Mapping[str, Plugin]
     config = _convert(plugin, own, where)
     try:
         if not issubclass(plugin, Consumer):
-            return ConfiguredController(name, plugin, plugin.load(config))
+            controller = ConfiguredController(name, plugin, plugin.load(config))
+            assert controller.capture is not None  # asked for now, so that a plugin that fails at it stops the start
+            return controller
         consumer = plugin(config)
         consumer.instance = name
         consumer.check()

@@ -37,6 +37,7 @@ class Source:
     step_tokens: int = 0
     frame_at: float | None = None  # when the last frame was taken, on the monotonic clock
     told: WorkerCounts | None = None  # what the worker said last of its own side
+    troubles: tuple[str, ...] = ()  # likewise, of its controllers
 
     def count(self, header: FrameHeader, rows: int, now: float) -> None:
         """Count a frame."""
@@ -113,6 +114,12 @@ class Roster:
         told = [known.source.told for known in list(self.peers.values()) if known.source is not None]
         return sum(counts.spool.get("frames_spilled", 0) for counts in told if counts is not None and counts.spool)
 
+    def troubles(self) -> list[str]:
+        """Return why controllers in the workers that are connected do not do what they are there for."""
+        sources = [known.source for known in list(self.peers.values()) if known.source is not None]
+        told = {f"engine {source.engine.name}: {trouble}": None for source in sources for trouble in source.troubles}
+        return list(told)  # each once, whichever pipeline stages and replicas say it
+
     def join(self, peer: bytes, session: HubSession, hello: Hello) -> Peer:
         """Let a peer in, in the place of any connection it had before.
 
@@ -168,10 +175,7 @@ class Roster:
             raise UsageError(explain(f"engine {name}", got="another model than its other workers", expected="the same"))
         self._fits(model)
         for controller in self.controllers:
-            running = controller.make()
-            where = f"controllers.{controller.name}.capture"
-            running.spec().resolve(model.sites, num_layers=model.num_layers, where=where)
-            running.open(model)
+            controller.check(model)
         if engine is not None:
             self._on_lost(engine, None)
         engine = self.engines[name] = Engine(name, model, user)

@@ -1,18 +1,27 @@
 """What steers a request while it runs: from which position on it holds, and that it holds there again after a preemption."""
 
+import importlib
+import itertools
+import os
+import sys
 import threading
+import time
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 from engines import GREEDY, LAYERS, answers, engine, prompts, relative_error, vector
-from rows import ALL, FLOAT32_BOUND
+from hubs import running_hub
+from rows import ALL, FLOAT32_BOUND, Keeper
 from safetensors.numpy import save_file
 from waiting import eventually
 
 import capflow
 from capflow.action import Applied, Steer, Unsteer
 from capflow.client import Client
+from capflow.health import problems
+from capflow.plugins import ConfiguredController
 from capflow.probe import Probe
 from capflow.site import Site
 from capflow.vector import SteeringVector
@@ -248,3 +257,223 @@ def test_consumers_hear_of_a_gated_request_that_nobody_captures_and_of_no_other(
     with duckdb.connect(f"{tmp_path}/a.duckdb") as found:
         told = found.execute("SELECT request_id, kind, asked_by, outcome FROM actions").fetchall()
     assert set(told) == {(fired, "steer", "controller gate", "applied")}
+
+
+# --- what a gate does depends on rows, and on nothing else ---
+
+CUTS = {
+    "chunks of 64": {"max_num_batched_tokens": 64},
+    "chunks of 96": {"max_num_batched_tokens": 96},
+    "chunks of 128": {"max_num_batched_tokens": 128},
+    "one chunk": {"max_num_batched_tokens": 256},
+}
+
+
+def gated(llm, given, name, **more):
+    """Return the answer of a request that captures everything."""
+    params = capflow.sampling_params(id=name, capture=ALL, max_tokens=12, **GREEDY, **more)
+    return llm.generate(given, params, use_tqdm=False)[0]
+
+
+@pytest.fixture(scope="module")
+def prompted(reference):
+    """A prompt of 150 tokens, and a threshold that rows in its middle alone reach: none of them the last of a step."""
+    (prompt,) = prompts((150,), seed=21)
+    scores = reference.post_block(prompt["prompt_token_ids"])[PROBED] @ WEIGHT
+    ends = {63, 95, 127, 149, *range(100, 112)}  # of chunks, of what is cached, of a chunk beside another request
+    best = max(range(40, 148), key=lambda p: scores[p] if p not in ends else -np.inf)
+    assert all(scores[p] < scores[best] - 1e-3 for p in ends)
+    return prompt, float(scores[best]) - 1e-4
+
+
+@pytest.mark.parametrize(
+    "cut", [pytest.param(cut, marks=[pytest.mark.long] if cut in ("chunks of 96", "one chunk") else []) for cut in CUTS]
+)
+def test_a_prompt_row_that_fires_steers_the_whole_answer_however_the_prompt_is_cut(
+    tiny, reference, prompted, tmp_path, cut
+):
+    """Alone, beside another request that takes a part of the step's budget, and again where the prompt is cached."""
+    prompt, threshold = prompted
+    root = tmp_path / "rows"
+    consumers = [gate_of(tmp_path, threshold), f"filesystem:root={root},capture=requests"]
+    with engine(tiny, consumers=consumers, block_size=32, **CUTS[cut]) as llm:
+        alone = gated(llm, [prompt], "alone")
+        core = llm.llm_engine
+        for name, given in (("mate", prompts((45,), seed=5)[0]), ("beside", prompt)):
+            core.add_request(name, given, capflow.sampling_params(id=name, capture=ALL, max_tokens=12, **GREEDY))
+        done = {}
+        while core.has_unfinished_requests():
+            done |= {output.request_id: output for output in core.step()}
+        again = gated(llm, [prompt], "again")
+        plain = llm.generate([prompt], capflow.sampling_params(max_tokens=12, **GREEDY), use_tqdm=False)[0]
+        assert plain.num_cached_tokens == again.num_cached_tokens == 0  # its rows are scored, so they are computed
+        compat.flush(core)
+        with Client(llm.capflow_settings.hubs[0].address) as client:
+            client.results(["alone", "beside", "again"], wait=True, timeout=60)
+    held = [Held(STEERED, vector(12), 150, 1000)]
+    for name, output in (("alone", alone), ("beside", done["beside"]), ("again", again)):
+        hold(reference, root, name, output, held)
+
+
+def test_a_gate_that_scores_the_answer_alone_leaves_prompts_to_the_cache(tiny, reference, prompted, tmp_path):
+    prompt, threshold = prompted
+    consumers = [gate_of(tmp_path, threshold, more=",positions=all_generated")]
+    with engine(tiny, consumers=consumers, block_size=32) as llm:
+        params = capflow.sampling_params(max_tokens=4, **GREEDY)
+        llm.generate([prompt], params, use_tqdm=False)
+        assert llm.generate([prompt], params, use_tqdm=False)[0].num_cached_tokens == 128
+
+
+def test_two_gates_and_what_the_request_brings_add_up(tiny, reference, prompted, tmp_path):
+    prompt, threshold = prompted
+    root = tmp_path / "rows"
+    first = gate_of(tmp_path, threshold)
+    second = gate_of(tmp_path, threshold, seed=31, name="w").replace("gate:", "gate@other:")
+    with engine(tiny, consumers=[first, second, f"filesystem:root={root},capture=requests"]) as llm:
+        steering = {"post_block": {0: vector(5)}}
+        output = gated(llm, [prompt], "both", decode_steering_vectors=steering)
+    held = [Held(0, vector(5), 150, 1000), Held(STEERED, vector(12), 150, 1000), Held(STEERED, vector(31), 150, 1000)]
+    hold(reference, root, "both", output, held)
+
+
+# --- plugins that do wrong ---
+
+PLUGIN = """
+import msgspec
+from capflow import hookimpl
+from capflow.action import Steer, Unsteer
+from capflow.consumer import Controller
+from capflow.spec import CaptureSpec
+from capflow.vector import SteeringVector
+
+
+class Faulty(Controller):
+    name = "faulty"
+
+    class State(msgspec.Struct, frozen=True):
+        vector: SteeringVector
+        rank: int
+        at: int = 0
+
+    Config = State
+
+    @classmethod
+    def load(cls, config):
+        return config
+
+    def spec(self):
+        return CaptureSpec({"post_block": [2]}, "all_generated")
+
+    def on_step(self, view):
+        from vllm.distributed import get_tp_group
+
+        if get_tp_group().rank_in_group == self.state.rank:
+            raise ValueError("a fault of one rank")
+        return [Steer(rows.request, (self.state.vector,)) for rows in view.rows() if rows.start >= self.state.at]
+
+
+@hookimpl
+def capflow_consumers():
+    return [Faulty]
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path, monkeypatch):
+    """Return the class of a plugin that is installed for the processes that are started."""
+    (tmp_path / "faulty_plugin.py").write_text(PLUGIN)
+    info = tmp_path / "faulty_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[capflow]\nfaulty = faulty_plugin\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("faulty_plugin").Faulty
+    del sys.modules["faulty_plugin"]
+
+
+def added(layer, seed=12):
+    return made(Site(layer, "post_block"), vector(seed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_plugin_s_fault_on_one_rank_is_that_of_all_or_of_none(tiny, reference, faulty, tmp_path_factory, rank):
+    """On the first it does nothing, and the hub says so; on another it is not even asked."""
+    address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
+    controller = ConfiguredController("faulty", faulty, faulty.State(added(1), rank, 45))
+    keeper = Keeper()
+    with running_hub(address, keeper, controllers=[controller]) as hub:
+        with engine(tiny, hub=address, tensor_parallel_size=2, in_process=False) as llm:
+            output = gated(llm, prompts((40,)), "r")
+            if rank == 0:
+                eventually(lambda: problems(hub, time.monotonic()))
+                said = problems(hub, time.monotonic())
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        hold_kept(keeper, reference, tokens, [Held(1, vector(12), 46, 1000)] if rank else [])
+    if rank == 0:
+        assert "controller faulty: failed in its last" in said[0]
+
+
+@pytest.mark.long
+def test_a_controller_runs_on_the_stage_of_what_it_reads_and_is_refused_what_lies_on_another(
+    tiny, reference, faulty, tmp_path_factory
+):
+    address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
+    controllers = [
+        ConfiguredController(f"faulty@{layer}", faulty, faulty.State(added(layer, layer), 1, 45)) for layer in (1, 3)
+    ]
+    keeper = Keeper()
+    with running_hub(address, keeper, controllers=controllers) as hub:
+        with engine(tiny, hub=address, pipeline_parallel_size=2, in_process=False, enforce_eager=False) as llm:
+            output = gated(llm, prompts((40,)), "r")
+            eventually(lambda: problems(hub, time.monotonic()))
+            (said,) = problems(hub, time.monotonic())
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        hold_kept(keeper, reference, tokens, [Held(3, vector(3), 46, 1000)])
+        acted = [each.by for finished in keeper.done["r"].finished for each in finished.acted]
+    assert "controller faulty@1: " in said
+    assert (
+        "it steers at: got post_block:1, expected sites of one pipeline stage, as of this one with layers 2..3" in said
+    )
+    assert set(acted) == {"controller faulty@3"}
+
+
+def hold_kept(keeper, reference, tokens, held):
+    """Hold every row that a keeper has of request `r` against the reference with these vectors."""
+    right = expected(reference, tokens, held)[:, :-1]
+    for layer in range(LAYERS):
+        kept = keeper.rows["r"][Site(layer, "post_block")]
+        got = np.stack([kept[position][1] for position in range(len(tokens) - 1)])
+        error = relative_error(got, right[layer])
+        assert error < FLOAT32_BOUND, f"layer {layer} is off by {error:.1e}"
+
+
+def test_a_plugin_that_does_wrong_in_every_way_ends_neither_a_step_nor_the_engine(
+    tiny, faulty, tmp_path_factory, monkeypatch
+):
+    """The answers are those without it, and the hub says what it cannot do."""
+    address = f"ipc://{tmp_path_factory.mktemp('h')}/h"
+    wrong = msgspec.structs.replace(added(1), layer="1")
+    steps = itertools.cycle([[Steer("r0", (wrong,))], ["steer"], [Steer([], ())], [Steer("r0", (np.ones(3),))], None])
+
+    def on_step(self, view):
+        step = next(steps)
+        if step is None:
+            raise SystemExit(3)
+        return step
+
+    def on_request_done(self, request):
+        raise ValueError("a fault at the end")
+
+    monkeypatch.setattr(faulty, "on_step", on_step)
+    monkeypatch.setattr(faulty, "on_request_done", on_request_done)
+    controller = ConfiguredController("faulty", faulty, faulty.State(added(1), 0))
+    params = [capflow.sampling_params(id=f"r{n}", max_tokens=12, **GREEDY) for n in range(3)]
+    with engine(tiny) as llm:
+        plain = answers(llm.generate(prompts((9, 5, 70)), params, use_tqdm=False))
+    with running_hub(address, controllers=[controller]) as hub, engine(tiny, hub=address) as llm:
+        for _ in range(2):
+            assert answers(llm.generate(prompts((9, 5, 70)), params, use_tqdm=False)) == plain
+        eventually(lambda: problems(hub, time.monotonic()))
+        assert "controller faulty: " in problems(hub, time.monotonic())[0]

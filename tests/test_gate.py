@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import re
 from typing import NamedTuple
 
@@ -50,18 +51,36 @@ def files(tmp_path, *, width=8, vector_width=8, probes=1, threshold=0.5):
     return {"probe": str(tmp_path / "p"), "vector": str(tmp_path / "v")}
 
 
-def test_a_request_is_steered_once_from_the_step_its_probe_fires():
+def test_a_request_is_steered_from_the_step_its_probe_fires():
     controller = gate()
     assert controller.on_step(view(("a", [0.9]), ("b", [0.0]))) == []
     assert controller.on_step(view(("a", [1.0]), ("b", [0.0]))) == [Steer("a", (VECTOR,))]
-    assert controller.on_step(view(("a", [5.0]), ("b", [1.5]))) == [Steer("b", (VECTOR,))]
-    assert controller.on_step(view(("a", [-5.0]), ("b", [5.0]))) == []
+    assert controller.on_step(view(("a", [-5.0]), ("b", [1.5]))) == [Steer("b", (VECTOR,))]
 
 
-def test_only_the_latest_row_counts():
-    assert gate().on_step(view(("a", [9.0, 9.0, 0.0]))) == []
-    assert gate().on_step(view(("a", [0.0, 9.0]))) == [Steer("a", (VECTOR,))]
-    assert gate().on_step(view(("a", [0.0], READ, 7), ("a", [9.0], READ, 2))) == []
+STEER, UNSTEER = Steer("a", (VECTOR,)), Unsteer("a")
+CUTS = st.lists(st.integers(1, 199), max_size=8)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.4, 0.5, 0.9, 1.0, 2.0, float("nan")]), min_size=1, max_size=200), CUTS)
+def test_what_is_decided_is_the_same_wherever_the_rows_are_cut(scores, cuts):
+    """Row by row: at or above 1.0 it fires, below 0.5 it releases, and in between nothing changes."""
+    expected = None
+    for score in scores:
+        expected = STEER if score >= 1.0 else UNSTEER if score < 0.5 else expected
+    bounds = sorted({0, *(cut for cut in cuts if cut < len(scores)), len(scores)})
+    controller, said = gate(release=0.5), None
+    for first, end in itertools.pairwise(bounds):
+        actions = controller.on_step(view(("a", scores[first:end], READ, first)))
+        said = actions[0] if actions else said
+    assert said == expected
+
+
+def test_every_row_counts_in_the_order_of_the_positions():
+    assert gate().on_step(view(("a", [9.0, 9.0, 0.0]))) == [STEER]
+    parts = ("a", [0.0], READ, 7), ("a", [9.0], READ, 2)
+    assert gate().on_step(view(*parts)) == [STEER]
+    assert gate(release=0.5).on_step(view(*parts)) == gate(release=0.5).on_step(view(*parts[::-1])) == [UNSTEER]
 
 
 def test_rows_of_other_sites_are_not_scored():
@@ -75,15 +94,7 @@ def test_the_bias_counts():
 def test_below_release_the_steering_is_taken_back_and_may_come_again():
     controller = gate(release=0.5)
     said = [controller.on_step(view(("a", [score]))) for score in (0.0, 1.0, 0.5, 0.4, 0.9, 1.0)]
-    assert said == [[], [Steer("a", (VECTOR,))], [], [Unsteer("a")], [], [Steer("a", (VECTOR,))]]
-
-
-def test_a_finished_request_is_forgotten():
-    controller = gate()
-    controller.on_step(view(("a", [1.0])))
-    controller.on_request_done("a")
-    controller.on_request_done("never seen")
-    assert controller.on_step(view(("a", [1.0]))) == [Steer("a", (VECTOR,))]
+    assert said == [[UNSTEER], [STEER], [], [UNSTEER], [], [STEER]]
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=8, max_size=8), st.integers(0, 5), st.booleans())
@@ -93,7 +104,9 @@ def test_a_score_does_not_depend_on_what_else_is_in_the_batch(row, others, strid
     rows = np.concatenate([rng.normal(size=(others, 8)).astype(np.float32), np.array([row], np.float32)])
     if strided:
         rows = np.asfortranarray(rows)
-    assert controller._score(rows[-1]) == controller._score(np.array(row, np.float32))
+    (alone,) = controller._scores(np.array([row], np.float32))
+    assert controller._scores(rows)[-1] == alone
+    assert alone == np.add.reduce(np.array(row, np.float32).astype(np.float64) * controller._weight)
 
 
 def test_the_files_become_a_state_that_travels(tmp_path):

@@ -13,13 +13,15 @@ from sources import ROOT
 from waiting import eventually
 
 from capflow import hookspecs
-from capflow.action import Abort, Unsteer
+from capflow.action import Abort, Steer
 from capflow.consumer import Consumer, Context, Controller, NoConfig, StepView
 from capflow.hookspecs import ENTRY_POINT_GROUP, hookimpl
 from capflow.plugins import configure, load_plugins
+from capflow.site import Site
 from capflow.spec import CaptureSpec
 from capflow.testing import MemoryHub
 from capflow.testing.conformance import Conformance
+from capflow.vector import SteeringVector
 from capflow_engine import control
 from capflow_engine.plan import Planner
 
@@ -121,14 +123,15 @@ def test_every_method_of_a_consumer_is_called():
 
 def test_every_method_of_a_controller_is_called(monkeypatch):
     called = {}
-    steer = Unsteer("r1")
-    gives = {"load": NoConfig(), "spec": CaptureSpec({"post_block": [0]}), "on_step": [steer]}
+    steer = Steer("r1", (SteeringVector.make(Site(0, "post_block"), np.ones(8)),))
+    gives = {"load": NoConfig(), "spec": CaptureSpec({"post_block": [0]}), "steers": (), "on_step": [steer]}
     known = {"every": recording(Controller, called, **gives)}
     monkeypatch.setattr(control, "load_plugins", lambda: known)
     model = make_model()
     running = control.Controllers([configure("every", {}, known).spec()], model, model.sites, 0)
     assert running.captures() == [gives["spec"]]
-    assert running.run(7, Planner(1).plan([]), np.zeros(0, np.uint8), {}) == [("every", steer)]
+    decided = running.run(7, Planner(1).plan([]), np.zeros(0, np.uint8), {}, {"r1": "key"}, lambda key: {})
+    assert decided == [control.Decided("key", 0, 0, steer)]
     running.forget("r1")
     assert set(called) == set(methods(Controller))
     assert called["open"] == (model,)

@@ -11,16 +11,18 @@ from frames import make_model
 from rich.console import Console
 
 import capflow
-from capflow.action import Unsteer
+from capflow.action import Steer
 from capflow.cli.view import view
 from capflow.consumer import Controller
 from capflow.errors import UsageError
 from capflow.message import ControllerSpec
 from capflow.metrics import registry_of
 from capflow.plugins import ConfiguredConsumer, configure, configure_all, load_plugins
+from capflow.site import Site
 from capflow.spec import CaptureSpec
 from capflow.spilling import SpillingLane
 from capflow.testing import MemoryHub
+from capflow.vector import SteeringVector
 from capflow_engine import control
 from capflow_engine.plan import Planner
 
@@ -150,7 +152,7 @@ class Steady(Controller):
         return CaptureSpec({"post_block": [self.state.layer]})
 
     def on_step(self, view):
-        return [Unsteer(f"r{self.state.layer}")]
+        return [Steer(f"r{self.state.layer}", (SteeringVector.make(Site(0, "post_block"), np.ones(8)),))]
 
 
 def test_a_worker_runs_every_instance_of_a_controller_by_its_name(monkeypatch):
@@ -161,8 +163,10 @@ def test_a_worker_runs_every_instance_of_a_controller_by_its_name(monkeypatch):
     monkeypatch.setattr(control, "load_plugins", lambda: known)
     model = make_model()
     running = control.Controllers(specs, model, model.sites, 0)
-    actions = running.run(1, Planner(1).plan([]), np.zeros(0, np.uint8), {})
-    assert [(name, action.request) for name, action in actions] == [("steady", "r1"), ("steady@second", "r2")]
+    keys = {"r1": "r1", "r2": "r2"}
+    decided = running.run(1, Planner(1).plan([]), np.zeros(0, np.uint8), {}, keys, lambda key: {})
+    found = [(running.owner(each.order).name, each.action.request) for each in decided]
+    assert found == [("steady", "r1"), ("steady@second", "r2")]
 
 
 def test_an_option_of_a_controller_is_named_by_its_instance():

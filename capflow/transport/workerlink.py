@@ -23,11 +23,12 @@ _FRAME_OVERHEAD_BYTES = 512  # what a queued frame weighs besides its payload
 
 
 class Staged(NamedTuple):
-    """What a worker holds before its link: bytes of rows, their bound, and the rows it dropped, by reason."""
+    """What a worker holds before its link: bytes of rows, their bound, the rows it dropped, by reason, and its troubles."""
 
     nbytes: int = 0
     bytes_max: int = 0
     dropped_rows: Mapping[str, int] = MappingProxyType({})
+    troubles: tuple[str, ...] = ()
 
 
 class WorkerLink(Link):
@@ -210,10 +211,10 @@ class WorkerLink(Link):
         if self._session.state is not State.OPEN or now < self._told_at + limits.HEARTBEAT_S:
             return None
         self._told_at = now
-        return self._session.send(Beat(self._counts()), now)
-
-    def _counts(self) -> WorkerCounts:
         staged = self._staged()
+        return self._session.send(Beat(self._counts(staged), staged.troubles[: limits.REASONS_MAX]), now)
+
+    def _counts(self, staged: Staged) -> WorkerCounts:
         return WorkerCounts(
             sent_frames=self._frames,
             sent_bytes=self._bytes,

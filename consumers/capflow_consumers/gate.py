@@ -1,12 +1,13 @@
-"""The gate: steer a request from the step after a probe fires on it.
+"""The gate: steer a request from the position after one at which a probe fires.
 
-A controller: it runs in every worker, inside the step. A request is steered once its latest row at the probe's site scores
-at or above `threshold`, and not again while it is; with `release`, a latest row that scores below it takes the steering
-back, and the next firing steers anew. Only generated tokens are steered (see `capflow.action.Steer`).
+A controller: it runs between two steps, in the worker. A request is steered from the position behind a row at the probe's site
+that scores at or above `threshold`; with `release`, a row that scores below it takes the steering back, and the next firing
+steers anew. Only generated tokens are steered (see `capflow.action.Steer`), so what the prompt's rows come to holds from the first
+of them on.
 
-What always holds: the same rows give the same actions on every rank, whatever else is in the batch. Scores are
-computed in float64, row by row and in one fixed order of additions, not by a matrix product whose order depends on
-the batch and the machine.
+Invariant: every row counts, in the order of the positions, so that it makes no difference how a prompt is cut into chunks or
+what else is in the batch. Scores are computed in float64, row by row and in one fixed order of additions, not by a matrix
+product whose order depends on the batch and the machine. The gate remembers nothing: the latest row that says something holds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import ClassVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from capflow.action import Action, Steer, Unsteer
 from capflow.consumer import Controller, StepView
@@ -100,11 +102,15 @@ class Gate(Controller):
         self.state: GateState = state
         self._site = Site(state.layer, state.hook)
         self._weight = np.frombuffer(state.weight, np.float32).astype(np.float64)
-        self._steered: set[str] = set()
+        self._vectors = (state.vector,)
 
     def spec(self) -> CaptureSpec:
         """Ask for the probe's site."""
         return CaptureSpec({self.state.hook: [self.state.layer]}, self.state.positions)
+
+    def steers(self) -> Sequence[Site]:
+        """Name the vector's site."""
+        return [self.state.vector.site]
 
     def open(self, model: ModelInfo) -> None:
         """Raise UsageError unless the model has both sites tapped and the width of the files."""
@@ -121,30 +127,35 @@ class Gate(Controller):
         self.state.vector.check(model.sites, model.hidden_size, where=f"consumers.{self.instance}.vector")
 
     def on_step(self, view: StepView) -> Sequence[Action]:
-        """Return a `Steer` for each request that fires now, and an `Unsteer` for each that is released."""
-        latest: dict[str, tuple[int, float]] = {}
+        """Return a `Steer` for each request whose latest row that says something fires, and an `Unsteer` where it releases."""
+        latest: dict[str, tuple[int, bool]] = {}  # the position of that row, and whether it fires
         for step in view.rows():
-            stop = step.start + len(step.rows)
-            if step.site == self._site and len(step.rows) and stop > latest.get(step.request, (0, 0.0))[0]:
-                latest[step.request] = (stop, self._score(step.rows[-1]))
-        actions: list[Action] = []
-        for request, (_, score) in latest.items():
-            if request not in self._steered:
-                if score >= self.state.threshold:
-                    self._steered.add(request)
-                    actions.append(Steer(request, (self.state.vector,)))
-            elif self.state.release is not None and score < self.state.release:
-                self._steered.remove(request)
-                actions.append(Unsteer(request))
-        return actions
+            if step.site == self._site and (last := self._last(step.rows)) is not None:
+                position = step.start + last[0]
+                if position > latest.get(step.request, (-1, False))[0]:
+                    latest[step.request] = position, last[1]
+        return [Steer(request, self._vectors) if fires else Unsteer(request) for request, (_, fires) in latest.items()]
 
-    def on_request_done(self, request: str) -> None:
-        """Forget the request, so that its id may come again."""
-        self._steered.discard(request)
+    def _last(self, rows: Rows) -> tuple[int, bool] | None:
+        """Return the number of the last row that fires or releases, and whether it fires; None where none does either."""
+        for end in range(len(rows), 0, -_BLOCK):
+            first = max(end - _BLOCK, 0)
+            scores = self._scores(rows[first:end])
+            fires = scores >= self.state.threshold
+            says = fires if self.state.release is None else fires | (scores < self.state.release)
+            if says.any():
+                last = int(np.flatnonzero(says)[-1])
+                return first + last, bool(fires[last])
+        return None
 
-    def _score(self, row: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> float:
-        products = row.astype(np.float64) * self._weight
-        return float(np.add.reduce(products)) + self.state.bias
+    def _scores(self, rows: Rows) -> npt.NDArray[np.float64]:
+        products = np.multiply(rows, self._weight, dtype=np.float64, order="C")
+        scores: npt.NDArray[np.float64] = np.add.reduce(products, axis=1) + self.state.bias
+        return scores
+
+
+Rows = npt.NDArray[np.float32]
+_BLOCK = 64  # rows that are scored at once, from the last one back
 
 
 @hookimpl

@@ -269,6 +269,14 @@ def rank_of(worker: Any) -> tuple[int, int, int]:
     return get_pp_group().rank_in_group, replica_of(worker.vllm_config), get_tp_group().rank_in_group
 
 
+def from_first_rank(data: bytes) -> bytes:
+    """Return what the first tensor-parallel rank of this pipeline stage called this with; every rank of it must call it."""
+    from vllm.distributed import get_tp_group
+
+    shared: bytes = get_tp_group().broadcast_object(data, src=0)
+    return shared
+
+
 def replica_of(vllm_config: Any) -> int:
     """Return the number of the data-parallel replica that a configuration is for.
 

@@ -34,7 +34,7 @@ _DIRECTORY = re.compile(r"hub-(\d+)")
 class Outlets:
     """The links of one worker, one for each hub, and the thread that feeds them. It begins when it is made.
 
-    ring: where the rows lie until they are sent.
+    ring: where the rows lie until they are sent. troubles: says, on any thread, why a hub's controllers do nothing, by its number.
     """
 
     def __init__(
@@ -46,8 +46,10 @@ class Outlets:
         sites: tuple[Site, ...],
         ring: Ring,
         text_of: Callable[[int], str] | None,
+        troubles: Callable[[int], tuple[str, ...]] = lambda _: (),
     ) -> None:
         self._settings = settings
+        self._troubles = troubles
         self._ring = ring
         self.former: list[FormerLink] = []  # for what workers that are gone left on disk
         # Each hub has a boot of its own, as it has numbers of its own: a spool given to another hub is never mistaken.
@@ -127,7 +129,8 @@ class Outlets:
         )
 
     def _staged(self, number: int) -> Staged:
-        return Staged(self._ring.bytes_lent, self._ring.bytes_max, dict(self._sender.dropped[number]))
+        dropped = dict(self._sender.dropped[number])
+        return Staged(self._ring.bytes_lent, self._ring.bytes_max, dropped, self._troubles(number))
 
 
 def _leave(links: Sequence[FormerLink | WorkerLink]) -> None:

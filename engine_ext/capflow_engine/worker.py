@@ -24,13 +24,13 @@ from capflow import limits
 from capflow.action import Steer, Unsteer
 from capflow.errors import CapflowError
 from capflow.frame import Acted, Rank
+from capflow.message import ControllerSpec
 from capflow.site import Site
 from capflow.spec import CaptureSpec, Wanted, join
-from capflow.steering import Steering, Tier
 from capflow_engine import compat, compat_model, compat_step
 from capflow_engine.bank import Bank
-from capflow_engine.control import Controllers
-from capflow_engine.history import HUB, Histories, Owner
+from capflow_engine.control import Controllers, Decided, decode, encode
+from capflow_engine.history import HUB, Histories
 from capflow_engine.holdings import Size
 from capflow_engine.options import RequestOptions
 from capflow_engine.orders import Ended, Orders, Unscheduled, Wishes
@@ -71,6 +71,7 @@ class WorkerCapture:
         self.runner = worker.model_runner
         self.device: torch.device = worker.device
         self.rank = Rank(*compat.rank_of(worker))
+        self._ranks = worker.vllm_config.parallel_config.tensor_parallel_size
         self.dtype: torch.dtype = worker.model_config.dtype
         owned = sorted(
             compat_model.owned_sites(self.runner.get_model(), self.info, self.dtype), key=lambda found: found[0]
@@ -89,7 +90,7 @@ class WorkerCapture:
         self.sends = self.rank.tp == 0  # also a stage without taps: its part of a request ends like any other's
         self.ring = Ring(self.settings.outbound_bytes_max, pinned=self.tables.resident)
         self.wishes: dict[int, tuple[Wishes, ...]] = {}  # of each hub
-        self.controllers = [Controllers((), self.info, self.sites, hub) for hub in range(len(self.settings.hubs))]
+        self.controllers = [self._controllers((), hub) for hub in range(len(self.settings.hubs))]
         self.requests: dict[str, Tracked] = {}  # by vLLM's id
         self._pending = Pending()
         self._viewed: _Viewed | None = None  # the step before, until the next one begins
@@ -111,9 +112,13 @@ class WorkerCapture:
                 sites=self.sites,
                 ring=self.ring,
                 text_of=None if tokenizer is None else lambda token: str(tokenizer.decode([token])),
+                troubles=lambda hub: self.controllers[hub].troubles,
             )
         where = ", ".join(hub.address for hub in self.settings.hubs)
         logger.info("capflow: %d taps, rows go to %s", len(self.sites), where)
+
+    def _controllers(self, specs: Sequence[ControllerSpec], hub: int) -> Controllers:
+        return Controllers(specs, self.info, self.sites, hub, decides=self.rank.tp == 0)
 
     def _make_tables(self, tokens: int) -> Tables:
         rows = min(tokens * 2 * len(self.sites), self.settings.staging_bytes_max // self.row_bytes)
@@ -147,10 +152,9 @@ class WorkerCapture:
             assert self.outlets is not None
             self.outlets.put(step)
         self._step = orders.step
-        keys = {tracked.id: key for key, tracked in self.requests.items()} if actions else {}
-        for controller, action in actions:
-            if action.request in keys:
-                self._control(keys[action.request], action, controller)
+        for decided in actions:
+            if decided.key in self.requests:
+                self._control(decided)
         for key, action in orders.actions:
             if key in self.requests:
                 self._order(key, action)
@@ -168,7 +172,7 @@ class WorkerCapture:
         hub = self.settings.hub_of(name)
         wishes = self.wishes[wishes_number][hub]
         if wishes.controllers != self.controllers[hub].specs:
-            self.controllers[hub] = Controllers(wishes.controllers, self.info, self.sites, hub)
+            self.controllers[hub] = self._controllers(wishes.controllers, hub)
         options = RequestOptions.unpack(extra_args)
         wanted = self._wanted([options.capture, *wishes.captures])
         tracked = Tracked(
@@ -203,18 +207,18 @@ class WorkerCapture:
         """Do what the scheduler orders and has room for."""
         self.histories.act(self.requests[key], HUB, action)
 
-    def _control(self, key: str, action: Steer | Unsteer, controller: str) -> None:
-        """Do what a controller wants, if it can be done; nobody has asked for room for it."""
+    def _control(self, decided: Decided) -> None:
+        """Do what a controller decided, if there is room for it; on each tensor-parallel rank with the same outcome."""
+        key, hub, order, action = decided
+        controllers = self.controllers[hub]
         try:
-            if isinstance(action, Steer):
-                Steering(base=Tier(action.vectors)).check(self.info)
-            if not self.histories.act(self.requests[key], Owner(0, controller), action):
-                return
+            self.histories.act(self.requests[key], controllers.owner(order), action)
         except CapflowError as e:
-            logger.error("request %s stays as it is: %s", self.requests[key].id, e)
+            controllers.done(order, e)
             return
+        controllers.done(order, None)
         sites = tuple(vector.site for vector in action.vectors) if isinstance(action, Steer) else ()
-        self._note(key, f"controller {controller}", str(action.__struct_config__.tag), sites)
+        self._note(key, f"controller {controllers.owner(order).name}", str(action.__struct_config__.tag), sites)
 
     def _note(self, key: str, by: str, kind: str, sites: tuple[Site, ...]) -> None:
         """Have a request's end tell of a change to what steers it, if anybody is told of its end."""
@@ -222,15 +226,21 @@ class WorkerCapture:
         if tracked.noted and len(tracked.acted) < limits.ACTED_MAX:
             tracked.acted.append(Acted(by, kind, sites, self._step, time.time_ns()))
 
-    def _run_controllers(self, cuts: Mapping[str, int]) -> list[tuple[str, Steer | Unsteer]]:
+    def _run_controllers(self, cuts: Mapping[str, int]) -> list[Decided]:
+        """Show the controllers the step before, if they are to see any of it; return what they decide, the same on each rank."""
         viewed, self._viewed = self._viewed, None
-        if viewed is None:
-            return []
-        viewed.ready()
-        actions = []
-        for controllers in self.controllers:
-            actions += controllers.run(viewed.number, viewed.plan, viewed.buffer, cuts)
-        return actions
+        decided: list[Decided] = []
+        if viewed is not None:
+            viewed.ready()
+            for controllers in self.controllers:
+                if controllers.here:
+                    keys = {each.id: key for key, each in self.requests.items() if each.hub == controllers.hub}
+                    decided += controllers.run(
+                        viewed.number, viewed.plan, viewed.buffer, cuts, keys, self.histories.vectors
+                    )
+        if self._ranks > 1 and any(controllers.here for controllers in self.controllers):
+            decided = decode(compat.from_first_rank(encode(decided)))
+        return decided
 
     def _forget(self, key: str, ended: Ended) -> None:
         tracked = self.requests.pop(key, None)
