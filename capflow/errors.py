@@ -14,10 +14,13 @@ _GOT_LENGTH_MAX = 120
 
 
 def explain(what: str, *, got: Any = None, expected: str = "", do: str = "") -> str:
-    """Return the message `what: got G, expected E; do`, leaving out the parts not given."""
+    """Return the message `what: got G, expected E; do`, leaving out the parts not given.
+
+    A text is shown as it is, a blank one in quotes.
+    """
     parts = []
     if got is not None:
-        text = got if isinstance(got, str) else _shown(got)
+        text = got if isinstance(got, str) and got.strip() else _shown(got)
         parts.append(f"got {text if len(text) <= _GOT_LENGTH_MAX else text[:_GOT_LENGTH_MAX] + '…'}")
     if expected:
         parts.append(f"expected {expected}")

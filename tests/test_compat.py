@@ -6,7 +6,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from capflow.errors import CapflowError
+from capflow.errors import CapflowError, UsageError
 from capflow.positions import Positions
 from capflow_engine import compat, compat_cache
 
@@ -27,7 +27,9 @@ def test_another_vllm_is_refused_with_the_command_that_installs_one_that_works(m
     if taken:
         compat.require()
         return
-    with pytest.raises(CapflowError, match=re.escape(f"{name} version: got {version}, expected at least 0.31 and below")) as e:
+    with pytest.raises(
+        CapflowError, match=re.escape(f"{name} version: got {version}, expected at least 0.31 and below")
+    ) as e:
         compat.require()
     assert str(e.value).endswith(f"; pip install '{name}>=0.31,<0.34'")
 
@@ -96,3 +98,53 @@ def test_the_routes_stand_in_the_place_of_vllm_s_own_where_it_only_appends_them(
     paths = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
     first = {path: next(r.endpoint for r in app.routes if r.path == path and "POST" in r.methods) for path in paths}
     assert first == dict(zip(paths, (http.completions, http.chat_completions, http.responses), strict=True))
+
+
+def files(directory, config):
+    directory.mkdir()
+    if config is not None:
+        (directory / "config.json").write_text(config)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "words"),
+    [
+        (
+            "nowhere",
+            None,
+            r"model \S*nowhere: got no such directory, expected a directory with a config.json, or the name",
+        ),
+        (
+            "empty",
+            None,
+            r"model \S*empty: got a directory without config.json, expected a directory with a config.json",
+        ),
+        ("broken", '{"x": ', r"broken/config.json: got JSONDecodeError: .*, expected a JSON object"),
+        ("list", "[]", r"list/config.json: got \[\], expected a JSON object"),
+        ("unknown", '{"model_type": "nope"}', r"model \S*unknown: vLLM refuses it: .*`nope`"),
+        ("some.gguf", None, r"model \S*some.gguf: got a file, expected a directory with a config.json"),
+        (
+            "owner/name",
+            None,
+            r"model owner/name: got .*; HF_HUB_OFFLINE is set: unset it, or take",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 11 else "",
+)
+def test_a_model_that_cannot_be_read_is_one_line_that_says_why(monkeypatch, tmp_path, name, config, words):
+    from huggingface_hub import constants
+    from vllm.engine.arg_utils import EngineArgs
+
+    from capflow_engine import compat_model
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    model = name if "/" in name else str(tmp_path / name)
+    if name in ("empty", "broken", "list", "unknown"):
+        files(tmp_path / name, config)
+    if name == "some.gguf":
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(UsageError, match=words) as error, compat_model.explaining(model):
+        EngineArgs(model=model, skip_tokenizer_init=True).create_engine_config()
+    assert "\n" not in str(error.value)

@@ -7,11 +7,11 @@ own, in which `pip install -e .` of a page may do as it likes.
 
 import os
 import re
-import tomllib
 import shlex
 import site
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 
 import click
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from capflow.cli.child import last_event
 from capflow.cli.needs import check_vllm
-from capflow.errors import CapflowError, UsageError
 from capflow.site import HOOKS
 
 
@@ -25,22 +24,14 @@ from capflow.site import HOOKS
 def sites(model: str, sites: tuple[str, ...], *, as_json: bool, trust_remote_code: bool) -> None:
     """Print which sites MODEL has and which would carry a tap; no weights are loaded."""
     check_vllm("to look at models")
-    command = [sys.executable, "-m", "capflow_engine.sites", model, *sites]
-    done = subprocess.run(
-        [*command, "--trust-remote-code"] if trust_remote_code else command,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    last = (done.stderr.strip().splitlines() or ["no word of why"])[-1].removeprefix("capflow: ")
-    if done.returncode == 2:
-        raise UsageError(last)
-    if done.returncode:
-        raise CapflowError(last)
+    options = ["--trust-remote-code"] if trust_remote_code else []
+    layers = last_event(
+        "capflow_engine.sites", [*options, "--", model, *sites], "sites", f"model {model}: looking at it"
+    )["layers"]
     if as_json:
-        click.echo(done.stdout.strip())
+        click.echo(json.dumps(layers))
         return
-    _show(msgspec.json.decode(done.stdout, type=list[LayerSites]), Console(highlight=False))
+    _show(msgspec.convert(layers, list[LayerSites]), Console(highlight=False))
 
 
 class LayerSites(msgspec.Struct, frozen=True):

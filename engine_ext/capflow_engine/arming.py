@@ -51,7 +51,9 @@ def arm(
     if consumers and hub is not None:
         raise UsageError(explain("LLM: both hub and consumers", do="give consumers to the hub with `capflow run`"))
     user: Mapping[str, Any] = arguments.pop("additional_config", None) or {}
-    tapped = compat_model.check_model(kind(model=model, **arguments), sites)
+    with compat_model.explaining(model):
+        engine_args = kind(model=model, **arguments)
+    tapped = compat_model.check_model(engine_args, sites)
     process = None
     named = [hub] if isinstance(hub, str) else list(hub or ())
     if consumers:

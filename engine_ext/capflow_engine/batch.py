@@ -68,8 +68,11 @@ def run(job: Job, tell: Tell) -> None:
     from capflow_engine.options import KEY, RequestOptions
 
     try:
-        arguments = EngineArgs(model=model, disable_log_stats=True, **job.engine)
         SamplingParams(**job.sampling)
+        with compat_model.explaining(model):
+            arguments = EngineArgs(model=model, disable_log_stats=True, **job.engine)
+    except UsageError:
+        raise
     except (TypeError, ValueError) as e:
         raise UsageError(explain("--engine-arg or --sampling", got=str(e), expected="names that vLLM knows")) from e
     num_layers, sites, _ = compat_model.check_model(arguments, job.sites)

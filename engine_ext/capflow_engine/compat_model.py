@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
 import math
-import multiprocessing
+import os
+import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ModelInfo
 from capflow.site import HOOKS, Site
-from capflow_engine import compat
+from capflow_engine import compat, forked
 from capflow_engine.settings import Tapped
 from capflow_engine.structure import Place, Structure, UnclearError, large_on_meta, resolve
 
@@ -32,69 +35,45 @@ def check_model(engine_args: Any, patterns: Iterable[str]) -> Tapped:
     return Tapped.of(patterns, layers)
 
 
-_STRUCTURE_S_MAX = 120.0
-
-
 def structures(engine_args: Any) -> tuple[Structure, ...]:
     """Return the structure of each decoder layer of a model, from its configuration alone.
 
     A child process makes the model without weights: making one changes classes and caches of vLLM and Transformers.
 
-    Raises UsageError for a model that cannot be found, and for one of unknown structure.
+    Raises UsageError for a model that cannot be found, and for one of unknown structure, and CapflowError when the child fails.
     """
     import torch
 
     if torch.cuda.is_initialized():  # which no child that is forked survives
-        return _structures(engine_args)
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_send_structures, args=(sender, engine_args), name="capflow-structure")
-    child.start()
-    sender.close()
-    try:
-        outcome = receiver.recv() if receiver.poll(_STRUCTURE_S_MAX) else f"no answer in {_STRUCTURE_S_MAX:.0f} s"
-    except EOFError:
-        outcome = "its process died"
-    finally:
-        child.kill()
-        child.join()
-        receiver.close()
-    if isinstance(outcome, str):
-        raise UsageError(outcome)
-    found: tuple[Structure, ...] = outcome
-    return found
+        return _structures(engine_args, lambda _: None)
+
+    def work(say: forked.Say) -> tuple[Structure, ...]:
+        logging.disable(logging.WARNING)  # the engine says it all again
+        torch._C.set_num_threads(1)  # OpenMP's other threads stayed with the parent; vLLM disables the public function
+        return _structures(engine_args, say)
+
+    return forked.result_of(work, f"model {engine_args.model}: reading its structure")
 
 
-def _send_structures(sender: Any, engine_args: Any) -> None:
-    import torch
-
-    logging.disable(logging.WARNING)  # the engine says it all again
-    torch._C.set_num_threads(1)  # OpenMP's other threads stayed with the parent; vLLM disables the public function
-    try:
-        sender.send(_structures(engine_args))
-    except UsageError as e:
-        sender.send(str(e))
-    except Exception as e:  # noqa: BLE001 - the parent tells of it
-        sender.send(explain(f"model {engine_args.model}", got=f"{type(e).__name__}: {_first_line(e)}"))
-
-
-def _structures(engine_args: Any) -> tuple[Structure, ...]:
+def _structures(engine_args: Any, say: forked.Say) -> tuple[Structure, ...]:
     single = copy.copy(engine_args)
     single.tensor_parallel_size = single.pipeline_parallel_size = single.data_parallel_size = 1
     single.distributed_executor_backend = single.speculative_config = None
     single.additional_config, single.worker_cls, single.scheduler_cls = {}, "auto", None
     single.enforce_eager = True
-    try:
+    say("reading its configuration")
+    with explaining(engine_args.model):
         config = single.create_engine_config()
-    except (OSError, ValueError) as e:
-        expected = "a directory with a config.json, or a model that can be fetched"
-        raise UsageError(explain(f"model {engine_args.model}", got=_first_line(e), expected=expected)) from e
     model_config = config.model_config
     num_layers = model_config.get_total_num_hidden_layers()
+    say("making it without weights")
     try:
         with _skeleton(config) as model:
-            layers = decoder_layers(model, num_layers)
-            return in_one_scale(tuple(structure_of(layer, model_config.dtype) for _, layer in layers))
+            found = []
+            for number, layer in decoder_layers(model, num_layers):
+                say(f"reading layer {number} of {num_layers}")
+                found.append(structure_of(layer, model_config.dtype))
+            return in_one_scale(tuple(found))
     except CapflowError as e:
         raise UsageError(str(e)) from e
     except Exception as e:  # whatever vLLM's model raises where it cannot be made
@@ -102,11 +81,55 @@ def _structures(engine_args: Any) -> tuple[Structure, ...]:
         raise UsageError(explain(f"model {engine_args.model}: vLLM cannot make it here", got=got)) from e
 
 
+@contextlib.contextmanager
+def explaining(model: str) -> Iterator[None]:
+    """Raise UsageError, which says what is wrong with a model's name or files, in the place of the errors of other libraries."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (OSError, ValueError, AttributeError, KeyError) as e:
+        raise UsageError(_what_is_wrong(str(model), _first_line(e))) from e
+
+
+def _what_is_wrong(model: str, said: str) -> str:
+    """Return why a model cannot be read. said: the error of the library that tried."""
+    name, path = f"model {model}", Path(model).expanduser()
+    expected = "a directory with a config.json, or the name of a model that can be fetched"
+    config = path / "config.json"
+    if path.is_file():
+        return explain(name, got="a file", expected=expected)
+    if path.is_dir():
+        if not config.is_file():
+            return explain(name, got="a directory without config.json", expected=expected)
+        try:
+            fields = json.loads(config.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:
+            return explain(str(config), got=f"{type(e).__name__}: {e}", expected="a JSON object")
+        if not isinstance(fields, dict):
+            return explain(str(config), got=fields, expected="a JSON object")
+        return explain(f"{name}: vLLM refuses it: {said}")
+    if not _NAME.fullmatch(model):
+        return explain(name, got="no such directory", expected=expected)
+    offline = any(
+        os.environ.get(variable, "0") not in ("", "0") for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    )
+    do = "HF_HUB_OFFLINE is set: unset it, or take a model that is in the cache" if offline else ""
+    return explain(name, got=said, expected=expected, do=do)
+
+
+_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+"""A model's name on a hub: `owner/name`, or `name`."""
+
+_SAID_LENGTH_MAX = 300
+
+
 def _first_line(e: Exception) -> str:
     """Return what an exception says, on one line; of a pydantic one, its first complaint."""
     errors = getattr(e, "errors", None)
     text = str(errors()[0].get("msg", e)) if callable(errors) and errors() else str(e)
-    return next((line for line in text.splitlines() if line.strip()), type(e).__name__)
+    line = next((line.strip() for line in text.splitlines() if line.strip()), type(e).__name__)
+    return line.removeprefix("Value error, ")[:_SAID_LENGTH_MAX]
 
 
 @contextlib.contextmanager

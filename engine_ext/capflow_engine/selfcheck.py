@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from capflow_engine.child import own_output
+from capflow.errors import CapflowError, explain
+from capflow_engine.child import Tell, work_for_parent
 
 _PROMPTS = ([3, 14, 15, 92, 65], [35, 89, 79], [32, 38, 46, 26, 43, 38, 32])
 _TOKENS = 4
@@ -18,14 +19,18 @@ _BOUND = 1e-4
 
 
 def main() -> int:
-    """Capture and compare; print one line of what was found, return the exit code."""
-    out = own_output()
+    """Capture and compare; tell the parent, as `capflow_engine.child` says, how many `rows` there were and their `error`."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
-    with tempfile.TemporaryDirectory(prefix="capflow-doctor-") as name:
-        rows, worst = _capture(Path(name))
-    fine = worst < _BOUND
-    print(f"{rows} rows, largest relative error against Transformers {worst:.1e}", file=out, flush=True)
-    return 0 if fine else 1
+
+    def work(tell: Tell) -> None:
+        with tempfile.TemporaryDirectory(prefix="capflow-doctor-") as name:
+            rows, worst = _capture(Path(name))
+        if worst >= _BOUND:
+            got = f"a largest relative error against Transformers of {worst:.1e} in {rows} rows"
+            raise CapflowError(explain("captured rows", got=got, expected=f"less than {_BOUND:g}"))
+        tell("checked", rows=rows, error=worst)
+
+    return work_for_parent(work)
 
 
 def _capture(directory: Path) -> tuple[int, float]:

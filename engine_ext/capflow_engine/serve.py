@@ -85,7 +85,8 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     if args.model_tag is not None:
         args.model = args.model_tag
     user = dict(args.additional_config or {})
-    engine_args = AsyncEngineArgs.from_cli_args(args)
+    with compat_model.explaining(args.model):
+        engine_args = AsyncEngineArgs.from_cli_args(args)
     tapped = compat_model.check_model(engine_args, mine.sites or SITES_DEFAULT)
     settings = Settings(
         engine=uuid.uuid4().hex,
@@ -141,7 +142,7 @@ def _bytes(low: int, high: int) -> Callable[[str], int]:
 
     def number_of_bytes(text: str) -> int:
         if not text.isdigit() or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"got {text}, expected {low}..{high} bytes")
+            raise argparse.ArgumentTypeError(explain("bytes", got=text, expected=f"{low}..{high}"))
         return int(text)
 
     return number_of_bytes
@@ -154,8 +155,8 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 < seconds <= limits.CAPTURE_WAIT_S_MAX:
-        expected = f"more than 0 and at most {limits.CAPTURE_WAIT_S_MAX:g} seconds"
-        raise argparse.ArgumentTypeError(f"got {text}, expected {expected}")
+        expected = f"more than 0 and at most {limits.CAPTURE_WAIT_S_MAX:g}"
+        raise argparse.ArgumentTypeError(explain("seconds", got=text, expected=expected))
     return seconds
 
 

@@ -1,18 +1,17 @@
-"""The engine's part of `capflow sites`: `python -m capflow_engine.sites MODEL [PATTERN …]` prints a model's sites as JSON.
+"""The engine's part of `capflow sites`: `python -m capflow_engine.sites MODEL [PATTERN …]` tells its parent a model's sites.
 
-One object for each layer: `layer`, its class; `available`, the hooks that it has; `tapped`, those that the patterns name;
+The event `sites` has `layers`, one object for each: `layer`, its class; `available`, the hooks that it has; `tapped`, those that the patterns name;
 `missing`, for the other hooks, why.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 
-import msgspec
-
-from capflow.errors import CapflowError, UsageError
 from capflow_engine import compat, compat_model
+from capflow_engine.child import Tell, work_for_parent
 from capflow_engine.settings import SITES_DEFAULT, tapped_sites
 
 
@@ -22,25 +21,23 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("patterns", nargs="*", default=SITES_DEFAULT)
     parser.add_argument("--trust-remote-code", action="store_true")
-    args = parser.parse_args()
-    try:
-        compat.require()
-        compat.prepare_environment({})
-        from vllm.engine.arg_utils import EngineArgs
+    return work_for_parent(functools.partial(_tell_sites, parser.parse_args()))
 
-        model = args.model
-        if model == "demo":
-            from capflow_engine.demo import prepare
 
-            model = str(prepare())
-        layers = compat_model.structures(EngineArgs(model=model, trust_remote_code=args.trust_remote_code))
-        tapped = set(tapped_sites(args.patterns or SITES_DEFAULT, layers))
-    except UsageError as e:
-        print(f"capflow: {' '.join(str(e).split())}", file=sys.stderr)
-        return 2
-    except CapflowError as e:
-        print(f"capflow: {' '.join(str(e).split())}", file=sys.stderr)
-        return 1
+def _tell_sites(args: argparse.Namespace, tell: Tell) -> None:
+    compat.require()
+    compat.prepare_environment({})
+    from vllm.engine.arg_utils import EngineArgs
+
+    model = args.model
+    if model == "demo":
+        from capflow_engine.demo import prepare
+
+        model = str(prepare())
+    with compat_model.explaining(model):
+        engine_args = EngineArgs(model=model, trust_remote_code=args.trust_remote_code)
+    layers = compat_model.structures(engine_args)
+    tapped = set(tapped_sites(args.patterns or SITES_DEFAULT, layers))
     found = [
         {
             "layer": layer.layer,
@@ -50,8 +47,7 @@ def main() -> int:
         }
         for number, layer in enumerate(layers)
     ]
-    print(msgspec.json.encode(found).decode())
-    return 0
+    tell("sites", layers=found)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from capflow.errors import UsageError, explain
 from capflow.site import HOOKS, Site
 from capflow.steercheck import RELATIVE_NORM, Applied, Cost, Fired, Mates, Report
 from capflow_engine import compat, compat_model
@@ -225,11 +224,8 @@ def check(job: Job, say: Say) -> Report:
         model = str(prepare(progress=say))
     setup = Setup(model, job.dtype, job.eager, both=job.turns > 0)
     say("looking at the model")
-    try:
+    with compat_model.explaining(model):
         arguments = setup.engine_args()
-    except (OSError, ValueError) as e:  # where the network is off, a name that is not in the cache
-        got = str(e).splitlines()[0]
-        raise UsageError(explain(f"model {model}", got=got, expected="a directory, a model's name, or `demo`")) from e
     compat_model.check_model(arguments, job.sites)
     say("starting vLLM without capflow")
     with Plain(setup, directory / "plain.log") as plain:

@@ -9,9 +9,10 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import msgspec
 import numpy as np
@@ -200,15 +201,30 @@ class Plain:
         except BrokenPipeError:
             line = b""
         if not line:
-            said = self._log.read_text(errors="replace").strip().splitlines() or ["no word of why"]
-            raise CapflowError(explain("plain vLLM ended", got=said[-1]))
+            code = self._process.wait()
+            raise CapflowError(explain("plain vLLM ended", got=f"exit code {code}", do=f"see {self._log}"))
+        if line.startswith(_FAILED):
+            raise CapflowError(explain("plain vLLM failed", got=msgspec.json.decode(line)["failed"]))
         return line
 
 
+_FAILED = b'{"failed":'
+
+
 def main() -> int:
-    """Be plain vLLM until standard input ends; return the exit code."""
+    """Be plain vLLM until standard input ends; return the exit code. A last line names the error that ended it before."""
     prepare_process()
     out = own_output()
+    try:
+        _answer_orders(out)
+    except Exception as e:  # noqa: BLE001 - the parent tells of it, and standard error has the traceback
+        traceback.print_exc()
+        out.write(msgspec.json.encode({"failed": f"{type(e).__name__}: {e}"}).decode() + "\n")
+        return 1
+    return 0
+
+
+def _answer_orders(out: IO[str]) -> None:
     orders = iter(sys.stdin.buffer.readline, b"")
     setup = msgspec.json.decode(next(orders), type=Setup)
     from vllm import LLM, SamplingParams
@@ -224,7 +240,6 @@ def main() -> int:
             found = answers(llm, prompts(llm, LENGTHS), SamplingParams(**asks()))
         out.write(msgspec.json.encode(found).decode() + "\n")
     llm.llm_engine.engine_core.shutdown()
-    return 0
 
 
 if __name__ == "__main__":

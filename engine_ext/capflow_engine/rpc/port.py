@@ -19,7 +19,7 @@ FLAG = "--grpc-port"
 def number(text: str) -> int:
     """Return a port's number."""
     if not text.isdigit() or not 0 < int(text) < 2**16:
-        raise argparse.ArgumentTypeError(f"got {text}, expected 1..{2**16 - 1}")
+        raise argparse.ArgumentTypeError(explain("port", got=text, expected=f"1..{2**16 - 1}"))
     return int(text)
 
 
