@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from http.client import HTTPConnection
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from captured import write
 from dashboards import Pageless, context, dashboard, norm_of, open_dashboard
 from frames import make_finished, make_frame, make_model, row_of, token_of
 from hubs import address, running_hub, worker_link  # noqa: F401
@@ -23,6 +28,7 @@ from waiting import eventually
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
+import capflow
 from capflow.errors import UsageError
 from capflow.frame import DTYPES, Dropped, RequestRows
 from capflow.plugins import configure, load_plugins
@@ -696,3 +702,112 @@ def test_it_asks_nothing_of_requests_that_ask_for_other_rows():
     assert Dashboard.reads_requests is False
     assert RequestRows("r", 1, 0, ()).capture is None
     assert np.isfinite(row_of("r", SITES[0], 0)).all()
+
+
+# Floods.
+
+
+def flood(consumer, number):
+    """Return connections that were opened, as fast as it goes, and say nothing."""
+    parts = urlsplit(consumer.address)
+    return [socket.create_connection((parts.hostname, parts.port), 20) for _ in range(number)]
+
+
+def test_connections_without_a_token_are_bounded_and_a_page_still_opens():
+    with open_dashboard() as consumer, contextlib.ExitStack() as opened:
+        most = 0
+        for _ in range(12):
+            for peer in flood(consumer, 25):
+                opened.enter_context(peer)
+            most = max(most, len(consumer._server.visitors))
+        eventually(lambda: consumer.counted["visitors_cut"] == 300 - limits.VISITORS_MAX)
+        assert most <= limits.VISITORS_MAX
+        with Pageless(consumer) as page:
+            page.until(lambda p: p.counts)
+            assert len(consumer._server.visitors) < limits.VISITORS_MAX  # a page took the place of one
+            for peer in flood(consumer, 50):
+                opened.enter_context(peer)
+            consumer.on_session("engine-1", make_model())
+            page.until(lambda p: p.engines)  # what is open is not cut off
+        assert get(consumer, f"/?{urlsplit(consumer.address).query}")[0].status == 200
+
+
+def test_a_connection_that_says_nothing_is_over_in_time(monkeypatch):
+    monkeypatch.setattr(limits, "OPEN_S_MAX", 0.3)
+    with open_dashboard() as consumer, contextlib.ExitStack() as opened:
+        for peer in flood(consumer, 5):
+            opened.enter_context(peer)
+        eventually(lambda: len(consumer._server.visitors) == 5)
+        eventually(lambda: not consumer._server.visitors)
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource, sys
+from dashboards import open_dashboard
+
+with open_dashboard() as consumer:
+    free = os.dup(0)
+    os.close(free)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    print(consumer.address, flush=True)
+    sys.stdin.readline()
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    print(consumer.counted["failures"], flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_process_without_descriptors_says_so_once_and_goes_on():
+    command = [sys.executable, "-c", WITHOUT_DESCRIPTORS]
+    with subprocess.Popen(
+        command,
+        cwd=Path(__file__).parent,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        parts = urlsplit(process.stdout.readline().strip())
+        with contextlib.ExitStack() as opened:
+            for _ in range(10):
+                opened.enter_context(socket.create_connection((parts.hostname, parts.port), 20))
+            time.sleep(2.5)  # the event loop tries again each second
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert int(process.stdout.readline()) >= 2
+        connection = HTTPConnection(parts.netloc, timeout=20)
+        connection.request("GET", f"/?{parts.query}")
+        assert connection.getresponse().status == 200
+        _, errors = process.communicate("\n", timeout=30)
+    assert errors.count("Too many open files") == 1, errors
+    assert "Traceback" not in errors
+
+
+def test_a_flood_costs_other_consumers_no_rows(tmp_path):
+    """In a hub with 128 descriptors, of which a flood would take all."""
+    write(tmp_path / "rows", {f"r{n}": (4, 30) for n in range(40)}, layout="packed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "capflow", "replay", tmp_path / "rows", "--steps-per-s", "300"]
+    command += ["--consumer", "filesystem:root=again,layout=per_file,fsync=false"]
+    command += ["--consumer", f"dashboard:port={port}"]
+    limited = ["/bin/sh", "-c", 'ulimit -n 128; exec "$@"', "sh", *command]
+    with (
+        subprocess.Popen(limited, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process,
+        contextlib.ExitStack() as opened,
+    ):
+        opened.callback(process.kill)
+        peers = 0
+        while process.poll() is None and peers < 700:
+            try:
+                opened.enter_context(socket.create_connection(("127.0.0.1", port), 1))
+                peers += 1
+            except OSError:
+                time.sleep(0.01)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert "Too many open files" not in errors
+    assert len(capflow.open(tmp_path / "again").requests()) == 40

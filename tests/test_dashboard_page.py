@@ -468,19 +468,30 @@ def test_a_long_request_keeps_its_latest_tokens(opened):
         window.wait_heat(64)
 
 
-@pytest.mark.parametrize(("width", "height"), [(1280, 800), (1920, 1080), (800, 600)])
-def test_the_page_fits_its_window(opened, width, height):
+LONG_IDS = ["cmpl-4f6a1c0e9b7d4e52a8c3d1f09e6b7a25-0", "a" * 300, "long " * 60]
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (1920, 1080), (800, 600), (390, 844)])
+def test_the_page_fits_its_window_whatever_the_names_are(opened, width, height):
     with open_dashboard() as consumer:
         window = opened(consumer)
         window.page.set_viewport_size({"width": width, "height": height})
         consumer.on_session("engine-1", make_model())
-        consumer.on_frame(make_frame([("r1", 300, 0, 300)], SITES, texts=True))
-        window.wait_heat(300)
-        assert window.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        assert width < 900 or window.page.evaluate("document.documentElement.scrollHeight <= innerHeight")
-        eventually(
-            lambda: window.page.evaluate(
-                """() => Math.abs(document.querySelector("#heat .main-svg").getBoundingClientRect().height
-                   - document.getElementById("heat").clientHeight) < 2"""
+        consumer.on_session("e" * 300, make_model())
+        for name in ["r1", *LONG_IDS]:
+            consumer.on_frame(make_frame([(name, 300, 0, 300)], SITES, texts=True))
+            expect(window.page.locator("#shown-id")).to_have_attribute("title", name, timeout=LIMIT_MS)
+            window.wait_heat(300)
+            assert window.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            assert width < 900 or window.page.evaluate("document.documentElement.scrollHeight <= innerHeight")
+            outside = """() => [...document.querySelectorAll("main *, aside *, header *")].filter((part) => {
+                const { width, right } = part.getBoundingClientRect();
+                return width && right > innerWidth + 1 && !part.closest(".request-list, .tokens, .heat, .engine");
+            }).map((part) => part.id || part.className)"""
+            assert window.page.evaluate(outside) == []
+            eventually(
+                lambda: window.page.evaluate(
+                    """() => Math.abs(document.querySelector("#heat .main-svg").getBoundingClientRect().height
+                       - document.getElementById("heat").clientHeight) < 2"""
+                )
             )
-        )

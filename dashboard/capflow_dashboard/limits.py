@@ -19,6 +19,8 @@ RATES_S = 120
 
 # Pages that are open.
 CLIENTS_MAX = 16
+VISITORS_MAX = 32  # connections that are no pages: they load a file, have not shown a token, or have a wrong one
+BACKLOG = 16  # connections that wait to be accepted; so many are accepted at once
 UPDATES_PER_S_MAX = 8
 MESSAGE_BYTES_MAX = 1024  # of what a page sends
 WRITE_BUFFER_BYTES = 256 * 1024  # of one page's socket; past it, nothing is sent until the page has read

@@ -3,6 +3,9 @@
 Nothing is queued for a page. Each has its own task, which asks the board what is new for it, sends that, and does not
 ask again before the page's socket has taken it: a slow page gets fewer and larger updates, a dead one none, and neither
 costs more memory than one update. The consumer's thread never waits for any of this.
+
+The process is the hub's, and so are its descriptors. At most `limits.VISITORS_MAX` connections are open that are no pages: another one
+cuts the oldest of them off, so that a page which is opened during a flood gets in.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
@@ -41,6 +45,7 @@ class PageServer:
         self.host = host
         self.port = port
         self.connections: set[ServerConnection] = set()  # of open pages; the server's thread's, as all below
+        self.visitors: dict[ServerConnection, None] = {}  # connections that are no pages, oldest first
         self._board = board
         self._pages = pages
         self._on_count = on_count
@@ -48,6 +53,7 @@ class PageServer:
         self._error: Exception | None = None  # why it does not listen; set by the thread before `_ready`
         self._loop: asyncio.AbstractEventLoop | None = None  # set by the thread before `_ready`
         self._stop: asyncio.Event | None = None  # the same; set by `stop`
+        self._failed = False  # whether a failure was logged
         self._thread = threading.Thread(target=self._run, name="capflow-dashboard", daemon=True)
 
     def start(self) -> None:
@@ -74,6 +80,7 @@ class PageServer:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop.set_exception_handler(self._fail)
         try:
             server = await self._listen()
         except Exception as e:  # noqa: BLE001  told to whoever waits in `start`
@@ -105,7 +112,31 @@ class PageServer:
             close_timeout=limits.OPEN_S_MAX / 5,
             logger=_quiet,
             server_header=None,
+            create_connection=cast("type[ServerConnection]", functools.partial(_Connection, self)),
+            backlog=limits.BACKLOG,
         )
+
+    def enter(self, connection: ServerConnection) -> None:
+        """Take a new connection, which may have to take another one's place. Called by the connection."""
+        if len(self.visitors) >= limits.VISITORS_MAX:
+            oldest = next(iter(self.visitors))
+            del self.visitors[oldest]
+            oldest.transport.abort()
+            self._on_count("visitors_cut")
+        self.visitors[connection] = None
+
+    def leave(self, connection: ServerConnection) -> None:
+        """Forget a connection that is over. Called by the connection."""
+        self.visitors.pop(connection, None)
+
+    def _fail(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Count what goes wrong in the event loop, such as a connection for which there is no descriptor; log the first one."""
+        self._on_count("failures")
+        if not self._failed:
+            self._failed = True
+            event = {"event": "dashboard_failed", "reason": str(context.get("exception"))}
+            text = "the dashboard failed at a connection; more failures are counted only: %s: %s"
+            logger.error(text, context.get("message"), context.get("exception"), extra=event)
 
     def _answer(self, _: ServerConnection, request: Request) -> Response | None:
         response = self._pages.answer(request)
@@ -121,6 +152,7 @@ class PageServer:
         seen = Seen()
         listening: asyncio.Task[Any] | None = None
         self.connections.add(connection)
+        self.leave(connection)
         try:
             listening = asyncio.create_task(self._hear(connection, seen))
             await self._tell(connection, seen)
@@ -156,6 +188,22 @@ class PageServer:
             await connection.close(CloseCode.POLICY_VIOLATION, str(e)[:100])
         except ConnectionClosed:
             pass
+
+
+class _Connection(ServerConnection):
+    """A connection that its server counts."""
+
+    def __init__(self, pages: PageServer, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pages = pages
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._pages.enter(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pages.leave(self)
+        super().connection_lost(exc)
 
 
 def port_error(host: str, port: int, error: OSError) -> UsageError:
