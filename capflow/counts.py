@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from capflow.losses import MEANT
+
 
 @dataclass
 class Counts:
@@ -49,5 +51,10 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     @property
     def rows_lost(self) -> int:
-        """How many rows were lost, for whatever reason; a row that two consumers lost counts twice."""
-        return sum(self.dropped_rows.values())
+        """How many rows were lost that a consumer was to have; a row that two consumers lost counts twice."""
+        return sum(self.dropped_rows.values()) - self.rows_skipped
+
+    @property
+    def rows_skipped(self) -> int:
+        """How many rows live consumers passed over, as their policy or their tap says: no loss."""
+        return sum(rows for reason, rows in self.dropped_rows.items() if reason in MEANT)

@@ -16,6 +16,9 @@ from capflow import limits
 from capflow.frame import Chunk, Dropped, FrameHeader, Gap
 from capflow.site import Site, layers_by_hook
 
+MEANT = frozenset({"skipped", "not_tapped"})
+"""Reasons for which live consumers do not get rows, as they ask: these count as no loss."""
+
 _GAPS_TOLD_MAX = 4  # in a message; all that are kept are in `Dropped`
 
 

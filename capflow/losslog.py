@@ -12,10 +12,7 @@ import msgspec
 
 from capflow import limits
 from capflow.frame import Dropped
-from capflow.losses import described
-
-_MEANT = {"skipped", "not_tapped"}
-"""Reasons for which rows are lost to whoever asked for that."""
+from capflow.losses import MEANT, described
 
 
 class LossLog:
@@ -45,7 +42,7 @@ class LossLog:
                 return
             self._said += 1
             left_out, self._left_out = self._left_out, 0
-        level = logging.INFO if {each.reason for each in dropped} <= _MEANT else logging.WARNING
+        level = logging.INFO if {each.reason for each in dropped} <= MEANT else logging.WARNING
         text = "; ".join(map(described, dropped))
         if left_out:
             text += f" ({left_out} requests before it are not told here)"

@@ -6,7 +6,7 @@ import pytest
 from sources import imports_of, modules
 
 LAYERS = (
-    {"errors", "limits", "counts", "places"},
+    {"errors", "limits", "places"},
     {"bounded", "brief", "runtime", "site", "shard", "wholefile"},
     {
         "positions",
@@ -25,7 +25,7 @@ LAYERS = (
         "steercheck",
     },
     {"steering", "program", "probefile", "probe", "probekinds", "saelens", "consumer", "hookspecs"},
-    {"queue", "session", "address", "keys", "plugins", "spool", "recording", "pluginkit"},
+    {"counts", "queue", "session", "address", "keys", "plugins", "spool", "recording", "pluginkit"},
     {
         "transport",
         "transport.sockets",

@@ -26,6 +26,7 @@ from capflow.cli.units import human_bytes
 from capflow.counts import Snapshot
 from capflow.endpoint import Endpoint
 from capflow.hub import Hub
+from capflow.losses import MEANT
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
 from capflow.spilling import SpillingLane
 
@@ -178,6 +179,7 @@ class HubRun:
             f"{human_bytes((now.bytes - before.bytes) / elapsed_s)}/s",
             f"queued {human_bytes(now.queued_bytes)}",
             f"dropped {now.rows_lost}",
+            *([f"skipped {now.rows_skipped}"] if now.rows_skipped else []),
             f"spilled {now.spilled}",
         ]
         return Text("  ".join(parts), style="red" if now.rows_lost else "")
@@ -215,16 +217,21 @@ class HubRun:
         for column in ("frames", "rows", "bytes", "dropped", "errors"):
             table.add_column(column, justify="right")
         for lane in self.hub.lanes:
-            dropped = sum(lane.dropped.values())
-            cells = (lane.frames, lane.rows, human_bytes(lane.bytes), dropped, lane.errors)
-            table.add_row(lane.name, *map(str, cells), style="red" if dropped or lane.errors else "")
+            cells = (lane.frames, lane.rows, human_bytes(lane.bytes), sum(lane.dropped.values()), lane.errors)
+            is_bad = lane.errors or lane.dropped.keys() - MEANT
+            table.add_row(lane.name, *map(str, cells), style="red" if is_bad else "")
         return table
 
 
 def _lost(now: Snapshot) -> str | None:
-    if not now.rows_lost:
-        return None
-    return "rows lost: " + ", ".join(f"{rows} {reason}" for reason, rows in sorted(now.dropped_rows.items()))
+    """Return what was lost, and what was skipped, by reason; None for nothing."""
+    lines = []
+    for what, reasons in (("lost", now.dropped_rows.keys() - MEANT), ("skipped by live consumers", MEANT)):
+        if rows := [
+            f"{now.dropped_rows[reason]} {reason}" for reason in sorted(reasons) if now.dropped_rows.get(reason)
+        ]:
+            lines.append(f"rows {what}: {', '.join(rows)}")
+    return "\n".join(lines) or None
 
 
 @contextlib.contextmanager

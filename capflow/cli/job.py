@@ -30,6 +30,7 @@ from capflow.cli.needs import check_vllm
 from capflow.cli.units import human_bytes
 from capflow.client import Client
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.losses import MEANT, described
 from capflow.message import ModelInfo
 from capflow.result import CaptureResult
 from capflow.site import Site
@@ -352,6 +353,8 @@ def _missing(running: HubRun, job: ModelJob, results: dict[str, dict[str, Captur
         total += sum(w.positions.count(int(done["prompt_tokens"]), computed) for w in join(wanted.values()).values())
         for name, rows in count.items():
             result = results.get(prompt.id, {}).get(name)
+            if result is not None and _only_skipped(result):
+                continue
             if rows and (result is None or result.status != "ok"):
                 why = "no result" if result is None else f"{result.status}: {result.error}"
                 lines.append(f"request {prompt.id}, {name}: {why}")
@@ -361,6 +364,12 @@ def _missing(running: HubRun, job: ModelJob, results: dict[str, dict[str, Captur
     if received != total:
         lines.append(f"rows received: got {received}, expected {total} as the specs and the answers' lengths say")
     return lines
+
+
+def _only_skipped(result: CaptureResult) -> bool:
+    """Return whether nothing is wrong with a result but that a live consumer skipped rows."""
+    reasons = {each.reason for each in result.dropped}
+    return bool(reasons) and reasons <= MEANT and result.error == "; ".join(map(described, result.dropped))
 
 
 def _outcome(running: HubRun, job: ModelJob, results: dict[str, dict[str, CaptureResult]]) -> Table:
