@@ -253,10 +253,26 @@ def test_consumers_hear_of_a_gated_request_that_nobody_captures_and_of_no_other(
     with engine(tiny, consumers=[gate, f"duckdb:path={tmp_path}/a.duckdb"]) as llm:
         params = [capflow.sampling_params(id=name, max_tokens=12, **GREEDY) for name in ("a", "b")]
         llm.generate(given, params, use_tqdm=False)
+        static = capflow.sampling_params(
+            id="c",
+            max_tokens=4,
+            steering_vectors={"post_block": {0: vector(3)}},
+            n=2,
+            seed=1,
+            **{**GREEDY, "temperature": 1.0},
+        )
+        reports = [output.steering_applied for output in llm.generate(given[0], static, use_tqdm=False)]
+        (mine,) = llm.generate(given[0], params[0], use_tqdm=False)
+    # Which of them the gate fired on, the answers do not say; nor do they say that nothing steered them.
+    assert (mine.steering_applied.key, mine.steering_applied.controllers) == ("dynamic", ("gate",))
+    assert mine.kv_transfer_params is None
+    assert reports[0].key.endswith("+dynamic")
+    assert reports[0].actions == ()
     fired = "a" if highest[0] > highest[1] else "b"
     with duckdb.connect(f"{tmp_path}/a.duckdb") as found:
         told = found.execute("SELECT request_id, kind, asked_by, outcome FROM actions").fetchall()
-    assert set(told) == {(fired, "steer", "controller gate", "applied")}
+    assert {one for one in told if one[2] != "request"} >= {(fired, "steer", "controller gate", "applied")}
+    assert {one[0] for one in told if one[0] in ("a", "b")} == {fired}
 
 
 # --- what a gate does depends on rows, and on nothing else ---

@@ -1,9 +1,12 @@
 """One live server, the OpenAI client, and what capflow adds to its routes: fields, refusals, results."""
 
 import json
+import threading
+import time
 import urllib.error
 import urllib.request
 
+import numpy as np
 import openai
 import pytest
 from engines import LAYERS, relative_error
@@ -12,7 +15,10 @@ from servers import environment, healthy, process, wait_until
 from waiting import eventually
 
 import capflow
+from capflow.action import Applied, Steer
+from capflow.client import Client
 from capflow.site import Site
+from capflow.vector import SteeringVector
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -140,6 +146,42 @@ def test_an_answer_that_a_stop_string_ends_has_its_rows_and_no_more(served, stre
     tokens = [*(int(word[1:]) for word in PROMPT.split()), *generated]
     for site in capture.sites:
         assert capture[site].token_ids.tolist() == tokens[:-1]
+
+
+def steering(name, outcomes):
+    """Steer a request as soon as it runs."""
+    vector = SteeringVector.make(Site(1, "post_block"), np.ones(64, np.float32))
+    with Client() as client:
+        deadline = time.monotonic() + 60
+        while not outcomes and time.monotonic() < deadline:
+            outcome = client.act(Steer(name, (vector,)), timeout=60)
+            if isinstance(outcome, Applied):
+                outcomes.append(outcome)
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_was_steered_while_it_ran_does_not_say_that_nothing_did(served, monkeypatch, stream):
+    client, _, root = served
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(root.parent))
+    name, outcomes = f"acted-{stream}", []
+    thread = threading.Thread(target=steering, args=(name, outcomes))
+    thread.start()
+    extra = {"ignore_eos": True, "capture_id": name, "steering_report": True}
+    call = {"model": "tiny", "prompt": PROMPT, "max_tokens": 110, "temperature": 0, "extra_body": extra}
+    raw = client.completions.with_raw_response.create(**call, stream=stream)
+    last = list(raw.parse())[-1] if stream else raw.parse()
+    thread.join(60)
+    assert outcomes
+    said = last.model_extra["steering_applied"]
+    assert said["key"] == "dynamic"
+    assert said["controllers"] == []
+    (action,) = said["actions"]
+    assert 5 <= action.pop("position") < 115
+    assert action == {"request": name, "kind": "steer", "sites": ["post_block:1"]}
+    # The header of a stream goes out before it is known, and claims nothing.
+    assert raw.headers.get("x-capflow-steering") == (None if stream else "dynamic")
+    assert "kv_transfer_params" not in (last.model_extra or {}) or last.model_extra["kv_transfer_params"] is None
 
 
 def test_every_choice_has_its_own_result(served):

@@ -19,7 +19,9 @@ compat.require()
 from vllm import AsyncLLMEngine, RequestOutput, SamplingParams  # noqa: E402 - only once the version is known to be one that works
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 
+from capflow_engine.applied import Dynamic  # noqa: E402
 from capflow_engine.arming import arm  # noqa: E402
+from capflow_engine.dynamic import taken  # noqa: E402
 from capflow_engine.fit import Fit  # noqa: E402
 from capflow_engine.holdings import Size  # noqa: E402
 from capflow_engine.options import KEY, Ready, RequestOptions  # noqa: E402
@@ -122,12 +124,14 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         if isinstance(prompt, AsyncGenerator):
             prompt = _asking_nothing(prompt)
         outputs = super().generate(prompt, prepared.params, request_id or prepared.options.id, **kwargs)
+        told: Dynamic | None = None
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
+                    told = taken(output) or told
                     if output.finished:
                         await self._add_results(output, prepared.options)
-                        output.steering_applied = prepared.applied
+                        output.steering_applied = prepared.said(told)
                     yield output
         finally:
             self._running.difference_update(names)

@@ -86,6 +86,11 @@ def sample_number(key: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
+def parent_of(key: str) -> str:
+    """Return the id of the request that one is a sample of, given its id."""
+    return key.partition("_")[2]
+
+
 def detokenizer(tokenizer: Any, request: Any) -> Any:
     """Return what vLLM's front end searches the answer of a request with for its stop strings."""
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer

@@ -6,11 +6,12 @@ steered knows by what before it runs, and keeps that.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,7 +24,9 @@ from capflow.program import SteeringProgram
 from capflow.result import joined
 from capflow.steering import NOTHING
 from capflow_engine import compat
+from capflow_engine.applied import NOTHING_KEY, Dynamic, dynamic_key
 from capflow_engine.beams import BEAMS, Beams
+from capflow_engine.dynamic import taken
 from capflow_engine.fields import FIELDS, Asked, Server, check_spelling, resolved
 from capflow_engine.fit import Fit
 from capflow_engine.holdings import Size
@@ -56,6 +59,7 @@ class Front:
         self.body_bytes_max = serving.body_bytes_max
         self.rpc_address = serving.rpc_address
         self.asker = Askers(self.settings)
+        self._told: dict[str | None, Dynamic] = {}  # what may have steered running requests, by id
         self.running: WeakValueDictionary[str, Asked] = WeakValueDictionary()  # by what their choices are called
         self._over: dict[str, float] = {}  # when the latest captures ended, by the same names, oldest first
 
@@ -118,6 +122,8 @@ class Front:
         """Forget a request that is over."""
         BEAMS.set(None)
         now = time.monotonic()
+        for options in asked.options:
+            self._told.pop(options.id, None)
         for name in asked.names:
             self.running.pop(name, None)
             if asked.awaits:
@@ -145,8 +151,37 @@ class Front:
             if len(found) > 1:
                 said["capture_results_by_choice"] = [found[name] for name in asked.names]
         if asked.applied is not None:
-            said["steering_applied"] = asked.applied
+            said["steering_applied"] = asked.applied.beside(self._dynamic(asked))
         return said
+
+    def key(self, asked: Asked, *, streams: bool) -> str | None:
+        """Return the key that a response has before its body; None where it has none.
+
+        A stream's is of what the request came with, and missing where that is nothing: an action may steer it yet.
+        """
+        if streams:
+            return None if asked.key == NOTHING_KEY else asked.key
+        return asked.key if self._dynamic(asked) is None else dynamic_key(asked.key)
+
+    def _dynamic(self, asked: Asked) -> Dynamic | None:
+        """Return what may have steered the choices of a request while they ran, as far as is known by now."""
+        told = [self._told[options.id] for options in asked.options if options.id in self._told]
+        if not told:
+            return None
+        actions = tuple(change for each in told for change in each.actions)
+        return Dynamic(actions, tuple(dict.fromkeys(name for each in told for name in each.controllers)))
+
+    async def _heard(self, outputs: Any, params: Any) -> AsyncIterator[Any]:
+        """Yield vLLM's outputs without what they tell capflow."""
+        said = (params.extra_args or {}).get(KEY)
+        name = said.get("id") if isinstance(said, dict) else None
+        asked = name is not None and (name in self.running or f"{name}#0" in self.running)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                dynamic = taken(output)
+                if dynamic is not None and asked:
+                    self._told[name] = dynamic
+                yield output
 
     def steered(self, params: Any) -> Any:
         """Return sampling parameters with all that steers a request, where no route of capflow's has seen to that.
@@ -175,6 +210,6 @@ class Front:
             length = compat.rendered_length(prompt)
             if length is not None:
                 check_params(params, length, self.length_max)
-            return generate(prompt, params, *args, **kwargs)
+            return self._heard(generate(prompt, params, *args, **kwargs), params)
 
         return steered

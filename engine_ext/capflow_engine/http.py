@@ -141,8 +141,9 @@ async def _answer(
             response.body_iterator = _streamed(front, asked, response.body_iterator, stream)
         elif isinstance(response, JSONResponse) and response.status_code == HTTPStatus.OK and asked.reports:
             response = extended(response, await front.results(asked))
-        if response is not None and asked.key is not None and response.status_code == HTTPStatus.OK:
-            response.headers[STEERING_HEADER] = asked.key
+        key = front.key(asked, streams=streams)
+        if response is not None and key is not None and response.status_code == HTTPStatus.OK:
+            response.headers[STEERING_HEADER] = key
     except UsageError as e:
         return refused(e)
     finally:

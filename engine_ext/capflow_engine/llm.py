@@ -22,6 +22,7 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 
 from capflow_engine.arming import arm  # noqa: E402
 from capflow_engine.beams import with_program  # noqa: E402
+from capflow_engine.dynamic import taken  # noqa: E402
 from capflow_engine.fit import Fit  # noqa: E402
 from capflow_engine.holdings import Size  # noqa: E402
 from capflow_engine.options import RequestOptions  # noqa: E402
@@ -206,7 +207,7 @@ class LLM(VLLM):  # type: ignore[misc]
             for name, sample in zip(names, output.outputs, strict=True):
                 sample.capture_results = found.get(name, {})
             output.capture_results = joined({name: found[name] for name in names if name in found})
-            output.steering_applied = one.applied
+            output.steering_applied = one.said(taken(output))
         return outputs
 
 

@@ -13,7 +13,7 @@ compat.require()
 
 from vllm import SamplingParams  # noqa: E402 - only once the version is known to be one that works
 
-from capflow_engine.applied import Applied  # noqa: E402
+from capflow_engine.applied import NOTHING_KEY, Applied, Dynamic  # noqa: E402
 from capflow_engine.fit import Fit  # noqa: E402
 from capflow_engine.options import KEY, Ready, RequestOptions  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
@@ -76,6 +76,12 @@ class Prepared(msgspec.Struct, frozen=True):
     params: SamplingParams
     options: RequestOptions
     applied: Applied | None
+
+    def said(self, dynamic: Dynamic | None) -> Applied | None:
+        """Return what the output says of what steered the request, with what may have while it ran."""
+        if dynamic is None:
+            return self.applied
+        return (self.applied or Applied(NOTHING_KEY)).beside(dynamic)
 
     @classmethod
     def of(cls, params: SamplingParams, fit: Fit, store: SteeringStore, name: str) -> Prepared:

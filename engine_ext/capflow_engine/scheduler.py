@@ -27,6 +27,7 @@ from capflow.positions import Positions
 from capflow.program import SteeringProgram, with_vectors
 from capflow.steering import Steering, Tier
 from capflow_engine import compat, compat_cache, compat_step
+from capflow_engine.dynamic import Reports
 from capflow_engine.holdings import HOLDS_MORE, Holdings, Need, Size, needs_of
 from capflow_engine.hubs import HubLinks
 from capflow_engine.options import KEY, RequestOptions
@@ -87,6 +88,7 @@ class Captured:
         if self.capflow.aborted:
             compat.add_finished_outputs(outputs, self.capflow.aborted)
             self.capflow.aborted.clear()
+        self.capflow.reports.attach(outputs, self.capflow.stops.limits)
         return outputs
 
     def _update_request_with_output(self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
@@ -155,6 +157,7 @@ class Ledger:
         self._aborts: list[str] = []  # ids of aborts, which hold from the next step on
         self._under_way: dict[int, UnderWay] = {}  # steps by number, until their output is taken in
         self._cuts: dict[str, int] = {}  # for the next step's orders
+        self.reports = Reports()
         self.stops = Stops(lambda: compat.load_tokenizer(vllm_config))
         self._welcomes: tuple[Welcome | None, ...] = (None,) * len(self.settings.hubs)
         self._wishes = (Wishes(),) * len(self.settings.hubs)  # what requests of each hub are admitted under now
@@ -197,6 +200,8 @@ class Ledger:
         self._incarnations[name] = f"{self._boot[:12]}-{next(self._admitted)}"
         self._unscheduled[key] = name, self._wishes_number, self._incarnations[name]
         wishes = self._wishes[self.settings.hub_of(name)]
+        together = key if len(names) < 2 else compat_step.parent_of(key)
+        self.reports.admit(key, together, name, [spec.label for spec in wishes.controllers])
         if wanted := _wanted(options, wishes):
             compat_cache.compute(request, wanted)
         if wanted or options.program is not None or wishes.controllers:
@@ -322,6 +327,7 @@ class Ledger:
         for held in self._acted.pop(key, {}).values():
             self._held.release(held)
         name = self._names.pop(key, None)
+        self.reports.end(key)
         if name is not None:
             del self._keys[name], self._incarnations[name]
         for action_id in [action_id for action_id, its, _ in self._actions if its == key]:
@@ -385,6 +391,9 @@ class Ledger:
                     "steering bank", got=f"no room for more {lacking} beside what the running requests hold", do=do
                 )
             self._fork_for_itself(request, max(request.num_computed_tokens, request.num_prompt_tokens))
+        # A preempted request has computed nothing, and the action holds from where it had been.
+        computed = max(request.num_computed_tokens, request.num_tokens - 1)
+        self.reports.act(key, action, max(computed, request.num_prompt_tokens))
         self._actions.append((act.id, key, action))
         return None
 

@@ -401,7 +401,7 @@ class Gap(_message.Message):
     def __init__(self, sites: _Optional[_Iterable[str]] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class SteeringApplied(_message.Message):
-    __slots__ = ("key", "prefill", "decode", "patched", "modules", "global_state")
+    __slots__ = ("key", "prefill", "decode", "patched", "modules", "global_state", "actions", "controllers")
     class PrefillEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -436,13 +436,29 @@ class SteeringApplied(_message.Message):
     PATCHED_FIELD_NUMBER: _ClassVar[int]
     MODULES_FIELD_NUMBER: _ClassVar[int]
     GLOBAL_STATE_FIELD_NUMBER: _ClassVar[int]
+    ACTIONS_FIELD_NUMBER: _ClassVar[int]
+    CONTROLLERS_FIELD_NUMBER: _ClassVar[int]
     key: str
     prefill: _containers.ScalarMap[str, int]
     decode: _containers.ScalarMap[str, int]
     patched: _containers.MessageMap[int, SiteCounts]
     modules: _containers.ScalarMap[str, float]
     global_state: bool
-    def __init__(self, key: _Optional[str] = ..., prefill: _Optional[_Mapping[str, int]] = ..., decode: _Optional[_Mapping[str, int]] = ..., patched: _Optional[_Mapping[int, SiteCounts]] = ..., modules: _Optional[_Mapping[str, float]] = ..., global_state: _Optional[bool] = ...) -> None: ...
+    actions: _containers.RepeatedCompositeFieldContainer[SteeringChange]
+    controllers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, key: _Optional[str] = ..., prefill: _Optional[_Mapping[str, int]] = ..., decode: _Optional[_Mapping[str, int]] = ..., patched: _Optional[_Mapping[int, SiteCounts]] = ..., modules: _Optional[_Mapping[str, float]] = ..., global_state: _Optional[bool] = ..., actions: _Optional[_Iterable[_Union[SteeringChange, _Mapping]]] = ..., controllers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SteeringChange(_message.Message):
+    __slots__ = ("request", "kind", "sites", "position")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SITES_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    request: str
+    kind: str
+    sites: _containers.RepeatedScalarFieldContainer[str]
+    position: int
+    def __init__(self, request: _Optional[str] = ..., kind: _Optional[str] = ..., sites: _Optional[_Iterable[str]] = ..., position: _Optional[int] = ...) -> None: ...
 
 class SiteCounts(_message.Message):
     __slots__ = ("sites",)

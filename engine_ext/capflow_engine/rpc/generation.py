@@ -66,8 +66,9 @@ class Generation(GenerateServicer):
         asked = self._front.take(body, f"cmpl-{body.request_id}", 1)
         try:
             answer = await self._completed(body)
-            if asked is not None and asked.key is not None:
-                await context.send_initial_metadata(((STEERING_METADATA, asked.key),))
+            key = None if asked is None else self._front.key(asked, streams=stream)
+            if key is not None:
+                await context.send_initial_metadata(((STEERING_METADATA, key),))
             yield asked, answer
         finally:
             if asked is not None:
@@ -87,9 +88,10 @@ class Generation(GenerateServicer):
         """Put into a response what capflow has to say."""
         if asked is None or not asked.reports:
             return
-        parsed(results_of(await self._front.said(asked)), response)
-        if asked.applied is not None:
-            response.steering_applied.CopyFrom(applied_message(asked.applied))
+        said = await self._front.said(asked)
+        parsed(results_of(said), response)
+        if (applied := said.get("steering_applied")) is not None:
+            response.steering_applied.CopyFrom(applied_message(applied))
 
 
 def results_of(said: Mapping[str, Any]) -> dict[str, Any]:
