@@ -38,7 +38,7 @@ class Stops:
         A request with streaming input is left out: a stop string ends one of its answers, not the request.
         """
         params = request.sampling_params
-        if params is None or not params.stop or not params.detokenize or request.resumable:
+        if params is None or not params.stop or not params.detokenize or not compat_step.ends_input(request):
             return
         tokenizer = self._load_tokenizer()
         if tokenizer is not None:
