@@ -5,6 +5,7 @@ Of a position, at each steered site, a program says which operations are done, i
 | operation | what it does |
 |---|---|
 | `PATCH` | `x ← x + amount · (row - x)` |
+| `RELATIVE` | `x ← x + amount · ‖x‖ · row` |
 | `ADD` | `x ← x + amount · row` |
 | `CLAMP` | `x ← x + amount · (min(max(x · row, low), high) - x · row) · row` |
 
@@ -33,7 +34,7 @@ from capflow.site import Site, refusal_of_fixed
 from capflow.steering import Steering, Tier
 from capflow.vector import SteeringVector
 
-ADD, CLAMP, PATCH = 0, 1, 2
+ADD, CLAMP, PATCH, RELATIVE = 0, 1, 2, 3
 DIGEST_BYTES = 16
 
 Row = npt.NDArray[np.float32]
@@ -257,8 +258,11 @@ def compile_program(
 
 
 def _site_ops(hidden_size: int, tiers: Sequence[Tier], rows: _Rows) -> tuple[SiteOps, ...]:
-    sums = _sums(hidden_size, (vector for tier in tiers for vector in tier.vectors))
-    ops: dict[Site, list[Op]] = {site: [Op(ADD, rows.number(total))] for site, total in sums.items()}
+    ops: dict[Site, list[Op]] = {}
+    for kind in (RELATIVE, ADD):  # so that the norm is the one before anything is added
+        vectors = (v for tier in tiers for v in tier.vectors if v.relative == (kind == RELATIVE))
+        for site, total in _sums(hidden_size, vectors).items():
+            ops.setdefault(site, []).append(Op(kind, rows.number(total)))
     for tier in tiers:
         for clamp in tier.clamps:
             _check_width(clamp, "steering_clamps", hidden_size)
@@ -305,14 +309,23 @@ def _sums(hidden_size: int, vectors: Iterable[SteeringVector]) -> dict[Site, Row
 def with_vectors(
     program: SteeringProgram | None, hidden_size: int, vectors: Sequence[SteeringVector]
 ) -> SteeringProgram | None:
-    """Return a program that adds vectors at generated positions too, behind what it adds there and before it clamps."""
-    sums = _sums(hidden_size, vectors)
-    if not sums:
+    """Return a program that adds vectors at generated positions too, behind what it adds there and before it clamps.
+
+    What is added relative to the stream's norm is added before that, relative to the stream as it comes to the site.
+    """
+    sums = _sums(hidden_size, [vector for vector in vectors if not vector.relative])
+    relative = _sums(hidden_size, [vector for vector in vectors if vector.relative])
+    if not sums and not relative:
         return program
     old = program or SteeringProgram(hidden_size, b"", ())
-    rows = _Rows(old)
+    given, rows = old.array(), _Rows(old)
     more = {site: Op(ADD, rows.number(total)) for site, total in sums.items()}
     decode = {Site(layer, hook): ops for layer, hook, ops in old.decode}
+    for site, total in relative.items():
+        ops = decode.get(site, ())
+        held = [given[op.row] for op in ops if op.kind == RELATIVE]
+        number = rows.number(np.sum([total, *held], axis=0, dtype=np.float32))
+        decode[site] = (Op(RELATIVE, number), *(op for op in ops if op.kind != RELATIVE))
     for site, add in more.items():
         ops = decode.get(site, ())
         begins = next((n for n, op in enumerate(ops) if op.kind == CLAMP), len(ops))

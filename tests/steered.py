@@ -80,6 +80,21 @@ def cases():
             }
         },
     }
+    asked["relative"] = {
+        "steering_vectors": {
+            "post_block": {1: {"vector": vector(23, 40.0), "scale": 0.4, "relative": True}, 2: vector(24)}
+        },
+        "prefill_steering_vectors": {
+            "post_block": {1: vector(25)},
+            "post_attn": {2: {"vector": vector(26), "scale": -0.3, "relative": True}},
+        },
+        "decode_steering_vectors": {
+            "post_block": {1: {"vector": vector(27), "scale": 0.2, "relative": True}},
+            "mlp_out": {0: {"vector": vector(28), "scale": 0.5, "relative": True}},
+        },
+        "steering_clamps": {"post_block": {1: several[:1]}},
+        "steering_patches": {"post_block": {1: {"positions": [-1], "vector": vector(29)}}},
+    }
     asked["scale 0"] = {"steering_vectors": {"post_block": {1: {"vector": vector(1), "scale": 0.0}}}}
     return asked
 
@@ -162,10 +177,14 @@ class SteeredReference(Reference):
     def _phase(x, site, tiers, parts):
         """Return `[n, hidden]` with the sum of all vectors added, then each clamp done: of each part, base before phase."""
         x = x.copy()
+        norms = np.linalg.norm(x, axis=1, keepdims=True)
         for fields, scale in parts:
             for added in (each for tier in tiers for each in entries(fields, f"{tier}steering_vectors", site)):
                 given = added if isinstance(added, dict) else {"vector": added}
-                x += scale * given.get("scale", 1.0) * np.asarray(given["vector"], np.float64)
+                change = np.asarray(given["vector"], np.float64)
+                if given.get("relative"):
+                    change = norms * change / np.linalg.norm(change)
+                x += scale * given.get("scale", 1.0) * change
         for fields, scale in parts:
             for clamp in (each for tier in tiers for each in entries(fields, f"{tier}steering_clamps", site)):
                 direction = np.asarray(clamp["vector"], np.float64)

@@ -9,7 +9,7 @@ from capflow import limits
 from capflow.errors import UsageError
 from capflow.message import ModelInfo
 from capflow.patch import parse_patches
-from capflow.program import ADD, CLAMP, PATCH, Op, SiteOps, SteeringProgram, program_of, with_vectors
+from capflow.program import ADD, CLAMP, PATCH, RELATIVE, Op, SiteOps, SteeringProgram, program_of, with_vectors
 from capflow.site import Site
 from capflow.steering import Steering, Tier
 from capflow.vector import SteeringVector
@@ -263,6 +263,37 @@ def test_a_sum_beyond_float32_is_refused():
         UsageError, match=r"^steering_vectors.post_block.1: got a sum beyond float32, expected at most 3.4e\+38; make"
     ):
         program_of(4, [Steering(base=Tier((huge,))), Steering(decode=Tier((huge,)))])
+
+
+def relative(vector, scale=1.0):
+    return {"vector": vector, "scale": scale, "relative": True}
+
+
+def test_relative_vectors_add_up_as_units_and_come_before_what_else_is_added():
+    made = program(
+        at(steering_vectors=relative([30, 0], 0.5), decode_steering_vectors=[7, 7]),
+        at(steering_vectors=[1, 2], steering_clamps={"vector": [1, 0], "value": 0}),
+        at(prefill_steering_vectors=relative([0, 1e-30], -2)),
+    )
+    clamp = (CLAMP, [1.0, 0.0], 1.0, 0.0, 0.0)
+    units = (RELATIVE, [0.5, -2.0], 1.0, -INF, INF)
+    assert done(made, made.prefill) == {"post_block:3": [units, add(1, 2), clamp]}
+    assert done(made, made.decode) == {"post_block:3": [(RELATIVE, [0.5, 0.0], 1.0, -INF, INF), add(8, 9), clamp]}
+
+
+def test_what_is_relative_is_another_program_and_what_cancels_out_is_none():
+    plain, other = program(at(steering_vectors=[1, 0])), program(at(steering_vectors=relative([1, 0])))
+    assert plain.key(plain.prefill) != other.key(other.prefill)
+    assert program(at(steering_vectors=relative([1, 2], 0))) is None
+    assert program(at(steering_vectors=relative([1, 2])), at(steering_vectors=relative([-2, -4]))) is None
+
+
+def test_a_relative_vector_of_an_action_is_of_the_stream_before_anything_is_added():
+    old = program(at(steering_vectors=[5, 6]), at(steering_vectors=relative([1, 0])))
+    new = with_vectors(old, WIDTH, [SteeringVector.make(HERE, [0, 9], 0.5, relative=True), TestWithVectors.VECTOR])
+    units = (RELATIVE, [1.0, 0.5], 1.0, -INF, INF)
+    assert done(new, new.decode) == {"post_block:3": [units, add(5, 6), add(1, 2)]}
+    assert done(new, new.prefill) == done(old, old.prefill)
 
 
 def clamped(count, **more):

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+import struct
 import subprocess
 import sys
 import tomllib
@@ -190,3 +191,24 @@ def test_a_client_needs_neither_torch_nor_vllm():
     assert (
         subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout == "set()\n"
     )
+
+
+def test_a_relative_vector_is_that_of_a_body_plain_or_packed():
+    row = [3.0, 4.0]
+    plain = {"layers": {2: {"vector": row, "scale": 0.5, "relative": True}}}
+    data = struct.pack("<2f", *row)
+    packed = {
+        "dtype": "float32",
+        "shape": [1, 2],
+        "layer_indices": [2],
+        "data": data,
+        "scales": [0.5],
+        "relative": True,
+    }
+    found = []
+    for vectors in (plain, packed):
+        message = pb.GenerateRequest(steering_vectors={"post_block": vectors})
+        sent = pb.GenerateRequest.FromString(message.SerializeToString())
+        found.append(Steering.parse({"steering_vectors": fields_of(sent)["steering_vectors"]}).base.vectors)
+    assert found[0] == found[1]
+    assert found[0][0].relative

@@ -133,6 +133,36 @@ def test_a_vector_is_added(model, tiny, hook):
     assert check(model, tiny, {(2, hook): add(A, 1.5)}) > 0.1
 
 
+def by_norm(vector, scale):
+    return lambda x: x + scale * x.norm(dim=-1, keepdim=True) * unit(vector)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_relative_vector_is_added_by_the_streams_norm(model, tiny, hook):
+    model.set_layer_vector(2, A, scale=0.5, relative=True, hook=hook)
+    assert check(model, tiny, {(2, hook): by_norm(A, 0.5)}) > 0.01
+
+
+def test_relative_vectors_of_a_specification_and_a_call_are_of_the_same_stream(model, tiny, tmp_path):
+    model.set_layer_vector(2, A, scale=0.5, relative=True)
+    kept = model.export_steering_spec()
+    model.save_pretrained(tmp_path)
+    model.clear_all()
+    model.apply_steering_spec(load_spec(tmp_path)[1])
+    assert model.export_steering_spec() == kept
+    fields = {"steering_vectors": {"post_block": {2: {"vector": B, "scale": -0.25, "relative": True}}}}
+    model.modules.register("longer", Steering.parse({"steering_vectors": {"post_block": {2: C}}}))
+    used = Steering.parse(fields | {"steering_name": "longer"})
+
+    def change(x):
+        norms = x.norm(dim=-1, keepdim=True)
+        return x + norms * (0.5 * unit(A) - 0.25 * unit(B)) + torch.tensor(C, dtype=torch.float64)
+
+    assert check(model, tiny, {(2, "post_block"): change}, steering=used) > 0.01
+    away = Steering.parse({"steering_vectors": {"post_block": {2: {"vector": A, "scale": -0.5, "relative": True}}}})
+    assert check(model, tiny, {}, steering=away) == pytest.approx(0.0, abs=LOGITS_BOUND)
+
+
 @pytest.mark.parametrize(
     ("hook", "bounds"),
     [
@@ -562,6 +592,7 @@ def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
     specs = [
         SteeringSpec(),
         SteeringSpec({2: LayerSteeringSpec(A, 1.5)}),
+        SteeringSpec({1: LayerSteeringSpec(A, 0.5, ablation=AblationSpec(B), relative=True)}),
         SteeringSpec({Site(1, "pre_attn"): LayerSteeringSpec(projection_cap=ProjectionCapSpec(A, -0.1, 0.2))}),
         SteeringSpec({1: LayerSteeringSpec(ablation=AblationSpec(B, 0.25))}),
         full_spec(),
@@ -576,10 +607,14 @@ def test_both_back_ends_agree(tiny, loaded, tmp_path, eager):
         phases,
         {"steering_vectors": {hook: {2: {"vector": B, "scale": 0.5}, 1: A} for hook in HOOKS}},
         {"steering_name": {"glad": 0.5, "calm": -1.0}, **phases},
+        {"decode_steering_vectors": {"post_block": {1: {"vector": C, "scale": 0.5, "relative": True}}}, **phases},
     ]
     modules = {
         "glad": {
-            "steering_vectors": {"post_block": {2: A}, "mlp_in": {1: B}},
+            "steering_vectors": {
+                "post_block": {2: A, 1: {"vector": A, "scale": 0.2, "relative": True}},
+                "mlp_in": {1: B},
+            },
             "decode_steering_vectors": {"mlp_out": {2: C}},
         },
         "calm": {

@@ -543,6 +543,10 @@ def test_a_vector_adds_to_a_scaled_stream_what_it_says(model_type, dtype, error,
                 {"steering_clamps": {"post_block": {0: {"vector": given, "value": 0}}}},
                 lambda rows: rows - np.outer(rows @ unit, unit),
             ),
+            "relative": (
+                {"steering_vectors": {"post_block": {0: {"vector": given, "scale": 0.5, "relative": True}}}},
+                lambda rows: rows + 0.5 * np.linalg.norm(rows, axis=1, keepdims=True) * unit,
+            ),
             "patch": (
                 {"steering_patches": {"post_block": {0: {"positions": list(range(9)), "vector": given}}}},
                 lambda rows: np.broadcast_to(given, rows.shape),

@@ -111,3 +111,38 @@ class TestParse:
         with pytest.raises(UsageError) as error:
             parse_steering(value)
         assert str(error.value).startswith(message)
+
+
+class TestRelative:
+    def test_is_the_vector_at_length_1_by_the_scale(self):
+        for long in (1e-200, 1.0, 1e37):
+            data = (long * np.array([3.0, -4.0])).tobytes()
+            vector = SteeringVector(2, "post_block", data, "float64", 0.5, relative=True)
+            vector.check([SITE], 2)
+            assert vector.array(np.float64) == pytest.approx([0.3, -0.4], rel=1e-12)
+
+    def test_is_read_from_plain_values_and_from_packed_ones(self):
+        plain = {"post_block": {2: {"vector": [3.0, 4.0], "scale": 2.0, "relative": True}}}
+        data = np.array([[3.0, 4.0]], np.float32).tobytes()
+        packed = {
+            "dtype": "float32",
+            "shape": [1, 2],
+            "layer_indices": [2],
+            "data": data,
+            "scales": [2.0],
+            "relative": True,
+        }
+        assert parse_steering(plain) == parse_steering({"post_block": packed})
+        assert parse_steering(plain)[0].relative
+        assert not parse_steering({"post_block": {2: [3.0, 4.0]}})[0].relative
+
+    @pytest.mark.parametrize("value", [1, "yes", None])
+    def test_is_true_or_false(self, value):
+        entry = {"vector": [3.0, 4.0], "relative": value}
+        with pytest.raises(UsageError, match=r"^steering.post_block.2.relative: got .*, expected true or false$"):
+            parse_steering({"post_block": {2: entry}})
+
+    def test_has_a_direction(self):
+        zero = SteeringVector.make(SITE, [0.0, 0.0], relative=True)
+        with pytest.raises(UsageError, match=r"^steering.post_block.2: got a zero vector, expected a direction"):
+            zero.check([SITE], 2)

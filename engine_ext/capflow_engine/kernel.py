@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from capflow.limits import SITE_OPS_MAX
-from capflow.program import CLAMP, PATCH
+from capflow.program import CLAMP, PATCH, RELATIVE
 from capflow_engine.tables import CHANNELS
 
 
@@ -42,6 +42,7 @@ def _tap_kernel(
     CHANNEL_COUNT: tl.constexpr,
     CLAMPS: tl.constexpr,
     PATCHES: tl.constexpr,
+    RELATIVES: tl.constexpr,
     OPS_MAX: tl.constexpr,
 ):
     token = tl.program_id(0)
@@ -81,11 +82,12 @@ def _tap_kernel(
             row = tl.load(op_ints + op * 3 + 1).to(tl.int64)
             vector = tl.load(rows + row * width + columns, mask=inside, other=0.0)
             steered = tl.where(inside, stream + change, 0.0)
-            projection = tl.sum(steered * vector, axis=0)
+            projection = tl.sum(steered * tl.where(kind == RELATIVES, steered, vector), axis=0)
             low = tl.load(op_floats + op * 3 + 1)
             high = tl.load(op_floats + op * 3 + 2)
             bounded = tl.minimum(tl.maximum(projection, low), high)
-            along = tl.where(kind == CLAMPS, bounded - projection, 1.0) * vector
+            times = tl.where(kind == CLAMPS, bounded - projection, 1.0)
+            along = tl.where(kind == RELATIVES, tl.sqrt(tl.abs(projection)), times) * vector
             change += tl.load(op_floats + op * 3) * tl.where(kind == PATCHES, vector - steered, along)
             op = tl.load(op_ints + op * 3 + 2)
             done += 1
@@ -146,6 +148,7 @@ def launch(
         CHANNEL_COUNT=CHANNELS,
         CLAMPS=CLAMP,
         PATCHES=PATCH,
+        RELATIVES=RELATIVE,
         OPS_MAX=SITE_OPS_MAX,
         num_warps=4 if width <= 4096 else 8,
     )

@@ -41,7 +41,7 @@ def sampling_params(
 
     steering_vectors: `{"post_block": {12: vector}}` or `{"post_block": {12: {"vector": …, "scale": 2.0}}}`, one vector of
     `hidden_size` numbers (array, tensor or list) for each layer, added to the residual stream at every position; or
-    packed, see `capflow.packed`. steering_clamps: `{"post_block": {12: {"vector": …, "min": -1.0, "max": 2.0}}}`, with `value`
+    packed, see `capflow.packed`. With `"relative": True` the vector is brought to length 1 and the scale is of the stream's norm. steering_clamps: `{"post_block": {12: {"vector": …, "min": -1.0, "max": 2.0}}}`, with `value`
     instead of both bounds to set the projection, and `strength`; a list for several directions. With `prefill_` or `decode_`
     before it, either holds for prompt positions or generated ones alone. steering_patches: `{"post_block": {12: {"positions":
     [3, -1], "vector": …, "amount": 1.0}}}`, rows that replace the stream's. steering_name: a module of

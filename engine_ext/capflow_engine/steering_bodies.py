@@ -14,7 +14,8 @@ from capflow_engine.store import Held
 
 _VECTORS = (
     'Vectors to add, by hook and layer: `{"post_block": {"12": [0.1, …]}}`, an entry being a list of hidden_size numbers or '
-    '`{"vector": […], "scale": 2.0}`; or packed, for each hook: `{"dtype", "shape", "layer_indices", "data", "scales"}`.'
+    '`{"vector": […], "scale": 2.0}`, and `"relative": true` for a scale of the stream\'s norm; or packed, for each hook: '
+    '`{"dtype", "shape", "layer_indices", "data", "scales", "relative"}`.'
 )
 _CLAMPS = (
     'Clamps, by hook and layer: `{"post_block": {"12": {"vector": […], "min": -1.0, "max": 2.0, "strength": 1.0}}}`, with '

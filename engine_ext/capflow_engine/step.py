@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from capflow.program import ADD, CLAMP, PATCH
+from capflow.program import ADD, CLAMP, PATCH, RELATIVE
 from capflow_engine.bank import Bank
 from capflow_engine.plan import Plan, token_rows
 
@@ -214,6 +214,9 @@ def _do_next(
         bounded = torch.minimum(torch.maximum(projection, low), high)
         clamps = torch.from_numpy(kinds == CLAMP).unsqueeze(1)
         amount = torch.where(clamps, amount * (bounded - projection), amount)
+    if (kinds == RELATIVE).any():
+        norms = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+        amount = torch.where(torch.from_numpy(kinds == RELATIVE).unsqueeze(1), amount * norms, amount)
     if (kinds == PATCH).any():
         rows.sub_(x * torch.from_numpy(kinds == PATCH).unsqueeze(1))
     rows.mul_(amount)
@@ -240,8 +243,12 @@ def _do_chain(bank: Bank, op: int, stream: torch.Tensor, change: torch.Tensor) -
             stream.add_(row, alpha=amount)
             change.add_(row, alpha=amount)
         else:
-            projection = stream.mv(row)
-            times.append(projection.clamp(low, high).sub_(projection).mul_(amount))
+            if kind == CLAMP:
+                projection = stream.mv(row)
+                times.append(projection.clamp(low, high).sub_(projection).mul_(amount))
+            else:
+                assert kind == RELATIVE
+                times.append(torch.linalg.vector_norm(stream, dim=1).mul_(amount))
             vectors.append(row)
             stream.addr_(times[-1], row)
     if vectors:

@@ -311,10 +311,11 @@ def _scaled(module: Steering, scale: float) -> Steering:
 
 
 def _merged(old: Tier, new: Tier) -> Tier:
-    vectors = {vector.site: vector for vector in (*old.vectors, *new.vectors)}
+    added = {vector.site for vector in new.vectors}
+    vectors = (*(vector for vector in old.vectors if vector.site not in added), *new.vectors)
     clamped = {clamp.site for clamp in new.clamps}
     clamps = (*(clamp for clamp in old.clamps if clamp.site not in clamped), *new.clamps)
     return Tier(
-        tuple(vector for _, vector in sorted(vectors.items()) if vector.scale != 0.0),
+        tuple(vector for vector in sorted(vectors, key=lambda vector: vector.site) if vector.scale != 0.0),
         tuple(clamp for clamp in clamps if clamp.strength != 0.0),
     )

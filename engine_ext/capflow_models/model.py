@@ -105,9 +105,14 @@ class SteerableModel(ABC):
 
     # what steers
 
-    def set_layer_vector(self, layer: int, vector: Any, scale: float = 1.0, *, hook: str = HOOK_DEFAULT) -> None:
-        """Add `scale · vector` to the stream at a layer, `[hidden_size]`, in the place of the vector that was set there."""
-        self._change(layer, hook, vector=vector, scale=scale)
+    def set_layer_vector(
+        self, layer: int, vector: Any, scale: float = 1.0, *, relative: bool = False, hook: str = HOOK_DEFAULT
+    ) -> None:
+        """Add `scale · vector` to the stream at a layer, `[hidden_size]`, in the place of the vector that was set there.
+
+        relative: bring the vector to length 1, and multiply it by the stream's norm at each token besides.
+        """
+        self._change(layer, hook, vector=vector, scale=scale, relative=relative)
 
     def set_layer_projection_cap(
         self,
@@ -130,7 +135,7 @@ class SteerableModel(ABC):
 
     def clear_layer_vector(self, layer: int, *, hook: str = HOOK_DEFAULT) -> None:
         """Add nothing at a layer any more."""
-        self._change(layer, hook, vector=None, scale=1.0)
+        self._change(layer, hook, vector=None, scale=1.0, relative=False)
 
     def clear_layer_projection_cap(self, layer: int, *, hook: str = HOOK_DEFAULT) -> None:
         """Cap nothing at a layer any more."""

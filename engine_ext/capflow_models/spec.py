@@ -96,19 +96,21 @@ class AblationSpec:
 class LayerSteeringSpec:
     """What is done at one layer, in this order: `scale · vector` is added, the cap holds, the ablation holds.
 
-    vector: `[hidden_size]`, any numbers; kept as float32. What is None is not done. Raises UsageError naming the field.
+    vector: `[hidden_size]`, any numbers; kept as float32. relative: whether the vector is brought to length 1 and the scale is of the
+    stream's norm at each token. What is None is not done. Raises UsageError naming the field.
     """
 
     vector: Any = None
     scale: float = 1.0
     projection_cap: ProjectionCapSpec | None = None
     ablation: AblationSpec | None = None
+    relative: bool = False
 
     __repr__ = brief
 
     def __post_init__(self) -> None:
         if self.vector is not None:
-            object.__setattr__(self, "vector", _read_only(self.vector, "vector"))
+            object.__setattr__(self, "vector", (_direction if self.relative else _read_only)(self.vector, "vector"))
         object.__setattr__(self, "scale", plain.number(self.scale, "scale"))
 
     @property
@@ -118,7 +120,7 @@ class LayerSteeringSpec:
 
     def tier(self, site: Site) -> Tier:
         """Return what is done as a tier of this one site."""
-        vectors = () if self.vector is None else (SteeringVector.make(site, self.vector, self.scale),)
+        vectors = () if self.vector is None else (SteeringVector.make(site, self.vector, self.scale, self.relative),)
         clamps = tuple(each.clamp(site) for each in (self.projection_cap, self.ablation) if each is not None)
         return Tier(vectors, clamps)
 
@@ -203,13 +205,16 @@ def join(*parts: Steering | None) -> Steering:
 
 
 def _added(vectors: Iterable[SteeringVector]) -> tuple[SteeringVector, ...]:
-    """Return one vector for each site: where there are several, their sum in float64."""
-    at: dict[Site, list[SteeringVector]] = {}
+    """Return one vector for each site and kind: where there are several, their sum in float64."""
+    at: dict[tuple[Site, bool], list[SteeringVector]] = {}
     for vector in vectors:
-        at.setdefault(vector.site, []).append(vector)
-    return tuple(some[0] if len(some) == 1 else _sum(site, some) for site, some in at.items())
+        at.setdefault((vector.site, vector.relative), []).append(vector)
+    added = (some[0] if len(some) == 1 else _sum(*kind, some) for kind, some in at.items())
+    return tuple(vector for vector in added if vector is not None)
 
 
-def _sum(site: Site, vectors: Sequence[SteeringVector]) -> SteeringVector:
+def _sum(site: Site, relative: bool, vectors: Sequence[SteeringVector]) -> SteeringVector | None:
+    """Return one vector that adds what several do; None for relative ones that cancel out, which have no direction."""
     total = np.sum([vector.array(np.float64) for vector in vectors], axis=0)
-    return SteeringVector(site.layer, site.hook, total.tobytes(), "float64")
+    scale = float(np.linalg.norm(total)) if relative else 1.0
+    return SteeringVector(site.layer, site.hook, total.tobytes(), "float64", scale, relative) if scale else None

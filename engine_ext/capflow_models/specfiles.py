@@ -36,6 +36,7 @@ class _Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale: float | None
     projection_cap: _Cap | None
     ablation: float | None
+    relative: bool = False
 
 
 class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -58,6 +59,7 @@ def save_spec(directory: str | os.PathLike[str], model: str, spec: SteeringSpec)
                 None if layer.vector is None else layer.scale,
                 None if cap is None else _Cap(cap.cap_below, cap.cap_above),
                 None if ablation is None else ablation.scale,
+                layer.relative,
             )
         )
     settings = msgspec.json.format(msgspec.json.encode(_Settings(_FORMAT, model, layers)), indent=2)
@@ -106,6 +108,7 @@ def load_spec(directory: str | os.PathLike[str]) -> tuple[str, SteeringSpec]:
             1.0 if layer.scale is None else layer.scale,
             None if cap is None else ProjectionCapSpec(take(f"{site}.projection_cap"), cap.cap_below, cap.cap_above),
             None if layer.ablation is None else AblationSpec(take(f"{site}.ablation"), layer.ablation),
+            layer.relative,
         )
     if set(vectors) != wanted:
         unknown = ", ".join(sorted(set(vectors) - wanted))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from capflow.errors import UsageError, explain
-from capflow.program import ADD, CLAMP, Op, SiteOps, SteeringProgram
+from capflow.program import ADD, CLAMP, RELATIVE, Op, SiteOps, SteeringProgram
 from capflow.site import HOOKS, Site
 from capflow_engine.structure import Place, Slot, Structure, UnclearError, resolve
 
@@ -118,6 +118,8 @@ class Stream:
             row = self._rows[op.row]
             if op.kind == ADD:
                 x = x + op.amount * row
+            elif op.kind == RELATIVE:
+                x = x + op.amount * x.norm(dim=-1, keepdim=True) * row
             elif op.kind == CLAMP:
                 projection = (x * row).sum(-1, keepdim=True)
                 x = x + op.amount * (projection.clamp(op.low, op.high) - projection) * row

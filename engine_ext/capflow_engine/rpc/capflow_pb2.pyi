@@ -167,7 +167,7 @@ class TokenIds(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HookVectors(_message.Message):
-    __slots__ = ("layers", "dtype", "shape", "layer_indices", "data", "scales")
+    __slots__ = ("layers", "dtype", "shape", "layer_indices", "data", "scales", "relative")
     class LayersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -181,21 +181,25 @@ class HookVectors(_message.Message):
     LAYER_INDICES_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     SCALES_FIELD_NUMBER: _ClassVar[int]
+    RELATIVE_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.MessageMap[int, Vector]
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     layer_indices: _containers.RepeatedScalarFieldContainer[int]
     data: bytes
     scales: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, layers: _Optional[_Mapping[int, Vector]] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., layer_indices: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., scales: _Optional[_Iterable[float]] = ...) -> None: ...
+    relative: bool
+    def __init__(self, layers: _Optional[_Mapping[int, Vector]] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., layer_indices: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., scales: _Optional[_Iterable[float]] = ..., relative: _Optional[bool] = ...) -> None: ...
 
 class Vector(_message.Message):
-    __slots__ = ("vector", "scale")
+    __slots__ = ("vector", "scale", "relative")
     VECTOR_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
+    RELATIVE_FIELD_NUMBER: _ClassVar[int]
     vector: _containers.RepeatedScalarFieldContainer[float]
     scale: float
-    def __init__(self, vector: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ...) -> None: ...
+    relative: bool
+    def __init__(self, vector: _Optional[_Iterable[float]] = ..., scale: _Optional[float] = ..., relative: _Optional[bool] = ...) -> None: ...
 
 class HookClamps(_message.Message):
     __slots__ = ("layers", "dtype", "shape", "layer_indices", "data", "min", "max", "value", "strength")
