@@ -6,8 +6,8 @@ Each architecture is a tiny random model, saved, loaded by real vLLM, and captur
 back are compared with Transformers', which computes in float32 from the same weights. Engines take turns in a child process, which is
 replaced when it dies.
 
-In float32 the largest error of any number counts. In a coarser dtype the median error of a row counts: rounding may give a token to
-another expert, and then that row is another one in that dtype.
+In float32 the largest error of any number counts. In a coarser dtype the median error of a site's rows counts: rounding may give a
+token to another expert, and then that row, and those that attend to it, are others in that dtype. A wrong scale is in every row.
 """
 
 import argparse
@@ -38,6 +38,7 @@ def check(model_type, dtype, hub, root):
     """Return what was found of one architecture in a dtype: `{"sites": {hook: layers}, "errors": {hook: largest}, …}`."""
     import architectures
     import engines
+    import numpy as np
     import torch
 
     import capflow
@@ -74,14 +75,13 @@ def check(model_type, dtype, hub, root):
     data = capflow.open(root)
     errors, unproved = {}, set()
     distance = architectures.distance if dtype == "float32" else architectures.usual_distance
-    for n, reference in enumerate(references):
-        request = data[f"{name}-{n}"]
-        for site in found:
-            if tuple(site) not in reference:
-                unproved.add(site.hook)
-                continue
-            error = distance(request[tuple(site)].rows, reference[tuple(site)])
-            errors[site.hook] = max(errors.get(site.hook, 0.0), error)
+    for site in found:
+        if any(tuple(site) not in reference for reference in references):
+            unproved.add(site.hook)
+            continue
+        rows = [data[f"{name}-{n}"][tuple(site)].rows for n in range(len(references))]
+        error = distance(*map(np.concatenate, (rows, [reference[tuple(site)] for reference in references])))
+        errors[site.hook] = max(errors.get(site.hook, 0.0), error)
     layers = {hook: sum(site.hook == hook for site in found) for hook in HOOKS}
     return {
         "architecture": architecture, "missing": missing, "sites": layers, "errors": errors, "unproved": sorted(unproved),
@@ -252,6 +252,8 @@ REASONS = (
         "vLLM scales a part of what its layers add in this dtype alone, so its answers are others; capflow refuses it",
     ),
     (r"does not support float16", "vLLM refuses it in this dtype"),
+    (r"to have the same dtype", "vLLM cannot run it in this dtype"),
+    (r"^not tried$", "not run in this dtype"),
     (r"unknown structure", "capflow refuses it: its layers' output is not their input plus what their modules add"),
     (r"only implemented for topk=1", "vLLM runs one expert for each token of it alone"),
     (r"AssertionError: $", "vLLM's router on a CPU does not do its scores"),
