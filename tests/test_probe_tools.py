@@ -59,7 +59,7 @@ def test_labels_are_read_from_json_lines_and_csv(tmp_path):
     ("name", "text", "message"),
     [
         ("l.txt", "", "--labels: got .*l.txt, expected a file named .csv or .jsonl"),
-        ("l.jsonl", "", "labels: got none, expected two different ones"),
+        ("l.jsonl", "", "labels: got none, expected two different ones or more"),
         ("l.jsonl", "[1]", "l.jsonl: line 1: got .*expected a request and a label"),
         ("l.jsonl", '{"request": "a", "label": 1}\n{', "line 2: got {, expected a request and a label"),
         ("l.jsonl", "[" * 100_000, "line 1: got"),
@@ -68,7 +68,12 @@ def test_labels_are_read_from_json_lines_and_csv(tmp_path):
         ("l.jsonl", '{"request": "a", "label": 1}\n{"request": "a", "label": 0}', "line 2: got another label of a"),
         ("l.csv", "request,label\na,1\nb\n", "line 3: got .*expected a request and a label"),
         ("l.csv", "id,label\na,1\n", "line 2: got .*expected a request and a label"),
-        ("l.csv", "request,label\na,x\nb,y\nc,z\n", "labels: got x, y, z, expected two different ones"),
+        ("l.csv", "request,label\na,x\nb,x\n", "labels: got x, expected two different ones or more"),
+        (
+            "l.csv",
+            "request,label\na,x\nb,y\nc,1\n",
+            "--positive: got nothing, expected one of 1, x, y; name what the probe",
+        ),
         ("l.csv", "request,label\na,x\nb,y\n", "--positive: got nothing, expected one of x, y; name what the probe"),
         ("l.csv", "request,label\na,\xff\n", "expected a file of labels in UTF-8"),
     ],
@@ -77,6 +82,14 @@ def test_a_file_that_holds_no_labels_is_refused_with_its_line(tmp_path, name, te
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(UsageError, match=message):
         read_labels(tmp_path / name, None)
+
+
+def test_a_label_to_fire_on_is_held_against_all_others(tmp_path):
+    several = label_file(tmp_path / "l.jsonl", {"a": "glad", "b": "Sad", "c": "calm", "d": "GLAD"})
+    assert read_labels(several, "Glad") == {"a": True, "b": False, "c": False, "d": True}
+    assert read_labels(several, "sad") == {"a": False, "b": True, "c": False, "d": False}
+    with pytest.raises(UsageError, match=r"^--positive: got nose, expected one of calm, glad, sad; name what"):
+        read_labels(several, "nose")
 
 
 def test_a_label_to_fire_on_that_is_none_is_refused(tmp_path):

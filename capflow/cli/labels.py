@@ -1,7 +1,7 @@
 """The file of labels that `capflow probe` reads: which requests show something, and which do not.
 
-JSON Lines, `{"request": "r1", "label": "glad"}` each, or CSV with the columns `request` and `label`, by the file's suffix. Labels are two
-different ones; which of them a probe is to fire on is 1, true, yes or positive unless it is said.
+JSON Lines, `{"request": "r1", "label": "glad"}` each, or CSV with the columns `request` and `label`, by the file's suffix. A
+probe fires on one label, and on none of the others. Of two labels it is by default 1, true, yes or positive; of more it is named.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from capflow.errors import UsageError, explain
 
 _POSITIVE = ("1", "true", "yes", "positive")
+_NAMED_MAX = 8
 _EXPECTED = 'a request and a label, {"request": "…", "label": "…"}'
 
 
@@ -34,15 +35,22 @@ def read_labels(path: Path, positive: str | None) -> dict[str, bool]:
         if labels.setdefault(request, str(label).lower()) != str(label).lower():
             raise _wrong(f"{path}: line {number}", f"another label of {request}", "one label for each request")
     different = sorted(set(labels.values()))
-    if len(different) != 2:
-        raise _wrong(f"{path}: labels", ", ".join(different[:8]) or "none", "two different ones")
-    wanted = positive.lower() if positive is not None else next((name for name in different if name in _POSITIVE), None)
+    if len(different) < 2:
+        raise _wrong(f"{path}: labels", ", ".join(different[:8]) or "none", "two different ones or more")
+    wanted = positive.lower() if positive is not None else None
+    if positive is None and len(different) == 2:
+        wanted = next((name for name in different if name in _POSITIVE), None)
     if wanted not in different:
         do = f"name what the probe is to fire on: --positive {different[0]}"
         raise UsageError(
-            explain("--positive", got=positive or "nothing", expected=f"one of {', '.join(different)}", do=do)
+            explain("--positive", got=positive or "nothing", expected=f"one of {_named(different)}", do=do)
         )
     return {request: label == wanted for request, label in labels.items()}
+
+
+def _named(labels: list[str]) -> str:
+    more = [f"… {len(labels):,} in all"] if len(labels) > _NAMED_MAX else []
+    return ", ".join([*labels[:_NAMED_MAX], *more])
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Any]]:

@@ -24,7 +24,7 @@ def _labelled(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each probe."),
         click.option("--positions", default="all", show_default=True, metavar="SET", help="Which of the captured rows, as in a capture."),
-        click.option("--positive", metavar="LABEL", help="The label to fire on. Default: 1, true, yes or positive."),
+        click.option("--positive", metavar="LABEL", help="The label to fire on, against all others. Default: 1, true, yes or positive."),
         click.option("--labels", required=True, type=_PATH, metavar="FILE", help='CSV or JSON Lines: {"request": "…", "label": "…"}.'),
         click.argument("data", type=_PATH),
     ):  # fmt: skip
