@@ -30,6 +30,8 @@ PROMPTS = {
     "/v1/completions": {"prompt": PROMPT},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}]},
     "/v1/responses": {"input": PROMPT},
+    "/v1/messages": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6},
+    "/v1/chat/completions/batch": {"messages": [[{"role": "user", "content": PROMPT}]]},
 }
 CHAT = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
@@ -69,6 +71,20 @@ def post(port, path, body, key=KEY):
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as e:
         return e.code, json.load(e)
+
+
+def get(port, path):
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)
+
+
+def streamed(port, path, body):
+    """The events of a stream."""
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return [json.loads(line.removeprefix(b"data: ")) for line in answer if line.startswith(b"data: ")]
 
 
 def plain(answer):
@@ -214,6 +230,65 @@ def test_a_response_has_the_results_too(served):
     assert last.response.model_extra["capture_results"]["filesystem"]["status"] == "ok"
     assert last.response.output_text == answer.output_text
     assert "streamed" in capflow.open(root)
+
+
+def test_a_message_has_the_results_too(served):
+    """Whole and streamed; where it has no name of its own, by the response's id."""
+    _, port, root = served
+    body = {"model": "tiny", **PROMPTS["/v1/messages"], "temperature": 0}
+    asks = {"capture": CAPTURE, "capture_wait": True}
+    status, plain = post(port, "/v1/messages", body)
+    assert (status, "capture_results" in plain) == (200, False)
+    status, answer = post(port, "/v1/messages", body | asks)
+    assert status == 200, answer
+    assert answer.pop("capture_results")["filesystem"]["status"] == "ok"
+    capture = capflow.open(root)[answer["id"]]
+    assert capture.prompt_length == answer["usage"]["input_tokens"]
+    assert capture[Site(1, "post_block")].rows.shape[0] == sum(answer["usage"][f"{way}_tokens"] for way in ("input", "output")) - 1  # fmt: skip
+    assert answer | {"id": ""} == plain | {"id": ""}
+
+    events = streamed(port, "/v1/messages", body | asks | {"stream": True, "capture_id": "told"})
+    assert [event["type"] for event in events][:1] + [event["type"] for event in events][-2:] == [
+        "message_start", "message_delta", "message_stop"
+    ]  # fmt: skip
+    assert events[-1]["capture_results"]["filesystem"]["status"] == "ok"
+    assert not any("capture_results" in event for event in events[:-1])
+    text = "".join(event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta")
+    assert text == plain["content"][0]["text"]
+    assert "told" in capflow.open(root)
+    assert get(port, "/v1/capture/told")["done"] is True
+
+
+def test_each_conversation_of_a_batch_has_its_own_result(served):
+    _, port, root = served
+    talks = [[{"role": "user", "content": text}] for text in (PROMPT, "w7 w8")]
+    body = {"model": "tiny", "messages": talks, "max_tokens": 4, "temperature": 0, "seed": 1}
+    plain = post(port, "/v1/chat/completions/batch", body)[1]
+    asks = {"capture": CAPTURE, "capture_wait": True, "capture_id": "batch"}
+    status, answer = post(port, "/v1/chat/completions/batch", body | asks)
+    assert status == 200, answer
+    assert [one["filesystem"]["status"] for one in answer["capture_results_by_choice"]] == ["ok", "ok"]
+    assert [choice["message"] for choice in answer["choices"]] == [choice["message"] for choice in plain["choices"]]
+    data = capflow.open(root)
+    tokens = [data[f"batch#{number}"][Site(1, "post_block")].token_ids.tolist() for number in range(2)]
+    assert (77 in tokens[0], 77 in tokens[1], 8 in tokens[1]) == (True, False, True)
+    assert get(port, "/v1/capture/batch?prompts=2")["done"] is True
+    status, answer = post(port, "/v1/chat/completions/batch", body | {"capture": CAPTURE, "capture_wait": True})
+    assert status == 200
+    assert f"{answer['id']}#1" in capflow.open(root)
+
+
+def test_what_was_pending_is_answered_later_with_the_server_s_key(served):
+    client, port, _ = served
+    answer = ask(client, extra_body={"capture": CAPTURE, "capture_wait": False})
+    assert answer.capture_results["filesystem"]["status"] in ("pending", "ok")
+    later = get(port, f"/v1/capture/{answer.id}?wait=60")
+    assert (later["id"], later["done"]) == (answer.id, True)
+    assert later["capture_results"]["filesystem"]["status"] == "ok"
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/capture/{answer.id}")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    assert refused.value.code == 401
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_the_global_state_is_added_to_what_a_request_asks_for_and_steers_other_r
     assert status == 200, answer
     assert one.strip().startswith(answer["content"][0]["text"].strip())
     assert answer["content"][0]["text"].strip()
-    for said, got in (({"steering_vectors": ONE}, 200), ({"program": {}}, 400), ({"steering_name": "none"}, 400)):
+    for said, got in (({"steering_vectors": ONE}, 200), ({"program": {}}, 400), ({"steering_name": "none"}, 404)):
         xargs = {"vllm_xargs": {"capflow": json.dumps(said)}}
         status, answer = call(port, "POST", "messages", body | xargs)
         assert status == got, answer
@@ -225,7 +225,9 @@ def test_files_are_modules_from_the_start(client, port):
     assert completed(client, steering_name="fitted") == completed(client, steering_name="other") == everywhere != late
 
 
-@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])
+@pytest.mark.parametrize(
+    "route", ["completions", "chat/completions", "responses", "messages", "chat/completions/batch"]
+)
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [
@@ -246,29 +248,30 @@ def test_files_are_modules_from_the_start(client, port):
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_before_anything_runs(port, route, body, status, param):
-    if route == "responses" and {"use_beam_search", "n"} & set(body):
-        status, param = 200, None  # the Responses API has neither beams nor samples, and its bodies may say anything
+    if route in ("responses", "messages") and {"use_beam_search", "n"} & set(body):
+        status, param = 200, None  # these have neither beams nor samples, and their bodies may say anything
     prompts = {"completions": {"prompt": PROMPT}, "responses": {"input": PROMPT}}
-    prompt = prompts.get(route, {"messages": [{"role": "user", "content": PROMPT}]})
+    talk = [{"role": "user", "content": PROMPT}]
+    prompt = prompts.get(route, {"messages": [talk] if route.endswith("batch") else talk, "max_tokens": 4})
     code, answer = call(port, "POST", route, {"model": "tiny", **prompt, **body})
     assert code == status, answer
-    if param is not None:
+    if route == "messages" and body.keys() & FAR.keys():
+        assert answer["error"]["message"].startswith(param)  # vLLM's form of an error, which has no path
+    elif param is not None:
         assert answer["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
     ("route", "more"),
     [
-        ("v1/chat/completions/batch", {"messages": [[{"role": "user", "content": PROMPT}]]}),
-        ("v1/messages", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 2}),
+        ("generative_scoring", {"query": "w5 w7", "items": ["w8"], "label_token_ids": [3, 4]}),
         ("inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {"max_tokens": 2}}),
     ],
 )
 def test_a_route_that_takes_no_fields_refuses_them_and_goes_on_without(port, route, more):
     body = {"model": "tiny", "max_tokens": 2, **more}
     asked = [{"steering_vectors": ONE}, {"capture": {"hooks": {"post_block": "all"}}}, {"steering_vector": ONE}]
-    if route != "v1/messages":  # which hands them on
-        asked.append({"vllm_xargs": {"capflow": json.dumps({"steering_name": "one"})}})
+    asked.append({"vllm_xargs": {"capflow": json.dumps({"steering_name": "one"})}})
     for fields in asked:
         status, answer = call(port, "POST", f"/{route}", body | fields)
         assert status == 400, answer
@@ -277,6 +280,47 @@ def test_a_route_that_takes_no_fields_refuses_them_and_goes_on_without(port, rou
         assert "/v1/completions" in answer["error"]["message"]
     status, answer = call(port, "POST", f"/{route}", body)
     assert status == 200, answer
+
+
+def test_messages_and_batches_are_steered_as_chat_is(client, port):
+    talk = [{"role": "user", "content": PROMPT}]
+    body = {"model": "tiny", "max_tokens": 6, "temperature": 0}
+    plain = call(port, "POST", "chat/completions", body | {"messages": talk})[1]["choices"][0]["message"]["content"]
+    report = {"steering_vectors": ONE, "steering_report": True}
+    chat = call(port, "POST", "chat/completions", body | {"messages": talk} | report)[1]
+    steered = chat["choices"][0]["message"]["content"]
+    assert steered != plain
+    status, message = call(port, "POST", "messages", body | {"messages": talk} | report)
+    assert (status, message["content"][0]["text"]) == (200, steered), message
+    assert message["steering_applied"] == chat["steering_applied"]
+    status, batch = call(port, "POST", "chat/completions/batch", body | {"messages": [talk, talk]} | report)
+    assert [choice["message"]["content"] for choice in batch["choices"]] == [steered, steered], batch
+    assert batch["steering_applied"] == chat["steering_applied"]
+    assert call(port, "POST", "messages", body | {"messages": talk})[1]["content"][0]["text"] == plain
+    xargs = {"vllm_xargs": {"capflow": json.dumps({"steering_vectors": ONE})}}
+    assert call(port, "POST", "messages", body | {"messages": talk} | xargs)[1]["content"][0]["text"] == steered
+    for path, more in (("messages", {"messages": talk}), ("chat/completions/batch", {"messages": [talk]})):
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/{path}",
+            json.dumps(body | more | {"steering_vectors": ONE}).encode(),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert answer.headers["x-capflow-steering"] == chat["steering_applied"]["key"]
+
+
+def test_the_engine_s_own_parameters_steer_on_the_route_of_tokens(client, port):
+    body = {
+        "token_ids": [5, 77, 123, 9, 250],
+        "sampling_params": {"max_tokens": 6, "temperature": 0, "ignore_eos": True},
+    }
+    plain = call(port, "POST", "/inference/v1/generate", body)[1]["choices"][0]["token_ids"]
+    body["sampling_params"]["extra_args"] = {"capflow": {"steering_vectors": ONE}}
+    status, answer = call(port, "POST", "/inference/v1/generate", body)
+    assert status == 200, answer
+    assert answer["choices"][0]["token_ids"] != plain
+    body["sampling_params"]["extra_args"] = {"capflow": {"steering_vectors": {"post_block": {"1": [1.0]}}}}
+    assert call(port, "POST", "/inference/v1/generate", body)[0] == 400
 
 
 @pytest.mark.parametrize("tier", ["steering_vectors", "prefill_steering_vectors", "decode_steering_vectors"])

@@ -296,3 +296,21 @@ def test_the_schema_describes_every_route_and_field(servers):
         properties = schema["components"]["schemas"][model]["properties"]
         assert all(properties[field]["description"] for field in FIELDS)
     assert '"global"' in said
+
+
+def test_a_form_is_refused_with_a_field_that_its_route_would_take_no_notice_of(servers):
+    app, seen = servers[0].app, []
+
+    @app.post("/v1/audio/transcriptions")
+    async def other(request: fastapi.Request) -> None:
+        async with request.form() as form:
+            seen.append(set(form))
+
+    audio = {"file": ("name=capture.wav", b"x" * 2 * LIMIT)}
+    for field in ("capture", "steering_vectors", "steering_vector"):
+        answer = servers[0].post("/v1/audio/transcriptions", data={"model": "tiny", field: "{}"}, files=audio)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == field
+    assert not seen
+    assert servers[0].post("/v1/audio/transcriptions", data={"model": "tiny"}, files=audio).status_code == 200
+    assert seen == [{"model", "file"}]

@@ -1,7 +1,7 @@
 """Answers of vLLM's, extended: members put into a JSON object, whole or streamed. All else is as it was.
 
 A stream of completions ends with a chunk that finishes every choice, or the one with usage; one of the Responses API with
-the event `response.completed`. That chunk has the members.
+the event `response.completed`, one of messages with the event `message_stop`. That chunk has the members.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ Members = Callable[[], Awaitable[bytes]]
 
 _DONE = "data: [DONE]"
 _COMPLETED = "event: response.completed\n"
-_BEGINS = ("event: response.created\n", "event: response.in_progress\n")
+_STOPPED = "event: message_stop\n"
+_BEGINS = ("event: message_start\n", "event: response.created\n", "event: response.in_progress\n")
 
 
 def extended(response: JSONResponse, members: bytes) -> Response:
@@ -62,6 +63,13 @@ async def responses_stream(chunks: Any, members: Members) -> AsyncIterator[str]:
                 yield f"{_COMPLETED}data: {msgspec.json.encode(event).decode()}\n\n"
             else:
                 yield chunk
+
+
+async def messages_stream(chunks: Any, members: Members) -> AsyncIterator[str]:
+    """Yield a stream's events as they come, the one that ends it with members."""
+    async with contextlib.aclosing(chunks):
+        async for chunk in chunks:
+            yield _inserted(chunk, (await members()).decode()) if chunk.startswith(_STOPPED) else chunk
 
 
 async def begun(chunks: Any) -> AsyncIterator[str]:

@@ -1,12 +1,13 @@
-"""The bodies of completions, chat and responses: vLLM's, with capflow's fields."""
+"""The bodies of the routes that take capflow's fields: vLLM's, with these fields."""
 
 # No postponed annotations: FastAPI reads these.
 
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel, Field, PrivateAttr
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
@@ -35,6 +36,11 @@ class Fields(BaseModel):
     steering_report: Any = Field(default=None, description="Whether the response says what steered it.")
     _options: Iterator[dict[str, Any]] | None = PrivateAttr(default=None)  # for each prompt, in order
 
+    @property
+    def options(self) -> Iterator[dict[str, Any]] | None:
+        """The options of each prompt, for those that `to_sampling_params` gives none."""
+        return self._options
+
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> Any:
         """Return vLLM's parameters for the next prompt, with what is asked for it."""
         params = super().to_sampling_params(*args, **kwargs)  # type: ignore[misc]
@@ -56,3 +62,13 @@ class CapflowChatCompletionRequest(Fields, ChatCompletionRequest):  # type: igno
 
 class CapflowResponsesRequest(Fields, ResponsesRequest):  # type: ignore[misc]
     """The body of `/v1/responses`."""
+
+
+class CapflowBatchChatCompletionRequest(Fields, BatchChatCompletionRequest):  # type: ignore[misc]
+    """The body of `/v1/chat/completions/batch`."""
+
+
+class CapflowMessagesRequest(Fields, AnthropicMessagesRequest):  # type: ignore[misc]
+    """The body of `/v1/messages`."""
+
+    model_config = ConfigDict(extra="allow")  # so that a field that is misspelt is seen

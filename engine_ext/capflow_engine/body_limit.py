@@ -19,7 +19,7 @@ from capflow import limits
 from capflow.errors import explain
 from capflow_engine.refusals import refused
 
-GUARDED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/steering")
+GUARDED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/steering")
 """The routes that read such a body themselves; what else is read of others, `StrayFields` reads, and bounds."""
 
 

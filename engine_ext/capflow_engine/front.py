@@ -11,7 +11,8 @@ import copy
 import functools
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -39,6 +40,9 @@ from capflow_engine.store import SteeringStore
 
 SAMPLES_MAX = envs.VLLM_MAX_N_SEQUENCES
 """How many samples vLLM lets a request ask for."""
+
+BROUGHT: ContextVar[Iterator[dict[str, Any]] | None] = ContextVar("capflow_brought", default=None)
+"""The options of each prompt of the request that is being answered, of a route whose body becomes another before it makes its parameters."""
 
 _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """How the bodies say how long an answer may be, each what holds first."""
@@ -72,7 +76,8 @@ class Front:
         """
         BEAMS.set(None)  # of the request before, where one connection's requests follow each other in one context
         check_spelling(request.model_extra or ())
-        xargs = (request.vllm_xargs or {}).get(KEY)
+        xargs = getattr(request, "vllm_xargs", None)
+        xargs = xargs.get(KEY) if isinstance(xargs, dict) else None
         said = {name: value for name in FIELDS if (value := getattr(request, name)) is not None}
         known = type(request).model_fields  # a body may have any other field too, which says nothing
         beams = "use_beam_search" in known and request.use_beam_search
@@ -117,6 +122,16 @@ class Front:
     def everyone(self) -> SteeringProgram | None:
         """Return what the global state comes to; None when nobody is steered who does not ask for it."""
         return None if self.store.global_state == NOTHING else resolved(None, self.server)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def bringing(options: Iterator[dict[str, Any]] | None) -> Iterator[None]:
+        """Give a request's options to the prompts that the block has the engine generate for."""
+        token = BROUGHT.set(options)
+        try:
+            yield
+        finally:
+            BROUGHT.reset(token)
 
     def leave(self, asked: Asked) -> None:
         """Forget a request that is over."""
@@ -189,6 +204,11 @@ class Front:
         Raises UsageError for what a client says in a way that only the server's own routes may.
         """
         said = (params.extra_args or {}).get(KEY)
+        brought = BROUGHT.get()
+        if brought is not None and not isinstance(said, Packed):
+            params = copy.copy(params)
+            params.extra_args = {**(params.extra_args or {}), KEY: next(brought)}
+            return params
         if isinstance(said, Packed) or (said is None and self.store.global_state == NOTHING):
             return params
         (options,) = Asked.parse({}, said, self.server, id="", prompts=1, samples=params.n).options

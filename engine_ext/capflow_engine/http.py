@@ -1,4 +1,4 @@
-"""The endpoint plugin: the routes of completions, chat and responses with capflow's fields, and those that hold steering.
+"""The endpoint plugin: vLLM's routes that take capflow's fields, that of results later, and those that hold steering.
 
 vLLM loads it when `VLLM_PLUGINS` names it, which `capflow serve` sees to, and puts its routes in the place of its own. A request
 without any of the fields, while nothing steers everyone, goes to vLLM's own handler and is answered with what that says. One with
@@ -15,18 +15,26 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
+from vllm.entrypoints.anthropic.api_router import create_messages
+from vllm.entrypoints.openai.chat_completion.api_router import create_batch_chat_completion, create_chat_completion
 from vllm.entrypoints.openai.completion.api_router import create_completion
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.api_router import create_responses
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
+from vllm.utils import random_uuid
 
 from capflow.errors import UsageError, explain
 from capflow_engine import capture_routes, compat, steering_routes
-from capflow_engine.answers import Members, begun, completions_stream, extended, responses_stream
+from capflow_engine.answers import Members, begun, completions_stream, extended, messages_stream, responses_stream
 from capflow_engine.beams import searching
-from capflow_engine.bodies import CapflowChatCompletionRequest, CapflowCompletionRequest, CapflowResponsesRequest
+from capflow_engine.bodies import (
+    CapflowBatchChatCompletionRequest,
+    CapflowChatCompletionRequest,
+    CapflowCompletionRequest,
+    CapflowMessagesRequest,
+    CapflowResponsesRequest,
+)
 from capflow_engine.body_limit import BodyLimit
 from capflow_engine.fields import FIELDS, Asked
 from capflow_engine.front import Front
@@ -58,7 +66,9 @@ class Plugin:
         for path, route in (
             ("/v1/completions", completions),
             ("/v1/chat/completions", chat_completions),
+            ("/v1/chat/completions/batch", batch_chat_completions),
             ("/v1/responses", responses),
+            ("/v1/messages", messages),
         ):
             compat.remove_route(app, path)
             app.post(path, dependencies=json_only, responses=answers, response_model=None)(route)
@@ -107,6 +117,24 @@ async def responses(request: CapflowResponsesRequest, raw_request: Request) -> A
     return await _answer(request, raw_request, create_responses, "", 1, stream=responses_stream)
 
 
+async def batch_chat_completions(request: CapflowBatchChatCompletionRequest, raw_request: Request) -> Any:
+    """Answer several conversations, each with one choice."""
+    _name(raw_request)
+    return await _answer(request, raw_request, create_batch_chat_completion, "chatcmpl-", len(request.messages))
+
+
+async def messages(request: CapflowMessagesRequest, raw_request: Request) -> Any:
+    """Answer a request of the Messages API."""
+    _name(raw_request)
+    return await _answer(request, raw_request, create_messages, "chatcmpl-", 1, stream=messages_stream)
+
+
+def _name(raw_request: Request) -> None:
+    """Name a request whose body does not, as a client would: vLLM answers by that name."""
+    if "X-Request-Id" not in raw_request.headers:
+        raw_request.scope["headers"].append((b"x-request-id", random_uuid().encode()))
+
+
 async def _answer(
     request: Any,
     raw_request: Request,
@@ -131,7 +159,8 @@ async def _answer(
         return await handler(request, raw_request)
     streams = False
     try:
-        response = await handler(request, raw_request)
+        with front.bringing(request.options):
+            response = await handler(request, raw_request)
         if isinstance(response, StreamingResponse):
             if (
                 asked.program is not None and asked.program.patched

@@ -7,6 +7,7 @@ A body that is looked into is held until its route reads it; one that has more t
 from __future__ import annotations
 
 import json
+import re
 from http import HTTPStatus
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,11 +19,20 @@ from capflow_engine.fields import XARGS, meant_for_capflow
 from capflow_engine.options import KEY
 from capflow_engine.refusals import refused
 
-ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+ROUTES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/chat/completions/batch",
+)
 """Those that take the fields."""
 
-XARGS_ROUTES = ("/v1/messages", "/invocations")
+XARGS_ROUTES = ("/invocations",)
 """Others of vLLM's that hand `vllm_xargs` on to the engine, where the front steers by it."""
+
+
+_FORM_NAME = re.compile(rb'(?i)form-data;[^\r\n]*?\bname="?([^";\r\n]+)')
 
 
 class StrayFields:
@@ -37,11 +47,14 @@ class StrayFields:
         if scope["type"] != "http" or scope["method"] != "POST" or path in ROUTES or path.startswith("/v1/steering"):
             await self.app(scope, receive, send)
             return
-        if b"json" not in dict(scope["headers"]).get(b"content-type", b"").lower():
+        kind = dict(scope["headers"]).get(b"content-type", b"").lower()
+        if b"json" not in kind and b"multipart/form-data" not in kind:
             await self.app(scope, receive, send)
             return
         front = getattr(scope["app"].state, "capflow", None)
         bytes_max = BODY_BYTES_DEFAULT if front is None else front.body_bytes_max
+        if b"json" not in kind:
+            bytes_max = max(bytes_max, BODY_BYTES_DEFAULT)  # a form brings no vectors, but files
         if await refuse_announced(bytes_max, scope, receive, send):
             return
         came = 0
@@ -52,7 +65,8 @@ class StrayFields:
             if came > bytes_max:
                 await refuse(f"more than {bytes_max:,} bytes", bytes_max, scope, receive, send)
                 return
-        stray = _stray(b"".join(message.get("body", b"") for message in messages), path)
+        body = b"".join(message.get("body", b"") for message in messages)
+        stray = _stray(body, path) if b"json" in kind else meant_for_capflow(_form_names(body))
         if stray is not None:
             do = "send it to " + " or ".join(ROUTES)
             wrong = UsageError(explain(stray, got=f"a request of {path}, where it would do nothing", do=do))
@@ -64,6 +78,11 @@ class StrayFields:
             return next(rest, None) or await receive()
 
         await self.app(scope, again, send)
+
+
+def _form_names(body: bytes) -> list[str]:
+    """Return the names of the fields of a multipart form."""
+    return [name.decode("utf-8", "replace") for name in _FORM_NAME.findall(body)]
 
 
 def _stray(body: bytes, path: str) -> str | None:
