@@ -133,6 +133,29 @@ def test_a_vector_is_added(model, tiny, hook):
     assert check(model, tiny, {(2, hook): add(A, 1.5)}) > 0.1
 
 
+def test_a_vector_is_set_at_the_target_layer_and_taken_away(model):
+    with pytest.raises(UsageError, match="set_vector: no target layer; call set_target_layer first"):
+        model.set_vector(A)
+    try:
+        model.set_target_layer(2)
+        with pytest.raises(UsageError, match=f"layer: got {LAYERS}"):
+            model.set_target_layer(LAYERS)
+        model.set_vector(A, 2.0)
+        model.set_layer_ablation(2, B)
+        model.set_target_layer(1, hook="pre_attn")
+        model.set_vector(C)
+        ablated = LayerSteeringSpec(ablation=AblationSpec(B))
+        two = LayerSteeringSpec(A, 2.0, ablation=AblationSpec(B))
+        at = Site(1, "pre_attn")
+        assert model.export_steering_spec() == SteeringSpec({2: two, at: LayerSteeringSpec(C)})
+        model.set_vector(None)
+        assert model.export_steering_spec() == SteeringSpec({2: two})
+        model.clear_all_vectors()
+        assert model.export_steering_spec() == SteeringSpec({2: ablated})
+    finally:
+        model._target = None
+
+
 def by_norm(vector, scale):
     return lambda x: x + scale * x.norm(dim=-1, keepdim=True) * unit(vector)
 

@@ -102,8 +102,25 @@ class SteerableModel(ABC):
         self.info = info
         self.modules = modules
         self._spec = SteeringSpec()
+        self._target: Site | None = None  # where `set_vector` adds its vector; until `set_target_layer` says it nowhere
 
     # what steers
+
+    def set_target_layer(self, layer: int, *, hook: str = HOOK_DEFAULT) -> None:
+        """Say where `set_vector` adds its vector; what is set at another layer stays."""
+        site = site_of(layer, hook)
+        self._check_site(site)
+        self._target = site
+
+    def set_vector(self, vector: Any, scale: float = 1.0, *, relative: bool = False) -> None:
+        """Do as `set_layer_vector` at the target layer; None adds nothing there any more."""
+        if self._target is None:
+            raise UsageError(explain("set_vector: no target layer", do="call set_target_layer first"))
+        layer, hook = self._target
+        if vector is None:
+            self.clear_layer_vector(layer, hook=hook)
+        else:
+            self.set_layer_vector(layer, vector, scale, relative=relative, hook=hook)
 
     def set_layer_vector(
         self, layer: int, vector: Any, scale: float = 1.0, *, relative: bool = False, hook: str = HOOK_DEFAULT
@@ -144,6 +161,11 @@ class SteerableModel(ABC):
     def clear_layer_ablation(self, layer: int, *, hook: str = HOOK_DEFAULT) -> None:
         """Ablate nothing at a layer any more."""
         self._change(layer, hook, ablation=None)
+
+    def clear_all_vectors(self) -> None:
+        """Add nothing at any layer any more; caps and ablations stay."""
+        for site, _ in list(self._spec.sites()):
+            self.clear_layer_vector(site.layer, hook=site.hook)
 
     def clear_all(self) -> None:
         """Steer by nothing any more."""
