@@ -432,6 +432,7 @@ def test_a_plugin_s_fault_on_one_rank_is_that_of_all_or_of_none(tiny, reference,
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_controller_runs_on_the_stage_of_what_it_reads_and_is_refused_what_lies_on_another(
     tiny, reference, faulty, tmp_path_factory
 ):

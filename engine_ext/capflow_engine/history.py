@@ -164,13 +164,16 @@ class Histories:
     def _append(self, tracked: Tracked, change: _Change) -> None:
         self._drop(tracked, change.held.first)
         self._changes.setdefault(tracked.key, []).append(change)
+        if tracked.steered is None:
+            tracked.steered = []
         tracked.steered.append(change.held)
 
     def _drop(self, tracked: Tracked, first: int) -> None:
         """Forget what holds from position `first` on or from a later one."""
-        changes = self._changes.get(tracked.key, [])
+        changes, held = self._changes.get(tracked.key, []), tracked.steered or []
         while changes and changes[-1].held.first >= first:
             change = changes.pop()
-            tracked.steered.pop()
+            held.pop()
             self._bank.release(change.held.steered)
             self.reserve.release(change.reserved)
+        tracked.steered = held or None

@@ -132,7 +132,7 @@ class Tracked:
 
     key: vLLM's id of it; id: the id it is known by outside. computed: its positions below this were
     planned. generated: how many of the prompt's last tokens are steered as generated ones are. steered: what steers it, by
-    position, in order; empty when nothing ever did. hub: the number of the hub that has it. acted: what its end tells of what steered it.
+    position, in order; None when nothing ever did. hub: the number of the hub that has it. acted: what its end tells of what steered it.
     incarnation: differs between requests that have the same id one after another. watched: some stage ships rows of it, so each
     stage tells of its end. noted: what steers it is told with its end.
     """
@@ -145,7 +145,7 @@ class Tracked:
     capture: CaptureSpec | None = None
     generated: int = 0
     computed: int = 0
-    steered: list[Held] = field(default_factory=list)
+    steered: list[Held] | None = None
     hub: int = 0
     acted: list[Acted] = field(default_factory=list)
     incarnation: str = ""
@@ -285,7 +285,7 @@ class Planner:
         steered = False
         for number, (request, row, start, length) in enumerate(batch):
             tokens += length
-            if request.steered:
+            if request.steered is not None:
                 steered = True
             end = start + length
             computed = request.computed
@@ -347,6 +347,7 @@ def _groups(taken: _Taken, channel: int, base: int) -> list[Group]:
 
 _span = functools.partial(tuple.__new__, Span)
 _run = functools.partial(tuple.__new__, Run)
+_slotted_run = functools.partial(tuple.__new__, Slotted)
 """Like calling the class, at a third of the time: there is one of each for each request."""
 
 _SITE_SETS_KEPT_MAX = 4096
@@ -362,8 +363,22 @@ def _slotted(batch: Sequence[Scheduled]) -> tuple[Slotted, ...]:
     """Return what steers each token row, by what held at its position when that was computed first."""
     slotted: list[Slotted] = []
     for request, row, start, length in batch:
+        history = request.steered
+        if history is None:
+            continue
+        first, from_here, steered = history[-1]
+        if first <= start and steered.patched_last < start:  # as nearly always
+            split = from_here - start
+            if split <= 0:
+                if steered.decode >= 0:
+                    slotted.append(_slotted_run((row, length, steered.decode)))
+                continue
+            if split >= length:
+                if steered.prefill >= 0:
+                    slotted.append(_slotted_run((row, length, steered.prefill)))
+                continue
         stop = start + length
-        for held in reversed(request.steered):  # the last one nearly always holds for all of them
+        for held in reversed(history):
             if held.first < stop:
                 first = max(held.first, start)
                 _slot(slotted, held, row + first - start, first, stop)
