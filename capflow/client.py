@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
+from msgspec import UNSET
+
 from capflow import limits
 from capflow.action import Action, Outcome
 from capflow.address import check_address, default_address
@@ -65,6 +67,12 @@ class Client:
         """What the hub captures of every request, as it said when it was last connected to."""
         welcome = self._session.welcome
         return welcome.captures if welcome is not None else ()
+
+    @property
+    def readers(self) -> tuple[str, ...] | None:
+        """The consumers that requests may name, as the hub said when it was last connected to; None when it did not say."""
+        welcome = self._session.welcome
+        return None if welcome is None or welcome.readers is UNSET else welcome.readers
 
     def close(self) -> None:
         """Leave the hub."""

@@ -76,7 +76,7 @@ def _steps(capture: Any, *, ask: bool) -> Iterator[Frame]:
     row_bytes = told.hidden_size * DTYPES[dtype].itemsize * max(1, len(capture.sites))
     runs = list(_runs(sorted(ids), told.prompt_length, max(1, _STEP_BYTES_MAX // row_bytes)))
     texts = capture.texts
-    spec = _spec(capture.sites) if ask else None
+    spec = _spec(capture.sites, told.tag) if ask else None
     rows_total = sum(len(group.positions) * len(group.sites) for group in groups)
     finished = Finished(
         id=told.request,
@@ -159,7 +159,7 @@ def _blocks(groups: list[_Group], start: int, stop: int, dtype: str) -> tuple[tu
     return tuple(blocks), b"".join(payload)
 
 
-def _spec(sites: Iterable[Site]) -> CaptureSpec | None:
-    """Return the spec that names these sites."""
+def _spec(sites: Iterable[Site], tag: str) -> CaptureSpec | None:
+    """Return the spec that names these sites, with the tag of the capture."""
     hooks = layers_by_hook(sites)
-    return CaptureSpec.parse({"hooks": hooks}) if hooks else None
+    return CaptureSpec.parse({"hooks": hooks, "tag": tag}) if hooks else None

@@ -129,6 +129,7 @@ class Exchange:
         self._captures = tuple(wish.spec for wish in wishes if wish.spec is not None)
         self._acks: dict[Source, Ack] = {}  # to be said at the end of the turn; emptied by `acknowledge`
         self._told: set[tuple[str, str]] = set()  # refusals that were logged, by engine and reason
+        self._strangers: set[str] = set()  # names of consumers that are not here and were logged
         self._draining = False  # set by `drain`: frames are left to their workers, for the next hub
         self._send = send
         self._post = post
@@ -288,7 +289,7 @@ class Exchange:
                 welcome, captures=self._captures, controllers=controllers, actions=actions
             )
         elif hello.role == "client":
-            welcome = msgspec.structs.replace(welcome, captures=self._captures)
+            welcome = msgspec.structs.replace(welcome, captures=self._captures, readers=self.ledger.readers)
         if hello.role != "client":
             event = {"event": "session_opened", **about(hello)}
             logger.info("engine %s: its %s %s connected", hello.engine, hello.role, tuple(hello.rank), extra=event)
@@ -413,6 +414,8 @@ class Exchange:
         others = [lane for lane, tally in zip(self.lanes, request.tallies, strict=True) if tally is None]
         self._tell(request.acted(), others)
         request.let_go()
+        for name in request.strangers:
+            self._log_stranger(request.id, name)
         self._answer_waiters(request)
         return waited_for
 
@@ -421,6 +424,13 @@ class Exchange:
         for answered in told:
             for lane in lanes:
                 lane.tell(answered)
+
+    def _log_stranger(self, request: str, name: str) -> None:
+        """Log, once for each name, that a request named a consumer that is not here."""
+        if name not in self._strangers and len(self._strangers) < limits.REFUSALS_MAX:
+            self._strangers.add(name)
+            event = {"event": "consumer_unknown", "request": request, "consumer": name}
+            logger.warning("request %s: %s; logged once a name", request, self.ledger.refusal(name), extra=event)
 
     def _lose(self, engine: Engine, replica: int | None) -> None:
         self.taps.lose(engine, replica)

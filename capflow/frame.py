@@ -36,7 +36,7 @@ from capflow.brief import brief
 from capflow.errors import RemoteProtocolError, explain
 from capflow.positions import Positions
 from capflow.site import HOOKS, Site
-from capflow.spec import CaptureSpec, Wanted
+from capflow.spec import Capture, Wanted
 
 PROTOCOL_VERSION = 1
 
@@ -87,8 +87,8 @@ class RequestRows(msgspec.Struct, frozen=True):
     """One request's part in a step.
 
     token_ids and texts: of positions `start, start+1, …`, as many as the step captured of it.
-    `texts` is empty when the engine has no tokenizer. capture: the spec that the request itself
-    brought, if it did. incarnation: differs between requests that have the same id one after another.
+    `texts` is empty when the engine has no tokenizer. capture: what the request itself
+    asked for, if it did. incarnation: differs between requests that have the same id one after another.
     """
 
     id: Name
@@ -96,7 +96,7 @@ class RequestRows(msgspec.Struct, frozen=True):
     start: Position
     token_ids: tuple[Token, ...]
     texts: tuple[str, ...] = ()
-    capture: CaptureSpec | None = None
+    capture: Capture | None = None
     incarnation: Name = ""
 
     __repr__ = brief
@@ -153,7 +153,7 @@ class Finished(msgspec.Struct, frozen=True):
     computed_length: Position
     rows: Count
     dropped: Annotated[tuple[Dropped, ...], msgspec.Meta(max_length=limits.DROPPED_REASONS_MAX)] = ()
-    capture: CaptureSpec | None = None
+    capture: Capture | None = None
     acted: Annotated[tuple[Acted, ...], msgspec.Meta(max_length=limits.ACTED_MAX)] = ()
     incarnation: Name = ""
 

@@ -22,7 +22,7 @@ from capflow.message import ModelInfo
 from capflow.positions import Positions
 from capflow.result import CaptureResult, RequestDone
 from capflow.site import Site
-from capflow.spec import CaptureSpec, Wanted, join
+from capflow.spec import Capture, CaptureByConsumer, CaptureSpec, Wanted, join
 
 _SHARES_KEPT_MAX = 4096
 _NOTHING: dict[int, Any] = {}  # of a request that is over and done with; never written to
@@ -113,10 +113,20 @@ class Request:
         "results",
         "shares",
         "status",
+        "strangers",
+        "tags",
         "tallies",
     )
 
-    def __init__(self, engine: str, request: str, replica: int, shares: tuple[Share | None, ...]) -> None:
+    def __init__(
+        self,
+        engine: str,
+        request: str,
+        replica: int,
+        shares: tuple[Share | None, ...],
+        tags: tuple[str, ...],
+        strangers: tuple[str, ...] = (),
+    ) -> None:
         self.engine = engine
         self.id = request
         self.replica = replica
@@ -125,6 +135,8 @@ class Request:
         self.results: list[CaptureResult | None] = [
             CaptureResult("not_requested") if share is None else None for share in shares
         ]
+        self.tags = tags  # of its spec for each consumer
+        self.strangers = strangers  # names in its capture that no consumer here has
         self.prompt_length = 0
         self.received: dict[int, int] = {}  # rows by pipeline stage
         self.before: dict[
@@ -162,6 +174,7 @@ class Request:
             dropped=self._lost_to(tally),
             finished=finished,
             budget_reached=self._budget_reached(consumer),
+            tag=self.tags[consumer],
         )
 
     def acted(self) -> list[Answered]:
@@ -195,6 +208,8 @@ class Request:
         tally = self.tallies[consumer]
         assert tally is not None
         result = said or CaptureResult("ok")
+        if tag := self.tags[consumer]:
+            result = msgspec.structs.replace(result, tag=tag)
         if self._budget_reached(consumer):
             result = msgspec.structs.replace(result, budget_reached=True)
         if dropped := self._lost_to(tally):
@@ -223,6 +238,7 @@ class Ledger:
 
     def __init__(self, wishes: Sequence[Wish], results_kept_max: int | None = None) -> None:
         self.wishes = tuple(wishes)
+        self._no_tags = ("",) * len(self.wishes)
         self._results_kept_max = limits.RESULTS_KEPT_MAX if results_kept_max is None else results_kept_max
         self._given = tuple(index for index, wish in enumerate(self.wishes) if not wish.keeps)
         self._keeping = tuple(index for index, wish in enumerate(self.wishes) if wish.keeps)
@@ -312,7 +328,8 @@ class Ledger:
     def pass_over(self, request: str, engine: Engine, rank: Rank) -> None:
         """Note that nobody wants anything of a request, unless it is open."""
         if request not in engine.open:
-            self._add(Request(engine.name, request, rank.dp, (None,) * len(self.wishes)), engine)
+            none = (None,) * len(self.wishes)
+            self._add(Request(engine.name, request, rank.dp, none, self._tags(None)), engine)
 
     def finish(self, header: FrameHeader, engine: Engine) -> list[Request]:
         """Note the ends that a frame tells of; return the requests that are over now."""
@@ -359,7 +376,18 @@ class Ledger:
             return None
         pending = CaptureResult("pending")
         results = {wish.consumer: result or pending for wish, result in zip(self.wishes, found.results, strict=True)}
+        results |= {name: CaptureResult("error", self.refusal(name)) for name in found.strangers}
         return results, found.status is not None and None not in found.results
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The consumers that read what requests ask for: those that a request may name."""
+        return tuple(wish.consumer for wish in self.wishes if wish.reads_requests)
+
+    def refusal(self, consumer: str) -> str:
+        """Return why a consumer that a request names gets nothing by it."""
+        readers = ", ".join(self.readers) or "none, for no consumer reads what requests ask for"
+        return explain("capture", got=f"consumer {consumer}", expected=f"one of this hub's: {readers}")
 
     def _end(self, engine: Engine, request: Request, status: str) -> None:
         request.status = status
@@ -379,7 +407,10 @@ class Ledger:
         if request is None:
             if self.requests_open >= limits.REQUESTS_OPEN_MAX:
                 raise RemoteProtocolError(explain("open requests", expected=f"at most {limits.REQUESTS_OPEN_MAX}"))
-            request = Request(engine.name, part.id, rank.dp, self._shares(engine, part.capture))
+            capture = part.capture
+            shares = self._shares(engine, None if capture is None else capture.untagged())
+            tags, strangers = self._tags(capture), self._strangers(capture)
+            request = Request(engine.name, part.id, rank.dp, shares, tags, strangers)
             self._add(request, engine)
         return request
 
@@ -388,7 +419,18 @@ class Ledger:
         self._over.pop(request.id, None)
         self.requests_open += 1
 
-    def _shares(self, engine: Engine, capture: CaptureSpec | None) -> tuple[Share | None, ...]:
+    def _tags(self, capture: Capture | None) -> tuple[str, ...]:
+        if capture is None:
+            return self._no_tags
+        asked = (capture.of(wish.consumer) if wish.reads_requests else None for wish in self.wishes)
+        return tuple("" if spec is None else spec.tag for spec in asked)
+
+    def _strangers(self, capture: Capture | None) -> tuple[str, ...]:
+        if not isinstance(capture, CaptureByConsumer):
+            return ()
+        return tuple(name for name in capture.by_name if name not in self.readers)
+
+    def _shares(self, engine: Engine, capture: Capture | None) -> tuple[Share | None, ...]:
         key = b"" if capture is None else msgspec.msgpack.encode(capture)
         shares = engine.shares.get(key)
         if shares is None:
@@ -399,8 +441,9 @@ class Ledger:
         return shares
 
     @staticmethod
-    def _share(wish: Wish, model: ModelInfo, capture: CaptureSpec | None) -> Share | None:
-        specs: Iterable[CaptureSpec | None] = (wish.spec, capture if wish.reads_requests else None)
+    def _share(wish: Wish, model: ModelInfo, capture: Capture | None) -> Share | None:
+        asked = capture.of(wish.consumer) if capture is not None and wish.reads_requests else None
+        specs: Iterable[CaptureSpec | None] = (wish.spec, asked)
         try:
             wanted = join(s.resolve(model.sites, num_layers=model.num_layers) for s in specs if s is not None)
         except (UsageError, KeyError) as e:

@@ -91,7 +91,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """What the hub wants of this engine. last_seq: the last frame it has of the peer's boot, 0 if none.
 
     captures: the consumers' own specs, each to be applied to every request. controllers: to be run in
-    every worker. Both go to schedulers, which give them to their workers; clients are told captures. clock_s: of the hub, on which
+    every worker. Both go to schedulers, which give them to their workers; clients get captures. readers: the consumers that
+    requests may name, for clients; an earlier hub leaves them out. clock_s: of the hub, on which
     `Act.until_s` is. actions: whether consumers want to be told what steers requests, also those of which nobody wants rows.
     """
 
@@ -103,6 +104,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     version: int = PROTOCOL_VERSION
     clock_s: float = 0.0
     actions: bool = False
+    readers: tuple[Name, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -21,7 +21,8 @@ class CaptureResult(msgspec.Struct, frozen=True):
     `error`, nothing usable came of it; `pending`, the consumer is not done; `not_requested`, the consumer wanted
     nothing of this request. payload: what the consumer has to say, plain JSON values, e.g. where the files lie.
     budget_reached: the request had more positions of those asked for than `max_rows` let through; no row was lost by it.
-    dropped: the rows that did not reach the consumer, by reason, and where they were; the hub puts it there.
+    dropped: the rows that did not reach the consumer, by reason, and where they were. tag: of the request's spec for this consumer.
+    The hub puts both there.
     """
 
     status: Status
@@ -29,6 +30,7 @@ class CaptureResult(msgspec.Struct, frozen=True):
     payload: dict[str, Any] = msgspec.field(default_factory=dict)
     budget_reached: bool = False
     dropped: tuple[Dropped, ...] = ()
+    tag: str = ""
 
     __repr__ = brief
 
@@ -38,7 +40,7 @@ class RequestDone(msgspec.Struct, frozen=True):
 
     rows_promised: rows that its workers sent; rows: rows of it that this consumer was given;
     dropped: what was lost on the way to this consumer and why; budget_reached: `max_rows` left out positions that the
-    request had.
+    request had. tag: of the request's spec for this consumer.
     """
 
     engine: str
@@ -51,6 +53,7 @@ class RequestDone(msgspec.Struct, frozen=True):
     dropped: tuple[Dropped, ...]
     finished: tuple[Finished, ...] = ()
     budget_reached: bool = False
+    tag: str = ""
 
     __repr__ = brief
 
@@ -77,6 +80,7 @@ def joined(results: Mapping[str, Mapping[str, CaptureResult]]) -> dict[str, Capt
             {name: result.payload for name, result in said.items() if result.payload},
             any(result.budget_reached for result in said.values()),
             _added_up(said.values()),
+            next(iter(said.values())).tag,  # samples of one request share its spec
         )
     return joined
 

@@ -5,6 +5,8 @@ how they are written, are those of `capflow.positions`; they count from 0 over p
 of a position is what the model computed when the token *at* that position was its input, so the
 last generated token, which is never fed back, has no row: a request with `p` prompt tokens and `g`
 generated tokens has `p + g - 1` rows at a site.
+
+A request asks with a `Capture`: one spec for every consumer that reads requests, or a `CaptureByConsumer`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import msgspec
 
 from capflow import limits
+from capflow.bounded import Name
 from capflow.brief import brief
 from capflow.errors import UsageError, explain
 from capflow.positions import Form, Positions, normalise
@@ -29,6 +32,7 @@ STORED_DTYPES: tuple[str, ...] = get_args(StoredDtype)
 Layers = str | Annotated[list[int | str], msgspec.Meta(max_length=limits.LAYERS_MAX)]
 """`"all"`, a range, or a list of layer numbers and ranges."""
 
+_CONSUMER = re.compile(r"[A-Za-z0-9_-]{1,64}(@[A-Za-z0-9_-]{1,64})?")
 _RANGE = re.compile(r"(\d{1,4})-(\d{0,4})(?::(\d{1,4}))?")
 _LAYERS_EXPECTED = '"all", layer numbers (-1 is the last), ranges like "4-11", "12-" or "0-35:4", or a list of these'
 
@@ -52,15 +56,30 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """Which sites and positions to capture.
 
     hooks: for each hook its layers. positions: one of the forms of `capflow.positions`. max_rows: at each
-    site only the first so many of these positions of a request, None for all. dtype: how consumers store the rows.
+    site only the first so many of these positions of a request, None for all. dtype: how consumers store the rows. tag: of a
+    request's spec, text that consumers keep with the request's rows; empty for none.
     """
 
     hooks: Annotated[dict[str, Layers], msgspec.Meta(max_length=len(HOOKS))]
     positions: Form = "all"
     max_rows: int | None = None
     dtype: StoredDtype = "model"
+    tag: Annotated[str, msgspec.Meta(max_length=limits.TAG_LENGTH_MAX)] = ""
 
     __repr__ = brief
+
+    @property
+    def specs(self) -> tuple[CaptureSpec, ...]:
+        """The spec itself, as `CaptureByConsumer.specs`."""
+        return (self,)
+
+    def of(self, consumer: str) -> CaptureSpec | None:  # noqa: ARG002 - as `CaptureByConsumer.of`
+        """Return the spec: it is every consumer's."""
+        return self
+
+    def untagged(self) -> CaptureSpec:
+        """Return the same without its tag."""
+        return msgspec.structs.replace(self, tag="") if self.tag else self
 
     @classmethod
     def parse(cls, value: Any, *, where: str = "capture") -> CaptureSpec:
@@ -87,9 +106,18 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
             positions=normalise(value.get("positions", "all"), f"{where}.positions"),
             max_rows=value.get("max_rows"),
             dtype=value.get("dtype", "model"),
+            tag=value.get("tag", ""),
         )
+        spec.check_tag(where)
         spec.set_of_positions(where)
         return spec
+
+    def check_tag(self, where: str = "capture") -> None:
+        """Raise UsageError unless the tag is short text that any terminal and file may hold."""
+        tag: object = self.tag
+        if not isinstance(tag, str) or len(tag) > limits.TAG_LENGTH_MAX or not tag.isprintable():
+            expected = f"at most {limits.TAG_LENGTH_MAX} printable characters"
+            raise UsageError(explain(f"{where}.tag", got=tag, expected=expected))
 
     def set_of_positions(self, where: str = "capture") -> Positions:
         """Return the positions wanted at each site of the spec; raise UsageError for what is no set of them."""
@@ -107,6 +135,7 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
         Raises UsageError for a layer that the model does not have and for a site without a tap.
         """
+        self.check_tag(where)
         have = set(tapped)
         want = Want(self.set_of_positions(where), self.dtype)
         wanted: dict[Site, Want] = {}
@@ -123,6 +152,67 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
                     raise UsageError(_untapped(at, have, str(site)))
                 wanted[site] = want
         return wanted
+
+
+class CaptureByConsumer(NamedTuple):
+    """What a request asks of single consumers: a spec for each, by the name of the instance. Other consumers get no rows by it."""
+
+    by_name: Annotated[dict[Name, CaptureSpec], msgspec.Meta(max_length=limits.CONSUMERS_NAMED_MAX)]
+
+    @property
+    def specs(self) -> tuple[CaptureSpec, ...]:
+        """Every spec."""
+        return tuple(self.by_name.values())
+
+    def of(self, consumer: str) -> CaptureSpec | None:
+        """Return the spec of a consumer; None when it is not named."""
+        return self.by_name.get(consumer)
+
+    def untagged(self) -> CaptureByConsumer:
+        """Return the same without tags."""
+        return CaptureByConsumer({name: spec.untagged() for name, spec in self.by_name.items()})
+
+    def resolve(self, tapped: Iterable[Site], *, num_layers: int, where: str = "capture") -> dict[Site, Want]:
+        """Return what all the specs want together; raises as `CaptureSpec.resolve` does."""
+        have = set(tapped)
+        return join(
+            spec.resolve(have, num_layers=num_layers, where=_of_consumer(name, where))
+            for name, spec in self.by_name.items()
+        )
+
+
+Capture = CaptureSpec | CaptureByConsumer
+"""What a request asks for: one spec for every consumer that reads requests, or one for each consumer that it names."""
+
+
+def parse_capture(value: Any, *, where: str = "capture") -> Capture:
+    """Return what a request's plain value asks for: a spec, or a mapping of consumers' names to specs.
+
+    A mapping without `hooks` and with a value that is a spec is by consumer. Raises UsageError as `CaptureSpec.parse` does.
+    """
+    if isinstance(value, CaptureByConsumer):
+        return value
+    if not isinstance(value, Mapping) or "hooks" in value or not any(map(_is_spec, value.values())):
+        return CaptureSpec.parse(value, where=where)
+    if len(value) > limits.CONSUMERS_NAMED_MAX:
+        expected = f"at most {limits.CONSUMERS_NAMED_MAX}"
+        raise UsageError(explain(where, got=f"{len(value)} consumers", expected=expected))
+    return CaptureByConsumer(
+        {name: CaptureSpec.parse(spec, where=_of_consumer(name, where)) for name, spec in value.items()}
+    )
+
+
+def _is_spec(value: Any) -> bool:
+    fields = CaptureSpec.__struct_fields__
+    return isinstance(value, CaptureSpec) or (isinstance(value, Mapping) and any(field in value for field in fields))
+
+
+def _of_consumer(name: Any, where: str) -> str:
+    """Return the path of a consumer's spec; raise UsageError for a name that no consumer can have."""
+    if not isinstance(name, str) or not _CONSUMER.fullmatch(name):
+        expected = "a consumer's name, such as filesystem or filesystem@cold"
+        raise UsageError(explain(where, got=name, expected=expected))
+    return f"{where}.{name}"
 
 
 def _hook(hook: Any, where: str) -> str:

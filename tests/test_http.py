@@ -108,6 +108,16 @@ def test_a_completion_has_its_rows_when_it_waited_for_them(served, reference):
         assert relative_error(capture[site].rows, expected[site.layer][:-1]) < 1e-5
 
 
+def test_a_spec_by_consumer_has_its_rows_and_its_tag(served):
+    client, _, root = served
+    capture = {"filesystem": {**CAPTURE, "positions": "last_prompt", "tag": "mine"}}
+    answer = ask(client, extra_body={"capture": capture, "capture_wait": True, "capture_id": "tagged"})
+    result = answer.capture_results["filesystem"]
+    assert (result["status"], result["tag"]) == ("ok", "mine")
+    found = capflow.open(root)["tagged"]
+    assert (found.tag, [len(found[site].rows) for site in found.sites]) == ("mine", [1, 1])
+
+
 def test_fields_change_nothing_of_the_answer_but_what_they_add(served):
     client, _, _ = served
     assert plain(ask(client, extra_body={"capture": CAPTURE})) == plain(ask(client))
@@ -300,6 +310,9 @@ def test_what_was_pending_is_answered_later_with_the_server_s_key(served):
         ({"capture": {"hooks": {"post_block": "all"}, "position": "all"}}, "capture.position", "one of"),
         ({"capture": {"hooks": {"post_block": "all"}, "positions": {"last": -1}}}, "capture.positions.last", "-1"),
         ({"capture": "everything"}, "capture", "everything"),
+        ({"capture": {"filesystem": {"hooks": {"nowhere": [0]}}}}, "capture.filesystem.hooks", "nowhere"),
+        ({"capture": {"nobody": CAPTURE}}, "capture", "consumer nobody, expected one of the hub's: filesystem"),
+        ({"capture": {**CAPTURE, "tag": "a\nb"}}, "capture.tag", "printable"),
         ({"capture": {"hooks": {"post_block": "all"}}, "capture_wait": "yes"}, "capture_wait", "true or false"),
         ({"capture": {"hooks": {"post_block": "all"}}, "capture_id": 7}, "capture_id", "characters"),
         ({"steering_vectors": {"post_block": {"1": [1.0, 2.0]}}}, "steering_vectors.post_block.1", "width"),

@@ -37,6 +37,8 @@ def test_prompts_are_read_with_blank_lines_passed_over(prompts):
         (GOOD + '{"id": "b", "prompt": "x", "colour": 1}\n', "colour"),
         (GOOD + '{"id": "b", "prompt": "x", "max_tokens": 0}\n', "line 2, max_tokens"),
         (GOOD + GOOD, "line 2, id"),
+        (GOOD + '{"id": "b", "prompt": "x", "capture": {"hooks": {"nowhere": [0]}}}\n', "line 2, capture.hooks: got"),
+        (GOOD + '{"id": "b", "prompt": "x", "capture": 7}\n', "line 2, capture: got 7"),
         ("\n", "no prompts"),
     ],
 )

@@ -249,6 +249,13 @@ def test_a_capture_has_its_rows_when_it_was_waited_for(served, generate, referen
             assert relative_error(capture[site].rows, expected[site.layer][:-1]) < 1e-5
 
 
+def test_a_spec_by_consumer_has_its_tag(served, generate):
+    capture = {"filesystem": {**CAPTURE, "tag": "mine"}}
+    answer = generate.Generate(asked(capture=capture, capture_wait=True, capture_id="tagged"), metadata=AUTHORIZED)
+    result = answer.capture_results["filesystem"]
+    assert (result.status, result.tag, capflow.open(served.root)["tagged"].tag) == ("ok", "mine", "mine")
+
+
 def test_every_choice_has_its_own_result(served, generate):
     request = asked(capture=CAPTURE, capture_wait=True, capture_id="many", n=2, temperature=1)
     answer = generate.Generate(request, metadata=AUTHORIZED)
@@ -272,6 +279,7 @@ SHORT = {"post_block": {"layers": {1: {"vector": [1.0]}}}}
         ({"capture": {"hooks": {"post_block": [1.5]}}}, INVALID, "capture.hooks.post_block"),
         ({"capture": {"hooks": {"post_block": "all"}, "position": "all"}}, INVALID, "capture.position"),
         ({"capture": {}}, INVALID, "capture.hooks"),
+        ({"capture": {"nobody": CAPTURE}}, INVALID, "capture"),
         ({"capture": CAPTURE, "capture_id": ""}, INVALID, "capture_id"),
         ({"steering_vectors": SHORT}, INVALID, "steering_vectors.post_block.1"),
         ({"decode_steering_vectors": {"mlp_in": SHORT["post_block"]}}, INVALID, "decode_steering_vectors.mlp_in.1"),

@@ -34,7 +34,7 @@ from capflow.losses import MEANT, described
 from capflow.message import ModelInfo
 from capflow.result import CaptureResult
 from capflow.site import Site
-from capflow.spec import join
+from capflow.spec import Capture, CaptureByConsumer, Wanted, join, parse_capture
 
 _RESULTS_WAIT_S = 120.0
 _CAUSE = re.compile(r"^\(\w[^)]*\) ERROR [^\]]*\] (\w+(?:Error|Exception): .+)$", re.MULTILINE)
@@ -42,11 +42,17 @@ _PLAIN_S = 10.0  # between two lines of progress where nobody watches
 
 
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One line of a prompts file: `{"id": …, "prompt": …, "max_tokens": …}`; max_tokens may be left out."""
+    """One line of a prompts file: `{"id": …, "prompt": …, "max_tokens": …, "capture": …}`; the last two may be left out."""
 
     id: str
     prompt: str
     max_tokens: int | None = None
+    capture: Any = None
+
+    @property
+    def asked(self) -> Capture | None:
+        """What the prompt asks to capture; raises UsageError."""
+        return None if self.capture is None else parse_capture(self.capture)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -73,6 +79,10 @@ def read_prompts(path: Path) -> list[Prompt]:
             raise UsageError(explain(where, got=line.decode(errors="replace"), expected=expected))
         if prompt.max_tokens is not None and prompt.max_tokens < 1:
             raise UsageError(explain(f"{where}, max_tokens", got=prompt.max_tokens, expected="1 or more"))
+        try:
+            _ = prompt.asked
+        except UsageError as e:
+            raise UsageError(f"{where}, {e}") from e
         if prompt.id in seen:
             raise UsageError(explain(f"{where}, id", got=prompt.id, expected=f"another than in line {seen[prompt.id]}"))
         seen[prompt.id] = number
@@ -249,6 +259,7 @@ def run_job(running: HubRun, job: ModelJob) -> int:
     Return the exit code: 0 only if every row that the consumers' specs promise of every request arrived.
     Raises UsageError and CapflowError when the job could not be done.
     """
+    _check_names(running, job)
     with running:
         for consumer in running.hub.consumers:
             address = getattr(consumer.consumer, "address", None)
@@ -290,7 +301,7 @@ def _watch(running: HubRun, job: ModelJob) -> None:
         checked = False
         while job.running and not running.stopped.wait(limits.IDLE_S):
             if not checked and job.shape is not None:
-                _check_specs(running, *job.shape)
+                _check_specs(running, job, *job.shape)
                 checked = True
             if running.refusals:
                 raise UsageError(running.refusals[0])
@@ -303,8 +314,22 @@ def _watch(running: HubRun, job: ModelJob) -> None:
                 said, said_at = job.stage, now
 
 
-def _check_specs(running: HubRun, num_layers: int, sites: tuple[Site, ...]) -> None:
-    """Raise UsageError when a consumer or a controller wants what the model does not have."""
+def _check_names(running: HubRun, job: ModelJob) -> None:
+    """Raise UsageError when a prompt's capture names a consumer that is not here or reads no requests."""
+    readers = {consumer.name for consumer in running.hub.consumers if consumer.consumer.reads_requests}
+    for prompt in job.prompts:
+        capture = prompt.asked
+        named = set(capture.by_name) if isinstance(capture, CaptureByConsumer) else set()
+        if strangers := sorted(named - readers):
+            expected = f"one of {', '.join(sorted(readers)) or 'none, for no consumer reads requests'}"
+            raise UsageError(explain(f"prompt {prompt.id}, capture", got=f"consumer {strangers[0]}", expected=expected))
+
+
+def _check_specs(running: HubRun, job: ModelJob, num_layers: int, sites: tuple[Site, ...]) -> None:
+    """Raise UsageError when a consumer, a controller or a prompt wants what the model does not have."""
+    for prompt in job.prompts:
+        if (asked := prompt.asked) is not None:
+            asked.resolve(sites, num_layers=num_layers, where=f"prompt {prompt.id}, capture")
     for consumer in running.hub.consumers:
         if (spec := consumer.consumer.spec()) is not None:
             spec.resolve(sites, num_layers=num_layers, where=f"consumers.{consumer.name}")
@@ -330,13 +355,24 @@ def _results(job: ModelJob) -> dict[str, dict[str, CaptureResult]]:
         return client.results([p.id for p in job.prompts], wait=True, timeout=_RESULTS_WAIT_S)
 
 
+def _resolved(capture: Capture | None, info: ModelInfo) -> Wanted:
+    return {} if capture is None else capture.resolve(info.sites, num_layers=info.num_layers)
+
+
+def _wanted(running: HubRun, own: dict[str, Wanted], prompt: Prompt, info: ModelInfo) -> dict[str, Wanted]:
+    """Return what each consumer is to have of a prompt: by its own spec, and by the prompt's."""
+    capture = prompt.asked
+    if capture is None:
+        return own
+    readers = (consumer for consumer in running.hub.consumers if consumer.consumer.reads_requests)
+    asked = {consumer.name: _resolved(capture.of(consumer.name), info) for consumer in readers}
+    return {name: join((wanted, asked.get(name, {}))) for name, wanted in own.items()}
+
+
 def _missing(running: HubRun, job: ModelJob, results: dict[str, dict[str, CaptureResult]]) -> list[str]:
     """Return what is wrong with what arrived: counted here from the specs, not from what anyone reports."""
     assert job.info is not None
-    wanted = {}
-    for consumer in running.hub.consumers:
-        if (spec := consumer.consumer.spec()) is not None:
-            wanted[consumer.name] = spec.resolve(job.info.sites, num_layers=job.info.num_layers)
+    own = {consumer.name: _resolved(consumer.consumer.spec(), job.info) for consumer in running.hub.consumers}
     lines = []
     answered = {str(d["id"]): d for d in job.done}
     total = 0
@@ -345,6 +381,7 @@ def _missing(running: HubRun, job: ModelJob, results: dict[str, dict[str, Captur
         if done is None:
             lines.append(f"request {prompt.id}: no answer")
             continue
+        wanted = _wanted(running, own, prompt, job.info)
         computed = int(done["prompt_tokens"]) + int(done["tokens"]) - 1
         count = {
             name: sum(w.positions.count(int(done["prompt_tokens"]), computed) for w in sites.values())

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from capflow.frame import DTYPES, Block, Chunk, Finished, Frame, FrameHeader, Rank, RequestRows, Span
 from capflow.message import Hello, ModelInfo
 from capflow.site import HOOKS, Site
-from capflow.spec import CaptureSpec
+from capflow.spec import Capture
 
 BOOT = "boot-1"
 FIRST = Rank(0, 0, 0)
@@ -50,7 +50,7 @@ def make_frame(
     rank: Rank = FIRST,
     step: int | None = None,
     texts: bool = False,
-    captures: dict[str, CaptureSpec] | None = None,
+    captures: dict[str, Capture] | None = None,
     step_tokens: int | None = None,
 ) -> Frame:
     """Return a sealed frame of one block: `requests` are `(id, prompt_length, start, length)`.
@@ -105,7 +105,7 @@ def make_finished(
     rows: int | None = None,
     status: str = "stop",
     dropped: tuple[Any, ...] = (),
-    capture: CaptureSpec | None = None,
+    capture: Capture | None = None,
     acted: tuple[Any, ...] = (),
 ) -> Finished:
     """Return a Finished; `rows` is one per computed token unless given."""

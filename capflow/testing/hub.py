@@ -30,7 +30,7 @@ from capflow.message import Act, Hello, ModelInfo
 from capflow.plugins import ConfiguredConsumer
 from capflow.result import CaptureResult
 from capflow.site import Site
-from capflow.spec import CaptureSpec
+from capflow.spec import Capture
 from capflow.testing.frames import BOOT, FIRST, make_finished, make_frame, make_hello
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class MemoryHub:
         stage: int = 0,
         replica: int = 0,
         sites: Iterable[Site | tuple[int, str]] | None = None,
-        capture: CaptureSpec | None = None,
+        capture: Capture | None = None,
         seq: int = 0,
     ) -> Engine:
         """Return an engine that has connected, or one pipeline stage or replica of it.
@@ -129,7 +129,7 @@ class Engine:
         hub: MemoryHub,
         hello: Hello,
         sites: Iterable[Site | tuple[int, str]] | None,
-        capture: CaptureSpec | None,
+        capture: Capture | None,
         seq: int,
     ) -> None:
         assert hello.model is not None

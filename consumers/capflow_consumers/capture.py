@@ -94,6 +94,11 @@ class RequestCapture(ABC):
         return self.sidecar.budget_reached
 
     @property
+    def tag(self) -> str:
+        """The tag of the request's spec, empty when it had none."""
+        return self.sidecar.tag
+
+    @property
     def texts(self) -> dict[int, str]:
         """The token's text at each position where it is known."""
         return {run.start + i: text for run in self.sidecar.texts for i, text in enumerate(run.texts)}

@@ -23,7 +23,7 @@ from capflow.frame import Rank
 from capflow.probe import Scorer
 from capflow.sqlquery import SETTINGS, SqlQuery
 from capflow_consumers.framelog import FrameLog
-from capflow_consumers.schema import KEYS, TABLES, VIEWS
+from capflow_consumers.schema import ADDED, KEYS, TABLES, VIEWS
 
 _STORED = """
 SELECT capture, marks.request_id, boot, rank, min(first_frame), max(last_frame), any_value(capture_status)
@@ -186,6 +186,10 @@ def _make_tables(connection: Any, path: Path, where: str) -> None:
         listed = ", ".join(f"{column} {kind}" for column, kind in columns)
         connection.execute(f"CREATE TABLE IF NOT EXISTS {name} ({listed})")
         had = connection.execute(query, [name]).fetchall()
+        for column, kind in columns[len(columns) - len(ADDED.get(name, ())) :]:
+            if had == columns[: len(had)] and (column, kind) not in had:
+                connection.execute(f"ALTER TABLE {name} ADD COLUMN {column} {kind}")
+                had = connection.execute(query, [name]).fetchall()
         if had != columns:
             got = f"{path}, whose table {name} has {', '.join(column for column, _ in had)}"
             expected = f"a new file, or one whose table {name} has {', '.join(column for column, _ in columns)}"

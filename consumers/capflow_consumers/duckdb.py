@@ -235,6 +235,7 @@ class DuckdbConsumer(Consumer):
             "started_at": [_time(request.started_ns)],
             "finished_at": [_time(now_ns)],
             "capture_status": [status],
+            "tag": pa.array([done.tag or None], pa.string()),
         }
         try:
             self._flush({"requests": pa.table(line)})

@@ -280,7 +280,8 @@ class FilesystemConsumer(Consumer):
         model = self._models.get(engine)
         if model is None:
             return None
-        specs = [spec for spec in (self.spec(), rows.capture) if spec is not None]
+        asked = None if rows.capture is None else rows.capture.of(self.instance)
+        specs = [spec for spec in (self.spec(), asked) if spec is not None]
         try:
             return join(spec.resolve(model.sites, num_layers=model.num_layers) for spec in specs)
         except UsageError:  # the engine's to refuse; the number of rows is checked all the same

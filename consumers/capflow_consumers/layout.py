@@ -93,7 +93,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     request is the exact id. status is how the request ended (`stop`, `length`, `abort`, `error`); capture_status and
     error say whether every promised row is here; sources, which frames they came in; dropped is `[rows, reason]` for what was lost on the way. dtype is that in
     which the rows were captured. budget_reached: `max_rows` left out positions that the request had. capture: with
-    the layout `sharded`, the number of the capture in its shard.
+    the layout `sharded`, the number of the capture in its shard. tag: of the request's spec.
     """
 
     format: int = FORMAT
@@ -116,6 +116,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     sources: list[Source] = []
     layout: Layout = "per_file"
     capture: int | None = None
+    tag: str = ""
 
 
 _decoder = msgspec.json.Decoder(Sidecar)

@@ -126,7 +126,8 @@ def action_message(prefix: str, answered: Answered) -> Message:
 def done_message(prefix: str, done: RequestDone, became: dict[str, Any], place: Place | None, root: str) -> Message:
     """Return the message that a request is over. became: `rows`, `capture_status` and `error`; place: its last frame's, None without rows."""
     about = {name: getattr(done, name) for name in ("engine", "request", "status", "prompt_length", "computed_length")}
-    body = _encode({**about, **became, "dropped": done.dropped, **({"root": root} if root else {})})
+    extra = {name: value for name, value in {"root": root, "tag": done.tag}.items() if value}
+    body = _encode({**about, **became, "dropped": done.dropped, **extra})
     subject = f"{prefix}.done.{token(done.engine)}.{token(done.request)}"
     unplaced = [subject, done.status, done.computed_length]  # without rows there is no frame to know it by
     return message(subject, place, body, identity=None if place else unplaced)

@@ -83,6 +83,7 @@ def schema(kind: str, size: int, about: dict[str, str]) -> pa.Schema:
         ("request", pa.string()),
         ("capture", pa.int32()),
         ("model", pa.string()),
+        ("tag", pa.string()),
         ("phase", pa.string()),
         ("layer", pa.int32()),
         ("hook", pa.string()),

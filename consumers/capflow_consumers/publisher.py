@@ -84,6 +84,7 @@ class Publisher:
             sources=[layout.Source(*worker, *frames) for worker, frames in request.frames.frames.items()],
             layout=files.kept_as,
             capture=capture,
+            tag=done.tag,
         )
         return store.put(files, sidecar, layout.write_sidecar(sidecar), on_collision)
 

@@ -2,7 +2,7 @@
 
 | table | one row for each | columns |
 |---|---|---|
-| requests | finished request | capture, engine, request_id, model, prompt_length, computed_length, status, rows, started_at, finished_at, capture_status |
+| requests | finished request | capture, engine, request_id, model, prompt_length, computed_length, status, rows, started_at, finished_at, capture_status, tag |
 | tokens | token computed of a request | capture, engine, request_id, position, token_id, text, phase |
 | probes | probe, and again when its threshold or file changes | name, kind, pool, site_layer, site_hook, threshold, file, xxh3_64 |
 | scores | row scored with a probe of pool `token` | capture, engine, request_id, position, probe, layer, hook, score |
@@ -37,6 +37,7 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("started_at", "TIMESTAMP"),
         ("finished_at", "TIMESTAMP"),
         ("capture_status", "VARCHAR"),
+        ("tag", "VARCHAR"),
     ],
     "tokens": [*_KEY, ("position", "BIGINT"), ("token_id", "INTEGER"), ("text", "VARCHAR"), ("phase", "VARCHAR")],
     "probes": [
@@ -82,6 +83,9 @@ TABLES: dict[str, list[tuple[str, str]]] = {
     ],
     "marks": [*_KEY, ("boot", "VARCHAR"), ("rank", "VARCHAR"), ("first_frame", "BIGINT"), ("last_frame", "BIGINT")],
 }
+
+ADDED: dict[str, tuple[str, ...]] = {"requests": ("tag",)}
+"""The columns, last in their tables, that files of earlier versions lack; they are added when such a file is opened, NULL in its rows."""
 
 KEYS: dict[str, str] = {"actions": "id"}
 """The column by which a row is known that is told again, and is in the table once."""

@@ -201,6 +201,7 @@ def _columns(pieces: list[_Piece]) -> Iterator[tuple[bytes, parquet.Chunk]]:
     yield _texts([piece.sidecar.request for piece in pieces], counts)
     yield parquet.numbers(np.repeat(np.array([piece.sidecar.capture or 1 for piece in pieces], np.int32), counts))
     yield _texts([piece.sidecar.model for piece in pieces], counts)
+    yield _texts([piece.sidecar.tag for piece in pieces], counts)
     yield parquet.texts(PHASES, _phases(positions, pieces, counts))
     layers = np.array([entry.layer for entry, _ in sites], np.int32)
     yield parquet.numbers(np.repeat(layers, [count for _, count in sites]))

@@ -27,6 +27,7 @@ from capflow_engine.holdings import Size  # noqa: E402
 from capflow_engine.options import KEY, Ready, RequestOptions  # noqa: E402
 from capflow_engine.params import Prepared  # noqa: E402
 from capflow_engine.reach import check_added  # noqa: E402
+from capflow_engine.readers import Readers  # noqa: E402
 from capflow_engine.results import Askers  # noqa: E402
 from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, Settings, engine_arguments  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
@@ -94,6 +95,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         self._capture_wait_s = capture_wait_s
         self._knows_hub = bool(consumers) or hub is not None
         self._asker = Askers(armed.settings)
+        self._readers = Readers(armed.settings)
         self._numbers = itertools.count()
         self._running = set()
         requests_max = self.vllm_config.scheduler_config.max_num_seqs
@@ -117,6 +119,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         _check_prompt(prompt)
         name = request_id or f"{self.capflow_settings.engine[:8]}-{next(self._numbers)}"
         prepared = Prepared.of(sampling_params, self._fit, self.steering, name)
+        await self._readers.check_async([prepared.options])
         names = prepared.options.names
         if not self._running.isdisjoint(names):
             raise UsageError(explain("id", got=prepared.options.id, expected="one that no running request has"))

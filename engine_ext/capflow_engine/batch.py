@@ -23,11 +23,12 @@ from capflow_engine.settings import Outbound, Settings, engine_arguments
 
 
 class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of a prompts file. id: unique in the file; max_tokens: instead of the job's."""
+    """One line of a prompts file. id: unique in the file; max_tokens: instead of the job's; capture: as `capflow.sampling_params` takes it."""
 
     id: str
     prompt: str
     max_tokens: int | None = None
+    capture: Any = None
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,7 +93,7 @@ def run(job: Job, tell: Tell) -> None:
         for prompt in job.prompts:
             params = SamplingParams(
                 **{"temperature": 0.0, **job.sampling, "max_tokens": prompt.max_tokens or job.max_tokens},
-                extra_args={KEY: RequestOptions(prompt.id).pack()},
+                extra_args={KEY: RequestOptions.make(id=prompt.id, capture=prompt.capture).pack()},
             )
             try:
                 engine.add_request(prompt.id, prompt.prompt, params)

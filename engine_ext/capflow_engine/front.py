@@ -33,6 +33,7 @@ from capflow_engine.fit import Fit
 from capflow_engine.holdings import Size
 from capflow_engine.options import KEY, Packed, RequestOptions
 from capflow_engine.reach import check_params
+from capflow_engine.readers import Readers
 from capflow_engine.results import Askers
 from capflow_engine.serving import Serving
 from capflow_engine.settings import Settings
@@ -64,6 +65,7 @@ class Front:
         self.rpc_address = serving.rpc_address
         self.asker = Askers(self.settings)
         self._told: dict[str | None, Dynamic] = {}  # what may have steered running requests, by id
+        self._readers = Readers(self.settings)
         self.running: WeakValueDictionary[str, Asked] = WeakValueDictionary()  # by what their choices are called
         self._over: dict[str, float] = {}  # when the latest captures ended, by the same names, oldest first
 
@@ -122,6 +124,11 @@ class Front:
     def everyone(self) -> SteeringProgram | None:
         """Return what the global state comes to; None when nobody is steered who does not ask for it."""
         return None if self.store.global_state == NOTHING else resolved(None, self.server)
+
+    async def check_consumers(self, asked: Asked | None) -> None:
+        """Raise UsageError when a request's capture names a consumer that its hub, if that answers, does not have."""
+        if asked is not None:
+            await self._readers.check_async(asked.options)
 
     @staticmethod
     @contextlib.contextmanager

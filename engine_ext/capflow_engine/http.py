@@ -159,6 +159,7 @@ async def _answer(
         return await handler(request, raw_request)
     streams = False
     try:
+        await front.check_consumers(asked)
         with front.bringing(request.options):
             response = await handler(request, raw_request)
         if isinstance(response, StreamingResponse):

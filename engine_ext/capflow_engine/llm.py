@@ -28,6 +28,7 @@ from capflow_engine.holdings import Size  # noqa: E402
 from capflow_engine.options import RequestOptions  # noqa: E402
 from capflow_engine.params import Prepared  # noqa: E402
 from capflow_engine.reach import check_added  # noqa: E402
+from capflow_engine.readers import Readers  # noqa: E402
 from capflow_engine.results import AllResults  # noqa: E402
 from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, engine_arguments  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
@@ -94,6 +95,7 @@ class LLM(VLLM):  # type: ignore[misc]
             self._stop_hub = weakref.finalize(self, armed.hub.stop)
         self.capflow_settings = settings = armed.settings
         self._results = AllResults(settings)
+        self._readers = Readers(settings)
         try:
             super().__init__(model, **engine_arguments(settings), **kwargs)
             config = self.llm_engine.vllm_config
@@ -189,6 +191,7 @@ class LLM(VLLM):  # type: ignore[misc]
         if len(set(names)) != len(names):
             twice = next(n for n in names if names.count(n) > 1)
             raise UsageError(explain("id", got=f"{twice} more than once", expected="a different id for each request"))
+        self._readers.check([one.options for one in prepared])
         return prepared
 
     def _remembered(self, keys: list[str], params: list[Prepared]) -> list[str]:

@@ -15,7 +15,7 @@ from capflow.brief import brief
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
 from capflow.program import SteeringProgram
-from capflow.spec import CaptureSpec
+from capflow.spec import Capture, parse_capture
 from capflow.steering import STEERING_FIELDS, Steering
 from capflow_engine.store import SteeringStore
 
@@ -35,7 +35,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one request asks for.
 
     id: what the request is called in frames and files, unique among running ones. capture: what to capture of it for
-    consumers that read requests' own specs. steering: what steers it, as it was asked for. program: the same worked out,
+    consumers that read requests' own specs, all or by name. steering: what steers it, as it was asked for. program: the same worked out,
     with everything else that holds for it; where that is there, `steering` is not. samples: how many samples are asked for, each
     of which is a request of its own, called `id#0`, `id#1` and so on when there are several. generated: how many of the prompt's
     last tokens are an answer so far, and are steered as such: of a beam, each of whose tokens is a request of its own; None for
@@ -43,7 +43,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     id: str | None = None
-    capture: CaptureSpec | None = None
+    capture: Capture | None = None
     steering: Steering | None = None
     program: SteeringProgram | None = None
     samples: int = 1
@@ -69,7 +69,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         given = {name: value for name, value in steering.items() if value is not None}
         return cls(
             id=id,
-            capture=None if capture is None else CaptureSpec.parse(capture),
+            capture=None if capture is None else parse_capture(capture),
             steering=Steering.parse(given) if given else None,
         )
 

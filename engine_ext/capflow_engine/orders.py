@@ -11,7 +11,7 @@ from typing import Any
 
 from capflow.action import Steer, Unsteer
 from capflow.message import ControllerSpec
-from capflow.spec import CaptureSpec
+from capflow.spec import Capture, CaptureSpec
 
 _ATTRIBUTE = "capflow_orders"
 
@@ -41,7 +41,7 @@ class Unscheduled:
     wishes: int
     incarnation: str
     prompt_length: int
-    capture: CaptureSpec | None
+    capture: Capture | None
     status: str
 
 

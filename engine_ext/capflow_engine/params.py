@@ -37,7 +37,8 @@ def sampling_params(
     """Return vLLM's `SamplingParams` for a request that captures or is steered.
 
     id: what the request is called in frames, files and results; by default a new name. capture:
-    `{"hooks": {"post_block": [0, 5] or "all"}, "positions": "all"}`, for consumers that take what requests ask for.
+    `{"hooks": {"post_block": [0, 5] or "all"}, "positions": "all", "tag": "mine"}`, for every consumer that takes what requests
+    ask for, or one such spec for each consumer by name: `{"filesystem": {"hooks": …}, "duckdb": {"hooks": …}}`.
 
     steering_vectors: `{"post_block": {12: vector}}` or `{"post_block": {12: {"vector": …, "scale": 2.0}}}`, one vector of
     `hidden_size` numbers (array, tensor or list) for each layer, added to the residual stream at every position; or

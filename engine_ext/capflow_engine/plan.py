@@ -33,7 +33,7 @@ import numpy.typing as npt
 from capflow.frame import Acted, Block, Span
 from capflow.positions import Positions
 from capflow.site import Site
-from capflow.spec import CaptureSpec
+from capflow.spec import Capture
 from capflow_engine.bank import Steered
 
 SHIP, VIEW = 0, 1
@@ -142,7 +142,7 @@ class Tracked:
     prompt_length: int
     ship: Program
     view: Program
-    capture: CaptureSpec | None = None
+    capture: Capture | None = None
     generated: int = 0
     computed: int = 0
     steered: list[Held] | None = None

@@ -415,8 +415,9 @@ class Ledger:
 
 def _wanted(options: RequestOptions, wishes: Wishes) -> Positions:
     """Return the positions that are wanted of a request, whatever the site."""
+    asked = options.capture.specs if options.capture is not None else ()
     seen = (controller.capture for controller in wishes.controllers)
-    every = (spec.set_of_positions() for spec in (options.capture, *wishes.captures, *seen) if spec is not None)
+    every = (spec.set_of_positions() for spec in (*asked, *wishes.captures, *seen) if spec is not None)
     return functools.reduce(operator.or_, every, Positions.NONE)
 
 

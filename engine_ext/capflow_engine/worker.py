@@ -26,7 +26,7 @@ from capflow.errors import CapflowError
 from capflow.frame import Acted, Rank
 from capflow.message import ControllerSpec
 from capflow.site import Site
-from capflow.spec import CaptureSpec, Wanted, join
+from capflow.spec import Capture, Wanted, join
 from capflow_engine import compat, compat_model, compat_step
 from capflow_engine.bank import Bank
 from capflow_engine.control import Controllers, Decided, decode, encode
@@ -195,7 +195,7 @@ class WorkerCapture:
             if self.rank.pp == 0:  # the others have the same program
                 self._note(key, "request", "steer", tuple(sorted(program.sites)))
 
-    def _wanted(self, specs: Sequence[CaptureSpec | None]) -> Wanted:
+    def _wanted(self, specs: Sequence[Capture | None]) -> Wanted:
         info = self.info
         return join(s.resolve(info.sites, num_layers=info.num_layers) for s in specs if s is not None)
 

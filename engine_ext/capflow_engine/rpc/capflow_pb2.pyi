@@ -371,18 +371,20 @@ class CaptureResults(_message.Message):
     def __init__(self, results: _Optional[_Mapping[str, CaptureResult]] = ...) -> None: ...
 
 class CaptureResult(_message.Message):
-    __slots__ = ("status", "error", "payload", "budget_reached", "dropped")
+    __slots__ = ("status", "error", "payload", "budget_reached", "dropped", "tag")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     BUDGET_REACHED_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
+    TAG_FIELD_NUMBER: _ClassVar[int]
     status: str
     error: str
     payload: _struct_pb2.Struct
     budget_reached: bool
     dropped: _containers.RepeatedCompositeFieldContainer[Dropped]
-    def __init__(self, status: _Optional[str] = ..., error: _Optional[str] = ..., payload: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., budget_reached: _Optional[bool] = ..., dropped: _Optional[_Iterable[_Union[Dropped, _Mapping]]] = ...) -> None: ...
+    tag: str
+    def __init__(self, status: _Optional[str] = ..., error: _Optional[str] = ..., payload: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., budget_reached: _Optional[bool] = ..., dropped: _Optional[_Iterable[_Union[Dropped, _Mapping]]] = ..., tag: _Optional[str] = ...) -> None: ...
 
 class Dropped(_message.Message):
     __slots__ = ("rows", "reason", "gaps")

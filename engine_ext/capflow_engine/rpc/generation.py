@@ -65,6 +65,7 @@ class Generation(GenerateServicer):
         body = body_of(request, stream=stream)
         asked = self._front.take(body, f"cmpl-{body.request_id}", 1)
         try:
+            await self._front.check_consumers(asked)
             answer = await self._completed(body)
             key = None if asked is None else self._front.key(asked, streams=stream)
             if key is not None:
