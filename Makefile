@@ -35,10 +35,10 @@ chaos: env  ## kill the hub and the engine side 80 times under load, and check e
 soak: env  ## half an hour of frames through a worker's link, a hub and files; memory and descriptors must not grow
 	$(PYTHON) tests/soak.py
 
-soak-requests: env  ## 5,000 random requests against the oracle; three quarters of an hour
+soak-requests: env  ## 5,000 random requests against the oracle; a quarter of an hour
 	CAPFLOW_ORACLE_REQUESTS=5000 $(PYTHON) -m pytest -s tests/test_oracle.py
 
-conformance: env  ## every architecture against Transformers; writes docs/compatibility.md; a quarter of an hour
+conformance: env  ## every architecture against Transformers; writes docs/compatibility.md; three quarters of an hour
 	$(PYTHON) tests/conformance.py --write
 
 lint: env  ## ruff and mypy

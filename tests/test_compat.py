@@ -124,6 +124,7 @@ def files(directory, config):
         ("list", "[]", r"list/config.json: got \[\], expected a JSON object"),
         ("unknown", '{"model_type": "nope"}', r"model \S*unknown: vLLM refuses it: .*`nope`"),
         ("some.gguf", None, r"model \S*some.gguf: got a file, expected a directory with a config.json"),
+        ("", None, r"^model: got '', expected a directory with a config.json"),
         (
             "owner/name",
             None,
@@ -140,7 +141,7 @@ def test_a_model_that_cannot_be_read_is_one_line_that_says_why(monkeypatch, tmp_
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    model = name if "/" in name else str(tmp_path / name)
+    model = name if not name or "/" in name else str(tmp_path / name)
     if name in ("empty", "broken", "list", "unknown"):
         files(tmp_path / name, config)
     if name == "some.gguf":

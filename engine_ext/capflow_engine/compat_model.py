@@ -97,6 +97,8 @@ def _what_is_wrong(model: str, said: str) -> str:
     name, path = f"model {model}", Path(model).expanduser()
     expected = "a directory with a config.json, or the name of a model that can be fetched"
     config = path / "config.json"
+    if not model.strip():
+        return explain("model", got=model, expected=expected)
     if path.is_file():
         return explain(name, got="a file", expected=expected)
     if path.is_dir():
