@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +18,7 @@ from capflow.site import Site
 from capflow_models import LayerSteeringSpec, SteeringSpec, TransformersSteerableModel, save_vectors
 from capflow_models.lines import LineFile, read_lines
 from capflow_models.model import Sampling
+from capflow_models.rolloutjob import RolloutJob
 from capflow_models.rollouts import Plan, RolloutPrompt, left, roll_out
 
 PROMPTS = {f"p{n}": f"w{n + 5} w{n + 60} w{n + 120}" for n in range(6)}
@@ -326,3 +328,27 @@ def test_the_command_runs_vllm(here):
     ours, theirs = (rows(directory / name) for name in ("out.jsonl", "theirs.jsonl"))
     assert keys(ours) == keys(theirs) == WANTED
     assert [row["text"] for row in ours] == [row["text"] for row in theirs]
+
+
+def test_normalized_steering_is_by_the_streams_norm_and_another_row():
+    plain, normal = plan_of(), plan_of(relative=True)
+    item = next(item for item in plain.items() if item.scale)
+    vectors = normal.job(item).steering.base.vectors
+    assert [vector.relative for vector in vectors] == [True] * len(vectors) != []
+    assert [vector.scale for vector in vectors] == [item.scale] * len(vectors)
+    assert not any(vector.relative for vector in plain.job(item).steering.base.vectors)
+    assert plain.settings(item) != normal.settings(item)
+
+
+def test_the_option_normalizes_what_is_rolled_out(monkeypatch):
+    from click.testing import CliRunner
+
+    import capflow.cli.become
+    from capflow.cli.rollouts import rollouts
+
+    jobs = []
+    monkeypatch.setattr(capflow.cli.become, "become", lambda _, job: jobs.append(job))
+    words = ["--model", "m", "--prompts", "p", "--out", "o.jsonl"]
+    for more in ([], ["--normalize-steering"]):
+        assert CliRunner().invoke(rollouts, [*words, *more]).exit_code == 0
+    assert [msgspec.convert(job, RolloutJob).relative for job in jobs] == [False, True]

@@ -13,6 +13,9 @@ from capflow.errors import UsageError, explain
 @click.option("--out", required=True, metavar="FILE", help="A .jsonl or .parquet file; what it has is not done again.")
 @click.option("--vector", "vectors", multiple=True, metavar="NAME=FILE", help="A file of vectors; repeatable.")
 @click.option("--scales", default="0,1", show_default=True, metavar="X,Y,…", help="Scales of each; 0 steers nothing.")
+@click.option(
+    "--normalize-steering", is_flag=True, help="Scales are of the stream's norm at each token; vectors have length 1."
+)
 @click.option("--samples", type=click.IntRange(1), default=1, show_default=True, help="Answers for each.")
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of sample 0; the next has the next."
@@ -31,6 +34,7 @@ def rollouts(
     out: str,
     vectors: tuple[str, ...],
     scales: str,
+    normalize_steering: bool,
     samples: int,
     seed: int,
     max_new_tokens: int,
@@ -65,6 +69,7 @@ def rollouts(
             "temperature": temperature,
             "top_p": top_p,
             "batch": batch or 0,
+            "relative": normalize_steering,
             "stride": stride,
             "offset": offset,
             "arguments": parse_pairs(model_arg, "--model-arg"),

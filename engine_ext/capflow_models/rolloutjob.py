@@ -37,7 +37,7 @@ _SCHEMA = pa.schema([(field.name, _COLUMNS[field.type]) for field in msgspec.str
 class RolloutJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to roll out, and where to.
 
-    vectors: files by name. stride, offset: every stride-th item from the offset on. batch: 0 is the back end's default.
+    vectors: files by name. relative: whether scales are of the stream's norm. stride, offset: every stride-th item from the offset on. batch: 0 is the back end's default.
     """
 
     model: str
@@ -54,6 +54,7 @@ class RolloutJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stride: int = 1
     offset: int = 0
     batch: int = 0
+    relative: bool = False
     arguments: dict[str, Any] = {}
 
 
@@ -76,6 +77,7 @@ def plan_of(job: RolloutJob) -> Plan:
         job.seed,
         Sampling(job.max_new_tokens, job.temperature, job.top_p, job.seed),
         job.arguments,
+        job.relative,
     )
 
 

@@ -72,7 +72,7 @@ class Plan(msgspec.Struct, frozen=True):
     """What a data set of rollouts is.
 
     vectors: by name, by site `[hidden_size]` float32. sampling: of each answer; sample n is drawn with `seed + n`. arguments: of
-    the back end. Scale 0 steers nothing and is done once for a prompt, under the name `none`.
+    the back end. relative: whether scales are of the stream's norm. Scale 0 steers nothing and is done once for a prompt, under the name `none`.
     """
 
     model: str
@@ -84,6 +84,7 @@ class Plan(msgspec.Struct, frozen=True):
     seed: int
     sampling: Sampling
     arguments: Mapping[str, Any] = {}
+    relative: bool = False
 
     def items(self, stride: int = 1, offset: int = 0) -> list[Item]:
         """Return every `stride`th item from `offset` on, in order."""
@@ -102,13 +103,14 @@ class Plan(msgspec.Struct, frozen=True):
         chosen = (self.sampling.temperature, self.sampling.top_p, self.sampling.ignore_eos, tokens)
         said.update(msgspec.json.encode([chosen, item.prompt.prompt, sorted(map(repr, self.arguments.items()))]))
         for site, vector in sorted(self.vectors.get(item.vector, {}).items()):
-            said.update(str(site).encode() + vector.tobytes())
+            said.update(str(site).encode() + vector.tobytes() + (b"relative" if self.relative else b""))
         return said.hexdigest()
 
     def job(self, item: Item) -> Job:
         """Return what a model is asked for."""
         layers: dict[int | Site, LayerSteeringSpec] = {
-            site: LayerSteeringSpec(vector, item.scale) for site, vector in self.vectors.get(item.vector, {}).items()
+            site: LayerSteeringSpec(vector, item.scale, relative=self.relative)
+            for site, vector in self.vectors.get(item.vector, {}).items()
         }
         return Job(item.prompt.prompt, SteeringSpec(layers).steering(), self._sampling(item))
 
