@@ -41,14 +41,31 @@ def server(directory, keys=Keys(open=True), hubs=("ipc:///nowhere",)):  # noqa: 
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
     )
-    app.state.engine_client = engine = SimpleNamespace(
-        vllm_config=config, generate=lambda prompt, params: params, check_health=_well
-    )
+    given = _Generate()
+    app.state.engine_client = engine = SimpleNamespace(vllm_config=config, generate=given, check_health=_well)
     args = Namespace(capflow=Serving(directory, keys, LIMIT))
     asyncio.run(plugin.init_state(engine, app.state, args))
     client = TestClient(app)
     client.engine = engine
+    client.given = given
     return client
+
+
+class _Generate:
+    """The engine's `generate`: keeps the parameters that it is given, and answers nothing."""
+
+    def __init__(self):
+        self.params = None  # the latest
+
+    def __call__(self, prompt, params):
+        self.params = params
+        return _nothing()
+
+
+async def _nothing():
+    """Yield no output."""
+    for output in ():
+        yield output
 
 
 async def _well():

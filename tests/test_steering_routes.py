@@ -241,18 +241,24 @@ def test_a_route_that_takes_no_fields_is_never_reached_with_them(servers):
     assert seen == others
 
 
+def given(client, prompt, params):
+    """Return the parameters that the engine is given when it is to generate by these."""
+    client.engine.generate(prompt, sampling_params=params)
+    return client.given.params
+
+
 def test_what_no_route_of_ours_has_seen_is_steered_by_the_global_state(servers):
     from vllm import SamplingParams
 
     here, there = servers
     params = SamplingParams(max_tokens=1, extra_args={"theirs": 1})
-    assert here.engine.generate("prompt", params) is params
+    assert given(here, "prompt", params) is params
     there.post("/v1/steering/set", json=ONE)
-    steered = here.engine.generate("prompt", sampling_params=params)
+    steered = given(here, "prompt", params)
     assert set(steered.extra_args) == {"theirs", "capflow"}
     assert steered.extra_args["capflow"]["program"]
     assert params.extra_args == {"theirs": 1}
-    assert here.engine.generate("prompt", steered) is steered
+    assert given(here, "prompt", steered) is steered
 
 
 @pytest.mark.parametrize(("max_tokens", "position", "expected"), [
@@ -267,7 +273,7 @@ def test_a_patch_out_of_a_request_s_reach_is_refused_before_there_is_an_answer(s
     params = SamplingParams(max_tokens=max_tokens, extra_args={"capflow": asked.options[0].pack()})
     prompt = {"type": "token", "prompt_token_ids": [5] * 5}
     if expected is None:
-        assert engine.generate(prompt, params) is params
+        assert given(servers[0], prompt, params) is params
         return
     with pytest.raises(
         UsageError, match=f"^steering_patches.post_block.2.positions: got {position}, expected {expected}"
