@@ -17,7 +17,7 @@ _LENGTH_MAX = 1_000
 
 
 def brief(value: Any) -> str:
-    """Return `Class(field=…, …)` for a struct, a dataclass or a named tuple, without fields that are None or empty."""
+    """Return `Class(field=…, …)` for a struct, a dataclass or a named tuple, without fields that are None, False or empty."""
     held = ((name, getattr(value, name)) for name in _fields(value))
     fields = ", ".join(f"{name}={_shown(each)}" for name, each in held if not _empty(each))
     if len(fields) > _LENGTH_MAX:
@@ -35,7 +35,7 @@ def _fields(value: Any) -> Iterable[str]:
 
 
 def _empty(value: Any) -> bool:
-    return value is None or (isinstance(value, str | bytes | tuple | list | Mapping) and not value)
+    return value is None or value is False or (isinstance(value, str | bytes | tuple | list | Mapping) and not value)
 
 
 def _shown(value: Any) -> str:
