@@ -82,6 +82,10 @@ DRAIN_S_MAX = 60.0  # likewise of a run that ends because all is done, and of an
 LEAVE_S = 2.0  # for consumers that spill when the hub is stopped: their inbox keeps the rest
 HANG_S_MAX = 7.0  # one call of a consumer, or a hub that acknowledges nothing; then the end comes without
 GIVE_UP_S = 2.0  # for what does not stop after everything it had to do was taken away
+SHUTDOWN_S_DEFAULT = 20.0  # of a server that is stopped, for the requests that run
+SHUTDOWN_S_MAX = 3600.0
+ANSWERS_S = 5.0  # for the last answers of such a server, once its requests have ended or were aborted
+ENGINE_END_S_MAX = DRAIN_S_MAX + GIVE_UP_S  # of an engine that has no more requests: it sends what it has
 
 # What a server holds of steering, and takes in one request.
 STEERING_MODULES_HELD_MAX = 4_096
@@ -108,6 +112,7 @@ assert CAPTURE_WAIT_S_DEFAULT <= CAPTURE_WAIT_S_MAX
 assert HUB_KNOWS_S < HUB_AWAY_S < CAPTURE_WAIT_S_DEFAULT
 assert LEAVE_S < HANG_S_MAX < DRAIN_S_DEFAULT <= DRAIN_S_MAX
 assert HANG_S_MAX + GIVE_UP_S < 10
+assert ANSWERS_S < SHUTDOWN_S_DEFAULT <= SHUTDOWN_S_MAX
 assert BODY_BYTES_DEFAULT <= BODY_BYTES_MAX
 
 # What a hub bears: beyond these a peer is refused, or cut off.

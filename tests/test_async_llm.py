@@ -123,7 +123,14 @@ def said(tiny, tmp_path_factory):
             [sys.executable, __file__, tiny, str(root)], capture_output=True, text=True, timeout=280, check=False
         )
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.rpartition("SAID ")[2]), root
+    return json.loads(done.stdout.rpartition("SAID ")[2]) | {"stderr": done.stderr}, root
+
+
+def test_the_end_is_silent(said):
+    said, _ = said
+    assert not [
+        words for words in ("Traceback", "Exception ignored", "leaked", "force kill") if words in said["stderr"]
+    ]
 
 
 def test_requests_at_once_are_captured_and_steered(said, reference):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import queue
-import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -22,12 +20,14 @@ from rich.text import Text
 
 from capflow import limits
 from capflow.cli.logs import Format, logger, logs_to
+from capflow.cli.signals import Signals
 from capflow.cli.units import human_bytes
 from capflow.counts import Snapshot
 from capflow.endpoint import Endpoint
 from capflow.hub import Hub
 from capflow.losses import MEANT
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
+from capflow.site import Site
 from capflow.spilling import SpillingLane
 
 _LIVE_S = 0.5  # between two drawings of the live line
@@ -58,6 +58,7 @@ class HubRun:
         metrics: tuple[str, int] | None = None,
         log_format: Format = "text",
         console: Console | None = None,
+        signals: Signals | None = None,
     ) -> None:
         self.log_format: Format = log_format
         self.console = console or (
@@ -66,25 +67,27 @@ class HubRun:
         self.ends = ends
         self.drain_s = (limits.DRAIN_S_MAX if ends else limits.DRAIN_S_DEFAULT) if drain_s is None else drain_s
         self.refusals: list[str] = []
-        self.stopped = threading.Event()  # set by the first signal
+        self.signals = signals or Signals()
+        self.stopped = self.signals.first
+        self._owns_signals = signals is None
         self.controllers = tuple(controllers)
         self.hub = Hub(address, consumers, controllers, key=key, insecure=insecure, on_refused=self.refusals.append)
         self.endpoint = None if metrics is None else Endpoint(self.hub, *metrics)
-        self._hurry = threading.Event()  # set by the second signal
         self._drained = True  # whether the consumers handled everything
         self._recent: deque[tuple[float, Snapshot]] = deque()  # what was shown in the last `_RATE_S`, and just before
-        self._signals = contextlib.ExitStack()  # what the signals did before; from start to end
+        self._undo = contextlib.ExitStack()  # from start to end
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as undo:
-            undo.enter_context(_on_signals(self._stop))
+            if self._owns_signals:
+                undo.enter_context(self.signals)
             undo.enter_context(rare_collections())
             undo.enter_context(logs_to(self.console, self.log_format))
             if self.endpoint is not None:
                 self.endpoint.start()  # before the consumers open, which may take long: it says that they do
                 undo.callback(self.endpoint.stop)
             self.hub.start()
-            self._signals = undo.pop_all()
+            self._undo = undo.pop_all()
         self._recent.append((time.monotonic(), self.hub.snapshot()))
         self.tell("listening", f"listening at {self.hub.address}", address=self.hub.address)
         for notice in self.hub.notices:
@@ -102,10 +105,26 @@ class HubRun:
         else:
             self.console.print(Text(f"capflow: {text}", style=style), highlight=False, soft_wrap=True)
 
+    def check_specs(self, num_layers: int, sites: tuple[Site, ...]) -> None:
+        """Raise UsageError when a consumer or a controller wants what a model does not have."""
+        for consumer in self.hub.consumers:
+            if (spec := consumer.consumer.spec()) is not None:
+                spec.resolve(sites, num_layers=num_layers, where=f"consumers.{consumer.name}")
+        for controller in self.controllers:
+            spec = controller.make().spec()
+            spec.resolve(sites, num_layers=num_layers, where=f"consumers.{controller.name}")
+
+    def tell_addresses(self) -> None:
+        """Say where consumers listen that do."""
+        for consumer in self.hub.consumers:
+            address = getattr(consumer.consumer, "address", None)
+            if address:
+                self.tell("consumer_listening", f"{consumer.name} at {address}", consumer=consumer.name, url=address)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._signals:
+        with self._undo:
             before = self.hub.snapshot()
             if before.queued_bytes:
                 size = human_bytes(before.queued_bytes)
@@ -145,9 +164,6 @@ class HubRun:
                 due = time.monotonic() + every_s
                 yield
 
-    def _stop(self) -> None:
-        (self._hurry if self.stopped.is_set() else self.stopped).set()
-
     def _stop_hub(self) -> bool:
         """Stop the hub, in the time allowed or as soon as someone is in a hurry."""
         result: list[bool] = []
@@ -159,7 +175,7 @@ class HubRun:
         stopping.start()
         while stopping.is_alive():
             stopping.join(limits.IDLE_S)
-            if self._hurry.is_set():
+            if self.signals.second.is_set():
                 for lane in self.hub.lanes:
                     lane.discard()
         return bool(result and result[0])
@@ -250,31 +266,3 @@ def rare_collections() -> Iterator[None]:
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
-
-
-@contextlib.contextmanager
-def _on_signals(call: Callable[[], None]) -> Iterator[None]:
-    """Call something on SIGINT and SIGTERM instead of what they did before, in a thread of its own.
-
-    A handler runs in the main thread between any two instructions, also where that holds the lock of the event which the
-    handler would set: so it takes none. `SimpleQueue.put` is what Python's documentation allows there.
-    """
-    came: queue.SimpleQueue[bool] = queue.SimpleQueue()
-
-    def handle(_: int, __: FrameType | None) -> None:
-        came.put(True)
-
-    def follow() -> None:
-        while came.get():
-            call()
-
-    follower = threading.Thread(target=follow, name="capflow-signals", daemon=True)
-    follower.start()
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        came.put(False)
-        follower.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, Self
@@ -11,6 +12,7 @@ from typing import Any, Self
 from capflow import limits
 from capflow.consumer import POLICY_DEFAULT, Fallback, Policy
 from capflow.errors import UsageError, explain
+from capflow.launch import HubProcess
 from capflow.result import joined
 from capflow_engine import compat
 
@@ -104,7 +106,8 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         self.steering = SteeringStore(check=self._fit.check)
         check_added(self, self.vllm_config.model_config.max_model_len)
         if armed.hub is not None:
-            self._stop_hub = weakref.finalize(self, armed.hub.stop)
+            self._stop_hub = armed.hub.stop
+        weakref.finalize(self, _end, self.engine_core, armed.hub)
         return self
 
     async def generate(
@@ -152,9 +155,19 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         return await super().add_request(request_id, prompt, params, *args, **kwargs)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop the engine, then the hub that was started for it, once its consumers took everything."""
-        super().shutdown(timeout=timeout)
+        """Stop the engine, then the hub that was started for it, once its consumers took everything; a second call does nothing.
+
+        timeout: how long the engine may take, in seconds; by default for as long as its hub takes rows, a minute at most.
+        """
+        if self._over:
+            return
+        self._over = True
+        super().shutdown(timeout=limits.ENGINE_END_S_MAX if timeout is None else timeout)
         self._stop_hub()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # then `_end` has run, and what `shutdown` calls is gone
+            super().__del__()
 
     async def __aenter__(self) -> Self:
         return self
@@ -162,6 +175,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
     async def __aexit__(self, *exc: object) -> None:
         self.shutdown()
 
+    _over = False  # whether it was shut down
     _stop_hub: Callable[[], Any] = staticmethod(lambda: None)
 
     async def _add_results(self, output: RequestOutput, options: RequestOptions) -> None:
@@ -174,6 +188,13 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         output.capture_results = joined(found)
         for sample in output.outputs:
             sample.capture_results = found.get(options.names[sample.index], {})
+
+
+def _end(core: Any, hub: HubProcess | None) -> None:
+    """End what nobody shut down: the engine, then its hub. Each takes a second call for none."""
+    core.shutdown(timeout=limits.ENGINE_END_S_MAX)
+    if hub is not None:
+        hub.stop()
 
 
 def _check_prompt(prompt: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from capflow import limits
 from capflow.consumer import POLICY_DEFAULT, Fallback, Policy
 from capflow.errors import UsageError, explain
 from capflow_engine import compat, compat_model
@@ -115,7 +116,7 @@ def run(job: Job, tell: Tell) -> None:
         compat.flush(engine)
         tell("end", seconds=time.perf_counter() - begun)
     finally:
-        engine.engine_core.shutdown()
+        engine.engine_core.shutdown(timeout=limits.ENGINE_END_S_MAX)
 
 
 def main() -> int:

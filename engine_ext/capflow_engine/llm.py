@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
+from capflow import limits
 from capflow.consumer import POLICY_DEFAULT, Fallback, Policy
 from capflow.errors import UsageError, explain
 from capflow.program import SteeringProgram
@@ -153,7 +154,7 @@ class LLM(VLLM):  # type: ignore[misc]
         """Stop the engine, then the hub that was started for it, once its consumers took everything."""
         engine = getattr(self, "llm_engine", None)
         if engine is not None:
-            engine.engine_core.shutdown()
+            engine.engine_core.shutdown(timeout=limits.ENGINE_END_S_MAX)
             del self.llm_engine
         self._results.close()
         self._stop_hub()

@@ -1,0 +1,54 @@
+"""SIGINT and SIGTERM of a command: the first asks it to end, the second to end at once."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+_SHELL = 128  # what a shell adds to the number of the signal that ended a command
+
+
+class Signals:
+    """Takes SIGINT and SIGTERM from `with` to its end.
+
+    first, second: set by the first signal and by the second. They are set in a thread of their own: a handler runs in the
+    main thread between any two instructions, also where that holds the lock of the event which the handler would set. So the
+    handler takes none; `SimpleQueue.put` is what Python's documentation allows there.
+    """
+
+    def __init__(self) -> None:
+        self.first = threading.Event()
+        self.second = threading.Event()
+        self.number = 0  # of the last signal; 0 before any
+        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._follower = threading.Thread(target=self._follow, name="capflow-signals", daemon=True)
+        self._before: dict[int, Any] = {}  # what the signals did before; from `with` to its end
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a command that a signal ended: 130 for SIGINT, 143 for SIGTERM."""
+        return _SHELL + self.number
+
+    def __enter__(self) -> Self:
+        self._follower.start()
+        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._came.put(0)
+        self._follower.join()
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self._came.put(number)
+
+    def _follow(self) -> None:
+        while number := self._came.get():
+            self.number = number
+            (self.second if self.first.is_set() else self.first).set()
