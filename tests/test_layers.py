@@ -25,7 +25,7 @@ LAYERS = (
         "steercheck",
     },
     {"steering", "program", "probefile", "probe", "probekinds", "saelens", "consumer", "hookspecs"},
-    {"counts", "queue", "session", "address", "keys", "plugins", "spool", "recording", "pluginkit"},
+    {"counts", "queue", "session", "address", "keys", "plugins", "spool", "recording", "pluginkit", "serveoptions"},
     {
         "transport",
         "transport.sockets",

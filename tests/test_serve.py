@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 
@@ -63,6 +64,12 @@ def test_a_server_finds_the_hub_and_either_may_leave_first(tiny_with_words, refe
         ),
         pytest.param(("--key", "gpu"), "--key: got the address ipc://", marks=pytest.mark.long),
         (("--sites", "post_block:99"), "post_block:99"),
+        (("--colour", "red"), "unrecognized arguments: --colour red; see `capflow serve --help=all`"),
+        pytest.param(("--consumer", "filesystem:root={home}/rows,layers=99"), "layer 99", marks=pytest.mark.long),
+        pytest.param(("--port", "{port}"), "--port: got :{port}, address already in use", marks=pytest.mark.long),
+        pytest.param(
+            ("--consumer", "log", "--address", "ipc://{home}/open/hub.sock"), "chmod 700", marks=pytest.mark.long
+        ),
         pytest.param(("--worker-cls", "mine.Worker"), "--worker-cls", marks=pytest.mark.long),
         pytest.param(
             ("--steering-modules", "glad"), "--steering-modules: got glad, expected NAME=PATH", marks=pytest.mark.long
@@ -88,11 +95,14 @@ def test_a_wrong_option_is_one_line_before_anything_starts(tiny_with_words, tmp_
     for name, count in (("one", 1), ("large", 3)):
         vectors = {str(layer): [layer + 1.0] * WIDTH for layer in range(count)}
         (tmp_path / f"{name}.json").write_text(json.dumps({"vectors": {"post_block": vectors}}))
-    arguments = [one.format(home=tmp_path) for one in arguments]
-    command = [sys.executable, "-m", "capflow", "serve", tiny_with_words, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    (tmp_path / "open").mkdir(mode=0o755)
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = [one.format(home=tmp_path, port=port) for one in arguments]
+        command = [sys.executable, "-m", "capflow", "serve", tiny_with_words, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("capflow: ")
-    assert words in last
+    assert words.format(port=port) in last
     assert "Traceback" not in done.stderr

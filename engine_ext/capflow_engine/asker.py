@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -53,11 +54,11 @@ class _Ask:
     answer: asyncio.Future[Results]
     known_by: float | None = None
 
-    def waits(self, found: Results, now: float) -> bool:
-        """Return whether what the hub knows is not enough yet."""
+    def waits(self, found: Results, now: float, over_at: float) -> bool:
+        """Return whether what the hub knows is not enough yet. over_at: when every question is answered at the latest."""
         if self.known_by is not None and not all(found.values()):
-            return now < self.known_by
-        return now < self.deadline and not all(map(_final, found.values()))
+            return now < min(self.known_by, over_at)
+        return now < min(self.deadline, over_at) and not all(map(_final, found.values()))
 
 
 class Asker:
@@ -71,6 +72,7 @@ class Asker:
         self._is_listening = is_listening
         self._turned_at = 0.0  # when the hub was last asked; the thread's
         self._away_at: float | None = None  # since when the hub is away or refuses; None while it answers; the thread's
+        self._over_at = math.inf  # when every question is answered at last; set by `hurry`
         self._asks: queue.SimpleQueue[_Ask] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # from the first question to the end of the process
 
@@ -111,6 +113,10 @@ class Asker:
             self._thread.start()
         return await ask.answer
 
+    def hurry(self, within_s: float) -> None:
+        """Have every question answered within so many seconds, those that come later too."""
+        self._over_at = time.monotonic() + within_s
+
     def _run(self) -> None:
         client = self._client(_CONNECT_S)
         waiting: list[_Ask] = []
@@ -150,7 +156,7 @@ class Asker:
         for ask in waiting:
             mine = {name: found.get(name, {}) for name in ask.names}
             wanted = ask.captures or bool(client.captures)
-            if wanted and ask.waits(mine, time.monotonic()):
+            if wanted and ask.waits(mine, time.monotonic(), self._over_at):
                 left.append(ask)
                 continue
             if ask.known_by is None and not all(mine.values()):  # of some the hub knows nothing, or nothing yet
@@ -179,7 +185,7 @@ class Asker:
             why = f"what became of the capture is not known: {error}"
         left = []
         for ask in waiting:
-            if away or now >= ask.deadline or not ask.patient:
+            if away or now >= min(ask.deadline, self._over_at) or not ask.patient:
                 _tell_failure(ask, why)
             else:
                 left.append(ask)

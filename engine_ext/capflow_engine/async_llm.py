@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, Self
@@ -107,7 +106,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         check_added(self, self.vllm_config.model_config.max_model_len)
         if armed.hub is not None:
             self._stop_hub = armed.hub.stop
-        weakref.finalize(self, _end, self.engine_core, armed.hub)
+        self._at_exit = weakref.finalize(self, _end, self.engine_core, armed.hub)
         return self
 
     async def generate(
@@ -159,15 +158,10 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
 
         timeout: how long the engine may take, in seconds; by default for as long as its hub takes rows, a minute at most.
         """
-        if self._over:
+        if self._at_exit is not None and self._at_exit.detach() is None:
             return
-        self._over = True
         super().shutdown(timeout=limits.ENGINE_END_S_MAX if timeout is None else timeout)
         self._stop_hub()
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # then `_end` has run, and what `shutdown` calls is gone
-            super().__del__()
 
     async def __aenter__(self) -> Self:
         return self
@@ -175,7 +169,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
     async def __aexit__(self, *exc: object) -> None:
         self.shutdown()
 
-    _over = False  # whether it was shut down
+    _at_exit: weakref.finalize[Any, Any] | None = None  # ends what nobody shut down; dead once that is done
     _stop_hub: Callable[[], Any] = staticmethod(lambda: None)
 
     async def _add_results(self, output: RequestOutput, options: RequestOptions) -> None:
@@ -191,7 +185,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
 
 
 def _end(core: Any, hub: HubProcess | None) -> None:
-    """End what nobody shut down: the engine, then its hub. Each takes a second call for none."""
+    """End the engine, then its hub."""
     core.shutdown(timeout=limits.ENGINE_END_S_MAX)
     if hub is not None:
         hub.stop()

@@ -9,6 +9,7 @@ that was not tried. Verified with vLLM 0.31.0, 0.32.0 and 0.33.0. The bounds her
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import importlib.metadata
@@ -16,6 +17,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from capflow import limits
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ModelInfo
 from capflow_engine.settings import Settings
@@ -128,6 +130,14 @@ def scheduler_base(vllm_config: Any) -> type[Any]:
     return base
 
 
+def let_workers_end() -> None:
+    """Have the engine of this process wait until its workers have sent their last rows, unless the user said how long.
+
+    vLLM would kill those in processes of their own after 5 seconds.
+    """
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(round(limits.ENGINE_END_S_MAX)))
+
+
 def register_op(
     library: Any,
     name: str,
@@ -221,6 +231,22 @@ def flush(llm_engine: Any) -> None:
     core = getattr(llm_engine.engine_core, "engine_core", None)
     while core is not None and not llm_engine.has_unfinished_requests() and core.scheduler.has_requests():
         llm_engine.step()
+
+
+def running_requests(engine: Any) -> list[str]:
+    """Return vLLM's ids of the requests that a client of an engine has not got the end of. engine: vLLM's `AsyncLLM`."""
+    return list(engine.output_processor.request_states)
+
+
+async def stop_outputs(engine: Any) -> None:
+    """Have a client of an engine take no more outputs, where none will come: it would log the end of the engine as its failure.
+
+    engine: vLLM's `AsyncLLM`.
+    """
+    handler, engine.output_handler = engine.output_handler, None
+    if handler is not None:
+        handler.cancel()
+        await asyncio.gather(handler, return_exceptions=True)
 
 
 def before_adding(engine: Any, check: Callable[[Any], None]) -> None:

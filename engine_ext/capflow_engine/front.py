@@ -63,6 +63,7 @@ class Front:
         self.length_max: int = vllm_config.model_config.max_model_len
         self.body_bytes_max = serving.body_bytes_max
         self.rpc_address = serving.rpc_address
+        self.ending = serving.ending
         self.asker = Askers(self.settings)
         self._told: dict[str | None, Dynamic] = {}  # what may have steered running requests, by id
         self._readers = Readers(self.settings)

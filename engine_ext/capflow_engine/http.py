@@ -8,6 +8,7 @@ them is checked here, before anything runs; a capture that fails never fails the
 # No postponed annotations: FastAPI reads those of the routes.
 
 import contextlib
+import gc
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
@@ -36,6 +37,7 @@ from capflow_engine.bodies import (
     CapflowResponsesRequest,
 )
 from capflow_engine.body_limit import BodyLimit
+from capflow_engine.ending import Door
 from capflow_engine.fields import FIELDS, Asked
 from capflow_engine.front import Front
 from capflow_engine.refusals import refused
@@ -77,6 +79,7 @@ class Plugin:
         app.include_router(APIRouter(lifespan=_beside))
         app.add_middleware(BodyLimit)
         app.add_middleware(StrayFields)  # around the other, whose refusals are for routes to raise
+        app.add_middleware(Door)  # around both: it counts what is being answered
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Take what the routes need of the engine; nothing when it is not capflow's."""
@@ -91,15 +94,22 @@ class Plugin:
 
 @contextlib.asynccontextmanager
 async def _beside(app: FastAPI) -> AsyncIterator[None]:
-    """Serve gRPC while HTTP is served, where that is asked for."""
+    """While HTTP is served: take the signals that end the server, and serve gRPC where that is asked for."""
     front: Front | None = getattr(app.state, "capflow", None)
-    if front is None or front.rpc_address is None:
+    if front is None:
         yield
         return
-    from capflow_engine.rpc.server import served
+    if (server := getattr(app.state, "server", None)) is not None:
+        front.ending.take_signals(server, app.state.engine_client, front.asker)
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            if front.rpc_address is not None:
+                from capflow_engine.rpc.server import served
 
-    async with served(app.state, front, front.rpc_address):
-        yield
+                await stack.enter_async_context(served(app.state, front, front.rpc_address))
+            yield
+    finally:
+        gc.unfreeze()  # vLLM froze what it had: what is never freed, Triton's bindings report as leaked at the exit
 
 
 async def completions(request: CapflowCompletionRequest, raw_request: Request) -> Any:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 ENVIRONMENT_VARIABLE = "CAPFLOW_STEERING_API_KEY"
-FLAG = "--steering-api-key"
 
 
 @dataclass(frozen=True)

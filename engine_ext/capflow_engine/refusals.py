@@ -20,7 +20,8 @@ def refused(error: UsageError | str, code: HTTPStatus | None = None) -> JSONResp
     if code is None:
         code = HTTPStatus.NOT_FOUND if isinstance(error, UnknownModuleError) else HTTPStatus.BAD_REQUEST
     kind = _TYPES.get(code, code.phrase.replace(" ", ""))
-    info = ErrorInfo(message=str(error), type=kind, param=path_of(error), code=code.value)
+    param = None if code >= HTTPStatus.INTERNAL_SERVER_ERROR else path_of(error)
+    info = ErrorInfo(message=str(error), type=kind, param=param, code=code.value)
     return JSONResponse(ErrorResponse(error=info).model_dump(), code.value)
 
 

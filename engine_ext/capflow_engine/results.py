@@ -113,3 +113,8 @@ class Askers:
         for results in await asyncio.gather(*(ask(self._hubs[hub], its) for hub, its in by_hub.items())):
             found |= results
         return {name: found[name] for name in names}
+
+    def hurry(self, within_s: float) -> None:
+        """Have every question answered within so many seconds, with what is known then."""
+        for asker in self._hubs:
+            asker.hurry(within_s)

@@ -55,6 +55,7 @@ class Captured:
 
     def __init__(self, *args: Any, vllm_config: Any, **kwargs: Any) -> None:
         super().__init__(*args, vllm_config=vllm_config, **kwargs)  # type: ignore[call-arg]
+        compat.let_workers_end()
         compat_cache.limit_reads(self)
         self.capflow = Ledger(vllm_config, hash_block_size=kwargs.get("hash_block_size") or kwargs["block_size"])
 

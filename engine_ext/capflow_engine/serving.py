@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from capflow import limits
+from capflow_engine.ending import Ending
 from capflow_engine.keys import Keys
 
 
@@ -14,9 +15,11 @@ class Serving:
     """directory: of the store that the API servers share; None for one alone. keys: who may change what steers others.
 
     body_bytes_max: how large the body of a request may be. rpc_address: where gRPC is served, HOST:PORT; None for nowhere.
+    ending: how each of them ends.
     """
 
     directory: Path | None = None
     keys: Keys = field(default_factory=Keys)
     body_bytes_max: int = limits.BODY_BYTES_DEFAULT
     rpc_address: str | None = None
+    ending: Ending = field(default_factory=Ending)

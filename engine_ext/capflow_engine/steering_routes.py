@@ -16,9 +16,10 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from capflow.errors import UsageError, explain
+from capflow.serveoptions import STEERING_KEY
 from capflow_engine.applied import NOTHING_KEY, key_of
 from capflow_engine.fields import resolved
-from capflow_engine.keys import ENVIRONMENT_VARIABLE, FLAG, Keys
+from capflow_engine.keys import ENVIRONMENT_VARIABLE, Keys
 from capflow_engine.module import as_written
 from capflow_engine.refusals import refused
 from capflow_engine.steering_bodies import (
@@ -98,7 +99,7 @@ def check_key(keys: Keys, headers: Mapping[str, str]) -> None:
                 HTTPStatus.UNAUTHORIZED, explain("steering key", got="none that fits", expected=expected)
             )
     elif not keys.open:
-        do = f"start the server with {FLAG} (or {ENVIRONMENT_VARIABLE}), with --host 127.0.0.1 and no other --grpc-host, or with --insecure"
+        do = f"start the server with {STEERING_KEY} (or {ENVIRONMENT_VARIABLE}), with --host 127.0.0.1 and no other --grpc-host, or with --insecure"
         raise HTTPException(
             HTTPStatus.FORBIDDEN,
             explain("steering: this server is reached from other machines, and has no steering key", do=do),

@@ -12,6 +12,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from capflow.errors import UsageError, explain
 from capflow_engine.bodies import CapflowCompletionRequest
+from capflow_engine.ending import REFUSAL
 from capflow_engine.fields import Asked
 from capflow_engine.front import Front
 from capflow_engine.rpc import capflow_pb2 as pb
@@ -60,20 +61,23 @@ class Generation(GenerateServicer):
         self, request: pb.GenerateRequest, context: Any, *, stream: bool
     ) -> AsyncIterator[tuple[Asked | None, Any]]:
         """Yield what a request asks of capflow, and vLLM's answer: a response, or the chunks of a stream."""
+        if self._front.ending.begun:
+            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, REFUSAL)
         if self._completions is None:
             raise RefusedError(HTTPStatus.NOT_IMPLEMENTED, "this model does not generate")
         body = body_of(request, stream=stream)
-        asked = self._front.take(body, f"cmpl-{body.request_id}", 1)
-        try:
-            await self._front.check_consumers(asked)
-            answer = await self._completed(body)
-            key = None if asked is None else self._front.key(asked, streams=stream)
-            if key is not None:
-                await context.send_initial_metadata(((STEERING_METADATA, key),))
-            yield asked, answer
-        finally:
-            if asked is not None:
-                self._front.leave(asked)
+        with self._front.ending.answering():
+            asked = self._front.take(body, f"cmpl-{body.request_id}", 1)
+            try:
+                await self._front.check_consumers(asked)
+                answer = await self._completed(body)
+                key = None if asked is None else self._front.key(asked, streams=stream)
+                if key is not None:
+                    await context.send_initial_metadata(((STEERING_METADATA, key),))
+                yield asked, answer
+            finally:
+                if asked is not None:
+                    self._front.leave(asked)
 
     async def _completed(self, body: CapflowCompletionRequest) -> Any:
         """Return vLLM's answer; raise RefusedError when that is an error."""

@@ -6,21 +6,11 @@ that, the process that starts them holds the port, without listening, for as lon
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import socket
 
 from capflow.errors import UsageError, explain
-
-HOST_DEFAULT = "127.0.0.1"
-FLAG = "--grpc-port"
-
-
-def number(text: str) -> int:
-    """Return a port's number."""
-    if not text.isdigit() or not 0 < int(text) < 2**16:
-        raise argparse.ArgumentTypeError(explain("port", got=text, expected=f"1..{2**16 - 1}"))
-    return int(text)
+from capflow.serveoptions import GRPC_PORT as FLAG
 
 
 def address(host: str, port: int) -> str:

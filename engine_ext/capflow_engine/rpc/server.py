@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 from vllm import envs
 
 from capflow.errors import explain
+from capflow_engine.ending import Ending
 from capflow_engine.front import Front
 from capflow_engine.keys import Keys
 from capflow_engine.rpc import capflow_pb2 as pb
@@ -42,11 +43,12 @@ _UNAUTHENTICATED = explain("key", got="none that fits", expected="vLLM's --api-k
 
 
 class Health(health.aio.HealthServicer):  # type: ignore[misc]
-    """Health, as the engine says it. engine: vLLM's client of it."""
+    """Health, as the engine says it, until the server ends. engine: vLLM's client of it."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, ending: Ending) -> None:
         super().__init__()
         self._engine = engine
+        self._ending = ending
 
     async def look(self) -> None:
         """Note whether the engine is well."""
@@ -54,6 +56,8 @@ class Health(health.aio.HealthServicer):  # type: ignore[misc]
         try:
             await self._engine.check_health()
         except Exception:  # noqa: BLE001 - whatever it is, the engine is not well
+            status = health_pb2.HealthCheckResponse.NOT_SERVING
+        if self._ending.begun:
             status = health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", *_SERVICES):
             await self.set(service, status)
@@ -136,7 +140,7 @@ async def served(state: Any, front: Front, address: str) -> AsyncIterator[None]:
             ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS_MIN),  # an answer may take longer than that
         ),
     )
-    watch = Health(state.engine_client)
+    watch = Health(state.engine_client, front.ending)
     await watch.look()
     generation = Generation(front, getattr(state, "openai_serving_completion", None))
     capflow_pb2_grpc.add_GenerateServicer_to_server(generation, server)
