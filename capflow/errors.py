@@ -24,7 +24,7 @@ def explain(what: str, *, got: Any = None, expected: str = "", do: str = "") -> 
         parts.append(f"got {text if len(text) <= _GOT_LENGTH_MAX else text[:_GOT_LENGTH_MAX] + '…'}")
     if expected:
         parts.append(f"expected {expected}")
-    message = what + (": " + ", ".join(parts) if parts else "")
+    message = ": ".join(filter(None, (what, ", ".join(parts))))
     return " ".join(f"{message}; {do}".splitlines()) if do else " ".join(message.splitlines())
 
 

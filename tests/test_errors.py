@@ -15,4 +15,5 @@ def test_an_error_shows_what_came_also_when_it_is_blank(got, shown):
 
 def test_an_error_leaves_out_what_is_not_given():
     assert explain("x") == "x"
+    assert explain("", got=0, expected="1..2") == "got 0, expected 1..2"
     assert explain("x", do="leave it out") == "x; leave it out"
