@@ -533,7 +533,9 @@ def test_a_vector_adds_to_a_scaled_stream_what_it_says(model_type, dtype, error,
     model = tmp_path / "model"
     made = architectures.make(model_type, str(model), dtype)
     consumers = [f"filesystem:root={tmp_path / 'rows'},capture=requests"]
-    with engine(str(model), sites=["*:*"], dtype=dtype, consumers=consumers, enable_prefix_caching=False, **RAW) as llm:
+    own = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if model_type in architectures.HEADED else {}
+    arguments = {"dtype": dtype, "consumers": consumers, "enable_prefix_caching": False, **own, **RAW}
+    with engine(str(model), sites=["*:*"], **arguments) as llm:
         (prompt,) = prompts([9], seed=13)
         given = np.random.default_rng(4).standard_normal(llm.capflow_model.hidden_size).astype(np.float32)
         unit = given / np.linalg.norm(given)
