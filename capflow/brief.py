@@ -6,13 +6,13 @@ A class has `__repr__ = brief` in its body.
 from __future__ import annotations
 
 import dataclasses
-import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 _ITEMS_MAX = 3
+_TEXT_MAX = 240  # an error is read here, so it stands whole
 _LENGTH_MAX = 1_000
 
 
@@ -46,7 +46,7 @@ def _shown(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"<{value.dtype} {list(value.shape)}>"
     if isinstance(value, str):
-        return reprlib.repr(value) if len(value) > 2 * reprlib.aRepr.maxstring else repr(value)
+        return repr(value) if len(value) <= _TEXT_MAX else f"{value[:_TEXT_MAX]!r}…"
     if isinstance(value, Mapping):
         return _items([f"{key!r}: {_shown(held)}" for key, held in _first(value.items())], len(value), "{}")
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
