@@ -226,8 +226,10 @@ class Exchange:
             kind = outcome.__struct_config__.tag
             lane.count(f"actions_{kind}")
             if not isinstance(outcome, Applied):
-                event = {"event": f"action_{kind}", "consumer": consumer, "reason": outcome.reason}
-                logger.warning("consumer %s: %s", consumer, outcome.reason, extra=event)
+                rejected = isinstance(outcome, Rejected)
+                event = {"event": "action_rejected"} if rejected else {"event": "action_unknown"}
+                extra = {**event, "consumer": consumer, "reason": outcome.reason}
+                logger.warning("consumer %s: %s", consumer, outcome.reason, extra=extra)
 
         lane = next(lane for lane in self.lanes if lane.name == consumer)
         self._post(lambda: self._act("", action, answer, consumer))
