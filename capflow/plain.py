@@ -18,7 +18,7 @@ import numpy.typing as npt
 from capflow import limits
 from capflow.errors import UsageError, explain
 from capflow.frame import DTYPES as ROW_DTYPES
-from capflow.site import HOOKS, Site
+from capflow.site import Site, by_own_name
 
 DTYPES: dict[str, np.dtype[Any]] = {**ROW_DTYPES, "float64": np.dtype(np.float64)}
 """The dtypes that vectors travel in, by the name that torch gives them; little-endian."""
@@ -80,13 +80,10 @@ def layer_number(value: Any, field: str) -> int:
 
 
 def by_hook(value: Any, where: str, example: str) -> Iterator[tuple[str, Any]]:
-    """Yield each hook of a mapping with what stands there. example: a value that is right."""
+    """Yield each hook of a mapping, by its own name, with what stands there. example: a value that is right."""
     if not isinstance(value, Mapping) or not value:
         raise UsageError(explain(where, got=reprlib.repr(value), expected=f"a mapping like {example}"))
-    for hook, layers in value.items():
-        if hook not in HOOKS:
-            raise UsageError(explain(where, got=str(hook), expected=f"a hook, one of {', '.join(HOOKS)}"))
-        yield hook, layers
+    yield from by_own_name(value, where).items()
 
 
 def by_layer(layers: Any, where: str, hook: str, what: str) -> Iterator[tuple[Site, str, Any]]:

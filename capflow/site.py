@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
 from capflow.errors import UsageError, explain
 
@@ -19,6 +19,9 @@ HOOKS: tuple[str, ...] = get_args(Hook)
 
 HOOK_DEFAULT: Hook = "post_block"
 """The hook point that a layer alone means."""
+
+HOOK_ALIASES = {"post_mlp": "post_block"}
+"""Other names of hook points, which are taken wherever a user names one; what is stored and sent has the hook's own name."""
 
 
 TRANSFORMER_LENS_NAMES = {
@@ -46,8 +49,9 @@ class Site(NamedTuple):
 
         Raises UsageError when the text is not of that form.
         """
-        hook, colon, layer = text.partition(":")
-        if not colon or hook not in HOOKS or not layer.isdigit():
+        name, colon, layer = text.partition(":")
+        hook = hook_named(name)
+        if not colon or hook is None or not layer.isdigit():
             raise UsageError(explain("site", got=text, expected=f"HOOK:LAYER with HOOK one of {', '.join(HOOKS)}"))
         return cls(int(layer), hook)
 
@@ -72,6 +76,29 @@ class Site(NamedTuple):
         if self not in tapped:
             do = f"start the engine with --sites {self} to tap it"
             raise UsageError(explain(field, got=f"no tap at {self}", expected="a tapped site", do=do))
+
+
+def hook_named(name: Any) -> str | None:
+    """Return the hook point that a name or an alias stands for; None where it stands for none."""
+    hook = HOOK_ALIASES.get(name, name) if isinstance(name, str) else None
+    return hook if hook in HOOKS else None
+
+
+def by_own_name(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """Return a mapping of hook points with each under its own name.
+
+    where: the field that holds the mapping. Raises UsageError for a key that is no hook, and for a hook under two names.
+    """
+    hooks: dict[str, Any] = {}
+    for name, content in value.items():
+        hook = hook_named(name)
+        if hook is None:
+            raise UsageError(explain(where, got=str(name), expected=f"a hook, one of {', '.join(HOOKS)}"))
+        if hook in hooks:
+            names = " and ".join(other for other in value if hook_named(other) == hook)
+            raise UsageError(explain(where, got=f"{hook} under two names ({names})", expected="each hook once"))
+        hooks[hook] = content
+    return hooks
 
 
 def layers_by_hook(sites: Iterable[Site]) -> dict[str, list[int]]:

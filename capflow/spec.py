@@ -22,7 +22,7 @@ from capflow.bounded import Name
 from capflow.brief import brief
 from capflow.errors import UsageError, explain
 from capflow.positions import Form, Positions, normalise
-from capflow.site import HOOKS, Site
+from capflow.site import HOOKS, Site, by_own_name
 
 StoredDtype = Literal["model", "float32", "float16"]
 """How consumers that store rows store them: as they were captured, or converted."""
@@ -100,8 +100,8 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
             raise UsageError(explain(f"{where}.hooks", got=hooks, expected='a mapping like {"post_block": "all"}'))
         spec = cls(
             hooks={
-                _hook(hook, f"{where}.hooks"): read_layers(layers, f"{where}.hooks.{hook}")
-                for hook, layers in hooks.items()
+                hook: read_layers(layers, f"{where}.hooks.{hook}")
+                for hook, layers in by_own_name(hooks, f"{where}.hooks").items()
             },
             positions=normalise(value.get("positions", "all"), f"{where}.positions"),
             max_rows=value.get("max_rows"),
@@ -213,12 +213,6 @@ def _of_consumer(name: Any, where: str) -> str:
         expected = "a consumer's name, such as filesystem or filesystem@cold"
         raise UsageError(explain(where, got=name, expected=expected))
     return f"{where}.{name}"
-
-
-def _hook(hook: Any, where: str) -> str:
-    if hook not in HOOKS:
-        raise UsageError(explain(where, got=hook, expected=f"a hook, one of {', '.join(HOOKS)}"))
-    return str(hook)
 
 
 def read_layers(value: Any, where: str = "layers") -> Layers:

@@ -35,6 +35,7 @@ STEERING_FIELDS = (
     "steering_patches",
     "steering_name",
     "steering_scale",
+    "steering_module_ref",
 )
 """The names of the plain values that say what steers a request."""
 
@@ -169,8 +170,10 @@ NOTHING = Steering()
 
 
 def _modules(fields: Mapping[str, Any], before: str) -> tuple[ModuleUse, ...]:
-    """Return the modules that `steering_name` and `steering_scale` name."""
+    """Return the modules that `steering_name` and `steering_scale` name, or the one of `steering_module_ref`."""
     named, scaled = f"{before}steering_name", f"{before}steering_scale"
+    if "steering_module_ref" in fields:
+        return (_module_ref(fields, before),)
     if "steering_name" not in fields:
         if "steering_scale" in fields:
             raise UsageError(explain(f"{scaled}: given without a name", expected="steering_name beside it"))
@@ -193,3 +196,17 @@ def _modules(fields: Mapping[str, Any], before: str) -> tuple[ModuleUse, ...]:
         own = plain.number(value[name], f"{named}.{name}") if isinstance(value, Mapping) else scale
         uses[name] = ModuleUse(name, own)
     return tuple(uses.values())
+
+
+def _module_ref(fields: Mapping[str, Any], before: str) -> ModuleUse:
+    """Return the module that `steering_module_ref` names, `(name, scale)`."""
+    field, value = f"{before}steering_module_ref", fields["steering_module_ref"]
+    for other in ("steering_name", "steering_scale"):
+        if other in fields:
+            raise UsageError(explain(f"{field}: given beside {other}", expected="one or the other"))
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise UsageError(explain(field, got=reprlib.repr(value), expected="a pair of name and scale"))
+    name, scale = value
+    if not isinstance(name, str) or not 0 < len(name) <= limits.STEERING_NAME_LENGTH_MAX:
+        raise UsageError(explain(field, got=reprlib.repr(name), expected=_NAME_EXPECTED))
+    return ModuleUse(name, plain.number(scale, field))

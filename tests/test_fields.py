@@ -131,6 +131,8 @@ def test_modules_and_the_global_state_are_worked_out_before_anything_runs():
     at = server(half={"steering_vectors": {"post_block": {"2": [0.25] * 8}}})
     named = parse({"steering_name": "half", "steering_scale": 2.0}, at=at)
     assert named.program == parse({"steering_vectors": VECTORS}).program
+    assert parse({"steering_module_ref": ["half", 2.0]}, at=at) == named
+    assert parse({}, json.dumps({"steering_module_ref": ["half", 2.0]}), at=at) == named
     at.store.set_global(Steering.parse({"steering_vectors": VECTORS}))
     assert parse({"capture": CAPTURE}, at=at).key == named.key
     at.store.clear_global()

@@ -200,6 +200,8 @@ class TestModules:
             ({"steering_name": "a", "steering_scale": -2}, [("a", -2.0)]),
             ({"steering_name": ["a", "b"], "steering_scale": 3}, [("a", 3.0), ("b", 3.0)]),
             ({"steering_name": {"b": 0.5, "a": 2}}, [("b", 0.5), ("a", 2.0)]),
+            ({"steering_module_ref": ("a", -2)}, [("a", -2.0)]),
+            ({"steering_module_ref": ["a", 0.5]}, [("a", 0.5)]),
         ],
     )
     def test_are_named_with_scales(self, fields, uses):
@@ -363,6 +365,22 @@ WRONG = [
     ({"steering_name": ["a", "a"]}, "steering_name: got a twice, expected each name once"),
     ({"steering_name": {"a": "1"}}, "steering_name.a: got '1', expected a number"),
     ({"steering_name": ["a", 1]}, "steering_name: got 1, expected a name of"),
+    (
+        {"steering_module_ref": ["a", 1], "steering_name": "a"},
+        "steering_module_ref: given beside steering_name: expected one or the other",
+    ),
+    (
+        {"steering_module_ref": ["a", 1], "steering_scale": 1},
+        "steering_module_ref: given beside steering_scale: expected one or the other",
+    ),
+    ({"steering_module_ref": "ab"}, "steering_module_ref: got 'ab', expected a pair of name and scale"),
+    ({"steering_module_ref": ["a"]}, "steering_module_ref: got ['a'], expected a pair of name and scale"),
+    ({"steering_module_ref": [1, "a"]}, "steering_module_ref: got 1, expected a name of 1..256 characters"),
+    ({"steering_module_ref": ["a", True]}, "steering_module_ref: got True, expected a number"),
+    (
+        {"steering_vectors": {"post_mlp": {3: [1, 2]}, "post_block": {4: [1, 2]}}},
+        "steering_vectors: got post_block under two names (post_mlp and post_block), expected each hook once",
+    ),
 ]
 
 
@@ -389,6 +407,7 @@ def test_the_fields_are_what_a_request_may_have():
         "steering_patches",
         "steering_name",
         "steering_scale",
+        "steering_module_ref",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from capflow.site import HOOKS
+from capflow.site import HOOK_ALIASES, HOOKS, hook_named
 
 
 @click.group()
@@ -18,7 +18,7 @@ def vectors() -> None:
 @click.option("--out", required=True, metavar="FILE", help="The .safetensors file to write.")
 @click.option("--method", type=click.Choice(["mean", "pca"]), default="mean", show_default=True)
 @click.option("--layers", default="all", show_default=True, metavar="LAYERS", help="As in a capture: 4-11, or 3+7.")
-@click.option("--hook", type=click.Choice(HOOKS), default="post_block", show_default=True)
+@click.option("--hook", type=click.Choice((*HOOKS, *HOOK_ALIASES)), default="post_block", show_default=True)
 @click.option("--backend", type=click.Choice(["vllm", "transformers"]), default="vllm", show_default=True)
 @click.option("--model-arg", multiple=True, metavar="NAME=VALUE", help="An argument of the back end; repeatable.")
 def fit(
@@ -48,7 +48,7 @@ def fit(
             "out": out,
             "method": method,
             "layers": layers,
-            "hook": hook,
+            "hook": hook_named(hook),
             "arguments": parse_pairs(model_arg, "--model-arg"),
         },
     )

@@ -15,6 +15,7 @@ from capflow.errors import explain
 from capflow.message import ModelInfo
 from capflow.probe import Scorer
 from capflow.probekinds import load_probe
+from capflow.site import hook_named
 from capflow.spec import read_layers
 from capflow_dashboard import limits
 from capflow_dashboard.board import Board
@@ -62,7 +63,8 @@ class Dashboard(Consumer):
 
     def spec(self) -> CaptureSpec:
         """Ask for the configured sites, and for those of the probes, of every request."""
-        hooks = {self.config.hook: read_layers(self.config.layers, "consumers.dashboard.layers")}
+        hook = hook_named(self.config.hook) or self.config.hook
+        hooks = {hook: read_layers(self.config.layers, "consumers.dashboard.layers")}
         for probe in self._read_probes():
             asked = hooks.get(probe.site.hook, [])
             if not isinstance(asked, str):

@@ -33,6 +33,7 @@ class Fields(BaseModel):
     steering_patches: Any = Field(default=None, description="Rows that take the stream's place at given positions.")
     steering_name: Any = Field(default=None, description="A registered module, several, or a scale for each.")
     steering_scale: Any = Field(default=None, description="What the modules' vectors and strengths are multiplied by.")
+    steering_module_ref: Any = Field(default=None, description="A registered module and its scale, `[name, scale]`.")
     steering_report: Any = Field(default=None, description="Whether the response says what steered it.")
     _options: Iterator[dict[str, Any]] | None = PrivateAttr(default=None)  # for each prompt, in order
 

@@ -115,8 +115,10 @@ def _from_tensors(path: Path) -> Steering:
                     at = Site.parse(site)
                 except UsageError as e:
                     raise UsageError(_unknown_tensor(path, name)) from e
-                vector = SteeringVector.make(at, file.get_tensor(name), where=f"{path}: {name}")
-                tiers[tier or "base"].append(vector)
+                held = tiers[tier or "base"]
+                if any(vector.site == at for vector in held):
+                    raise UsageError(explain(f"{path}: {name}", got=f"{at} twice", expected="one tensor for each site"))
+                held.append(SteeringVector.make(at, file.get_tensor(name), where=f"{path}: {name}"))
     except (SafetensorError, OSError) as e:
         raise UsageError(explain(str(path), got=str(e), expected="a safetensors file")) from e
     base, prefill, decode = (Tier(tuple(tiers[tier])) for tier in _TIERS)

@@ -32,6 +32,7 @@ def sampling_params(
     steering_patches: Any = None,
     steering_name: Any = None,
     steering_scale: float | None = None,
+    steering_module_ref: Any = None,
     **kwargs: Any,
 ) -> SamplingParams:
     """Return vLLM's `SamplingParams` for a request that captures or is steered.
@@ -46,7 +47,7 @@ def sampling_params(
     instead of both bounds to set the projection, and `strength`; a list for several directions. With `prefill_` or `decode_`
     before it, either holds for prompt positions or generated ones alone. steering_patches: `{"post_block": {12: {"positions":
     [3, -1], "vector": …, "amount": 1.0}}}`, rows that replace the stream's. steering_name: a module of
-    the engine's, or `{name: scale}`; steering_scale: its scale. See `capflow.steering`.
+    the engine's, or `{name: scale}`; steering_scale: its scale. steering_module_ref: both, as `(name, scale)`. See `capflow.steering`.
 
     Everything else goes to `SamplingParams`. Raises UsageError (a ValueError) naming the field that is wrong.
     """
@@ -62,6 +63,7 @@ def sampling_params(
         steering_patches=steering_patches,
         steering_name=steering_name,
         steering_scale=steering_scale,
+        steering_module_ref=steering_module_ref,
     )
     extra_args = {**(kwargs.pop("extra_args", None) or {}), KEY: options.pack()}
     return SamplingParams(extra_args=extra_args, **kwargs)

@@ -18,7 +18,7 @@ from capflow import limits
 from capflow.consumer import FALLBACK_DEFAULT, POLICY_DEFAULT, Fallback, Policy
 from capflow.errors import UsageError, explain
 from capflow.shard import hub_of
-from capflow.site import HOOKS, Site
+from capflow.site import HOOK_ALIASES, HOOKS, Site
 from capflow.spool import check_root, default_root
 from capflow_engine.hubs import HubAt
 
@@ -146,7 +146,9 @@ def tapped_sites(patterns: Iterable[str], layers: Sequence[Structure]) -> tuple[
     """
     chosen: set[Site] = set()
     for pattern in patterns:
-        named = [s for n in range(len(layers)) for hook in HOOKS if fnmatchcase(str(s := Site(n, hook)), pattern)]
+        start, colon, end = pattern.partition(":")
+        own = HOOK_ALIASES.get(start, start) + colon + end
+        named = [s for n in range(len(layers)) for hook in HOOKS if fnmatchcase(str(s := Site(n, hook)), own)]
         if not named:
             hooks = ", ".join(HOOKS)
             expected = f"HOOK:LAYER with a hook of {hooks} and a layer of 0..{len(layers) - 1}, or * for either"

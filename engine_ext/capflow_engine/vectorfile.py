@@ -25,7 +25,7 @@ from safetensors import safe_open
 
 from capflow import plain
 from capflow.errors import UsageError, explain
-from capflow.site import HOOK_DEFAULT, HOOKS, Site
+from capflow.site import HOOK_DEFAULT, Site, hook_named
 
 Vector = npt.NDArray[np.float32]
 
@@ -172,8 +172,8 @@ def _site(name: str | int, where: str) -> Site | None:
     found = _LAYER.search(str(name))
     if found is None:
         return None
-    hook = str(name)[: found.start()]
-    return Site(plain.layer_number(found[1], f"{where}: {name}"), hook if hook in HOOKS else HOOK_DEFAULT)
+    hook = hook_named(str(name)[: found.start()])
+    return Site(plain.layer_number(found[1], f"{where}: {name}"), hook or HOOK_DEFAULT)
 
 
 def _vector(value: Any, where: str) -> Vector:

@@ -18,7 +18,7 @@ from capflow import plain
 from capflow.brief import brief
 from capflow.clamp import Clamp
 from capflow.errors import UsageError, explain
-from capflow.site import HOOK_DEFAULT, HOOKS, Site
+from capflow.site import HOOK_DEFAULT, HOOKS, Site, hook_named
 from capflow.steering import Steering, Tier
 from capflow.vector import SteeringVector
 
@@ -177,9 +177,10 @@ _NOTHING = LayerSteeringSpec()
 
 def site_of(layer: Any, hook: str = HOOK_DEFAULT) -> Site:
     """Return the site of a layer's number and a hook; raise UsageError for what is neither."""
-    if hook not in HOOKS:
+    named = hook_named(hook)
+    if named is None:
         raise UsageError(explain("hook", got=hook, expected=f"one of {', '.join(HOOKS)}"))
-    return Site(plain.layer_number(layer, "layer"), hook)
+    return Site(plain.layer_number(layer, "layer"), named)
 
 
 def key_of(site: Site) -> int | Site:
