@@ -80,11 +80,13 @@ def collect(directory: Path) -> list[Path]:
                 gone.append(path)
             elif path.name.endswith(LOCK_SUFFIX):
                 of = path.with_name(path.name.removesuffix(LOCK_SUFFIX))
+                if of.exists() and not of.is_socket():
+                    continue
                 with _free(path):
                     of.unlink(missing_ok=True)
                     path.unlink()  # before it is let go: whoever locks a file that is gone tries again
                 gone.append(of)
-            elif not path.with_name(path.name + LOCK_SUFFIX).exists():
+            elif path.is_socket() and not path.with_name(path.name + LOCK_SUFFIX).exists():
                 path.unlink()
                 gone.append(path)
     return gone

@@ -18,13 +18,13 @@ from capflow.plugins import configure, load_plugins
 class KilledAtRemoval(Killed):
     """Kills the process at a point of the removal of a directory: before it, or when this many of its files are gone."""
 
-    def remove(self, path):
+    def remove(self, path, names):
         self.reach("before-remove")
         if self.point == "during-remove":
-            for file in sorted(path.iterdir())[: self.after]:
+            for file in [path / name for name in names if (path / name).exists()][: self.after]:
                 file.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
-        super().remove(path)
+        super().remove(path, names)
 
 
 def main():

@@ -27,7 +27,7 @@ import capflow
 from capflow import limits, runtime, siblings, sqlport
 from capflow.inbox import Done
 from capflow.launch import HubProcess
-from capflow.spool import Spool, heads
+from capflow.spool import Files, Spool, heads
 
 __all__ = ["address"]
 
@@ -284,6 +284,36 @@ def test_directories_that_are_no_inboxes_stay(root):
     assert sorted(root.rglob("*")) == before
 
 
+def test_a_directory_that_only_looks_like_an_inbox_stays(root):
+    place = root / "cache-0123456789abcdef"
+    place.mkdir(parents=True)
+    for name in ("lock", "rows.bin"):
+        (place / name).touch()
+    make_old(place)
+    assert siblings.collect(root) == []
+    assert sorted(path.name for path in place.iterdir()) == ["lock", "rows.bin"]
+
+
+def test_an_inbox_is_locked_until_its_last_file_is_removed(root):
+    """Whoever has it without that lock would lose what it writes."""
+    spool = Spool(root, bytes_max=limits.MIB)
+    spool.open()
+    spool.put(b"head", b"", 1)
+    beside = []  # what lay there when another could first take the directory
+
+    class Watching(Files):
+        def remove(self, path, names):
+            for name in names:
+                (path / name).unlink(missing_ok=True)
+                if not (path / "lock").exists():
+                    beside.append(sorted(left.name for left in path.iterdir()))
+            super().remove(path, names)
+
+    spool._files = Watching()
+    assert spool.remove()
+    assert beside == [[]]
+
+
 # Real kills.
 
 
@@ -383,7 +413,7 @@ def child_with(code, directory):
     return process, Path(process.stdout.readline().strip())
 
 
-HOLDING = "import capflow.address as a; made = a.private_address('hub')[6:]; held = a.held('ipc://' + made); held.__enter__(); open(made, 'w')"
+HOLDING = "import capflow.address as a; made = a.private_address('hub')[6:]; held = a.held('ipc://' + made); held.__enter__(); import socket as s; bound = s.socket(s.AF_UNIX); bound.bind(made)"
 DIRECTORY = "import capflow.runtime as r; made = r.private_directory('steering')"
 
 
@@ -414,6 +444,16 @@ def test_what_has_no_private_name_stays(directory):
         (directory / name).touch()
     assert runtime.collect(directory) == []
     assert sorted(path.name for path in directory.iterdir()) == sorted(names)
+
+
+def test_files_beside_a_hubs_socket_that_are_named_like_private_ones_stay(address):
+    directory = Path(address.removeprefix("ipc://")).parent
+    names = ["backup-20241122-174500", "job-7-abcdef.sock", "run-1-abcdef.sock", "run-1-abcdef.sock.lock"]
+    for name in names:
+        (directory / name).write_text("kept")
+    with running_hub(address, Recorder()):
+        pass
+    assert {path.name: path.read_text() for path in directory.iterdir()} == dict.fromkeys(names, "kept")
 
 
 def test_a_stopped_hub_leaves_no_socket(address):

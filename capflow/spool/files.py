@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,9 +115,11 @@ class Files:
         """Remove a file."""
         path.unlink()
 
-    def remove(self, path: Path) -> None:
-        """Remove a directory with everything in it."""
-        shutil.rmtree(path)
+    def remove(self, path: Path, names: Sequence[str]) -> None:
+        """Remove these files of a directory, in this order, and the directory. Raises OSError when it holds anything else."""
+        for name in names:
+            (path / name).unlink(missing_ok=True)
+        path.rmdir()
 
     def fsync_dir(self, path: Path) -> None:
         """Have a directory's names on the disk."""

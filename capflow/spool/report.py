@@ -13,7 +13,19 @@ from capflow.spool import items
 from capflow.spool.cursor import CursorFile
 from capflow.spool.files import Files
 from capflow.spool.spare import SPARE
-from capflow.spool.survey import CURSOR, ENDLESS, LOCK, Remains, Segment, check, opened, stops, survey, unreadable
+from capflow.spool.survey import (
+    BESIDE,
+    CURSOR,
+    ENDLESS,
+    LOCK,
+    Remains,
+    Segment,
+    check,
+    opened,
+    stops,
+    survey,
+    unreadable,
+)
 
 _LOOKS_MAX = 5  # at a spool whose segments are removed while it is looked at
 
@@ -166,21 +178,29 @@ def remove(directory: Path, needless: Callable[[], bool]) -> bool:
     """Remove a spool with its directory, unless a process writes it or it is needed; return whether it is gone.
 
     needless: whether nothing in it is needed; called while no process can write it. A kill before the end leaves a
-    spool without records. One that holds a segment which was set aside stays. Raises OSError and CapflowError.
+    spool without records. One that holds a segment which was set aside, or anything that no spool makes, stays. Raises OSError
+    and CapflowError.
     """
     check(directory)
     with _held(directory) as mine:
         files = Files()
         remains = survey(files, directory) if mine else None
-        if remains is None or remains.bad or not needless():
+        if remains is None or _others(directory, remains) or not needless():
             return False
         cursor = CursorFile(files, directory / CURSOR)
         cursor.open(remains.cursor._replace(acked=remains.last, synced=remains.last))
         cursor.close()
         for segment in remains.segments:  # before the cursor, without which they would be read again
             files.unlink(segment.path)
-        files.remove(directory)
+        files.remove(directory, BESIDE)
     return True
+
+
+def _others(directory: Path, remains: Remains) -> set[Path]:
+    """Return what lies in a spool's directory beside the segments that count and the spool's own files."""
+    return (
+        {*directory.iterdir()} - {segment.path for segment in remains.segments} - {directory / name for name in BESIDE}
+    )
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from capflow.spool.files import Files
 from capflow.spool.reader import Lost, Reader, Record
 from capflow.spool.segments import Segments
 from capflow.spool.spare import Spare
-from capflow.spool.survey import CURSOR, LOCK, heads, opened, survey, unreadable
+from capflow.spool.survey import BESIDE, CURSOR, LOCK, heads, opened, survey, unreadable
 
 logger = logging.getLogger("capflow.spool")
 
@@ -438,7 +438,7 @@ class Spool:
         if remove:  # before the lock is let go: whoever locks a file that is gone takes another
             with contextlib.suppress(OSError):
                 self._segments.remove()  # before the cursor, without which they would be read again
-                self._files.remove(self.directory)
+                self._files.remove(self.directory, BESIDE)
         if self._lock_fd is not None:
             self._files.close(self._lock_fd)
             self._lock_fd = None

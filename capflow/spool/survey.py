@@ -13,8 +13,12 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow.spool import items
 from capflow.spool.cursor import Cursor, read_cursor
 from capflow.spool.files import Files
+from capflow.spool.spare import SPARE
 
 LOCK, CURSOR, BAD = "lock", "cursor", ".bad"
+BESIDE = (SPARE, CURSOR, LOCK)
+"""The files beside the segments, in the order to remove them: without the lock another process takes the directory."""
+
 ENDLESS = 1 << 63
 _SEGMENT = re.compile(r"(\d{8,18})-(\d{16,18})-([0-9a-f]{16})\.spool")
 
