@@ -1,5 +1,7 @@
 """Controllers in a worker: what a plugin does wrong is refused, counted and told, and ends no step."""
 
+from types import SimpleNamespace
+
 import msgspec
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from capflow.errors import CapflowError, UsageError
 from capflow.health import problems
 from capflow.message import ControllerSpec
 from capflow.plugins import ConfiguredController
+from capflow.positions import Positions
 from capflow.site import Site
 from capflow.spec import CaptureSpec
 from capflow.transport.workerlink import Staged
@@ -21,7 +24,7 @@ from capflow.vector import SteeringVector
 from capflow_engine import control
 from capflow_engine.control import Controllers, Decided, decode, encode
 from capflow_engine.history import Owner
-from capflow_engine.plan import Planner
+from capflow_engine.plan import Planner, Tracked
 
 __all__ = ["address"]
 
@@ -270,3 +273,43 @@ def test_the_hub_says_what_its_controllers_cannot_do(address):
             assert hub.status()["problems"] == [said]
             trouble.clear()
             eventually(lambda: problems(hub, 0.0) == [])
+
+
+@pytest.fixture
+def capture(started):
+    """A worker's capflow as far as planning a step needs it, on a device whose staging memory has three rows."""
+    pytest.importorskip("vllm")
+    from capflow_engine.worker import WorkerCapture
+
+    capture = object.__new__(WorkerCapture)
+    capture.planner, capture.requests, capture.row_bytes, capture._ranks = Planner(4), {}, 32, 1
+    capture.tables = SimpleNamespace(resident=True, staging=np.empty((3, 8)))
+    capture.controllers = [started(step=[STEER])[0]]
+    capture.histories = SimpleNamespace(vectors=lambda key: {})
+    seen, nothing = capture.planner.program({1: Positions.ALL}), capture.planner.nothing
+    for key, view in (("seen", seen), ("unseen", nothing)):
+        capture.requests[key] = Tracked(key, key, 9, nothing, view)
+    return capture
+
+
+@pytest.mark.engine
+def test_a_step_with_more_rows_for_controllers_than_the_device_has_memory_for_writes_none_and_is_told(capture):
+    capture.prepare([("seen", 0, 0, 3)])
+    assert capture._plan.rows == 3
+    assert capture.controllers[0].troubles == ()
+    capture.prepare([("seen", 0, 3, 4)])
+    assert (capture._plan.rows, capture._plan.groups) == (0, ())
+    (trouble,) = capture.controllers[0].troubles
+    assert "did not see 1 steps; the last: staging memory: got 4 rows of a step, expected at most 3" in trouble
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("request_id", "done"), [("seen", 1), ("unseen", 0)])
+def test_a_controller_steers_no_request_that_it_cannot_see(capture, request_id, done):
+    """Its cache blocks are anybody's: it came before the controller did."""
+    from capflow_engine.worker import _Viewed
+
+    capture.controllers[0]._all[0].controller.step = [Steer(request_id, (TWO,))]
+    capture._viewed = _Viewed(1, capture.planner.plan([]), np.zeros(0, np.uint8), lambda: None)
+    assert [each.key for each in capture._run_controllers({})] == ["seen"] * done
+    assert bool(capture.controllers[0].troubles) != bool(done)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from capflow.action import Steer, Unsteer
 from capflow.errors import CapflowError
+from capflow.limits import SITE_OPS_MAX
 from capflow.program import program_of, with_vectors
 from capflow.site import Site
 from capflow.steering import Steering, Tier
@@ -160,6 +161,35 @@ def test_what_a_hub_orders_has_room_whatever_controllers_hold():
     assert worker.histories.act(tracked, HUB, steer(1))
     assert worker.added(tracked, 6) == [(7,)] * 4 + [(7, 0), (7, 1)]
     assert dict(worker.histories.vectors("r")) == {HUB: (vector(1),)}
+
+
+def test_what_a_hub_ordered_has_room_too_where_it_is_kept_of_what_was_undone():
+    worker = Worker(reserve=Size(8, 64, 3))
+    both = worker.request("r", base=7), worker.request("other", base=7)
+    for computed, owner, action in ((5, FIRST, steer(0)), (8, FIRST, steer(1)), (9, HUB, steer(2))):
+        for tracked in both:  # what one gives back, the other still holds
+            tracked.computed = computed
+            worker.histories.act(tracked, owner, action)
+    tracked = both[0]
+    tracked.computed = 6
+    worker.histories.cut(tracked, 6)
+    assert worker.added(tracked, 11) == [(7,)] * 5 + [(7, 0)] * 4 + [(7, 2)] * 2
+    for each in both:
+        worker.histories.forget(each)
+    assert len(worker.bank) == 0
+    assert worker.histories.reserve.used == Size(0, 0, 0)
+
+
+def test_more_controllers_than_a_site_has_operations_are_refused_and_take_nothing():
+    worker = Worker(size=Size(64, 16_384, 64), reserve=Size(64, 16_384, 512))
+    tracked = worker.request(base=7)
+    for number in range(SITE_OPS_MAX - 1):
+        worker.histories.act(tracked, Owner(number, "many"), steer(0))
+    used = worker.histories.reserve.used
+    with pytest.raises(CapflowError, match=f"got {SITE_OPS_MAX + 1} operations"):
+        worker.histories.act(tracked, Owner(SITE_OPS_MAX, "many"), steer(0))
+    assert worker.histories.reserve.used == used
+    assert worker.added(tracked, 5)[4] == (7, *[0] * (SITE_OPS_MAX - 1))
 
 
 _owners = st.sampled_from([FIRST, SECOND, HUB])

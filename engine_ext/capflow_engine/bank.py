@@ -132,6 +132,10 @@ class Bank:
         return number
 
     def _put(self, key: str, ops: Sequence[tuple[int, tuple[Op, ...]]], program: SteeringProgram) -> int:
+        longest = max(len(each) for _, each in ops)
+        if longest > SITE_OPS_MAX:
+            expected = f"at most {SITE_OPS_MAX} at one site and position"
+            raise CapflowError(explain("steering bank", got=f"{longest} operations", expected=expected))
         digests = {program.digests[op.row]: op.row for _, each in ops for op in each}
         new = [digest for digest in digests if digest not in self._row_of]
         numbers = self._free_ops.take(sum(len(each) for _, each in ops))
@@ -152,7 +156,6 @@ class Bank:
         floats = np.empty((len(numbers), 3), np.float32)
         done = 0
         for site, each in ops:
-            assert len(each) <= SITE_OPS_MAX
             heads[site] = numbers[done]
             for place, op in enumerate(each):
                 following = numbers[done + 1] if place + 1 < len(each) else NONE

@@ -91,6 +91,8 @@ class _Running:
         self._failed_in_a_row = 0
         self._refused = 0  # actions, since the start
         self._refusal = ""  # why the latest action was refused; empty when it was not
+        self._missed = 0  # steps, since the start
+        self._miss = ""
         self._error = ""
 
     def stop(self, why: str) -> None:
@@ -125,6 +127,13 @@ class _Running:
         """Note that an action is done."""
         self._refusal = ""
 
+    def miss(self, why: str) -> None:
+        """Count a step that it did not see."""
+        self._missed += 1
+        self._miss = why
+        if not self._missed & (self._missed - 1):
+            logger.error("controller %s did not see a step, %d so far: %s", self.owner.name, self._missed, why)
+
     @property
     def trouble(self) -> str | None:
         """Why it does not do what it is there for; None when it does."""
@@ -135,6 +144,8 @@ class _Running:
             what = f"failed in its last {self._failed_in_a_row} steps ({self._error}); see the engine's log"
         elif self._refusal:
             what = f"{self._refused} actions were refused; the last: {self._refusal}"
+        elif self._miss:
+            what = f"did not see {self._missed} steps; the last: {self._miss}"
         return None if what is None else f"controller {self.owner.name}: {what}"[: limits.TROUBLE_LENGTH_MAX]
 
 
@@ -245,6 +256,18 @@ class Controllers:
             self._all[order].accept()
         else:
             self._all[order].refuse(str(refusal))
+
+    def missed(self, rows: int, rows_max: int) -> None:
+        """Note that controllers do not see a step, which had more rows for them than there is memory for on the device."""
+        why = explain(
+            "staging memory",
+            got=f"{rows:,} rows of a step",
+            expected=f"at most {rows_max:,}",
+            do="read fewer sites or positions, or start the engine with a smaller --max-num-batched-tokens",
+        )
+        for each in self._all.values():
+            if each.controller is not None:
+                each.miss(why)
 
     def _start(self, running: _Running, spec: ControllerSpec, plugin: Plugin | None) -> None:
         if plugin is None or not issubclass(plugin, Controller):

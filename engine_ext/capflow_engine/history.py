@@ -86,13 +86,7 @@ class Histories:
         if after == before:
             return False
         first = max(tracked.computed, tracked.prompt_length)
-        try:
-            self._change(tracked, first, after)
-        except CapflowError:
-            if owner != HUB:
-                raise
-            logger.error("request %s: the steering bank is full, so it loses what controllers added to it", tracked.id)
-            self._change(tracked, first, {HUB: after[HUB]} if HUB in after else {})
+        (self._order if owner == HUB else self._change)(tracked, first, after)
         return True
 
     def lengthen(self, tracked: Tracked) -> None:
@@ -118,7 +112,7 @@ class Histories:
         for held, vectors, _, _ in undone:
             after = {**decided, HUB: vectors[HUB]} if HUB in vectors else decided
             if after != before:
-                self._change(tracked, held.first, after)
+                self._order(tracked, held.first, after)
                 before = after
 
     def forget(self, tracked: Tracked) -> None:
@@ -127,11 +121,23 @@ class Histories:
         self._changes.pop(tracked.key, None)
         self._programs.pop(tracked.key, None)
 
+    def _order(self, tracked: Tracked, first: int, vectors: _Vectors) -> None:
+        """As `_change`, for what came through a hub: if need be, without what controllers added."""
+        try:
+            self._change(tracked, first, vectors)
+        except CapflowError:
+            logger.error("request %s: the steering bank is full, so it loses what controllers added to it", tracked.id)
+            self._change(tracked, first, {HUB: vectors[HUB]} if HUB in vectors else {})
+
     def _change(self, tracked: Tracked, first: int, vectors: _Vectors) -> None:
         """Have a request steered by what it came with and by these vectors from a position on."""
         program, needs = self._composed(tracked, vectors)
         reserved = self._reserved(tracked.key, needs)
-        steered = NOTHING if program is None else self._bank.acquire(program, tracked.steered_from)
+        try:
+            steered = NOTHING if program is None else self._bank.acquire(program, tracked.steered_from)
+        except CapflowError:
+            self.reserve.release(reserved)
+            raise
         self._append(tracked, _Change(Held(first, tracked.steered_from, steered), vectors, needs, reserved))
 
     def _composed(self, tracked: Tracked, vectors: _Vectors) -> tuple[SteeringProgram | None, tuple[Need, ...]]:

@@ -234,7 +234,12 @@ class WorkerCapture:
             viewed.ready()
             for controllers in self.controllers:
                 if controllers.here:
-                    keys = {each.id: key for key, each in self.requests.items() if each.hub == controllers.hub}
+                    # The cache blocks of a request that it does not see are open to other requests, so it must not steer that.
+                    keys = {
+                        each.id: key
+                        for key, each in self.requests.items()
+                        if each.hub == controllers.hub and each.view.any
+                    }
                     decided += controllers.run(
                         viewed.number, viewed.plan, viewed.buffer, cuts, keys, self.histories.vectors
                     )
@@ -288,6 +293,10 @@ class WorkerCapture:
             self._buffer, self._lost = self._find_room(planned)
         if self._lost is not None:
             self._plan = _only_viewed(planned)
+        if self.tables.resident and self._plan.rows > self.tables.staging.shape[0]:
+            for controllers in self.controllers:
+                controllers.missed(self._plan.rows, self.tables.staging.shape[0])
+            self._plan = replace(self._plan, groups=(), rows=0, ship_rows=0)
         if self._buffer is None and self._plan.rows:
             self._buffer = np.empty(self._plan.rows * self.row_bytes, np.uint8)
 
