@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from capflow import limits
+
 pytestmark = pytest.mark.engine
 
 ACTION_AT = 7
@@ -50,6 +52,14 @@ def test_each_output_after_an_action_tells_of_it(reports):
     assert set(found) == {"k"}
     (change,) = found["k"].actions
     assert (change.request, change.kind, change.sites, change.position) == ("name-k", "steer", ("post_block:2",), 7)
+
+
+def test_of_many_actions_the_first_are_told(reports):
+    """Each output has them, and there may be an action a token."""
+    reports.admit("k", "k", "r", [])
+    for position in range(limits.ACTED_MAX + 10):
+        reports.act("k", steer("r"), position)
+    assert [change.position for change in told(reports, "k")["k"].actions] == list(range(limits.ACTED_MAX))
 
 
 @pytest.mark.parametrize("how", ["finished", "stopped by a string"])

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from capflow import limits
 from capflow.action import Steer, Unsteer
 from capflow_engine.applied import Change, Dynamic
 from capflow_engine.options import KEY
@@ -46,11 +47,12 @@ class Reports:
             self._told.setdefault(together, _Told(tuple(controllers)))
 
     def act(self, key: str, action: Steer | Unsteer, position: int) -> None:
-        """Note an action that holds from a position of a request on."""
+        """Note an action that holds from a position of a request on; those behind the first `limits.ACTED_MAX` are not listed."""
         together, name = self._members[key]
-        sites = tuple(f"{v.site.hook}:{v.site.layer}" for v in action.vectors) if isinstance(action, Steer) else ()
-        change = Change(name, str(action.__struct_config__.tag), sites, position)
-        self._told.setdefault(together, _Told(())).changes.append(change)
+        changes = self._told.setdefault(together, _Told(())).changes
+        if len(changes) < limits.ACTED_MAX:
+            sites = tuple(f"{v.site.hook}:{v.site.layer}" for v in action.vectors) if isinstance(action, Steer) else ()
+            changes.append(Change(name, str(action.__struct_config__.tag), sites, position))
 
     def end(self, key: str) -> None:
         """Note that a request is over."""
