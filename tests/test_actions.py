@@ -234,3 +234,25 @@ def test_an_action_of_a_consumer_is_for_the_request_whose_rows_it_has(address, p
         else:
             eventually(lambda: hub.lanes[0].counts["actions_rejected"] == 1)
             assert link.actions() == []
+
+
+def test_looking_for_what_expired_costs_nothing_for_what_has_not(address, running):
+    """A thousand actions a second are known for half a minute, and each message is followed by a look."""
+
+    class Asked(dict):
+        items_seen = 0
+
+        def items(self):
+            for item in super().items():
+                self.items_seen += 1
+                yield item
+
+    with scripted_hub(address) as hub, scheduler_link(address, wait=False, running=running.get) as link:
+        peer, _ = hub.recv_multipart()
+        link._known = known = Asked()
+        hub.send_multipart([peer, message.encode(Welcome("h", 0, clock_s=0.0))])
+        for number in range(100):
+            hub.send_multipart([peer, message.encode(Act(f"{number}", Abort("stranger"), until_s=30.0))])
+            outcome_from(hub)
+        assert len(known) == 100
+        assert known.items_seen <= 1000

@@ -6,6 +6,7 @@ answers for it, on its own thread, when an action expires or its request is over
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -141,9 +142,9 @@ class SchedulerLink(Link):
                     outcome = Rejected(key, _expired() if expired else _not_running(act))
                     self._known[key].outcome = outcome
                     self._outcomes.append(outcome)
-            for key, known in list(self._known.items()):
-                if known.outcome is not None and not now < known.until:
-                    del self._known[key]
+            over = itertools.takewhile(lambda item: not now < item[1].until, self._known.items())
+            for key in [key for key, known in over if known.outcome is not None]:
+                del self._known[key]
 
 
 def _expired() -> str:
