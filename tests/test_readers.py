@@ -1,5 +1,8 @@
 """Which consumers a request may name: asked of real hubs, and never in the way of one that is away."""
 
+import socket
+import time
+
 import pytest
 from hubs import Recorder, address, configured, running_hub
 
@@ -71,3 +74,14 @@ def test_each_request_is_held_against_its_own_hub(address):
             readers.check(asking(names[0], id=name))
             with pytest.raises(UsageError, match=f"got consumer {names[1]}, expected one of the hub's: {names[0]}"):
                 readers.check(asking(names[1], id=name))
+
+
+def test_a_hub_that_listens_and_does_not_answer_holds_up_one_request(address):
+    readers = Readers(Hubs(address))
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(address.removeprefix("ipc://"))
+        silent.listen(64)
+        begun = time.monotonic()
+        for _ in range(5):
+            readers.check(asking("anyone"))
+        assert time.monotonic() - begun < 3

@@ -1,7 +1,7 @@
 """The consumers that requests may name, as the hubs of an engine say; a request that names another is refused before it runs.
 
 Invariant: a hub that does not answer within a second, or is of an earlier version, refuses nothing here. Its results say then what became
-of each name.
+of each name. A hub that listens and does not answer holds up one request in ten seconds, not each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from capflow_engine.options import RequestOptions
 from capflow_engine.settings import Settings
 
 _ANSWER_S = 1.0
-_KNOWN_S = 10.0  # how long an answer holds for the names in it
+_KNOWN_S = 10.0  # how long an answer holds for the names in it, and that there was none
 
 
 class Readers:
@@ -53,6 +53,7 @@ class _Hub:
         self._lock = threading.Lock()  # guards what follows
         self._known: frozenset[str] = frozenset()
         self._until = 0.0  # when it is asked again at the latest, on the monotonic clock
+        self._silent_until = 0.0  # for how long a hub that did not answer is not asked, on the same clock
 
     def readers(self, named: frozenset[str]) -> frozenset[str] | None:
         """Return the consumers that requests may name; None when the hub does not say. A name that is not known has the hub asked."""
@@ -60,11 +61,12 @@ class _Hub:
             if named <= self._known and time.monotonic() < self._until:
                 return self._known
             try:
-                if not self._at.is_listening():
+                if time.monotonic() < self._silent_until or not self._at.is_listening():
                     return None
                 with self._at.client(_ANSWER_S) as client:
                     readers = client.readers
             except CapflowError:
+                self._silent_until = time.monotonic() + _KNOWN_S
                 return None
             if readers is None:
                 return None
