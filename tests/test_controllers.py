@@ -222,6 +222,16 @@ def test_a_controller_that_is_not_installed_says_so(monkeypatch):
     assert controllers.troubles == ("controller told: not installed where the engine runs",)
 
 
+@pytest.mark.parametrize("fault", [CapflowError("plugin broken cannot be loaded"), SystemExit("broken")])
+def test_a_plugin_that_cannot_be_loaded_where_the_engine_runs_ends_no_step(monkeypatch, fault):
+    monkeypatch.setattr(control, "load_plugins", lambda: _do(fault))
+    controllers = Controllers([ControllerSpec("told", b"", "", READ)], MODEL, SITES, 0)
+    assert controllers.here
+    assert controllers.captures() == []
+    (trouble,) = controllers.troubles
+    assert "broken" in trouble
+
+
 def test_a_controller_runs_in_the_stage_that_has_what_it_reads(started):
     """Another stage asks nothing of it, and an action at another stage's site is refused."""
     other, _ = started(layers=range(2, 4), step=[STEER])

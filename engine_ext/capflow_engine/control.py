@@ -174,7 +174,7 @@ class Controllers:
         self.sites = sites
         self._own = frozenset(sites)
         self._all: dict[int, _Running] = {}  # by place, those of this stage
-        known = load_plugins() if specs and decides else {}
+        known, why_not = _installed() if specs and decides else ({}, "")
         for order, spec in enumerate(specs):
             running = _Running(Owner(order, spec.label), spec.capture)
             try:
@@ -183,7 +183,9 @@ class Controllers:
             except CapflowError as e:
                 running.stop(str(e))
             self._all[order] = running
-            if decides and not running.trouble:
+            if why_not:
+                running.stop(why_not)
+            elif decides and not running.trouble:
                 self._start(running, spec, known.get(spec.name))
 
     @property
@@ -317,6 +319,14 @@ PLUGIN_FAULTS = (Exception, SystemExit)
 
 _actions = msgspec.msgpack.Decoder(Steer | Unsteer)
 _shared = msgspec.msgpack.Decoder(list[Decided])
+
+
+def _installed() -> tuple[Mapping[str, Plugin], str]:
+    """Return the plugins that are installed here by name, and why there are none."""
+    try:
+        return load_plugins(), ""
+    except PLUGIN_FAULTS as e:
+        return {}, str(e) if isinstance(e, CapflowError) else f"plugins cannot be loaded ({type(e).__name__}: {e})"
 
 
 def encode(decided: Sequence[Decided]) -> bytes:
