@@ -263,10 +263,10 @@ class TestWhatIsRefused:
         path.write_text(content)
         refused(capflow("run", "--config", path), 2, "")
 
-    def test_what_is_not_expected_without_a_traceback_unless_asked_for(self, capflow, tmp_path):
+    def test_what_is_not_expected_without_a_traceback_unless_asked_for(self, capflow, address, tmp_path):
         (tmp_path / "rich").mkdir()  # a broken library
         (tmp_path / "rich" / "__init__.py").write_text("raise ZeroDivisionError('broken')")
-        result = capflow("status", "--json", "--address", "ipc:///tmp/x", PYTHONPATH=str(tmp_path))
+        result = capflow("status", "--json", "--address", address, PYTHONPATH=str(tmp_path))
         refused(result, 1, "no hub answers")  # not needed for JSON
         result = capflow("run", "--consumer", "log", PYTHONPATH=str(tmp_path))
         refused(result, 1, "unexpected ZeroDivisionError: broken; set CAPFLOW_TRACEBACK=1 to see where")
