@@ -480,6 +480,7 @@ def test_the_page_fits_its_window_whatever_the_names_are(opened, width, height):
         consumer.on_session("e" * 300, make_model())
         for name in ["r1", *LONG_IDS]:
             consumer.on_frame(make_frame([(name, 300, 0, 300)], SITES, texts=True))
+            window.page.locator(".request", has_text=name[:30]).click()
             expect(window.page.locator("#shown-id")).to_have_attribute("title", name, timeout=LIMIT_MS)
             window.wait_heat(300)
             assert window.page.evaluate("document.documentElement.scrollWidth <= innerWidth")

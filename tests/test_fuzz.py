@@ -372,10 +372,11 @@ def test_a_client_that_became_a_worker_is_not_told_what_it_asked_for_and_nobody_
         with scheduler_link(address) as scheduler:
             peer.send(message.encode(Hello("client", "", "c")))
             peer.send(message.encode(Act("1", Abort("r1"))))
-            eventually(scheduler.actions)
+            acts = []
+            eventually(lambda: acts.extend(scheduler.actions()) or acts)
             peer.send(message.encode(make_hello("other")))
             eventually(lambda: any(s["engine"] == "other" for s in client.status()["sessions"]))
-            scheduler.outcome(Rejected("1", "no such request"))
+            scheduler.outcome(Rejected(acts[0].id, "no such request"))
             eventually(lambda: not hub.status()["actions"]["waiting"])
             assert client.status()
             assert scheduler.connected

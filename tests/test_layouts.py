@@ -441,7 +441,7 @@ def test_options_that_do_not_go_together_are_named(tmp_path):
 def test_an_empty_root_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name, options = plugins.parse("filesystem:root=")
-    with pytest.raises(UsageError, match=r"filesystem\.root: got , expected the path of a directory"):
+    with pytest.raises(UsageError, match=r"filesystem\.root: got '', expected the path of a directory"):
         plugins.configure(name, options, plugins.load_plugins()).consumer.check()
     assert list(tmp_path.iterdir()) == []
 

@@ -86,7 +86,7 @@ def test_its_name_is_taken_then(installed):
         ("../up", "NAME: got ../up, expected"),
         ("a b", "NAME: got a b"),
         ("é", "NAME: got é"),
-        ("", "NAME: got , expected"),
+        ("", "NAME: got '', expected"),
         ("-x", "-x"),
         ("x" * 41, "expected at most 40"),
         ("class", "expected a name that Python does not use"),
