@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+import torch
 from frames import make_hello, make_model
 from hubs import address, running_hub, worker_link
 from waiting import eventually
@@ -286,7 +287,20 @@ def test_the_hub_says_what_its_controllers_cannot_do(address):
 
 
 @pytest.fixture
-def capture(started):
+def locked(monkeypatch):
+    """Whether each buffer that is asked for is to be page-locked; here none can be."""
+    asked, empty = [], torch.empty
+
+    def unlocked(*size, pin_memory=False, **kwargs):
+        asked.append(pin_memory)
+        return empty(*size, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", unlocked)
+    return asked
+
+
+@pytest.fixture
+def capture(started, locked):
     """A worker's capflow as far as planning a step needs it, on a device whose staging memory has three rows."""
     pytest.importorskip("vllm")
     from capflow_engine.worker import WorkerCapture
@@ -305,7 +319,7 @@ def capture(started):
 @pytest.mark.engine
 def test_a_step_with_more_rows_for_controllers_than_the_device_has_memory_for_writes_none_and_is_told(capture):
     capture.prepare([("seen", 0, 0, 3)])
-    assert capture._plan.rows == 3
+    assert (capture._plan.rows, len(capture._buffer)) == (3, 96)
     assert capture.controllers[0].troubles == ()
     capture.prepare([("seen", 0, 3, 4)])
     assert (capture._plan.rows, capture._plan.groups) == (0, ())
@@ -323,3 +337,10 @@ def test_a_controller_steers_no_request_that_it_cannot_see(capture, request_id, 
     capture._viewed = _Viewed(1, capture.planner.plan([]), np.zeros(0, np.uint8), lambda: None)
     assert [each.key for each in capture._run_controllers({})] == ["seen"] * done
     assert bool(capture.controllers[0].troubles) != bool(done)
+
+
+@pytest.mark.engine
+def test_rows_for_controllers_alone_come_to_memory_that_a_copy_does_not_wait_for(capture, locked):
+    capture.prepare([("seen", 0, 0, 3)])
+    assert locked == [True]
+    assert len(capture._buffer) == 3 * capture.row_bytes

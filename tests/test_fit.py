@@ -162,3 +162,15 @@ def test_the_refusal_of_what_no_bank_holds_recommends_no_larger_one():
 def test_nothing_fits_everywhere():
     assert FIT.program(None, SteeringStore()) is None
     assert FIT.program(NOTHING, SteeringStore()) is None
+
+
+@pytest.mark.parametrize(("extra", "samples"), [(0, 2), (1, 1)])
+def test_a_name_that_no_hub_takes_is_refused(extra, samples):
+    """It may be the engine's own for the request, or be too long only with the number of a sample."""
+    pytest.importorskip("vllm")
+    from capflow_engine.params import Prepared, sampling_params
+
+    name = "x" * (limits.REQUEST_ID_LENGTH_MAX + extra)
+    with pytest.raises(UsageError, match=f"id: got x+, expected {limits.REQUEST_ID_LENGTH_MAX} characters at most"):
+        Prepared.of(sampling_params(n=samples), FIT, SteeringStore(None, FIT.check), name)
+    Prepared.of(sampling_params(), FIT, SteeringStore(None, FIT.check), name[:-1])

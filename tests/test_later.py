@@ -155,6 +155,24 @@ def test_an_id_that_is_none_is_400(client):
         assert client.get(f"/v1/capture/{name}").json()["error"]["param"] == "id"
 
 
+def test_a_name_that_no_hub_takes_is_refused_and_disturbs_no_other_question(client, address):
+    long = "x" * limits.REQUEST_ID_LENGTH_MAX
+    with running_hub(address, Recorder()):
+        assert client.get(f"/v1/capture/{long}").status_code == 404
+        for query in ("n=2&wait=60", "prompts=2&wait=60"):
+            answer = client.get(f"/v1/capture/{long}?{query}")
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "id"
+
+
+def test_half_of_a_surrogate_pair_is_400_with_the_field(client):
+    for field in ({"capture_id": "\ud800"}, {"capture": {"hooks": {"post_block": [1]}, "tag": "\ud800"}}):
+        body = json.dumps({"model": "tiny", "prompt": "x", **field})
+        answer = client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"].startswith("capture")
+
+
 def test_grpc_and_the_command_line_answer_the_same(client, address):
     """And say what they do not know, or that the hub is away, by a code."""
 

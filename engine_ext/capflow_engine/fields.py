@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from capflow import limits
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
 from capflow.program import SteeringProgram
@@ -20,7 +19,7 @@ from capflow.steering import NOTHING, STEERING_FIELDS, Steering
 from capflow_engine.applied import Applied, key_of
 from capflow_engine.fit import Fit
 from capflow_engine.holdings import Size
-from capflow_engine.options import KEY, RequestOptions
+from capflow_engine.options import KEY, RequestOptions, check_id, check_names
 from capflow_engine.store import SteeringStore
 
 XARGS = f"vllm_xargs.{KEY}"
@@ -152,8 +151,8 @@ def _options(fields: Mapping[str, Any], xargs: Any) -> RequestOptions:
         if steering or capture is not None or name is not None:
             raise UsageError(explain(XARGS, expected="nothing, beside fields of the body that say the same"))
         return RequestOptions.said(xargs)
-    if name is not None and (not isinstance(name, str) or not 0 < len(name) <= limits.REQUEST_ID_LENGTH_MAX):
-        raise UsageError(explain("capture_id", got=name, expected=f"1..{limits.REQUEST_ID_LENGTH_MAX} characters"))
+    if name is not None:
+        check_id(name, "capture_id")
     return RequestOptions.make(id=name, capture=capture, **steering)
 
 
@@ -161,7 +160,5 @@ def _each(options: RequestOptions, base: str, prompts: int, samples: int) -> tup
     """Return the options of each prompt."""
     names = [base] if prompts == 1 else [f"{base}#{n}" for n in range(prompts)]
     each = tuple(msgspec.structs.replace(options, id=one, samples=samples) for one in names)
-    if any(len(one) > limits.REQUEST_ID_LENGTH_MAX for options in each for one in options.names):
-        expected = f"{limits.REQUEST_ID_LENGTH_MAX} characters at most, with the number of the choice"
-        raise UsageError(explain("capture_id", got=base, expected=expected))
+    check_names((one for options in each for one in options.names), base, "capture_id")
     return each

@@ -16,7 +16,7 @@ from capflow import limits
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.result import CaptureResult, joined
 from capflow_engine.front import SAMPLES_MAX, Front
-from capflow_engine.options import RequestOptions
+from capflow_engine.options import RequestOptions, check_id, check_names
 
 PARAMETERS = ("n", "prompts", "wait")
 """The names of the query's parameters."""
@@ -63,15 +63,16 @@ class Question(msgspec.Struct, frozen=True):
     @classmethod
     def make(cls, id: str, *, samples: int = 1, prompts: int = 1, wait_s: float = 0.0, wait: Any = None) -> Question:
         """Return the question; raise UsageError for a value out of bounds. wait: `wait_s` as the client wrote it."""
-        if not 0 < len(id) <= limits.REQUEST_ID_LENGTH_MAX:
-            raise UsageError(explain("id", got=id, expected=f"1..{limits.REQUEST_ID_LENGTH_MAX} characters"))
+        check_id(id)
         if samples < 1 or prompts < 1 or samples * prompts > SAMPLES_MAX:
             got = f"{samples} samples of each of {prompts} prompts"
             raise UsageError(explain("n", got=got, expected=f"1..{SAMPLES_MAX} choices"))
         if not 0 <= wait_s <= limits.CAPTURE_WAIT_S_MAX:
             expected = f"0..{limits.CAPTURE_WAIT_S_MAX:g} seconds"
             raise UsageError(explain("wait", got=wait_s if wait is None else wait, expected=expected))
-        return cls(id, samples, prompts, wait_s)
+        question = cls(id, samples, prompts, wait_s)
+        check_names(question.names, id, "id")
+        return question
 
 
 async def later(front: Front, question: Question) -> dict[str, Any]:
@@ -105,7 +106,8 @@ async def _unknown(front: Front, question: Question, name: str) -> str:
     do = f"a hub forgets a request after {limits.RESULTS_KEPT_MAX:,} later ones, and all of them when it restarts"
     if len(question.names) == 1:
         one = f"{name}#0"
-        samples = await front.asker.find((one, f"{one}#0"), wait_s=0.0, known_s=0.0)
+        several = [each for each in (one, f"{one}#0") if len(each) <= limits.REQUEST_ID_LENGTH_MAX]
+        samples = await front.asker.find(several, wait_s=0.0, known_s=0.0)
         if any(samples.values()):
             do = "that request has several choices: say how many with n=, and prompts="
     return explain(f"capture {name}: unknown", expected=expected, do=do)

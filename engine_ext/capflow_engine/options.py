@@ -6,6 +6,8 @@ In process it is a plain dict of msgpack types, made by `RequestOptions.pack`; o
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -21,6 +23,7 @@ from capflow_engine.store import SteeringStore
 
 KEY = "capflow"
 _NO_MODULES = SteeringStore()
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair: no text that can be sent
 
 
 class Packed(dict[str, Any]):
@@ -64,8 +67,8 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         steering: the fields of `capflow.steering.STEERING_FIELDS`; None says nothing.
         """
-        if id is not None and (not isinstance(id, str) or not 0 < len(id) <= limits.REQUEST_ID_LENGTH_MAX):
-            raise UsageError(explain("id", got=id, expected=f"1..{limits.REQUEST_ID_LENGTH_MAX} characters"))
+        if id is not None:
+            check_id(id)
         given = {name: value for name, value in steering.items() if value is not None}
         return cls(
             id=id,
@@ -128,6 +131,19 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except msgspec.ValidationError as e:
             do = "make it with capflow.sampling_params"
             raise UsageError(explain(KEY, got=str(e), expected="packed options", do=do)) from e
+
+
+def check_id(id: Any, where: str = "id") -> None:
+    """Raise UsageError unless a request may be called so: by text that hubs take."""
+    if not isinstance(id, str) or not 0 < len(id) <= limits.REQUEST_ID_LENGTH_MAX or _SURROGATE.search(id):
+        raise UsageError(explain(where, got=id, expected=f"1..{limits.REQUEST_ID_LENGTH_MAX} characters of Unicode"))
+
+
+def check_names(names: Iterable[str], id: str, where: str) -> None:
+    """Raise UsageError unless hubs take the names of a request's choices."""
+    if max(map(len, names), default=0) > limits.REQUEST_ID_LENGTH_MAX:
+        expected = f"{limits.REQUEST_ID_LENGTH_MAX} characters at most, with the number of the choice"
+        raise UsageError(explain(where, got=id, expected=expected))
 
 
 def patched(params: Any) -> RequestOptions | None:

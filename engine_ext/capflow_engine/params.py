@@ -15,7 +15,7 @@ from vllm import SamplingParams  # noqa: E402 - only once the version is known t
 
 from capflow_engine.applied import NOTHING_KEY, Applied, Dynamic  # noqa: E402
 from capflow_engine.fit import Fit  # noqa: E402
-from capflow_engine.options import KEY, Ready, RequestOptions  # noqa: E402
+from capflow_engine.options import KEY, Ready, RequestOptions, check_names  # noqa: E402
 from capflow_engine.store import SteeringStore  # noqa: E402
 
 
@@ -104,6 +104,7 @@ class Prepared(msgspec.Struct, frozen=True):
         options = msgspec.structs.replace(
             options, id=options.id or name, samples=params.n, steering=None, program=program
         )
+        check_names(options.names, options.id or name, "id")
         applied = None
         if program is not None or asked != NOTHING:
             applied = Applied.of(program, asked, everywhere=everywhere, max_tokens=params.max_tokens)

@@ -21,7 +21,8 @@ def refused(error: UsageError | str, code: HTTPStatus | None = None) -> JSONResp
         code = HTTPStatus.NOT_FOUND if isinstance(error, UnknownModuleError) else HTTPStatus.BAD_REQUEST
     kind = _TYPES.get(code, code.phrase.replace(" ", ""))
     param = None if code >= HTTPStatus.INTERNAL_SERVER_ERROR else path_of(error)
-    info = ErrorInfo(message=str(error), type=kind, param=param, code=code.value)
+    message = str(error).encode(errors="backslashreplace").decode()  # it may show a half of a surrogate pair
+    info = ErrorInfo(message=message, type=kind, param=param, code=code.value)
     return JSONResponse(ErrorResponse(error=info).model_dump(), code.value)
 
 

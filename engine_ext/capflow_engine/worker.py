@@ -298,7 +298,9 @@ class WorkerCapture:
                 controllers.missed(self._plan.rows, self.tables.staging.shape[0])
             self._plan = replace(self._plan, groups=(), rows=0, ship_rows=0)
         if self._buffer is None and self._plan.rows:
-            self._buffer = np.empty(self._plan.rows * self.row_bytes, np.uint8)
+            # A copy to memory that is not page-locked waits for the device.
+            size, pinned = self._plan.rows * self.row_bytes, self.tables.resident
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy()
 
     def _find_room(self, plan: Plan) -> tuple[Any, str | None]:
         """Return a buffer for the plan's rows, or why there is none."""
