@@ -147,6 +147,7 @@ def test_snippets_that_need_a_model_run(page, tmp_path):
         answers = [line for line in said.splitlines() if re.match(r"[+-]\d\.0 ", line)]
         assert len({line[4:] for line in answers}) == 3, "each scale answers differently"
         assert "patched 0.0:  Paris" not in said
+        assert re.search(r"2\s+requests\s+steered", said)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

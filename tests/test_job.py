@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from capflow.cli.job import Prompt, parse_pairs, read_prompts
+from capflow.cli.job import parse_pairs
+from capflow.cli.prompts import Prompt, read_prompts
 from capflow.errors import UsageError
 
 
@@ -24,7 +25,7 @@ GOOD = '{"id": "a", "prompt": "x"}\n'
 
 def test_prompts_are_read_with_blank_lines_passed_over(prompts):
     path = prompts(GOOD + "\n" + '{"id": "b", "prompt": "y", "max_tokens": 7}\n')
-    assert read_prompts(path) == [Prompt("a", "x"), Prompt("b", "y", 7)]
+    assert read_prompts(path) == [Prompt("a", "x", line=1), Prompt("b", "y", 7, line=3)]
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,28 @@ def test_prompts_are_read_with_blank_lines_passed_over(prompts):
         (GOOD + GOOD, "line 2, id"),
         (GOOD + '{"id": "b", "prompt": "x", "capture": {"hooks": {"nowhere": [0]}}}\n', "line 2, capture.hooks: got"),
         (GOOD + '{"id": "b", "prompt": "x", "capture": 7}\n', "line 2, capture: got 7"),
+        (GOOD + '{"id": "b", "prompt": "x", "line": 3}\n', "line 2, line: unknown: expected one of id, prompt, "),
+        (GOOD + '{"id": "b", "prompt": "x", "steering": {}}\n', "line 2, steering: unknown: expected one of id, "),
+        (GOOD + '["b", "x"]\n', "line 2: got"),
+        (GOOD + '{"id": "b", "prompt": "x", "steering_vector": {}}\n', "line 2, steering_vector: unknown"),
+        (
+            GOOD + '{"id": "b", "prompt": "x", "steering_vectors": {"post_mlp": {"3": [1, "x"]}}}\n',
+            r"line 2, steering_vectors\.post_block\.3: got 'x' at index 1, expected a number",
+        ),
+        (
+            GOOD + '{"id": "b", "prompt": "x", "steering_clamps": {"post_block": {"3": {"value": 0}}}}\n',
+            r"line 2, steering_clamps\.post_block\.3\.vector: missing",
+        ),
+        (
+            GOOD + '{"id": "b", "prompt": "x", "steering_patches": {"post_block": 3}}\n',
+            r"line 2, steering_patches\.post_block: got 3, expected a mapping of layer to patch",
+        ),
+        (GOOD + '{"id": "b", "prompt": "x", "steering_scale": 2}\n', "line 2, steering_scale: given without a name"),
+        (
+            GOOD + '{"id": "b", "prompt": "x", "steering_name": "a", "steering_module_ref": ["a", 1]}\n',
+            "line 2, steering_module_ref: given beside steering_name",
+        ),
+        (GOOD + '{"id": "b", "prompt": "x", "capture": ' + "[" * 5000 + "]" * 5000 + "}\n", "line 2: got"),
         ("\n", "no prompts"),
     ],
 )
@@ -71,6 +94,8 @@ def run(tmp_path, *arguments):
         (("--model", "{tmp}/nowhere", "--prompts", "{prompts}", "--consumer", "log"), "--model"),
         (("--model", "demo", "--prompts", "{prompts}", "--consumer", "log", "--engine-arg", "x"), "--engine-arg"),
         (("--model", "demo", "--consumer", "log"), "no --prompts"),
+        (("--consumer", "log", "--steering", "glad.json"), "--steering: got no --model"),
+        (("--consumer", "log", "--steering-modules", "glad=glad.json"), "--steering-modules: got no --model"),
     ],
 )
 def test_a_wrong_job_is_refused_before_anything_starts(tmp_path, prompts, arguments, words):

@@ -27,6 +27,7 @@ from rich.table import Table
 from capflow import limits
 from capflow.cli.hubrun import HubRun
 from capflow.cli.needs import check_vllm
+from capflow.cli.prompts import Prompt
 from capflow.cli.units import human_bytes
 from capflow.client import Client
 from capflow.errors import CapflowError, UsageError, explain
@@ -34,62 +35,11 @@ from capflow.losses import MEANT, described
 from capflow.message import ModelInfo
 from capflow.result import CaptureResult
 from capflow.site import Site
-from capflow.spec import Capture, CaptureByConsumer, Wanted, join, parse_capture
+from capflow.spec import Capture, CaptureByConsumer, Wanted, join
 
 _RESULTS_WAIT_S = 120.0
 _CAUSE = re.compile(r"^\(\w[^)]*\) ERROR [^\]]*\] (\w+(?:Error|Exception): .+)$", re.MULTILINE)
 _PLAIN_S = 10.0  # between two lines of progress where nobody watches
-
-
-class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One line of a prompts file: `{"id": …, "prompt": …, "max_tokens": …, "capture": …}`; the last two may be left out."""
-
-    id: str
-    prompt: str
-    max_tokens: int | None = None
-    capture: Any = None
-
-    @property
-    def asked(self) -> Capture | None:
-        """What the prompt asks to capture; raises UsageError."""
-        return None if self.capture is None else parse_capture(self.capture)
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Return the prompts in a JSON Lines file.
-
-    Raises UsageError naming the file and the line when it cannot be read, a line is not a prompt, or an id comes twice.
-    """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as e:
-        raise UsageError(explain(f"--prompts {path}", got=e.strerror or str(e), expected="a readable file")) from e
-    prompts: list[Prompt] = []
-    seen: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            prompt = msgspec.json.decode(line, type=Prompt)
-        except msgspec.MsgspecError as e:
-            raise UsageError(explain(where, got=str(e), expected='{"id": "…", "prompt": "…"}')) from e
-        if not prompt.prompt or not 0 < len(prompt.id) <= limits.REQUEST_ID_LENGTH_MAX:
-            expected = f"a prompt that is not empty and an id of 1..{limits.REQUEST_ID_LENGTH_MAX} characters"
-            raise UsageError(explain(where, got=line.decode(errors="replace"), expected=expected))
-        if prompt.max_tokens is not None and prompt.max_tokens < 1:
-            raise UsageError(explain(f"{where}, max_tokens", got=prompt.max_tokens, expected="1 or more"))
-        try:
-            _ = prompt.asked
-        except UsageError as e:
-            raise UsageError(f"{where}, {e}") from e
-        if prompt.id in seen:
-            raise UsageError(explain(f"{where}, id", got=prompt.id, expected=f"another than in line {seen[prompt.id]}"))
-        seen[prompt.id] = number
-        prompts.append(prompt)
-    if not prompts:
-        raise UsageError(explain(f"--prompts {path}", got="no prompts", expected="one JSON object a line"))
-    return prompts
 
 
 def parse_pairs(pairs: tuple[str, ...], option: str) -> dict[str, Any]:
@@ -124,6 +74,10 @@ class ModelJob:
     outbound: dict[str, Any] = field(
         default_factory=dict
     )  # what workers do when their queue is full: `policy`, `spool_dir`, …
+    # Where the prompts came from, for messages.
+    prompts_file: str = ""
+    # What steers every prompt and what prompts may name: `steering`, `steering_modules` and `steering_bank_bytes` as options have them.
+    steering: dict[str, Any] = field(default_factory=dict)
     hub: str = ""  # the address, known once the hub listens
     stage: str = "starting"
     shape: tuple[int, tuple[Site, ...]] | None = None  # layers and tapped sites, known before the model is loaded
@@ -158,22 +112,21 @@ class ModelJob:
         )
         log.close()
         assert self._process.stdin is not None
-        self._process.stdin.write(
-            msgspec.json.encode(
-                {
-                    "model": self.model,
-                    "prompts": self.prompts,
-                    "hub": self.hub,
-                    "key": self.key,
-                    "sites": self.sites,
-                    "max_tokens": self.max_tokens,
-                    "engine": self.engine,
-                    "sampling": self.sampling,
-                    **self.outbound,
-                }
-            )
-        )
-        self._process.stdin.close()
+        asked = {
+            "model": self.model,
+            "prompts": self.prompts,
+            "prompts_file": self.prompts_file,
+            "hub": self.hub,
+            "key": self.key,
+            "sites": self.sites,
+            "max_tokens": self.max_tokens,
+            "engine": self.engine,
+            "sampling": self.sampling,
+            **self.steering,
+            **self.outbound,
+        }
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # `finish` tells of a child that died
+            stdin.write(msgspec.json.encode(asked))
         self._reader = threading.Thread(target=self._read, name="capflow-job", daemon=True)
         self._reader.start()
 
@@ -412,16 +365,23 @@ def _only_skipped(result: CaptureResult) -> bool:
     return bool(reasons) and reasons <= MEANT and result.error == "; ".join(map(described, result.dropped))
 
 
+def _steered(done: dict[str, Any]) -> bool:
+    """Return whether a request came with something that steers it; what controllers may have done is not counted."""
+    applied = done["steering_applied"]
+    return applied is not None and applied["key"].partition("+")[0] not in ("none", "dynamic")
+
+
 def _outcome(running: HubRun, job: ModelJob, results: dict[str, dict[str, CaptureResult]]) -> Table:
     """Return the table of what was captured, where it lies, and how to look at it."""
     assert job.generated_s is not None
     now = running.hub.snapshot()
     prompt_tokens = sum(int(d["prompt_tokens"]) for d in job.done)
     rate = job.tokens / job.generated_s
+    steered = sum(map(_steered, job.done))
     table = Table(
         title=f"{len(job.done)} requests, {prompt_tokens} prompt and {job.tokens} generated tokens in "
         f"{job.generated_s:.1f} s: {rate:.0f} generated tok/s, {now.rows} rows, {human_bytes(now.bytes)}, "
-        f"{now.rows_lost} dropped",
+        f"{now.rows_lost} dropped" + (f", {steered} requests steered" if steered else ""),
         title_justify="left",
     )
     for column in ("consumer", "requests ok", "where it lies", "look at it with"):

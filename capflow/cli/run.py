@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from capflow import limits
+
 if TYPE_CHECKING:
     from capflow.cli.hubrun import HubRun
     from capflow.cli.logs import Format
@@ -64,6 +66,15 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="The prompts for --model, JSON Lines.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens for each answer.")
 @click.option("--sites", multiple=True, metavar="HOOK:LAYER", help="Sites that carry a tap, with *; post_block:*.")
+@click.option("--steering", metavar="FILE", help="Steer every prompt of --model by this module: JSON, or vectors.")
+@click.option(
+    "--steering-modules", multiple=True, metavar="NAME=FILE", help="A module that prompts may name; repeatable."
+)
+@click.option(
+    "--steering-bank-bytes",
+    type=click.IntRange(1, limits.BANK_BYTES_MAX),
+    help="The memory for what steers. Default: 256 MiB.",
+)
 @click.option("--engine-arg", multiple=True, metavar="NAME=VALUE", help="An engine argument of vLLM; repeatable.")
 @click.option("--sampling", multiple=True, metavar="NAME=VALUE", help="A sampling parameter of vLLM; repeatable.")
 @click.option(
@@ -99,6 +110,9 @@ def run(
     prompts: Path | None,
     max_tokens: int,
     sites: tuple[str, ...],
+    steering: str | None,
+    steering_modules: tuple[str, ...],
+    steering_bank_bytes: int | None,
     engine_arg: tuple[str, ...],
     sampling: tuple[str, ...],
     policy: Policy | None,
@@ -125,11 +139,12 @@ def run(
         raise UsageError(explain(given, got=f"no {missing}", expected="both or neither"))
     spill = {"spool_dir": spool_dir, "spool_bytes": spool_bytes, "spill_fallback": spill_fallback}
     outbound = {name: value for name, value in {"policy": policy, **spill}.items() if value is not None}
-    for name in outbound:
-        if model is None or (name != "policy" and policy != "spill"):
-            missing = "no --model" if model is None else "no --policy spill"
-            do = "say the policy where the engine is started" if model is None else ""
-            raise UsageError(explain("--" + name.replace("_", "-"), got=missing, expected="it beside", do=do))
+    _check_beside(outbound, model, policy)
+    steers = {"steering": steering, "steering_modules": steering_modules, "steering_bank_bytes": steering_bank_bytes}
+    steers = {name: value for name, value in steers.items() if value not in (None, ())}
+    if model is None and steers:
+        option = "--" + next(iter(steers)).replace("_", "-")
+        raise UsageError(explain(option, got="no --model", expected="it beside", do="see `capflow serve` for a server"))
     if tap is not None and model is not None:
         raise UsageError(explain("--tap", got="--model with it", expected="one of them"))
     if tap is None and tap_key is not None:
@@ -149,17 +164,20 @@ def run(
         tapping = functools.partial(Tapping, tap, key=tap_key, insecure=insecure, own_key=key)
     job = None
     if model is not None and prompts is not None:
-        from capflow.cli.job import ModelJob, parse_pairs, read_prompts
+        from capflow.cli.job import ModelJob, parse_pairs
+        from capflow.cli.prompts import read_prompts
 
         job = ModelJob(
             model=model,
             prompts=read_prompts(prompts),
+            prompts_file=str(prompts),
             sites=sites or ("post_block:*",),
             max_tokens=max_tokens,
             engine=parse_pairs(engine_arg, "--engine-arg"),
             sampling=parse_pairs(sampling, "--sampling"),
             key=key,
             outbound=outbound,
+            steering=steers,
         )
         job.check()
     running = HubRun(
@@ -182,6 +200,17 @@ def run(
             threading.Thread(target=_stop_at_eof, args=(running,), name="capflow-stdin", daemon=True).start()
         running.wait()
     sys.exit(running.exit_code)
+
+
+def _check_beside(outbound: dict[str, Any], model: str | None, policy: Policy | None) -> None:
+    """Raise UsageError for an option of a worker's queue without the model or the policy that it is for."""
+    from capflow.errors import UsageError, explain
+
+    for name in outbound:
+        if model is None or (name != "policy" and policy != "spill"):
+            missing = "no --model" if model is None else "no --policy spill"
+            do = "say the policy where the engine is started" if model is None else ""
+            raise UsageError(explain("--" + name.replace("_", "-"), got=missing, expected="it beside", do=do))
 
 
 def _stop_at_eof(running: HubRun) -> None:

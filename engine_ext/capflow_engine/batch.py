@@ -10,47 +10,25 @@ import os
 import sys
 import time
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from capflow import limits
-from capflow.consumer import POLICY_DEFAULT, Fallback, Policy
 from capflow.errors import UsageError, explain
+from capflow.message import ModelInfo
 from capflow_engine import compat, compat_model
 from capflow_engine.child import Tell, work_for_parent
+from capflow_engine.fit import Fit
+from capflow_engine.holdings import Size
 from capflow_engine.hubs import hubs_at
+from capflow_engine.job import Job
+from capflow_engine.options import KEY, RequestOptions
 from capflow_engine.settings import Outbound, Settings, engine_arguments
+from capflow_engine.store import SteeringStore
 
-
-class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of a prompts file. id: unique in the file; max_tokens: instead of the job's; capture: as `capflow.sampling_params` takes it."""
-
-    id: str
-    prompt: str
-    max_tokens: int | None = None
-    capture: Any = None
-
-
-class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the parent asks for, as JSON on the child's standard input.
-
-    model: a path or a name that vLLM takes, or `demo`. engine: further arguments of the engine, and sampling of
-    `SamplingParams`, by vLLM's names. policy and what follows it: as of `Outbound.of`.
-    """
-
-    model: str
-    prompts: list[Prompt]
-    hub: str
-    sites: list[str]
-    max_tokens: int
-    engine: dict[str, Any] = {}
-    sampling: dict[str, Any] = {}
-    key: str | None = None
-    policy: Policy = POLICY_DEFAULT
-    spool_dir: str | None = None
-    spool_bytes: int | None = None
-    spill_fallback: Fallback | None = None
+if TYPE_CHECKING:
+    from capflow_engine.params import Prepared
 
 
 def run(job: Job, tell: Tell) -> None:
@@ -67,7 +45,8 @@ def run(job: Job, tell: Tell) -> None:
     from vllm import LLMEngine, SamplingParams
     from vllm.engine.arg_utils import EngineArgs
 
-    from capflow_engine.options import KEY, RequestOptions
+    from capflow_engine.dynamic import taken
+    from capflow_engine.jobsteering import store_for
 
     try:
         SamplingParams(**job.sampling)
@@ -77,11 +56,20 @@ def run(job: Job, tell: Tell) -> None:
         raise
     except (TypeError, ValueError) as e:
         raise UsageError(explain("--engine-arg or --sampling", got=str(e), expected="names that vLLM knows")) from e
-    num_layers, sites, _ = compat_model.check_model(arguments, job.sites)
-    tell("model", num_layers=num_layers, sites=sites)
+    tapped = compat_model.check_model(arguments, job.sites)
+    tell("model", num_layers=tapped.num_layers, sites=tapped.sites)
+    store = store_for(job, arguments, tapped)
     hubs = hubs_at([job.hub], job.key, insecure=True)  # as the hub was allowed to be
     outbound = Outbound.of(job.policy, job.spool_dir, job.spool_bytes, job.spill_fallback)
-    settings = Settings(engine=uuid.uuid4().hex, hubs=hubs, sites=sites, outbound=outbound, hub_wait_s=30.0)
+    settings = Settings(
+        engine=uuid.uuid4().hex,
+        hubs=hubs,
+        sites=tapped.sites,
+        fixed=tapped.fixed,
+        outbound=outbound,
+        steering_bank_bytes=job.steering_bank_bytes,
+        hub_wait_s=30.0,
+    )
     for name, value in engine_arguments(settings).items():
         if name in job.engine:
             raise UsageError(explain(f"--engine-arg {name}", expected="to be left out; capflow brings its own"))
@@ -91,19 +79,12 @@ def run(job: Job, tell: Tell) -> None:
         info = compat.model_info(engine.vllm_config)
         tell("ready", engine=settings.engine, info=msgspec.to_builtins(info))
         begun = time.perf_counter()
-        for prompt in job.prompts:
-            params = SamplingParams(
-                **{"temperature": 0.0, **job.sampling, "max_tokens": prompt.max_tokens or job.max_tokens},
-                extra_args={KEY: RequestOptions.make(id=prompt.id, capture=prompt.capture).pack()},
-            )
-            try:
-                engine.add_request(prompt.id, prompt.prompt, params)
-            except ValueError as e:
-                raise UsageError(explain(f"prompt {prompt.id}", got=str(e), expected="one that fits the model")) from e
+        prepared = _added(job, engine, info, store)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
                     answer = output.outputs[0]
+                    applied = prepared[output.request_id].said(taken(output))
                     tell(
                         "done",
                         id=output.request_id,
@@ -111,12 +92,42 @@ def run(job: Job, tell: Tell) -> None:
                         tokens=len(answer.token_ids),
                         text=answer.text,
                         finish_reason=answer.finish_reason,
+                        steering_applied=None if applied is None else msgspec.to_builtins(applied),
                         seconds=time.perf_counter() - begun,
                     )
         compat.flush(engine)
         tell("end", seconds=time.perf_counter() - begun)
     finally:
         engine.engine_core.shutdown(timeout=limits.ENGINE_END_S_MAX)
+
+
+def _added(job: Job, engine: Any, info: ModelInfo, store: SteeringStore) -> dict[str, Prepared]:
+    """Add the prompts to an engine, each with what steers it; return them by id. Raises UsageError for one that does not fit."""
+    from vllm import SamplingParams
+
+    from capflow_engine.jobsteering import of_line
+    from capflow_engine.params import Prepared
+    from capflow_engine.reach import check_added
+
+    config = engine.vllm_config
+    fit = Fit(info, Size.of(job.steering_bank_bytes, info.hidden_size, config.scheduler_config.max_num_seqs))
+    check_added(engine, config.model_config.max_model_len)
+    prepared = {}
+    for prompt in job.prompts:
+        capture = RequestOptions.make(id=prompt.id, capture=prompt.capture)
+        params = SamplingParams(
+            **{"temperature": 0.0, **job.sampling, "max_tokens": prompt.max_tokens or job.max_tokens},
+            extra_args={KEY: msgspec.structs.replace(capture, steering=prompt.steering).pack()},
+        )
+        try:
+            with of_line(job.prompts_file, prompt.line):
+                prepared[prompt.id] = one = Prepared.of(params, fit, store, prompt.id)
+                engine.add_request(prompt.id, prompt.prompt, one.params)
+        except UsageError:
+            raise
+        except ValueError as e:
+            raise UsageError(explain(f"prompt {prompt.id}", got=str(e), expected="one that fits the model")) from e
+    return prepared
 
 
 def main() -> int:

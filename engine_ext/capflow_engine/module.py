@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,34 @@ def load_module(path: str | os.PathLike[str]) -> Steering:
     except (msgspec.DecodeError, RecursionError, OSError) as e:
         raise UsageError(explain(where, got=str(e), expected=_EXPECTED)) from e
     return parse_module(said, where=where)
+
+
+def load_modules(given: Sequence[str], check: Callable[[Steering, Steering], None]) -> dict[str, Steering]:
+    """Return the modules in files, `NAME=PATH` each as `--steering-modules` takes them, by name.
+
+    check: as of `SteeringStore`. Raises UsageError for a file that holds no module, and for a module that does not fit.
+    """
+    modules: dict[str, Steering] = {}
+    for one in given:
+        name, equals, path = one.partition("=")
+        if not (name and equals and path):
+            raise UsageError(explain("--steering-modules", got=one, expected="NAME=PATH"))
+        if name in modules:
+            raise UsageError(explain("--steering-modules", got=f"{name} twice", expected="each name once"))
+        modules[name] = load_module(path)
+        with of_file(path):
+            check(modules[name], modules[name])
+    return modules
+
+
+@contextlib.contextmanager
+def of_file(path: str) -> Iterator[None]:
+    """Name the file, and its fields as it may have written them, in the UsageErrors of a block."""
+    try:
+        with as_written():
+            yield
+    except UsageError as e:
+        raise UsageError(f"{path}: {e}") from e
 
 
 def _from_tensors(path: Path) -> Steering:

@@ -32,7 +32,7 @@ from capflow_engine.ending import Ending
 from capflow_engine.fit import Fit
 from capflow_engine.holdings import Size
 from capflow_engine.hubs import hubs_at
-from capflow_engine.module import as_written, load_module
+from capflow_engine.module import load_modules
 from capflow_engine.rpc import port
 from capflow_engine.serving import Serving
 from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, Settings, engine_arguments
@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
         width = engine_args.create_model_config().get_hidden_size()
         info = ModelInfo(args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed)
         size = Size.of(bank_bytes, width, engine_args.max_num_seqs or 0)
-        modules = _modules(mine.steering_modules, Fit(info, size))
+        modules = load_modules(mine.steering_modules, Fit(info, size).check)
     return serve, args, modules
 
 
@@ -144,24 +144,6 @@ def _check_free(args: argparse.Namespace) -> None:
             found.listen()
     except OSError as e:
         raise UsageError(explain(where, got=f"{got}, {(e.strerror or str(e)).lower()}", expected="a free one")) from e
-
-
-def _modules(given: Sequence[str], fit: Fit) -> dict[str, Steering]:
-    """Return the modules in files, `NAME=PATH` each, by name; raise UsageError for one that does not fit the model or the bank."""
-    modules: dict[str, Steering] = {}
-    for one in given:
-        name, equals, path = one.partition("=")
-        if not (name and equals and path):
-            raise UsageError(explain("--steering-modules", got=one, expected="NAME=PATH"))
-        if name in modules:
-            raise UsageError(explain("--steering-modules", got=f"{name} twice", expected="each name once"))
-        modules[name] = load_module(path)
-        try:
-            with as_written():
-                fit.check(modules[name], modules[name])
-        except UsageError as e:
-            raise UsageError(f"{path}: {e}") from e
-    return modules
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
