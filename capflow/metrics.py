@@ -100,10 +100,10 @@ def _hub(hub: Hub) -> Iterator[Metric]:
     last = [] if counts.frame_at is None else [((), _wall(counts.frame_at))]
     yield _gauge("last_frame_timestamp_seconds", "When the last frame was taken, as Unix time; none before.", last)
     yield _counter("duplicate_frames", "Frames that came again after a reconnect, not delivered.", counts.duplicates)
-    dropped = hub.snapshot().dropped_rows
-    yield _counter(
-        "lost_rows", "All rows that were lost, here or before; twice where two consumers did.", sum(dropped.values())
+    text = (
+        "All rows that were lost, here or before; twice where two consumers did. What live consumers skip is no loss."
     )
+    yield _counter("lost_rows", text, hub.snapshot().rows_lost)
     yield _counter(
         "dropped_rows",
         "Rows that did not reach the hub, known when their request ends.",

@@ -171,6 +171,6 @@ def test_a_name_that_no_hub_takes_is_refused(extra, samples):
     from capflow_engine.params import Prepared, sampling_params
 
     name = "x" * (limits.REQUEST_ID_LENGTH_MAX + extra)
-    with pytest.raises(UsageError, match="^id: got x.*with the number of the choice"):
+    with pytest.raises(UsageError, match=r"^id: got x.*with the number of the choice"):
         Prepared.of(sampling_params(n=samples), FIT, SteeringStore(None, FIT.check), name)
     Prepared.of(sampling_params(), FIT, SteeringStore(None, FIT.check), name[:-1])

@@ -7,6 +7,7 @@ import io
 import pytest
 from frames import make_finished, make_frame
 from hubs import Recorder, address, configured, worker_link
+from prometheus_client import generate_latest
 from rich.console import Console
 from waiting import eventually
 
@@ -14,6 +15,7 @@ from capflow.cli.hubrun import HubRun
 from capflow.cli.job import _only_skipped
 from capflow.frame import Dropped
 from capflow.losses import described
+from capflow.metrics import registry_of
 from capflow.result import CaptureResult
 
 __all__ = ["address"]
@@ -47,6 +49,7 @@ def test_rows_that_a_live_consumer_skipped_are_shown_and_no_failure(address):
     skipped = running.hub.snapshot().rows_skipped
     assert skipped > 0
     assert running.hub.snapshot().rows_lost == 0
+    assert "\ncapflow_lost_rows_total 0.0\n" in generate_latest(registry_of(running.hub)).decode()
     assert running.exit_code == 0
     assert f"rows skipped by live consumers: {skipped} skipped" in printed
     assert "\nrows lost:" not in printed
