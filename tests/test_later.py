@@ -213,5 +213,13 @@ def test_grpc_and_the_command_line_answer_the_same(client, address):
     assert "no hub answers" in str(command("one").exception)
 
 
+def test_the_command_line_says_which_ids_there_are(address):
+    with running_hub(address, Recorder()):
+        for length, words in ((0, "ID: got "), (1, "ID: got "), (-1, "unknown to the hub")):
+            name = "x" * (limits.REQUEST_ID_LENGTH_MAX + length) if length else ""
+            told = CliRunner().invoke(cli, ["result", name, *_at([address])])
+            assert words in str(told.exception)
+
+
 def _at(addresses):
     return [part for one in addresses for part in ("--address", one)]

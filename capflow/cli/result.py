@@ -29,8 +29,11 @@ def result(
 
     The samples of a request are ID#0, ID#1 and so on. The exit code is 1 when a request is unknown.
     """
-    from capflow.errors import CapflowError, explain
+    from capflow.errors import CapflowError, UsageError, explain
 
+    for one in ids:
+        if not 0 < len(one) <= limits.REQUEST_ID_LENGTH_MAX:
+            raise UsageError(explain("ID", got=one, expected=f"1..{limits.REQUEST_ID_LENGTH_MAX} characters"))
     found = _results(ids, wait, addresses, key=key, insecure=insecure)
     if as_json:
         import json
@@ -45,7 +48,8 @@ def result(
     unknown = [one for one in ids if not found[one]]
     if unknown:
         do = f"a hub forgets a request after {limits.RESULTS_KEPT_MAX:,} later ones, and all of them when it restarts"
-        samples = _results([f"{unknown[0]}#0"], 0.0, addresses, key=key, insecure=insecure)
+        first = f"{unknown[0]}#0"[: limits.REQUEST_ID_LENGTH_MAX]
+        samples = _results([first], 0.0, addresses, key=key, insecure=insecure)
         if any(samples.values()):
             do = f"it has several samples: ask for {unknown[0]}#0, {unknown[0]}#1, …"
         raise CapflowError(explain(f"request {unknown[0]}: unknown to the hub", do=do))
