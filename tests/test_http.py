@@ -26,6 +26,7 @@ KEY = "for-the-tests"
 CAPTURE = {"hooks": {"post_block": [1, 3]}, "positions": "all"}
 CALL = {"model": "tiny", "max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
 PROMPT = "w5 w77 w123 w9 w250"
+LONG = 2500  # tokens, so many that a client can act while they come
 PROMPTS = {
     "/v1/completions": {"prompt": PROMPT},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}]},
@@ -44,8 +45,9 @@ def served(tiny_with_words, tmp_path_factory):
     variables = environment(home)
     port = free_port()
     command = [
-        "serve", tiny_with_words, "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "128",
-        "--served-model-name", "tiny", "--api-key", KEY, "--chat-template", str(home / "chat.jinja"),
+        "serve", tiny_with_words, "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "4096",
+        "--hf-overrides", '{"max_position_embeddings": 4096}', "--served-model-name", "tiny", "--api-key", KEY,
+        "--chat-template", str(home / "chat.jinja"),
     ]  # fmt: skip
     hub = process("run", "--consumer", f"filesystem:root={home}/rows,capture=requests", environment=variables)
     with hub as (_hub, _), process(*command, environment=variables) as (server, _):
@@ -194,7 +196,7 @@ def test_an_answer_that_was_steered_while_it_ran_does_not_say_that_nothing_did(s
     thread = threading.Thread(target=steering, args=(name, outcomes))
     thread.start()
     extra = {"ignore_eos": True, "capture_id": name, "steering_report": True}
-    call = {"model": "tiny", "prompt": PROMPT, "max_tokens": 110, "temperature": 0, "extra_body": extra}
+    call = {"model": "tiny", "prompt": PROMPT, "max_tokens": LONG, "temperature": 0, "extra_body": extra}
     raw = client.completions.with_raw_response.create(**call, stream=stream)
     last = list(raw.parse())[-1] if stream else raw.parse()
     thread.join(60)
@@ -203,7 +205,7 @@ def test_an_answer_that_was_steered_while_it_ran_does_not_say_that_nothing_did(s
     assert said["key"] == "dynamic"
     assert said["controllers"] == []
     (action,) = said["actions"]
-    assert 5 <= action.pop("position") < 115
+    assert 5 <= action.pop("position") < 5 + LONG
     assert action == {"request": name, "kind": "steer", "sites": ["post_block:1"]}
     # The header of a stream goes out before it is known, and claims nothing.
     assert raw.headers.get("x-capflow-steering") == (None if stream else "dynamic")
@@ -340,7 +342,7 @@ def test_a_client_that_leaves_ends_its_capture_with_what_there_was(served):
     client, _, root = served
     extra = {"ignore_eos": True, "capture": CAPTURE, "capture_id": "left"}
     stream = client.completions.create(
-        model="tiny", prompt=PROMPT, max_tokens=110, stream=True, temperature=0, extra_body=extra
+        model="tiny", prompt=PROMPT, max_tokens=LONG, stream=True, temperature=0, extra_body=extra
     )
     next(iter(stream))
     stream.close()
@@ -354,7 +356,7 @@ def test_a_client_that_leaves_ends_its_capture_with_what_there_was(served):
 def test_an_id_that_runs_is_refused_to_another_request(served):
     client, port, _ = served
     extra = {"ignore_eos": True, "capture": CAPTURE, "capture_id": "one"}
-    stream = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=100, stream=True, extra_body=extra)
+    stream = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=LONG, stream=True, extra_body=extra)
     next(iter(stream))
     body = {"model": "tiny", "max_tokens": 2, "prompt": PROMPT, "capture": CAPTURE, "capture_id": "one"}
     status, answer = post(port, "/v1/completions", body)

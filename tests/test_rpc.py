@@ -36,7 +36,7 @@ AUTHORIZED = (("authorization", f"Bearer {KEY}"),)
 MAY_STEER = (*AUTHORIZED, ("x-api-key", STEERING_KEY))
 PROMPT = "w5 w77 w123 w9 w250"
 TOKENS = [int(word[1:]) for word in PROMPT.split()]
-LENGTH_MAX = 512
+LENGTH_MAX = 4096
 BODY_BYTES_MAX = 200_000
 CAPTURE = {"hooks": {"post_block": [1, 3]}, "positions": "all"}
 VECTOR = [3.0 if n % 2 else -3.0 for n in range(WIDTH)]
@@ -63,7 +63,8 @@ def served(tiny_with_words, tmp_path_factory):
     port, rpc = free_port(), free_port()
     command = [
         "serve", tiny_with_words, "--port", str(port), "--dtype", "float32", "--enforce-eager",
-        "--max-model-len", str(LENGTH_MAX), "--served-model-name", "tiny", "--api-key", KEY,
+        "--hf-overrides", json.dumps({"max_position_embeddings": LENGTH_MAX}), "--max-model-len", str(LENGTH_MAX),
+        "--served-model-name", "tiny", "--api-key", KEY,
         "--steering-api-key", STEERING_KEY, "--steering-modules", f"one={home}/one.json",
         "--steering-body-bytes-max", str(BODY_BYTES_MAX), "--grpc-port", str(rpc),
     ]  # fmt: skip
@@ -121,7 +122,8 @@ def test_it_says_that_it_serves_and_what(served):
     assert check.status == health_pb2.HealthCheckResponse.SERVING
     reflected = ProtoReflectionDescriptorDatabase(channel)
     assert set(reflected.get_services()) == {
-        "capflow.v1.Generate", "capflow.v1.Steering", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection",
+        "capflow.v1.Capture", "capflow.v1.Generate", "capflow.v1.Steering", "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
     }  # fmt: skip
     service = descriptor_pool.DescriptorPool(reflected).FindServiceByName("capflow.v1.Generate")
     method = service.FindMethodByName("Generate")
@@ -344,7 +346,7 @@ def test_a_call_that_ends_early_ends_its_request(served, generate, end):
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
 
-    long = asked(max_tokens=500, capture=CAPTURE, capture_id=f"left-{end}")
+    long = asked(max_tokens=LENGTH_MAX - 12, capture=CAPTURE, capture_id=f"left-{end}")
     if end == "stream":
         stream = generate.GenerateStream(long, metadata=AUTHORIZED)
         next(stream)

@@ -242,7 +242,7 @@ class TestWorkerLink:
             eventually(welcomed)
             said = send_steps(link, 1000)
             assert said.count("queue_full") > 500
-            counts = link._counts()
+            counts = link._counts(link._staged())
             each = cost(make_frame(seq=1000).encode())
             assert 40_000 < counts.unacked_bytes_peak <= 50_000 + 2 * each
             assert counts.queue_bytes_peak <= 20_000
