@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -127,18 +127,21 @@ class Spool:
         """Sync what is there and give the directory back; return whether every record is durable."""
         return self._close(remove=False)
 
-    def remove(self) -> bool:
+    def remove(self, beside: Sequence[str] = ()) -> bool:
         """Close the spool, whose records are all done with, and remove its directory; return as `close` does.
 
-        A kill before the end leaves a spool without records. The directory stays when the disk fails, and while it holds a segment that was set aside.
+        beside: names of files that its owner keeps in the directory, which are removed too.
+
+        A kill before the end leaves a spool without records. The directory stays when the disk fails, and while it holds a
+        segment that was set aside, or anything else.
         """
         with self._changed:
             self._next_read = self._next_append
         self.acknowledge(self.last)
         empty = self.wait_acknowledged(self.last, _RETRY_S if self._failing else _CLOSE_S)
-        return self._close(remove=empty and not self._segments.bad)
+        return self._close(remove=empty and not self._segments.bad, beside=beside)
 
-    def _close(self, *, remove: bool) -> bool:
+    def _close(self, *, remove: bool, beside: Sequence[str] = ()) -> bool:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -150,7 +153,7 @@ class Spool:
                 what = "spool %s: the disk does not answer; what is not synced is left to it"
                 logger.error(what, self.directory, extra={"event": "spool_failed"} | self._where)
                 return False
-            self._release(remove=remove and not self._unsynced)
+            self._release(remove=remove and not self._unsynced, beside=beside)
         return not self._unsynced
 
     def __enter__(self) -> Self:
@@ -430,7 +433,7 @@ class Spool:
             event = {"event": "spool_found", "records": len(self)} | self._where
             logger.info("spool %s: records left of earlier: %d", self.directory, len(self), extra=event)
 
-    def _release(self, *, remove: bool = False) -> None:
+    def _release(self, *, remove: bool = False, beside: Sequence[str] = ()) -> None:
         self._reader.close()
         self._spare.give()
         self._segments.seal(every=True)
@@ -438,7 +441,7 @@ class Spool:
         if remove:  # before the lock is let go: whoever locks a file that is gone takes another
             with contextlib.suppress(OSError):
                 self._segments.remove()  # before the cursor, without which they would be read again
-                self._files.remove(self.directory, BESIDE)
+                self._files.remove(self.directory, (*beside, *BESIDE))
         if self._lock_fd is not None:
             self._files.close(self._lock_fd)
             self._lock_fd = None

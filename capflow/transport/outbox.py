@@ -134,7 +134,7 @@ class Outbox:
 
     def close(self) -> None:
         """Leave what is not acknowledged to a later process, and nothing if everything is."""
-        clean = self._spool.close() if len(self._spool) else self._spool.remove()
+        clean = self._spool.close() if len(self._spool) else self._spool.remove([_HELLO])
         if not clean:
             event = {"event": "spool_failed", "directory": str(self.directory)}
             logger.error("spool %s: not everything is on the disk", self.directory, extra=event)
