@@ -240,7 +240,8 @@ class TestWorkerLink:
                 return link.connected
 
             eventually(welcomed)
-            said = send_steps(link, 1000)
+            said = []
+            eventually(lambda: said.extend(send_steps(link, 1000)) or link._session.unacked_bytes_peak > 40_000)
             assert said.count("queue_full") > 500
             counts = link._counts(link._staged())
             each = cost(make_frame(seq=1000).encode())
