@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from capflow.consumer import Consumer, Controller
-from capflow.errors import CapflowError, UsageError
+from capflow.errors import CapflowError, FatalError, RetryError, UsageError
 from capflow.frame import Frame
 from capflow.hookspecs import hookimpl
 from capflow.result import CaptureResult, RequestDone
@@ -26,8 +26,10 @@ __all__ = [
     "CaptureSpec",
     "Consumer",
     "Controller",
+    "FatalError",
     "Frame",
     "RequestDone",
+    "RetryError",
     "Site",
     "UsageError",
     "hookimpl",
