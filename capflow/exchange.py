@@ -357,34 +357,43 @@ class Exchange:
             return  # not taken, so not acknowledged: its worker keeps it for the next hub
         source, header, nbytes = known.source, frame.header, cost(parts)
         assert source is not None
+        if not source.intake.has(header.seq):
+            self.ledger.admit(header, source.engine)
         if not source.intake.take(header.seq, nbytes):
             self.counts.duplicates += 1
             self._send(peer, known.session.send(source.intake.refund(), now))
             return
-        self._count(source, header, now)
         hold = _Hold(source, header.seq, 1)
+        try:
+            self._count(source, header, now)
+            self._hand_out(frame, source.engine, hold)
+            self.taps.frame(parts, nbytes)
+        finally:  # also when the hub fails at it: what the frame holds comes back
+            self._release(hold)
+
+    def _hand_out(self, frame: Frame, engine: Engine, hold: _Hold) -> None:
+        """Give a frame, and the ends of requests in it, to the consumers that want them; each holds it until it is done with it."""
+        header = frame.header
 
         def taken() -> None:
             self._post(lambda: self._release(hold))
 
-        for delivery in self.ledger.take(frame, source.engine):
+        for delivery in self.ledger.take(frame, engine):
             hold.left += self.lanes[delivery.consumer].deliver(delivery, taken)
         if self._keepers:
-            self._keep(frame, source.engine, hold, taken)
+            self._keep(frame, engine, hold, taken)
         if header.finished:
-            for request in self.ledger.finish(header, source.engine):
+            for request in self.ledger.finish(header, engine):
                 hold.left += self._over(request, taken)
         for over in header.acted:
-            self._tell(answered_by(source.engine.name, over.id, header.rank.pp, over.acted), self.lanes)
-        self.taps.frame(parts, nbytes)
-        self._release(hold)
+            self._tell(answered_by(engine.name, over.id, header.rank.pp, over.acted), self.lanes)
 
     def _keep(self, frame: Frame, engine: Engine, hold: _Hold, taken: Callable[[], None]) -> None:
         wanted = self.ledger.keepers(frame.header, engine)
         for lane in self._keepers:
             if lane.index in wanted:
-                hold.left += 1
                 lane.keep(frame, taken)
+                hold.left += 1  # only now: `taken` is posted, not called
 
     def _count(self, source: Source, header: FrameHeader, now: float) -> None:
         rows = sum(len(block.sites) * block.rows for block in header.blocks)

@@ -257,11 +257,22 @@ class Ledger:
                 where = f"consumers.{wish.consumer}.capture"
                 wish.spec.resolve(model.sites, num_layers=model.num_layers, where=where)
 
-    def take(self, frame: Frame, engine: Engine) -> list[Delivery]:
-        """Note a frame's rows; return it for each consumer that wants some of them.
+    def admit(self, header: FrameHeader, engine: Engine) -> None:
+        """Check that the requests of a frame can be opened, before anything of the frame is taken.
 
-        Raises RemoteProtocolError, having changed nothing that matters, when too many requests are open.
+        `take`, `miss`, `keepers` and `finish` of an admitted frame raise nothing.
+
+        Raises RemoteProtocolError for a capture that does not fit the model, and when too many requests are open.
         """
+        parts: tuple[RequestRows | Finished, ...] = (*header.requests, *header.finished)
+        new = {part.id: part.capture for part in parts if part.id not in engine.open}
+        if self.requests_open + len(new) > limits.REQUESTS_OPEN_MAX:
+            raise RemoteProtocolError(explain("open requests", expected=f"at most {limits.REQUESTS_OPEN_MAX}"))
+        for capture in new.values():
+            self._shares(engine, None if capture is None else capture.untagged())
+
+    def take(self, frame: Frame, engine: Engine) -> list[Delivery]:
+        """Note a frame's rows; return it for each consumer that wants some of them."""
         header = frame.header
         rank = header.rank
         known = engine.open.get
@@ -405,8 +416,6 @@ class Ledger:
     def _request(self, engine: Engine, part: RequestRows, rank: Rank) -> Request:
         request = engine.open.get(part.id)
         if request is None:
-            if self.requests_open >= limits.REQUESTS_OPEN_MAX:
-                raise RemoteProtocolError(explain("open requests", expected=f"at most {limits.REQUESTS_OPEN_MAX}"))
             capture = part.capture
             shares = self._shares(engine, None if capture is None else capture.untagged())
             tags, strangers = self._tags(capture), self._strangers(capture)

@@ -357,6 +357,10 @@ class Intake:
             self.pool.workers -= 1
             self._credit(-self.credit_bytes)
 
+    def has(self, seq: int) -> bool:
+        """Return whether a frame was taken before."""
+        return seq <= self.last_seq
+
     def take(self, seq: int, nbytes: int) -> bool:
         """Note that a frame came; return False when it is one that the hub has already.
 
@@ -368,7 +372,7 @@ class Intake:
         if seq < 1 or (self.last_seq and seq > self.last_seq + 1):
             raise RemoteProtocolError(explain("frame number", got=seq, expected=str(self.last_seq + 1)))
         self._credit(-nbytes)
-        if seq <= self.last_seq:
+        if self.has(seq):
             return False
         if not self.last_seq:
             self.acked = seq - 1  # an earlier hub has those before
