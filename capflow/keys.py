@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from capflow import limits
+from capflow import limits, private
 from capflow.address import hub_key
 from capflow.errors import CapflowError, UsageError, explain
 
@@ -66,7 +66,7 @@ def directory() -> Path:
 def make_directory(path: Path) -> Path:
     """Return the directory, made if need be; raise UsageError when others can enter it."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private.make_directory(path)
     except OSError as e:
         expected, do = "one that can be made", "set XDG_CONFIG_HOME to a directory that you can write to"
         raise CapflowError(

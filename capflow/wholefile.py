@@ -1,4 +1,4 @@
-"""A file that is there whole or not at all: written beside its place, synced, and renamed into it."""
+"""A file that is there whole or not at all: written beside its place, synced, and renamed into it. Only its owner can read it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from capflow.errors import CapflowError, explain
 
 @contextlib.contextmanager
 def whole_file(file: Path) -> Iterator[IO[bytes]]:
-    """Write a file in the place of one that is there, which stays when the block raises. Raises CapflowError when it cannot be written."""
+    """Write a private file in the place of one that is there, which stays when the block raises. Raises CapflowError when it cannot be written."""
     try:
         with tempfile.NamedTemporaryFile(dir=file.absolute().parent, suffix=".new", delete=False) as stream:
             try:
                 yield stream
                 stream.flush()
                 os.fsync(stream.fileno())
-                Path(stream.name).chmod(0o644)
                 Path(stream.name).replace(file)
             except BaseException:
                 os.unlink(stream.name)  # noqa: PTH108

@@ -6,7 +6,7 @@ import pytest
 from sources import imports_of, modules
 
 LAYERS = (
-    {"errors", "limits", "places"},
+    {"errors", "limits", "places", "private"},
     {"bounded", "brief", "runtime", "site", "shard", "wholefile"},
     {
         "positions",

@@ -27,6 +27,7 @@ from capflow.endpoint import Endpoint
 from capflow.hub import Hub
 from capflow.losses import MEANT
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
+from capflow.private import private_umask
 from capflow.site import Site
 from capflow.spilling import SpillingLane
 
@@ -76,11 +77,13 @@ class HubRun:
         self._drained = True  # whether the consumers handled everything
         self._recent: deque[tuple[float, Snapshot]] = deque()  # what was shown in the last `_RATE_S`, and just before
         self._undo = contextlib.ExitStack()  # from start to end
+        self.umask_before = -1  # of this process, known from the start on: that of its children
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as undo:
             if self._owns_signals:
                 undo.enter_context(self.signals)
+            self.umask_before = undo.enter_context(private_umask())
             undo.enter_context(rare_collections())
             undo.enter_context(logs_to(self.console, self.log_format))
             if self.endpoint is not None:

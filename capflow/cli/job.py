@@ -99,8 +99,8 @@ class ModelJob:
             expected = "a directory with a config.json, a model's name, or `demo`"
             raise UsageError(explain("--model", got=self.model, expected=expected))
 
-    def start(self) -> None:
-        """Start the child."""
+    def start(self, umask: int) -> None:
+        """Start the child with a umask: what it downloads may be shared, as the hub's files may not."""
         log = tempfile.NamedTemporaryFile(prefix="capflow-engine-", suffix=".log", delete=False)  # noqa: SIM115
         self._log = Path(log.name)
         self._process = subprocess.Popen(
@@ -109,6 +109,7 @@ class ModelJob:
             stdout=subprocess.PIPE,
             stderr=log,
             start_new_session=True,
+            umask=umask,
         )
         log.close()
         assert self._process.stdin is not None
@@ -223,7 +224,7 @@ def run_job(running: HubRun, job: ModelJob) -> int:
     with running:
         running.tell_addresses()
         job.hub = running.hub.address
-        job.start()
+        job.start(running.umask_before)
         try:
             _watch(running, job)
             interrupted = running.stopped.is_set()

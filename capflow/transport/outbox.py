@@ -8,7 +8,6 @@ little-endian, and the frame's sealed header; its body is the payload. Numbers r
 from __future__ import annotations
 
 import logging
-import os
 import struct
 from collections import deque
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from capflow import limits, message
+from capflow import limits, message, private
 from capflow.errors import CapflowError, explain
 from capflow.frame import Frame, FrameHeader
 from capflow.losses import Losses, lessened, note_frame
@@ -67,10 +66,7 @@ class Outbox:
         if not path.exists():
             try:
                 new = path.with_suffix(".new")
-                with new.open("wb") as file:
-                    file.write(message.encode(self.hello))
-                    file.flush()
-                    os.fsync(file.fileno())
+                private.write(new, message.encode(self.hello))
                 new.replace(path)
             except OSError as e:
                 self._spool.close()

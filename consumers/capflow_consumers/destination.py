@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from capflow import private
 from capflow.errors import CapflowError, UsageError, explain
 from capflow_consumers.disk import sync
 
@@ -46,10 +47,10 @@ class Destination:
             elif os.path.lexists(self.path) and (not self.path.is_dir() or any(self.path.iterdir())):
                 got = "a directory that is not empty" if self.path.is_dir() else "a file"
                 raise UsageError(explain(f"{self.path}", got=got, do="choose a name that is not taken"))
-            self.path.mkdir(parents=True, exist_ok=True)
+            private.make_directory(self.path)
             for left in self.path.glob(f"{_PARTIAL}*"):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
-            mark.write_bytes(msgspec.json.encode(self._export))
+            private.write(mark, msgspec.json.encode(self._export))
         except OSError as e:
             raise self.failed(e) from e
 
@@ -62,7 +63,8 @@ class Destination:
         """Give the path to write a file or directory at; it gets its name when the block ends, or is removed when it fails."""
         partial = self.path / f"{_PARTIAL}{name}"
         try:
-            yield partial
+            with private.private_umask():
+                yield partial
             for file in partial.iterdir() if partial.is_dir() else (partial,):
                 sync(file)
             partial.rename(self.path / name)

@@ -49,7 +49,7 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     themselves. layout: how rows lie under the root. fsync: `true`, a request is on the disk, and not only with the kernel, when
     its result says `ok`; `seal`, a shard is when it is sealed; `false`, nothing waits for the disk. tail_s: with `per_file`, how often
     rows of running requests are written, seconds; 0 is never. compression and shard_bytes are of `sharded`. threads: with `per_file`, that
-    write beside the consumer's own.
+    write beside the consumer's own. mode: of the files below the root; whoever may read them may enter the directories that are made.
     """
 
     root: str
@@ -67,6 +67,7 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compression: Literal["none", "zstd"] = "none"
     shard_bytes: int = 1024 * limits.MIB
     threads: int = 0
+    mode: Literal["0600", "0640", "0644", "0660", "0664"] = "0600"
 
 
 _DEFAULTS = FilesystemConfig("")
@@ -165,7 +166,7 @@ class FilesystemConsumer(Consumer):
         self._context = context
         config = self.config
         workers = ThreadPoolExecutor(config.threads, "capflow-filesystem") if config.threads else None
-        work = WorkDir(self._root, fsync=bool(config.fsync))
+        work = WorkDir(self._root, fsync=bool(config.fsync), mode=int(config.mode, 8))
         if config.layout == "sharded":
             store: Store = ShardStore(
                 work,

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from capflow import private
 from capflow.site import Site
 from capflow_consumers import layout
 from capflow_consumers.disk import write
@@ -46,8 +47,8 @@ class PackedFile(RequestFiles):
 
     def write(self) -> list[layout.SiteFile]:
         """Write the file; return what is in it. Raises OSError."""
-        self.path.mkdir(exist_ok=True)
-        fd = os.open(self.path / layout.PACKED_NAME, os.O_WRONLY | os.O_CREAT, 0o666)
+        private.make_directory(self.path, self.mode)
+        fd = private.create(self.path / layout.PACKED_NAME, os.O_WRONLY, self.mode)
         try:
             write(fd, self._parts, 0)
         finally:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from capflow import private
 from capflow.frame import DTYPES
 from capflow.site import Site
 from capflow_consumers import layout
@@ -54,6 +55,7 @@ class RequestFiles:
     """The files of one request in `path`, which is made when the first is; workers, where there are some, write them beside each other.
 
     dtype: that of the rows as they are captured; dtypes: of the rows of a site as they come here, where it is another.
+    mode: of the files.
     """
 
     kept_as: ClassVar[layout.Layout] = "per_file"
@@ -66,6 +68,7 @@ class RequestFiles:
         dtypes: Mapping[Site, str],
         *,
         fsync: bool,
+        mode: int = private.FILE_MODE,
         workers: Executor | None = None,
     ) -> None:
         self.path = path
@@ -73,6 +76,7 @@ class RequestFiles:
         self.hidden_size = hidden_size
         self.dtypes = dtypes
         self.fsync = fsync
+        self.mode = mode
         self.workers = workers
         self.about: About | None = None  # what those are told who read while rows are appended; None tells nobody
         self.runs: dict[Site, Runs] = {}
@@ -82,18 +86,18 @@ class RequestFiles:
 
     def append(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog) -> None:
         """Write rows behind those already in the files, and tell of them; raises OSError."""
-        self.path.mkdir(exist_ok=True)
+        private.make_directory(self.path, self.mode)
         self.early = True
         for site, parts in pieces.items():
             offset = layout.HEADER_BYTES + self.rows(site) * self.row_bytes(site)
-            fd = os.open(self.path / layout.file_name(site), os.O_WRONLY | os.O_CREAT, 0o666)
+            fd = private.create(self.path / layout.file_name(site), os.O_WRONLY, self.mode)
             try:
                 write(fd, [part.rows for part in parts], offset)
             finally:
                 os.close(fd)
             self._extend(site, parts)
         if self.about is not None:
-            tell(self.path, self.about, pieces, tokens)
+            tell(self.path, self.about, pieces, tokens, self.mode)
 
     def prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
         """Take the last rows, the tokens of all, and how many rows each site was promised; raises OSError."""
@@ -111,16 +115,16 @@ class RequestFiles:
 
     def write(self) -> list[layout.SiteFile]:
         """Write the last rows, the positions, token ids and headers; return what is in the files. Raises OSError."""
-        self.path.mkdir(exist_ok=True)
+        private.make_directory(self.path, self.mode)
         prepared, self._prepared = self._prepared, []
         list(map(self._write_file, prepared) if self.workers is None else self.workers.map(self._write_file, prepared))
         return [file.entry for file in prepared]
 
     def write_sidecar(self, sidecar: bytes) -> None:
         """Write the sidecar; raises OSError."""
-        self.path.mkdir(exist_ok=True)
+        private.make_directory(self.path, self.mode)
         (self.path / layout.RUNNING_NAME).unlink(missing_ok=True)
-        fd = os.open(self.path / layout.SIDECAR_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        fd = private.create(self.path / layout.SIDECAR_NAME, os.O_WRONLY | os.O_EXCL, self.mode)
         try:
             write(fd, [sidecar], 0)
         finally:
@@ -164,7 +168,7 @@ class RequestFiles:
         return sum(stop - start for start, stop in self.runs.get(site, ()))
 
     def _write_file(self, file: _File) -> None:
-        fd = os.open(self.path / file.entry.file, os.O_WRONLY | os.O_CREAT, 0o666)
+        fd = private.create(self.path / file.entry.file, os.O_WRONLY, self.mode)
         try:
             if file.early_bytes:
                 write(fd, file.body, len(file.header) + file.early_bytes)

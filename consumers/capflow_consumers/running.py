@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from capflow import private
 from capflow.errors import UsageError, explain
 from capflow.frame import DTYPES
 from capflow.site import Site
@@ -92,13 +93,13 @@ class RunningCapture:
         return Rows(values.view(dtype).reshape(rows, -1), positions, token_ids)
 
 
-def tell(directory: Path, about: About, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog) -> None:
-    """Tell of rows that were appended; raises OSError."""
+def tell(directory: Path, about: About, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, mode: int) -> None:
+    """Tell of rows that were appended, in a file of this mode; raises OSError."""
     groups: dict[Spans, list[str]] = {}
     for site, parts in pieces.items():
         spans = tuple(span for part in parts for span in part.spans)
         groups.setdefault(spans, []).append(str(site))
-    fd = os.open(directory / layout.RUNNING_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    fd = private.create(directory / layout.RUNNING_NAME, os.O_WRONLY | os.O_APPEND, mode)
     try:
         lines = [] if os.fstat(fd).st_size else [_encoder.encode(about)]
         for spans, sites in groups.items():

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from isal import isal_zlib
 
-from capflow import limits
+from capflow import limits, private
 from capflow_consumers import parquet
 from capflow_consumers.disk import write
 from capflow_consumers.shardstream import Encoder, Kind, hashes_of, page_of, page_room
@@ -59,10 +59,11 @@ def batches_of(
 
 
 class ShardFile:
-    """A shard at `path`, made by `create`; end: where the last request's commit ends."""
+    """A shard at `path`, made by `create` with the mode `mode`; end: where the last request's commit ends."""
 
-    def __init__(self, path: Path, kind: Kind) -> None:
+    def __init__(self, path: Path, kind: Kind, mode: int = private.FILE_MODE) -> None:
         self.path = path
+        self.mode = mode
         self.kind = kind
         self.end = 0
         self.requests: list[tuple[str, str, list[int]]] = []  # id, engine, where its batches begin, the commit's last
@@ -76,7 +77,7 @@ class ShardFile:
 
     def create(self) -> None:
         """Make the file; raises OSError."""
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._fd = private.create(self.path, os.O_RDWR | os.O_EXCL, self.mode)
         self.end = self._tip = write(self._fd, [self._encoder.head()], 0)
         self._safe = (self.end, 0)
 

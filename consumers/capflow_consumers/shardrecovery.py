@@ -9,6 +9,7 @@ What always holds: only what lies behind the last whole commit, and has no commi
 from __future__ import annotations
 
 import logging
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,8 @@ def publish(path: Path, end: int, entries: Sequence[Entry], root: Path, *, sync:
 def _copy(shard: Shard, entries: Sequence[Entry]) -> ShardFile:
     """Return a shard of the same name that has these requests only, in a directory beside it; raises OSError."""
     directory = shard.path.parent / _COPIES_NAME
-    directory.mkdir(exist_ok=True)
-    copy = ShardFile(directory / shard.path.name, shard.kind)
+    directory.mkdir(0o700, exist_ok=True)
+    copy = ShardFile(directory / shard.path.name, shard.kind, stat.S_IMODE(shard.path.stat().st_mode))
     copy.path.unlink(missing_ok=True)
     copy.create()
     try:

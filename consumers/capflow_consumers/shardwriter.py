@@ -48,6 +48,7 @@ class ShardWriter:
         bytes_max: int,
         sync: bool,
         sync_seals: bool,
+        mode: int,
     ) -> None:
         self.root = root
         self.directory = directory
@@ -55,6 +56,7 @@ class ShardWriter:
         self.bytes_max = bytes_max
         self.sync = sync
         self.sync_seals = sync_seals
+        self.mode = mode
         self._held: dict[str, list[tuple[ShardFile, layout.Sidecar]]] = {}  # what is in shards not sealed, by request
         self._open: dict[Kind, ShardFile] = {}
         self.seals = 0  # how many shards were sealed
@@ -66,7 +68,7 @@ class ShardWriter:
         if shard is None:
             number = 1 + max((int(found[1]) for name in self._names() if (found := _NUMBER.match(name))), default=0)
             path = self.directory / f"shard~{number:06d}-{secrets.token_hex(3)}.parquet"
-            shard = ShardFile(path, kind)
+            shard = ShardFile(path, kind, self.mode)
             shard.create()
             if self.sync:
                 disk.sync(self.directory)
@@ -177,7 +179,7 @@ class ShardRows(RequestFiles):
         fsync: bool,
         shards: ShardWriter,
     ) -> None:
-        super().__init__(path, dtype, hidden_size, dtypes, fsync=fsync)
+        super().__init__(path, dtype, hidden_size, dtypes, fsync=fsync, mode=shards.mode)
         self.shard: ShardFile | None = None  # that has rows of it, which are not committed
         self._shards = shards
 

@@ -55,7 +55,10 @@ class Store:
 
     def files(self, dtype: str, hidden_size: int, dtypes: Mapping[Site, str]) -> RequestFiles:
         """Return what takes the rows of a request."""
-        return self._files(self.work.new(), dtype, hidden_size, dtypes, fsync=self.work.fsync, workers=self._workers)
+        work = self.work
+        return self._files(
+            work.new(), dtype, hidden_size, dtypes, fsync=work.fsync, mode=work.mode, workers=self._workers
+        )
 
     def captures(self, engine: str, request: str) -> Found:
         """Return where captures of an engine's request lie, and their sidecars."""
@@ -131,6 +134,7 @@ class ShardStore(Store):
             bytes_max=self._shard_bytes,
             sync=self._sync_requests,
             sync_seals=self.work.fsync,
+            mode=self.work.mode,
         )
 
     def files(self, dtype: str, hidden_size: int, dtypes: Mapping[Site, str]) -> RequestFiles:

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from capflow import private
 from capflow.errors import CapflowError, explain
 from capflow_consumers import layout
 from capflow_consumers.numbered import Numbered, split
@@ -38,11 +39,12 @@ _OVERWRITE_TRIES = 10
 
 
 class WorkDir:
-    """Between `open` and `close`, `path` is this writer's alone."""
+    """Between `open` and `close`, `path` is this writer's alone. mode: of the files below the root."""
 
-    def __init__(self, root: Path, *, fsync: bool) -> None:
+    def __init__(self, root: Path, *, fsync: bool, mode: int = private.FILE_MODE) -> None:
         self.root = root
         self.fsync = fsync
+        self.mode = mode
         self.path = root
         self._lock = -1
         self._numbers = itertools.count()
@@ -50,13 +52,14 @@ class WorkDir:
 
     def open(self) -> None:
         """Make the root and the hidden directory, and remove those of dead writers; raises OSError."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        with _locked(self.root / ".lock"):
+        private.make_directory(self.root, self.mode)
+        with _locked(self.root / ".lock", self.mode):
             for stale in sorted(self.root.glob(PREFIX + "*")):
                 _remove_if_dead(stale, self.root)
             self._published.look()
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self.root))
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            private.share_directory(self.path, self.mode)
+            self._lock = private.create(self.path / "lock", os.O_RDWR, self.mode)
             fcntl.flock(self._lock, fcntl.LOCK_EX)  # a reader may look whether it is held
 
     def close(self, *, keep: bool = False) -> None:
@@ -100,7 +103,7 @@ class WorkDir:
 
     def _overwrite(self, source: Path, target: Path) -> Path:
         replaced = self.path / "replaced"
-        replaced.mkdir(exist_ok=True)
+        private.make_directory(replaced, self.mode)
         for _ in range(_OVERWRITE_TRIES):
             with contextlib.suppress(FileNotFoundError):
                 target.rename(replaced / target.name)
@@ -140,8 +143,8 @@ def _remove_if_dead(stale: Path, root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+def _locked(path: Path, mode: int) -> Iterator[None]:
+    fd = private.create(path, os.O_RDWR, mode)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield

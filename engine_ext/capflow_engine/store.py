@@ -26,7 +26,7 @@ from pathlib import Path
 
 import msgspec
 
-from capflow import limits
+from capflow import limits, private
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.program import SteeringProgram, program_of
 from capflow.steering import NOTHING, ModuleUse, Steering, Tier
@@ -280,7 +280,7 @@ class _Files:
     def _write(self, path: Path, content: bytes) -> None:
         """Write a file that is there whole or not at all."""
         part = path.with_name(f"{path.name}.part")
-        part.write_bytes(content)
+        private.write(part, content)
         part.replace(path)
 
     @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
+from capflow import private
 from capflow.errors import CapflowError, UsageError, explain
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ class LineFile:
 
     def __enter__(self) -> Self:
         try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._file = private.create(self.path, os.O_RDWR | os.O_APPEND)
         except OSError as e:
             got = e.strerror or str(e)
             raise CapflowError(explain(f"{self.path}", got=got, expected="a place to write to")) from e

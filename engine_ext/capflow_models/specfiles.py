@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from capflow import private
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.site import Site
 from capflow_models.spec import AblationSpec, LayerSteeringSpec, ProjectionCapSpec, SteeringSpec, Vector
@@ -64,10 +65,10 @@ def save_spec(directory: str | os.PathLike[str], model: str, spec: SteeringSpec)
         )
     settings = msgspec.json.format(msgspec.json.encode(_Settings(_FORMAT, model, layers)), indent=2)
     try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
+        private.make_directory(Path(directory))
         for name, content in ((VECTORS, save_tensors(vectors)), (SETTINGS, settings)):
             partial = Path(directory, f".{name}.partial")
-            partial.write_bytes(content)
+            private.write(partial, content)
             partial.replace(Path(directory, name))
     except OSError as e:
         raise CapflowError(explain(f"save_pretrained {os.fspath(directory)}", got=e.strerror or str(e))) from e

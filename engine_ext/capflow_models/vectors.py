@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from capflow import plain
+from capflow import plain, private
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.site import HOOK_DEFAULT
 from capflow_engine.vectorfile import load_sites, load_vector, load_vectors
@@ -33,7 +33,7 @@ def save_vectors(path: str | os.PathLike[str], vectors: Mapping[int, Any], *, ho
         raise UsageError(explain("vectors", got="none", expected="a vector for one layer or more"))
     partial = where.with_name(f".{where.name}.partial")
     try:
-        partial.write_bytes(save(tensors, {"hook": hook}))
+        private.write(partial, save(tensors, {"hook": hook}))
         partial.replace(where)
     except OSError as e:
         raise CapflowError(explain(os.fspath(path), got=e.strerror or str(e), expected="a place to write to")) from e
