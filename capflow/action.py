@@ -7,6 +7,9 @@ Each is answered once: `Applied`, `Rejected`, or `Unknown` where the engine was 
 
 `incarnation` says which of the requests is meant that had an id one after another: `RequestRows` and `Finished` of a frame have it.
 Empty, it is the one that runs when the engine gets the action.
+
+`engine` says which of the engines of a hub is meant, by name or id. Empty, it is the one that runs the request; the hub rejects the
+action where that may be several. Workers and schedulers get actions without it.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class Steer(msgspec.Struct, frozen=True, tag="steer", forbid_unknown_fields=True
     request: Name
     vectors: Annotated[tuple[SteeringVector, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
     incarnation: Name = ""
+    engine: Name = ""
 
     __repr__ = brief
 
@@ -44,6 +48,7 @@ class Unsteer(msgspec.Struct, frozen=True, tag="unsteer", forbid_unknown_fields=
 
     request: Name
     incarnation: Name = ""
+    engine: Name = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True, omit_defaults=True):
@@ -51,6 +56,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True
 
     request: Name
     incarnation: Name = ""
+    engine: Name = ""
 
 
 Action = Steer | Unsteer | Abort

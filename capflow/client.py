@@ -13,7 +13,7 @@ from msgspec import UNSET
 from capflow import limits
 from capflow.action import Action, Outcome
 from capflow.address import check_address, default_address
-from capflow.errors import CapflowError, HubUnreachableError, RemoteProtocolError, explain
+from capflow.errors import CapflowError, HubUnreachableError, RemoteProtocolError, UsageError, explain
 from capflow.frame import Frame
 from capflow.keys import peer_key
 from capflow.message import Act, ActionOutcome, Await, Bye, Hello, Message, Refused, Results, Status
@@ -82,19 +82,23 @@ class Client:
             self._disconnect()
 
     def results(
-        self, request_ids: Iterable[str], wait: bool = True, timeout: float | None = None
+        self, request_ids: Iterable[str], wait: bool = True, timeout: float | None = None, *, engine: str = ""
     ) -> dict[str, dict[str, CaptureResult]]:
         """Return what became of requests, by id and consumer.
 
         With `wait`, that is when every consumer is done with them, or when `timeout` seconds are over; a consumer that
         is not done by then is `pending`. A request that the hub knows nothing of has no results.
+
+        engine: the name of the engine that runs them. Without it each id stands for the request of the only engine that has one; raises
+        UsageError, naming the engines, where several have.
         """
         asked = tuple(dict.fromkeys(request_ids))
         found: dict[str, dict[str, CaptureResult]] = {}
         if wait and asked:
-            self._ask_results(asked, found, wait=True, timeout=self.timeout if timeout is None else timeout)
+            timeout = self.timeout if timeout is None else timeout
+            self._ask_results(Await(asked, True, engine), found, timeout)
         missing = tuple(request for request in asked if request not in found)
-        if missing and not self._ask_results(missing, found, wait=False, timeout=self.timeout):
+        if missing and not self._ask_results(Await(missing, False, engine), found, self.timeout):
             raise self._unreachable()
         return {request: found[request] for request in asked}
 
@@ -124,15 +128,15 @@ class Client:
                 return said.counters
         raise self._unreachable()
 
-    def _ask_results(
-        self, asked: tuple[str, ...], found: dict[str, dict[str, CaptureResult]], *, wait: bool, timeout: float
-    ) -> bool:
+    def _ask_results(self, asked: Await, found: dict[str, dict[str, CaptureResult]], timeout: float) -> bool:
         """Put the results of what was asked into `found`; return whether all came in time."""
         deadline = time.monotonic() + timeout
-        self._say(Await(asked, wait))
-        left = set(asked)
+        self._say(asked)
+        left = set(asked.requests)
         while left and (said := self._next(deadline)) is not None:
-            if isinstance(said, Results) and said.request in left:
+            if isinstance(said, Results) and said.request in left and said.engine in (asked.engine, UNSET):
+                if len(said.engines) > 1:
+                    raise ambiguous(said.request, said.engines)
                 left.discard(said.request)
                 found[said.request] = said.results
         return not left
@@ -221,3 +225,9 @@ class Client:
     def _unreachable(self) -> HubUnreachableError:
         do = "start one with `capflow run`, or name its address with --address or CAPFLOW_HUB"
         return HubUnreachableError(explain(f"no hub answers at {self.address}", do=do))
+
+
+def ambiguous(request: str, engines: Iterable[str]) -> UsageError:
+    """Return the error of an id that requests of several engines have."""
+    expected = f"the name of its engine, one of {', '.join(sorted(engines))}"
+    return UsageError(explain(f"request {request}", got="an id that several engines have", expected=expected))

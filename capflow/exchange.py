@@ -42,7 +42,7 @@ from capflow.message import (
 )
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
 from capflow.queue import Overload
-from capflow.relay import Relay
+from capflow.relay import Relay, asked_of
 from capflow.result import CaptureResult
 from capflow.roster import Peer, Roster, Source
 from capflow.session import HubSession, Parts, Pool, State, UnexpectedMessageError, cost
@@ -479,19 +479,27 @@ class Exchange:
 
     def _await(self, peer: bytes, said: Await) -> None:
         for request in said.requests:
-            found = self.ledger.results_of(request)
-            if not said.wait or (found is not None and found[1]):
-                self._say(peer, Results(request, found[0] if found is not None else {}))
-                continue
-            self._waiters.add(request, peer)
+            results, final = self._results(request, said.engine)
+            if final or not said.wait:
+                self._say(peer, results)
+            else:
+                self._waiters.add((said.engine, request), peer)
 
     def _answer_waiters(self, request: Request) -> None:
-        if not self._waiters.waits(request.id) or self.ledger.find(request.id) is not request:
-            return
-        found = self.ledger.results_of(request.id)
-        if found is not None and found[1]:
-            for peer in self._waiters.pop(request.id):
-                self._say(peer, Results(request.id, found[0]))
+        for engine in {"", request.key[0], request.engine}:
+            if self._waiters.waits((engine, request.id)):
+                results, final = self._results(request.id, engine)
+                for peer in self._waiters.pop((engine, request.id)) if final else ():
+                    self._say(peer, results)
+
+    def _results(self, request: str, engine: str) -> tuple[Results, bool]:
+        """Return the results of a request, and whether they are final."""
+        found = self.ledger.named(request, engine)
+        names = tuple(each.key[0] for each in found[: limits.ENGINES_TOLD_MAX])
+        if len(found) == 1:
+            results, final = self.ledger.results_of(found[0])
+            return Results(request, results, engine, names), final
+        return Results(request, {}, engine, names), bool(found)
 
     # Actions.
 
@@ -503,22 +511,24 @@ class Exchange:
         self._act(act.id, act.action, answer, f"client {known.session.user}".rstrip())
 
     def _act(self, own_id: str, action: Action, answer: Callable[[Outcome], None], asked_by: str) -> None:
-        """Pass an action to the engine that runs its request, or, not knowing that, to every one."""
+        """Pass an action to the engine that runs its request; reject it where that may be several."""
+        schedulers = {hello.boot: (peer, hello) for peer, hello in self.roster.schedulers()}
+        known = self.ledger.named(action.request, action.engine)
+        boots, reason = asked_of(action, known, [hello for _, hello in schedulers.values()])
+        asked = {boot: schedulers[boot] for boot in boots}
+        engines = {hello.engine for _, hello in asked.values()}
 
         def answered(outcome: Outcome) -> None:
-            told = Answered.of(action, outcome, engine=request.engine if request else "", asked_by=asked_by)
+            runs = len(engines) == 1 and (known or isinstance(outcome, Applied))
+            told = Answered.of(action, outcome, engine=next(iter(engines)) if runs else "", asked_by=asked_by)
             self._tell([told], self.lanes)
             answer(outcome)
 
-        schedulers = {hello.boot: (peer, hello) for peer, hello in self.roster.schedulers()}
-        request = self.ledger.find(action.request)
-        mine = {
-            boot: (peer, hello)
-            for boot, (peer, hello) in schedulers.items()
-            if request is not None and (hello.engine, hello.rank.dp) == (request.engine, request.replica)
-        }
-        asked = mine or schedulers
-        act = self.relay.ask(own_id, action, asked, time.monotonic(), answered)
+        if reason is not None:
+            self.relay.refuse(own_id, reason, answered)
+            return
+        bare = msgspec.structs.replace(action, engine="")
+        act = self.relay.ask(own_id, bare, asked, time.monotonic(), answered)
         if act is not None:
             for peer, _ in asked.values():
                 self._say(peer, act)

@@ -21,6 +21,7 @@ import msgspec
 from capflow import limits
 from capflow.action import Action, Answered
 from capflow.consumer import Consumer
+from capflow.enginename import is_of
 from capflow.errors import CapflowError, explain
 from capflow.frame import DTYPES, Finished, RequestRows
 from capflow.ledger import Delivery, Request, Tally
@@ -104,6 +105,8 @@ class Lane:
         ] = {}  # engines, oldest first, of which there was no room to tell; the hub's thread's
         # The requests in what the consumer is given now; written by the thread.
         self._given: Sequence[RequestRows | Finished] = ()
+        # The engine that these requests are of; written by the thread.
+        self._given_of = ""
         self._discarding = False  # set by `discard`: rows are thrown away, ends are still told
         self._opened = threading.Event()  # set by the thread when `open` is through
         self._open_error: Exception | None = None  # set by the thread before `_opened`
@@ -264,9 +267,10 @@ class Lane:
 
     def act(self, action: Action) -> None:
         """Send an action to the engine that runs its request: the one that the consumer is given now, if it has that id."""
-        if not action.incarnation:
-            named = (part.incarnation for part in self._given if part.id == action.request)
-            action = msgspec.structs.replace(action, incarnation=next(named, ""))
+        if not action.incarnation and is_of(self._given_of, action.engine):
+            for part in self._given:
+                if part.id == action.request:
+                    action = msgspec.structs.replace(action, incarnation=part.incarnation, engine=self._given_of)
         self._on_action(self.name, action)
 
     def count(self, name: str, amount: int = 1) -> None:
@@ -328,7 +332,7 @@ class Lane:
 
     def _give(self, delivery: Delivery) -> None:
         header = delivery.frame.header
-        self._given = header.requests
+        self._given, self._given_of = header.requests, header.engine
         error = self._guard("on_frame", self.consumer.on_frame, delivery.frame)
         self._given = ()
         self.pace.failed_in_a_row = 0 if error is None else self.pace.failed_in_a_row + 1
@@ -347,7 +351,7 @@ class Lane:
                 self._guard("on_action", self.consumer.on_action, acted)
         done = request.done_for(place)
         said: list[CaptureResult | Future[CaptureResult] | None] = []
-        self._given = done.finished
+        self._given, self._given_of = done.finished, done.engine
         error = self._guard("on_request_done", lambda: said.append(self.consumer.on_request_done(done)))
         self._given = ()
         answer = said[0] if error is None else CaptureResult("error", error)

@@ -15,6 +15,7 @@ import xxhash
 
 from capflow import limits
 from capflow.action import Answered
+from capflow.enginename import is_of, name_of
 from capflow.errors import RemoteProtocolError, UsageError, explain
 from capflow.frame import Acted, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, rows_of
 from capflow.losses import Losses, described, note_frame
@@ -146,6 +147,11 @@ class Request:
         self.lost = Losses()  # rows that did not reach this hub
         self.status: str | None = None  # set when it is over
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """The name of its engine, and its id."""
+        return name_of(self.engine), self.id
+
     def settle(self, consumer: int, result: CaptureResult) -> None:
         """Note what a consumer made of it."""
         self.results[consumer] = result
@@ -247,8 +253,12 @@ class Ledger:
         self.requests_open = 0
         self.requests_gapped = 0  # that are over, and of which rows did not reach this hub
         self.dropped: Counter[str] = Counter()  # rows that did not reach this hub, by reason
-        self._requests: dict[str, Request] = {}  # the newest of each id, open or over
-        self._over: dict[str, Request] = {}  # of `_requests` those that are over, oldest first
+        # The newest request of each engine's name and id, open or over.
+        self._requests: dict[tuple[str, str], Request] = {}
+        # Of `_requests` those that are over, oldest first.
+        self._over: dict[tuple[str, str], Request] = {}
+        # The names of the engines that have a request in `_requests`, by id.
+        self._engines_of: dict[str, tuple[str, ...]] = {}
 
     def check(self, model: ModelInfo) -> None:
         """Raise UsageError when a consumer's own spec names a site that the model does not have or tap."""
@@ -370,25 +380,25 @@ class Ledger:
 
     def settle(self, over: Request, consumer: int, result: CaptureResult) -> Request | None:
         """Note the result of a lane that keeps, told by its own ledger; return the request here, None when it is not known or not over."""
-        request = self._requests.get(over.id)
+        request = self._requests.get(over.key)
         if request is None or request.engine != over.engine or request.status is None or request.results[consumer]:
             return None
         request.settle(consumer, result)
         return request
 
-    def find(self, request: str) -> Request | None:
-        """Return the newest request of that id."""
-        return self._requests.get(request)
+    def named(self, request: str, engine: str = "") -> list[Request]:
+        """Return the newest request of an id of each engine that has one, or of one engine, which is given by its name or id."""
+        if not engine:
+            return [self._requests[name, request] for name in self._engines_of.get(request, ())]
+        found = self._requests.get((name_of(engine), request))
+        return [found] if found is not None and is_of(found.engine, engine) else []
 
-    def results_of(self, request: str) -> tuple[dict[str, CaptureResult], bool] | None:
-        """Return a request's results by consumer and whether they are final; None when it is not known."""
-        found = self._requests.get(request)
-        if found is None:
-            return None
+    def results_of(self, request: Request) -> tuple[dict[str, CaptureResult], bool]:
+        """Return a request's results by consumer and whether they are final."""
         pending = CaptureResult("pending")
-        results = {wish.consumer: result or pending for wish, result in zip(self.wishes, found.results, strict=True)}
-        results |= {name: CaptureResult("error", self.refusal(name)) for name in found.strangers}
-        return results, found.status is not None and None not in found.results
+        results = {wish.consumer: result or pending for wish, result in zip(self.wishes, request.results, strict=True)}
+        results |= {name: CaptureResult("error", self.refusal(name)) for name in request.strangers}
+        return results, request.status is not None and None not in request.results
 
     @property
     def readers(self) -> tuple[str, ...]:
@@ -407,11 +417,16 @@ class Ledger:
         self.requests_done += 1
         self.dropped.update(request.lost.rows)
         self.requests_gapped += bool(request.lost)
-        if self._requests.get(request.id) is request:
-            self._over[request.id] = request
+        if self._requests.get(request.key) is request:
+            self._over[request.key] = request
         while len(self._over) > self._results_kept_max:
             oldest = next(iter(self._over))
             del self._over[oldest], self._requests[oldest]
+            name, request_id = oldest
+            if names := tuple(each for each in self._engines_of[request_id] if each != name):
+                self._engines_of[request_id] = names
+            else:
+                del self._engines_of[request_id]
 
     def _request(self, engine: Engine, part: RequestRows, rank: Rank) -> Request:
         request = engine.open.get(part.id)
@@ -424,8 +439,11 @@ class Ledger:
         return request
 
     def _add(self, request: Request, engine: Engine) -> None:
-        engine.open[request.id] = self._requests[request.id] = request
-        self._over.pop(request.id, None)
+        engine.open[request.id] = self._requests[request.key] = request
+        self._over.pop(request.key, None)
+        name, names = request.key[0], self._engines_of.get(request.id, ())
+        if name not in names:
+            self._engines_of[request.id] = (*names, name)
         self.requests_open += 1
 
     def _tags(self, capture: Capture | None) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ MIB = 1024 * KIB
 
 # Identifiers and shapes.
 REQUEST_ID_LENGTH_MAX = 512
+ENGINE_NAME_LENGTH_MAX = 64
+ENGINES_TOLD_MAX = 16  # that have requests of one id; in one answer
 LAYERS_MAX = 1024
 SITES_MAX = 5 * LAYERS_MAX  # one at each hook of each layer
 TAG_LENGTH_MAX = 256  # characters of a capture's tag

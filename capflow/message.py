@@ -176,17 +176,27 @@ class ActionOutcome(msgspec.Struct, frozen=True, tag="outcome"):
 
 
 class Await(msgspec.Struct, frozen=True, tag="await"):
-    """Tell me what became of these requests: at once, or when every consumer is done with them."""
+    """Tell me what became of these requests: at once, or when every consumer is done with them.
+
+    engine: whose requests they are, by name or id; empty for any engine that is the only one with a request of the id.
+    """
 
     requests: Annotated[tuple[Name, ...], msgspec.Meta(max_length=limits.AWAITED_MAX)]
     wait: bool = True
+    engine: Name = ""
 
 
 class Results(msgspec.Struct, frozen=True, tag="results"):
-    """What became of a request, by consumer; empty when the hub knows nothing of it."""
+    """What became of a request, by consumer; empty when the hub knows nothing of it, or several requests of the id.
+
+    engine: as in the question; an earlier hub leaves it out.
+    engines: the names of the engines that have a request of the id, at most `limits.ENGINES_TOLD_MAX`. With several there are no results.
+    """
 
     request: Name
     results: dict[str, CaptureResult]
+    engine: Name | msgspec.UnsetType = msgspec.UNSET
+    engines: Annotated[tuple[Name, ...], msgspec.Meta(max_length=limits.ENGINES_TOLD_MAX)] = ()
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from capflow import limits
 from capflow.action import Action, Applied, Outcome, Rejected, Unknown
+from capflow.enginename import is_of, name_of
 from capflow.errors import explain
-from capflow.message import Act
+from capflow.ledger import Request
+from capflow.message import Act, Hello
 
 NO_ENGINE = explain(
     "action: no engine is connected to this hub", do="start one with its hub set to this address, then try again"
@@ -56,9 +58,6 @@ class Relay:
     ) -> Act | None:
         """Return what to send to the schedulers, which are named by their boots; None when it was answered at once."""
         waiting = _Waiting(own_id, answer, set(schedulers), now + limits.ACTION_S_MAX)
-        if not waiting.asked:
-            self._answer(waiting, Rejected(own_id, NO_ENGINE))
-            return None
         if len(self._waiting) >= limits.ACTIONS_WAITING_MAX:
             reason = explain("actions waiting for an engine", got=len(self._waiting), expected="fewer; try again later")
             self._answer(waiting, Rejected(own_id, reason))
@@ -66,6 +65,10 @@ class Relay:
         waiting.act = Act(f"{self._hub}-{next(self._ids)}", action, waiting.until)
         self._waiting[waiting.act.id] = waiting
         return waiting.act
+
+    def refuse(self, own_id: str, reason: str, answer: Callable[[Outcome], None]) -> None:
+        """Reject an action that no scheduler is asked to do."""
+        self._answer(_Waiting(own_id, answer, set(), 0.0), Rejected(own_id, reason))
 
     def again(self, scheduler: str, now: float) -> list[Act]:
         """Return what to send to a scheduler that is back: what it was asked, has not answered and may still do."""
@@ -110,3 +113,49 @@ class Relay:
             case Unknown():
                 self.unknown += 1
         waiting.answer(outcome)
+
+
+def asked_of(action: Action, known: Sequence[Request], schedulers: Sequence[Hello]) -> tuple[list[str], str | None]:
+    """Return the boots of the schedulers to ask to do an action, or why none of them is asked.
+
+    The engine whose request it is, is asked, and never another. Of a request that the hub does not know, which consumers want no rows
+    of, that is the only engine. An action with an incarnation is of one request, and so done by one engine, whoever is asked.
+
+    known: the hub's requests of the id, of the engine that the action names if it names one.
+    schedulers: all that are connected.
+    """
+    mine = [hello for hello in schedulers if is_of(hello.engine, action.engine)]
+    if not mine:
+        return [], NO_ENGINE if not schedulers else _no_such(action, schedulers)
+    found = [request for request in known if request.status is None] or known
+    if action.incarnation and len(found) != 1:
+        return [hello.boot for hello in mine], None
+    if len(found) > 1:
+        return [], _several(action, "an id that several engines have", [request.key[0] for request in found])
+    if found:
+        engine, replica = found[0].engine, found[0].replica
+        boots = [hello.boot for hello in mine if (hello.engine, hello.rank.dp) == (engine, replica)]
+        if boots:
+            return boots, None
+        if found[0].status is None:
+            return [], explain(f"request {action.request}", got=f"engine {name_of(engine)}, which is not connected")
+    engines = {name_of(hello.engine) for hello in mine}
+    if len(engines) > 1:
+        return [], _several(action, "an id that the hub does not know, and several engines", engines)
+    return [hello.boot for hello in mine], None
+
+
+def _several(action: Action, got: str, engines: Iterable[str]) -> str:
+    expected = f"the name of its engine, one of {_listed(engines)}"
+    return explain(f"request {action.request}", got=got, expected=expected, do="name it, e.g. with --engine")
+
+
+def _no_such(action: Action, schedulers: Sequence[Hello]) -> str:
+    expected = f"one that is connected: {_listed({name_of(hello.engine) for hello in schedulers})}"
+    return explain("engine of the action", got=action.engine, expected=expected)
+
+
+def _listed(engines: Iterable[str]) -> str:
+    names = sorted(engines)
+    more = len(names) - limits.ENGINES_TOLD_MAX
+    return ", ".join(names[: limits.ENGINES_TOLD_MAX]) + (f" and {more} more" if more > 0 else "")

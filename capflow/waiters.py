@@ -5,15 +5,18 @@ from __future__ import annotations
 from capflow import limits
 from capflow.errors import RemoteProtocolError, explain
 
+Asked = tuple[str, str]
+"""An engine as a client named it, empty for any, and the id of a request."""
+
 
 class Waiters:
     """Clients by the request they wait for; a client leaves when it is answered or gone."""
 
     def __init__(self) -> None:
-        self._clients: dict[str, set[bytes]] = {}  # by request
+        self._clients: dict[Asked, set[bytes]] = {}  # by request
         self._count = 0  # of all pairs
 
-    def add(self, request: str, client: bytes) -> None:
+    def add(self, request: Asked, client: bytes) -> None:
         """Have a client wait.
 
         Raises RemoteProtocolError when too much is waited for.
@@ -25,11 +28,11 @@ class Waiters:
         self._count += client not in clients
         clients.add(client)
 
-    def waits(self, request: str) -> bool:
+    def waits(self, request: Asked) -> bool:
         """Return whether someone waits for the request."""
         return request in self._clients
 
-    def pop(self, request: str) -> set[bytes]:
+    def pop(self, request: Asked) -> set[bytes]:
         """Remove and return those who wait for the request."""
         clients = self._clients.pop(request, set())
         self._count -= len(clients)

@@ -34,7 +34,7 @@ def server(directory, keys=Keys(open=True), hubs=("ipc:///nowhere",)):  # noqa: 
         get_total_num_hidden_layers=lambda: 4,
         get_hidden_size=lambda: WIDTH,
     )
-    settings = Settings("engine", tuple(map(HubAt, hubs)), SITES, steering_bank_bytes=3 * 4 * WIDTH)
+    settings = Settings("engine-1", tuple(map(HubAt, hubs)), SITES, steering_bank_bytes=3 * 4 * WIDTH)
     config = SimpleNamespace(
         additional_config=settings,
         model_config=model,

@@ -205,7 +205,7 @@ class TestTheHub:
             engine = hub.engine()
             captures = {f"r{n}": CaptureSpec({"post_block": "all"}, tag=f"tag {n}") for n in range(3)}
             engine.step([(name, 4, 0, 2) for name in captures], captures=captures)
-            shares = hub.asked(lambda: [ledger.find(name).shares for name in captures])
+            shares = hub.asked(lambda: [ledger.named(name)[0].shares for name in captures])
             assert shares[0] is shares[1] is shares[2]
 
 

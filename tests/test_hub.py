@@ -447,11 +447,11 @@ class TestActions:
             assert outcome.step == 3
             assert other.actions() == []
 
-    def test_on_unknown_requests_go_to_all_and_applied_wins(self, address):
+    def test_on_unknown_requests_go_to_every_replica_and_applied_wins(self, address):
         with (
             running_hub(address, Recorder()),
             scheduler_link(address) as one,
-            scheduler_link(address, make_hello("engine-2", "s2", role="scheduler")) as two,
+            scheduler_link(address, make_hello(boot="s2", role="scheduler", rank=Rank(0, 1, 0))) as two,
             Client(address) as client,
         ):
             threads = [
@@ -601,11 +601,11 @@ def test_a_request_that_is_over_and_has_its_results_keeps_nothing_else(address, 
     with running_hub(address, Recorder(), kept) as hub, worker_link(address) as link, Client(address) as client:
         send_request(link, "r1")
         client.results(["r1"], timeout=20)
-        done = hub.ledger.find("r1")
+        done = hub.ledger.named("r1")[0]
         assert None not in done.results
         assert not any((done.tallies, done.received, done.finished, done.lost))
         eventually(lambda: not hub.lanes[1].ledger.requests_open)
-        assert hub.lanes[1].ledger.find("r1") is None
+        assert hub.lanes[1].ledger.named("r1") == []
 
 
 def test_stop_is_bounded_though_a_consumer_hangs(address, caplog):

@@ -115,7 +115,7 @@ class TestScheduler:
 class TestResults:
     def settings(self, addresses):
         hubs = tuple(HubAt(address) for address in addresses)
-        return SimpleNamespace(hubs=hubs, hub_of=lambda name: hub_of(name, len(hubs)))
+        return SimpleNamespace(engine="engine-1", hubs=hubs, hub_of=lambda name: hub_of(name, len(hubs)))
 
     def test_each_hub_is_asked_for_its_own_and_one_that_is_gone_delays_no_other(self, addresses):
         (mine,), (others,) = names_of(0, 1), names_of(1, 1)

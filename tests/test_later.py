@@ -11,12 +11,13 @@ pytest.importorskip("vllm")
 import grpc
 from apps import server
 from click.testing import CliRunner
-from frames import make_finished, make_frame
+from frames import make_finished, make_frame, make_hello
 from hubs import Later, Recorder, address, free_port, running_hub, worker_link
 from waiting import eventually
 
 from capflow import limits
 from capflow.cli import cli
+from capflow.client import Client
 from capflow.result import CaptureResult
 from capflow.shard import hub_of
 from capflow_engine.fields import Asked
@@ -29,8 +30,12 @@ from capflow_engine.rpc.server import served
 __all__ = ["address"]
 
 
-def send(link, name, *, over=True):
-    made = make_frame([(name, 4, 0, 4)], finished=[make_finished(name)] if over else [])
+OTHER = make_hello("engine-2", "boot-2")
+
+
+def send(link, name, *, over=True, of=None):
+    own = {} if of is None else {"engine": of.engine, "boot": of.boot}
+    made = make_frame([(name, 4, 0, 4)], finished=[make_finished(name)] if over else [], **own)
     assert link.send(made.header, made.payload) is None
 
 
@@ -92,6 +97,20 @@ def test_the_newest_request_of_an_id_answers(client, address):
         send(link, "again")
         eventually(lambda: "again" in consumer.futures)
         assert client.get("/v1/capture/again").json()["done"] is False
+
+
+def test_a_request_of_another_engine_with_the_id_answers_nobody_here(client, address):
+    with running_hub(address, Recorder()), worker_link(address) as link, worker_link(address, OTHER) as other:
+        send(other, "same", of=OTHER)
+        with Client(address) as asking:
+            asking.results(["same"], timeout=20)
+        assert client.get("/v1/capture/same").status_code == 404
+        send(link, "same")
+        answer = client.get("/v1/capture/same?wait=20").json()["capture_results"]["recorder"]
+        assert answer["status"] == "ok"
+        with Client(address) as asking:
+            mine = asking.results(["same"], engine="engine-1", wait=False)["same"]["recorder"]
+        assert answer["payload"] == mine.payload
 
 
 def test_the_choices_of_a_request_answer_together_and_each(client, address):

@@ -7,7 +7,7 @@ from sources import imports_of, modules
 
 LAYERS = (
     {"errors", "limits", "places", "private"},
-    {"bounded", "brief", "runtime", "site", "shard", "wholefile"},
+    {"bounded", "brief", "enginename", "runtime", "site", "shard", "wholefile"},
     {
         "positions",
         "spec",

@@ -45,7 +45,7 @@ def test_a_hub_that_is_not_there_is_looked_for_only_by_who_asked_for_rows(addres
         return Client(hub.address, 0.1)
 
     monkeypatch.setattr(HubAt, "client", client)
-    results = HubResults(HubAt(address))
+    results = HubResults(HubAt(address), "")
     for _ in range(3):
         assert results.ask([("r1", False)]) == {}
     assert waited == []
@@ -55,7 +55,7 @@ def test_a_hub_that_is_not_there_is_looked_for_only_by_who_asked_for_rows(addres
 
 def test_a_hub_is_asked_also_of_requests_that_asked_for_nothing_and_left_when_it_goes(address):
     """It may capture every request."""
-    results = HubResults(HubAt(address))
+    results = HubResults(HubAt(address), "")
     with running_hub(address, Recorder()), worker_link(address) as link:
         made = make_frame([("r1", 4, 0, 4)], finished=[make_finished("r1")])
         assert link.send(made.header, made.payload) is None
@@ -66,7 +66,7 @@ def test_a_hub_is_asked_also_of_requests_that_asked_for_nothing_and_left_when_it
 
 def test_a_hub_that_came_back_is_asked_of_everything_again(address):
     """Also within the minute in which nobody would look for one that was not there."""
-    results = HubResults(HubAt(address))
+    results = HubResults(HubAt(address), "")
     assert results.ask([("gone", True)]) == {}
     with running_hub(address, Recorder()), worker_link(address) as link:
         for name in ("r1", "r2"):

@@ -544,7 +544,7 @@ def test_consumers_beside_it_are_not_held_up(address, spills):
         eventually(lambda: "r1" in quick.done)
         assert quick.rows["r1"] == 100 * ROWS
         assert slow.done == {}
-        assert set(hub.ledger.results_of("r1")[0]) == {"slow", "quick"}
+        assert set(hub.ledger.results_of(hub.ledger.named("r1")[0])[0]) == {"slow", "quick"}
 
 
 def test_a_place_is_one_for_each_configuration():

@@ -13,13 +13,19 @@ if TYPE_CHECKING:
     from capflow.action import Action
 
 
+_engine = click.option(
+    "--engine", metavar="NAME", default="", help="The engine that runs the request, where several are."
+)
+
+
 @click.command()
 @click.argument("request")
+@_engine
 @click.option("--vector", required=True, metavar="FILE.safetensors[:KEY]", help="The vector, [hidden_size].")
 @click.option("--site", required=True, metavar="HOOK:LAYER", help="Where to add it, e.g. post_block:12.")
 @click.option("--scale", type=float, default=1.0, show_default=True, help="What to multiply it by.")
 @hub_options
-def steer(request: str, vector: str, site: str, scale: float, **hub: Any) -> None:
+def steer(request: str, engine: str, vector: str, site: str, scale: float, **hub: Any) -> None:
     """Add a vector to the running REQUEST, from its next generated token on."""
     from capflow.action import Steer
     from capflow.site import Site
@@ -27,27 +33,29 @@ def steer(request: str, vector: str, site: str, scale: float, **hub: Any) -> Non
 
     where = Site.parse(site)
     made = SteeringVector.make(where, read_vector(vector), scale, where=f"--vector {vector}")
-    _act(Steer(request, (made,)), hub)
+    _act(Steer(request, (made,), engine=engine), hub)
 
 
 @click.command()
 @click.argument("request")
+@_engine
 @hub_options
-def unsteer(request: str, **hub: Any) -> None:
+def unsteer(request: str, engine: str, **hub: Any) -> None:
     """Take back what `steer` added to the running REQUEST."""
     from capflow.action import Unsteer
 
-    _act(Unsteer(request), hub)
+    _act(Unsteer(request, engine=engine), hub)
 
 
 @click.command()
 @click.argument("request")
+@_engine
 @hub_options
-def abort(request: str, **hub: Any) -> None:
+def abort(request: str, engine: str, **hub: Any) -> None:
     """Stop the running REQUEST; what it generated so far is its result."""
     from capflow.action import Abort
 
-    _act(Abort(request), hub)
+    _act(Abort(request, engine=engine), hub)
 
 
 def read_vector(text: str) -> Any:

@@ -79,6 +79,8 @@ class ModelJob:
     # What steers every prompt and what prompts may name: `steering`, `steering_modules` and `steering_bank_bytes` as options have them.
     steering: dict[str, Any] = field(default_factory=dict)
     hub: str = ""  # the address, known once the hub listens
+    # The engine's id, known once it runs.
+    engine_id: str = ""
     stage: str = "starting"
     shape: tuple[int, tuple[Site, ...]] | None = None  # layers and tapped sites, known before the model is loaded
     info: ModelInfo | None = None
@@ -199,7 +201,7 @@ class ModelJob:
                 case "preparing":
                     self.stage = str(event["what"])
                 case "ready":
-                    self.info = msgspec.convert(event["info"], ModelInfo)
+                    self.info, self.engine_id = msgspec.convert(event["info"], ModelInfo), str(event["engine"])
                     self.stage, self.ready_at = "running", time.monotonic()
                 case "done":
                     self.done.append(event)
@@ -309,7 +311,7 @@ def _rates(running: HubRun, job: ModelJob) -> str:
 def _results(job: ModelJob) -> dict[str, dict[str, CaptureResult]]:
     """Return what the consumers say of every request, waiting until they are done with all of them."""
     with Client(job.hub, key=job.key, insecure=True) as client:
-        return client.results([p.id for p in job.prompts], wait=True, timeout=_RESULTS_WAIT_S)
+        return client.results([p.id for p in job.prompts], wait=True, timeout=_RESULTS_WAIT_S, engine=job.engine_id)
 
 
 def _resolved(capture: Capture | None, info: ModelInfo) -> Wanted:

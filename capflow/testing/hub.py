@@ -74,20 +74,29 @@ class MemoryHub:
         hello = make_hello(name, boot, rank=Rank(stage, replica, 0), model=model)
         return Engine(self, hello, sites, capture, seq)
 
-    def results(self, request: str) -> dict[str, CaptureResult]:
-        """Return what became of a request, by consumer, when all are done with it. Raises CapflowError when that does not come."""
+    def results(self, request: str, engine: str = "") -> dict[str, CaptureResult]:
+        """Return what became of a request, by consumer, when all are done with it. Raises CapflowError when that does not come.
+
+        engine: whose request it is, by name; the newest of the id without.
+        """
+
+        def ask() -> tuple[dict[str, CaptureResult], bool] | None:
+            ledger = self.hub.ledger
+            named = ledger.named(request, engine)
+            return ledger.results_of(named[-1]) if named else None
+
         deadline = time.monotonic() + WAIT_S
         while True:
-            found = self.asked(lambda: self.hub.ledger.results_of(request))
+            found = self.asked(ask)
             if found is not None and found[1]:
                 return found[0]
             if time.monotonic() >= deadline:
                 raise CapflowError(explain(f"request {request}", got=found, expected=f"results in {WAIT_S:g} s"))
             time.sleep(_POLL_S)
 
-    def result(self, request: str) -> CaptureResult:
-        """Return what became of a request with the first consumer."""
-        return self.results(request)[self.hub.consumers[0].name]
+    def result(self, request: str, engine: str = "") -> CaptureResult:
+        """Return what became of a request with the first consumer; engine: as of `results`."""
+        return self.results(request, engine)[self.hub.consumers[0].name]
 
     def asked(self, question: Callable[[], T]) -> T:
         """Return what a question answers on the hub's thread, which everything sent before has reached."""

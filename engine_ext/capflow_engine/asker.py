@@ -40,6 +40,7 @@ class _Ask:
     """A question about some requests.
 
     names: of the requests.
+    engine: whose they are, by id or name; empty for that of any engine that alone has one of the id.
     captures: whether they brought specs of their own.
     patient: as of `Asker.ask`.
     deadline: when it is answered at the latest.
@@ -52,6 +53,7 @@ class _Ask:
     deadline: float
     loop: asyncio.AbstractEventLoop
     answer: asyncio.Future[Results]
+    engine: str
     known_by: float | None = None
 
     def waits(self, found: Results, now: float, over_at: float) -> bool:
@@ -64,12 +66,16 @@ class _Ask:
 class Asker:
     """Asks a hub; connects when first used, and again when the hub was away.
 
-    client: makes one that waits for so many seconds. is_listening: says at once whether there is any use in that.
+    client: makes one that waits for so many seconds. is_listening: says at once whether there is any use in that. engine: whose requests
+    it asks for.
     """
 
-    def __init__(self, client: Callable[[float], Client], is_listening: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self, client: Callable[[float], Client], is_listening: Callable[[], bool] = lambda: True, engine: str = ""
+    ) -> None:
         self._client = client
         self._is_listening = is_listening
+        self._engine = engine
         self._turned_at = 0.0  # when the hub was last asked; the thread's
         self._away_at: float | None = None  # since when the hub is away or refuses; None while it answers; the thread's
         self._over_at = math.inf  # when every question is answered at last; set by `hurry`
@@ -84,13 +90,14 @@ class Asker:
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Results] = loop.create_future()
-        return await self._answer(_Ask(tuple(names), captures, patient, time.monotonic() + wait_s, loop, answer))
+        deadline = time.monotonic() + wait_s
+        return await self._answer(_Ask(tuple(names), captures, patient, deadline, loop, answer, self._engine))
 
-    async def find(self, names: Sequence[str], *, wait_s: float, known_s: float) -> Results:
+    async def find(self, names: Sequence[str], *, wait_s: float, known_s: float, engine: str = "") -> Results:
         """Return the results of requests, once their consumers are done with them or `wait_s` seconds are over.
 
-        A request that the hub does not know after `known_s` seconds has no results. Raises CapflowError when no hub answers, or
-        when it refuses.
+        engine: whose requests they are, where it is not the asker's. A request that the hub does not know after `known_s` seconds has no
+        results. Raises CapflowError when no hub answers, or when it refuses.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Results] = loop.create_future()
@@ -102,6 +109,7 @@ class Asker:
             deadline=now + wait_s,
             loop=loop,
             answer=answer,
+            engine=engine or self._engine,
             known_by=now + known_s,
         )
         return await self._answer(ask)
@@ -149,12 +157,14 @@ class Asker:
         if connects and not self._is_listening():
             raise HubUnreachableError(_AWAY)
         self._turned_at = now
-        names = {name: None for ask in waiting for name in ask.names}
-        found = client.results(names, wait=False)
+        names: dict[str, dict[str, None]] = {}
+        for ask in waiting:
+            names.setdefault(ask.engine, {}).update(dict.fromkeys(ask.names))
+        found = {engine: client.results(its, wait=False, engine=engine) for engine, its in names.items()}
         consumers: list[str] | None = None
         left = []
         for ask in waiting:
-            mine = {name: found.get(name, {}) for name in ask.names}
+            mine = {name: found[ask.engine].get(name, {}) for name in ask.names}
             wanted = ask.captures or bool(client.captures)
             if wanted and ask.waits(mine, time.monotonic(), self._over_at):
                 left.append(ask)

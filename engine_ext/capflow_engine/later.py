@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from capflow import limits
+from capflow.enginename import name_of
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.result import CaptureResult, joined
 from capflow_engine.front import SAMPLES_MAX, Front
@@ -85,7 +86,8 @@ async def later(front: Front, question: Question) -> dict[str, Any]:
     names = question.names
     runs = any(map(front.ran, names))
     known_s = max(question.wait_s, limits.HUB_KNOWS_S) if runs else limits.HUB_KNOWS_S
-    found = await front.asker.find(names, wait_s=question.wait_s, known_s=known_s)
+    engine = front.settings.engine if runs else name_of(front.settings.engine)  # an earlier start of it may have run it
+    found = await front.asker.find(names, wait_s=question.wait_s, known_s=known_s, engine=engine)
     runs = runs or any(map(_pending, found.values()))  # the hub may not know the last of its choices yet
     unknown = [name for name in names if not found[name]]
     if unknown and not runs:
@@ -107,7 +109,8 @@ async def _unknown(front: Front, question: Question, name: str) -> str:
     if len(question.names) == 1:
         one = f"{name}#0"
         several = [each for each in (one, f"{one}#0") if len(each) <= limits.REQUEST_ID_LENGTH_MAX]
-        samples = await front.asker.find(several, wait_s=0.0, known_s=0.0)
+        engine = name_of(front.settings.engine)
+        samples = await front.asker.find(several, wait_s=0.0, known_s=0.0, engine=engine)
         if any(samples.values()):
             do = "that request has several choices: say how many with n=, and prompts="
     return explain(f"capture {name}: unknown", expected=expected, do=do)

@@ -23,8 +23,9 @@ _NO_HUB_S = 60.0
 class HubResults:
     """Asks one hub, and waits for its answers; for one thread. It connects when first used, or when the hub is back."""
 
-    def __init__(self, hub: HubAt) -> None:
+    def __init__(self, hub: HubAt, engine: str) -> None:
         self._hub = hub
+        self._engine = engine
         self._client: Client | None = None  # from the first use, while the hub is there
         self._no_hub_until = 0.0  # for how long nobody looks for a hub that was not there, on the clock of `monotonic`
 
@@ -44,7 +45,7 @@ class HubResults:
                 self._client.__enter__()
             everything = bool(self._client.captures)
             names = [name for name, captures in requests if everything or captures]
-            return self._client.results(names, wait=True, timeout=_RESULTS_WAIT_S) if names else {}
+            return self._client.results(names, wait=True, timeout=_RESULTS_WAIT_S, engine=self._engine) if names else {}
         except HubUnreachableError as e:
             if asked or not self._no_hub_until:
                 logger.warning("%s; the results of captures are not known", e)
@@ -64,7 +65,7 @@ class AllResults:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._hubs = [HubResults(hub) for hub in settings.hubs]
+        self._hubs = [HubResults(hub, settings.engine) for hub in settings.hubs]
 
     def ask(self, options: Sequence[RequestOptions]) -> Results:
         """Return what became of requests, by id, of those of which rows were wanted."""
@@ -89,7 +90,7 @@ class Askers:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._hubs = [Asker(hub.client, hub.is_listening) for hub in settings.hubs]
+        self._hubs = [Asker(hub.client, hub.is_listening, settings.engine) for hub in settings.hubs]
 
     async def ask(self, names: Sequence[str], *, captures: bool, wait_s: float, patient: bool = True) -> Results:
         """Return what became of requests, in the order of their names; see `Asker.ask`."""
@@ -99,9 +100,13 @@ class Askers:
 
         return await self._gathered(names, ask)
 
-    async def find(self, names: Sequence[str], *, wait_s: float, known_s: float) -> Results:
+    async def find(self, names: Sequence[str], *, wait_s: float, known_s: float, engine: str = "") -> Results:
         """Return the results of requests that may be over or unknown, in the order of their names; see `Asker.find`."""
-        return await self._gathered(names, lambda hub, its: hub.find(its, wait_s=wait_s, known_s=known_s))
+
+        def find(hub: Asker, its: list[str]) -> Coroutine[None, None, Results]:
+            return hub.find(its, wait_s=wait_s, known_s=known_s, engine=engine)
+
+        return await self._gathered(names, find)
 
     async def _gathered(
         self, names: Sequence[str], ask: Callable[[Asker, list[str]], Coroutine[None, None, Results]]

@@ -1,0 +1,212 @@
+"""Requests of two engines that have one id: each is its own, whoever asks for it, acts on it or stores it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from frames import make_hello
+from hubs import Recorder, address, running_hub, scheduler_link
+from waiting import eventually
+
+from capflow.action import Abort, Applied, Rejected
+from capflow.client import Client
+from capflow.enginename import is_of, name_of, new_engine
+from capflow.errors import UsageError
+from capflow.testing import MemoryHub
+
+__all__ = ["address"]
+
+
+class Counting(Recorder):
+    """Says how many rows it was given of each engine's request."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = {}
+
+    def on_frame(self, frame):
+        for chunk in frame.chunks():
+            key = frame.header.engine, chunk.request.id
+            self.given[key] = self.given.get(key, 0) + chunk.rows.shape[0] * chunk.rows.shape[1]
+
+    def on_request_done(self, done):
+        result = super().on_request_done(done)
+        result.payload["rows"] = self.given.get((done.engine, done.request), 0)
+        return result
+
+
+@pytest.fixture
+def hub():
+    """Return a hub that has a request `r1` of engine `a`, with one position, and one of engine `b`, with two."""
+    with MemoryHub(Counting()) as hub:
+        for number, name in enumerate(("a", "b"), start=1):
+            engine = hub.engine(name, boot=f"boot-{name}")
+            engine.step([("r1", 4, 0, number)])
+            engine.finish("r1")
+            engine.step([(f"only-{name}", 4, 0, 1)])
+            engine.finish(f"only-{name}")
+            engine.settle()
+            hub.result("r1", name)
+            hub.result(f"only-{name}")
+        yield hub
+
+
+class TestResults:
+    def test_the_results_of_a_request_are_of_its_engine(self, address):
+        with running_hub(address, Counting()) as hub, Client(address) as client:
+            rows = both(hub, client, wait=False)
+            assert rows["b"] == 2 * rows["a"] > 0
+
+    def test_results_that_are_waited_for_are_of_the_engine_that_was_named(self, address):
+        with running_hub(address, Counting()) as hub, Client(address) as client:
+            rows = both(hub, client, wait=True)
+            assert rows["b"] == 2 * rows["a"] > 0
+
+    def test_an_id_that_several_engines_have_is_refused_with_their_names(self, address):
+        with running_hub(address, Counting()) as hub, Client(address) as client:
+            both(hub, client, wait=False)
+            for wait in (False, True):
+                with pytest.raises(UsageError, match=r"request r1: .* several engines .* one of a, b"):
+                    client.results(["r1"], wait=wait, timeout=5)
+            assert client.results(["r1"], engine="c", wait=False) == {"r1": {}}
+
+    def test_an_id_that_one_engine_has_needs_no_name(self, hub):
+        assert hub.results("only-a")["recorder"].status == "ok"
+
+    def test_a_named_engine_is_asked_for_by_its_name_whichever_start_it_is(self):
+        first, second = new_engine("prod"), new_engine("prod")
+        assert first != second
+        assert name_of(first) == name_of(second) == "prod"
+        assert is_of(first, "prod")
+        assert is_of(first, first)
+        assert is_of(first, "")
+        assert not is_of(first, second)
+        with MemoryHub(Counting()) as hub:
+            for start, positions in ((first, 1), (second, 3)):
+                engine = hub.engine(start, boot=start)
+                engine.step([("r1", 4, 0, positions)])
+                engine.finish("r1")
+                engine.settle()
+                newest = hub.result("r1", start).payload["rows"]
+                engine.lose()
+            assert hub.result("r1", "prod").payload["rows"] == hub.result("r1").payload["rows"] == newest
+
+
+def both(hub, client, *, wait):
+    """Run a request `r1` of each of two engines; return what a client learns of the rows of each, by engine."""
+    rows = {}
+    peers = MemoryPeers(hub)
+    for number, name in enumerate(("a", "b"), start=1):
+        peers.run(name, number)
+    for name in ("a", "b"):
+        eventually(lambda name=name: client.results(["r1"], engine=name, wait=False)["r1"]["recorder"].status == "ok")
+        rows[name] = client.results(["r1"], engine=name, wait=wait, timeout=20)["r1"]["recorder"].payload["rows"]
+    return rows
+
+
+class MemoryPeers(MemoryHub):
+    """Engines in this process, of a hub that runs."""
+
+    def __init__(self, hub):
+        self.hub = hub
+
+    def run(self, name, positions):
+        engine = self.engine(name, boot=f"boot-{name}")
+        engine.step([("r1", 4, 0, positions)])
+        engine.finish("r1")
+        engine.settle()
+
+
+class Scheduler:
+    """An engine's scheduler that runs requests and takes every action that comes."""
+
+    def __init__(self, stack, address, engine, running=()):
+        hello = make_hello(engine, boot=f"scheduler-{engine}", role="scheduler")
+        names = dict.fromkeys(running, f"{engine}-1")
+        self.link = stack.enter_context(scheduler_link(address, hello, running=names.get))
+        self.taken = []
+
+    def turn(self):
+        for act in self.link.actions():
+            self.taken.append(act.action)
+            self.link.outcome(Applied(act.id, 1))
+
+
+def acted(client_address, schedulers, action):
+    """Have a client act; return the outcome and what each scheduler was asked to do."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool, Client(client_address) as client:
+        answer = pool.submit(client.act, action, 20)
+        eventually(lambda: [scheduler.turn() for scheduler in schedulers] and answer.done())
+        return answer.result(), [len(scheduler.taken) for scheduler in schedulers]
+
+
+class TestActions:
+    def test_an_action_on_an_id_that_several_engines_have_is_rejected_with_their_names(self, address):
+        with running_hub(address, Recorder()) as hub, contextlib.ExitStack() as stack:
+            peers = [MemoryPeers(hub).engine(name, boot=f"boot-{name}") for name in ("a", "b")]
+            schedulers = [Scheduler(stack, address, name, ["r1"]) for name in ("a", "b")]
+            for peer in peers:
+                peer.step([("r1", 4, 0, 1)])
+                peer.settle()
+            outcome, taken = acted(address, schedulers, Abort("r1"))
+            assert isinstance(outcome, Rejected)
+            assert "one of a, b" in outcome.reason
+            assert taken == [0, 0]
+            outcome, taken = acted(address, schedulers, Abort("r1", engine="b"))
+            assert isinstance(outcome, Applied)
+            assert taken == [0, 1]
+
+    def test_an_action_goes_to_the_engine_that_runs_its_request_and_to_no_other(self, address):
+        with running_hub(address, Recorder()) as hub, contextlib.ExitStack() as stack:
+            peer = MemoryPeers(hub).engine("a", boot="boot-a")
+            schedulers = [Scheduler(stack, address, name, ["r1"]) for name in ("a", "b")]
+            peer.step([("r1", 4, 0, 1)])
+            peer.settle()
+            assert acted(address, schedulers, Abort("r1"))[1] == [1, 0]
+
+    def test_an_action_on_an_unknown_id_is_rejected_where_several_engines_may_run_it(self, address):
+        with running_hub(address, Recorder()), contextlib.ExitStack() as stack:
+            schedulers = [Scheduler(stack, address, name, ["r1"]) for name in ("a", "b")]
+            outcome, taken = acted(address, schedulers, Abort("r1"))
+            assert isinstance(outcome, Rejected)
+            assert "one of a, b" in outcome.reason
+            assert taken == [0, 0]
+            outcome, taken = acted(address, schedulers, Abort("r1", engine="a"))
+            assert isinstance(outcome, Applied)
+            assert taken == [1, 0]
+            outcome, _ = acted(address, schedulers, Abort("r1", engine="c"))
+            assert "engine of the action: got c, expected one that is connected: a, b" in outcome.reason
+
+    def test_an_action_on_an_unknown_id_goes_to_the_only_engine(self, address):
+        with running_hub(address, Recorder()), contextlib.ExitStack() as stack:
+            schedulers = [Scheduler(stack, address, "a", ["r1"])]
+            assert acted(address, schedulers, Abort("r1"))[1] == [1]
+
+    def test_an_action_of_a_consumer_is_of_the_engine_whose_rows_it_is_given(self, address):
+        class Aborting(Recorder):
+            def on_frame(self, frame):
+                super().on_frame(frame)
+                if frame.header.engine == "b":
+                    self.context.act(Abort("r1"))
+
+        with running_hub(address, Aborting()) as hub, contextlib.ExitStack() as stack:
+            peers = [MemoryPeers(hub).engine(name, boot=f"boot-{name}") for name in ("a", "b")]
+            schedulers = [Scheduler(stack, address, name, ["r1"]) for name in ("a", "b")]
+            for peer in peers:
+                peer.step([("r1", 4, 0, 1)])
+            eventually(lambda: [scheduler.turn() for scheduler in schedulers] and hub.relay.applied)
+            assert [len(scheduler.taken) for scheduler in schedulers] == [0, 1]
+
+
+class TestNames:
+    @pytest.mark.parametrize("name", ["a", "prod-1", "A.b_c", "x" * 64])
+    def test_a_name_is_taken(self, name):
+        assert name_of(new_engine(name)) == name
+
+    @pytest.mark.parametrize("name", ["", "a@b", "a/b", "-a", "a-", "x" * 65, "é", "a b", "a\n", 7])
+    def test_what_is_no_name_is_refused(self, name):
+        with pytest.raises(UsageError, match="engine_name"):
+            new_engine(name)
