@@ -24,7 +24,6 @@ from capflow.spec import CaptureSpec
 _AT_ONCE = 8  # requests that run at a time
 _STEP_BYTES_MAX = 64 * limits.MIB  # of rows in one step, unless one position has more
 _BOOT = "replayed"
-_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
 class _Group(NamedTuple):
@@ -38,41 +37,56 @@ class _Group(NamedTuple):
 def said_by(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Said]:
     """Yield what engines would have said of these captures, as `capflow.open(path)` iterates over them.
 
-    An engine's model has the sites that have rows, and as many layers as the highest of them says. ask: each request brings a spec
+    An engine's model has the sites that have rows, and as many layers as the highest of them says; its dtype is that of the rows as they
+    are stored. An engine of which several dtypes are stored connects once for each. ask: each request brings a spec
     that names its sites, for consumers that capture nothing of every request.
     """
-    for (engine, model, hidden_size, dtype), found in itertools.groupby(sorted(captures, key=_whose), key=_whose):
+    for (engine, model, hidden_size), found in itertools.groupby(sorted(captures, key=_whose), key=_whose):
         mine = list(found)
         sites = tuple(sorted({site for capture in mine for site in capture.sites}))
         layers = max((site.layer for site in sites), default=0) + 1
-        yield Engine(engine, ModelInfo(model, layers, hidden_size, dtype, sites))
-        waiting = iter(mine)
-        running = [_steps(capture, ask=ask) for capture in itertools.islice(waiting, _AT_ONCE)]
-        steps = itertools.count(1)
-        while running:
-            for one in list(running):
-                if (part := next(one, None)) is not None:
-                    yield _numbered(part, next(steps))
-                    continue
-                running.remove(one)
-                running += [_steps(capture, ask=ask) for capture in itertools.islice(waiting, 1)]
+        by_dtype: dict[str, list[Any]] = {}
+        for capture in sorted(mine, key=lambda capture: not capture.sites):  # one without rows has any dtype
+            dtype = _dtype_of(capture.sidecar) if capture.sites or not by_dtype else next(iter(by_dtype))
+            by_dtype.setdefault(dtype, []).append(capture)
+        for dtype, alike in by_dtype.items():
+            yield Engine(engine, ModelInfo(model, layers, hidden_size, dtype, sites))
+            yield from _run(alike, dtype, ask=ask)
 
 
-def _whose(capture: Any) -> tuple[str, str, int, str]:
-    told = capture.sidecar
-    return told.engine, told.model, told.hidden_size, told.dtype
+def _run(captures: Iterable[Any], dtype: str, *, ask: bool) -> Iterator[Frame]:
+    """Yield the frames of captures whose rows are replayed in one dtype, some captures at a time."""
+    waiting = iter(captures)
+    running = [_steps(capture, dtype, ask=ask) for capture in itertools.islice(waiting, _AT_ONCE)]
+    steps = itertools.count(1)
+    while running:
+        for one in list(running):
+            if (part := next(one, None)) is not None:
+                yield _numbered(part, next(steps))
+                continue
+            running.remove(one)
+            running += [_steps(capture, dtype, ask=ask) for capture in itertools.islice(waiting, 1)]
+
+
+def _whose(capture: Any) -> tuple[str, str, int]:
+    sidecar = capture.sidecar
+    return sidecar.engine, sidecar.model, sidecar.hidden_size
+
+
+def _dtype_of(sidecar: Any) -> str:
+    """Return the dtype of a capture's rows as they are replayed: that of all its sites, or float32, which holds every number of the others."""
+    dtypes = {entry.dtype or sidecar.dtype for entry in sidecar.sites} or {sidecar.dtype}
+    return str(dtypes.pop()) if len(dtypes) == 1 else "float32"
 
 
 def _numbered(frame: Frame, step: int) -> Frame:
     return Frame(msgspec.structs.replace(frame.header, seq=step, step=step), frame.payload)
 
 
-def _steps(capture: Any, *, ask: bool) -> Iterator[Frame]:
+def _steps(capture: Any, dtype: str, *, ask: bool) -> Iterator[Frame]:
     """Yield a request's frames, numbered by nobody yet, the last of them with its end."""
     told = capture.sidecar
     groups, ids = _groups(capture)
-    dtypes = {_NAMES[rows.dtype] for group in groups for rows in group.rows}
-    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"  # which holds every number of the others
     row_bytes = told.hidden_size * DTYPES[dtype].itemsize * max(1, len(capture.sites))
     runs = list(_runs(sorted(ids), told.prompt_length, max(1, _STEP_BYTES_MAX // row_bytes)))
     texts = capture.texts

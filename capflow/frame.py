@@ -10,18 +10,22 @@ those rows: `Span(request, start, length, row)` says that positions `start .. st
 `header.requests[request]` are rows `row .. row+length` of the block at each of its sites. Blocks lie
 in the payload one after another; a block is `[len(sites), rows, hidden_size]` in C order.
 
+Spans tile: each row of a block belongs to at most one span, and a frame has each position of a request at a site at most
+once. A row without a span is nobody's: a draft token that was rejected, or a position behind the end of its request.
+
 `xxh3` is the XXH3 64-bit hash (xxHash specification, seed 0) of the payload. `seq` counts the frames of one boot of
 one worker from 1 without a gap.
 
-What always holds for a `Frame`: its blocks fill the payload exactly, and every span lies inside its
-block and inside the positions of its request. `Frame.decode` refuses anything else.
+Invariant of a `Frame`: its blocks fill the payload exactly, its requests have different ids and at least one span each, every span
+lies inside its block and inside the positions of its request, and spans tile. `Frame.decode` refuses anything else, so that
+what a frame makes a consumer write is bounded by the bytes of the frame.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import ml_dtypes
@@ -321,19 +325,9 @@ class Frame:
         return frame
 
     def check(self) -> None:
-        """Raise RemoteProtocolError unless the frame holds what the module says of every frame."""
+        """Raise RemoteProtocolError unless the module's invariant holds."""
         header = self.header
-        if header.version != PROTOCOL_VERSION:
-            raise _broken("version", header.version, str(PROTOCOL_VERSION))
-        if header.dtype not in DTYPES:
-            raise _broken("dtype", header.dtype, f"one of {', '.join(DTYPES)}")
-        if not 0 < header.hidden_size <= limits.HIDDEN_SIZE_MAX:
-            raise _broken("hidden_size", header.hidden_size, f"1..{limits.HIDDEN_SIZE_MAX}")
-        for request in header.requests:
-            if request.texts and len(request.texts) != len(request.token_ids):
-                raise _broken("texts", len(request.texts), f"none or {len(request.token_ids)}")
-        total = sum(_checked_rows(block, header) for block in header.blocks)
-        expected_bytes = total * header.hidden_size * DTYPES[header.dtype].itemsize
+        expected_bytes = _checked_rows(header) * header.hidden_size * DTYPES[header.dtype].itemsize
         if not len(self.payload) == header.payload_bytes == expected_bytes:
             raise _broken("payload", f"{len(self.payload)} bytes", f"{expected_bytes} as the blocks say")
         digest = xxhash.xxh3_64_intdigest(self.payload)
@@ -350,8 +344,33 @@ def rows_of(header: FrameHeader) -> Counter[str]:
     return rows
 
 
-def _checked_rows(block: Block, header: FrameHeader) -> int:
-    """Return the rows of a block over all its sites, once everything in it is in bounds."""
+def _checked_rows(header: FrameHeader) -> int:
+    """Return the rows of a frame over all its sites, once everything in its header is in bounds and its spans tile."""
+    if header.version != PROTOCOL_VERSION:
+        raise _broken("version", header.version, str(PROTOCOL_VERSION))
+    if header.dtype not in DTYPES:
+        raise _broken("dtype", header.dtype, f"one of {', '.join(DTYPES)}")
+    if not 0 < header.hidden_size <= limits.HIDDEN_SIZE_MAX:
+        raise _broken("hidden_size", header.hidden_size, f"1..{limits.HIDDEN_SIZE_MAX}")
+    for request in header.requests:
+        if request.texts and len(request.texts) != len(request.token_ids):
+            raise _broken("texts", len(request.texts), f"none or {len(request.token_ids)}")
+    total = sum(len(block.sites) * _checked_block(block, header) for block in header.blocks)
+    if total > limits.ROWS_PER_FRAME_MAX:
+        raise _broken("rows", total, f"at most {limits.ROWS_PER_FRAME_MAX} over all sites")
+    if len({request.id for request in header.requests}) != len(header.requests):
+        raise _broken("requests", "an id twice", "each id once")
+    numbers = [span.request for block in header.blocks for span in block.spans]
+    named = set(numbers)
+    if len(named) != len(header.requests):
+        raise _broken("requests", f"{len(header.requests)}, {len(named)} of them with spans", "a span of each request")
+    if len(named) != len(numbers):
+        _check_positions(header)
+    return total
+
+
+def _checked_block(block: Block, header: FrameHeader) -> int:
+    """Return the rows of a block at each of its sites, once its sites and spans are in bounds and no row has two spans."""
     if not block.sites or len(set(block.sites)) != len(block.sites):
         raise _broken("block sites", block.sites, "one or more different sites")
     for site in block.sites:
@@ -359,16 +378,46 @@ def _checked_rows(block: Block, header: FrameHeader) -> int:
             raise _broken("site", tuple(site), "a layer and a hook")
     if not 0 <= block.rows <= limits.ROWS_PER_FRAME_MAX:
         raise _broken("block rows", block.rows, f"0..{limits.ROWS_PER_FRAME_MAX}")
+    end, in_order = 0, True
     for span in block.spans:
-        if not (0 <= span.request < len(header.requests) and span.length > 0):
+        number, start, length, row = span
+        if not (0 <= number < len(header.requests) and length > 0):
             raise _broken("span", tuple(span), f"a request below {len(header.requests)} and a length above 0")
-        request = header.requests[span.request]
-        first = span.start - request.start
-        if first < 0 or first + span.length > len(request.token_ids):
+        request = header.requests[number]
+        first = start - request.start
+        if first < 0 or first + length > len(request.token_ids):
             raise _broken("span", tuple(span), f"positions of request {request.id}")
-        if span.row < 0 or span.row + span.length > block.rows:
+        if row < 0 or row + length > block.rows:
             raise _broken("span", tuple(span), f"rows below {block.rows}")
-    return len(block.sites) * block.rows
+        in_order = in_order and row >= end
+        end = row + length
+    if not in_order:
+        ordered = sorted(block.spans, key=lambda span: span.row)
+        for before, span in itertools.pairwise(ordered):
+            if span.row < before.row + before.length:
+                raise _broken("spans", f"{tuple(before)} and {tuple(span)}", "each row of a block in one span")
+    return block.rows
+
+
+def _check_positions(header: FrameHeader) -> None:
+    """Raise RemoteProtocolError when a position of a request comes twice at a site; no more work than there are rows."""
+    spans = sorted((span[:3], number) for number, block in enumerate(header.blocks) for span in block.spans)
+    current, reach = -1, 0
+    ends: dict[Site, int] = {}  # where the rows of the request end at each site, since a position that no span crosses
+    first: tuple[Sequence[Site], int] | None = None  # the sites and end of a span that is not in `ends` yet
+    for (request, start, length), number in spans:
+        sites, stop = header.blocks[number].sites, start + length
+        if request != current or start >= reach:
+            current, reach, ends, first = request, stop, {}, (sites, stop)
+            continue
+        if first is not None:
+            ends, first = dict.fromkeys(*first), None
+        for site in sites:
+            if ends.get(site, 0) > start:
+                what = f"position {start} of request {header.requests[request].id} at {site} twice"
+                raise _broken("spans", what, "each position once at a site")
+            ends[site] = stop
+        reach = max(reach, stop)
 
 
 def _narrow(chunk: Chunk, wanted: Wanted) -> Iterator[Chunk]:

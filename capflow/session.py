@@ -50,6 +50,7 @@ from capflow.message import (
     Tapped,
     Welcome,
 )
+from capflow.rowformat import RowFormat
 from capflow.site import HOOKS
 
 Parts = Sequence[Any]
@@ -419,6 +420,7 @@ class HubSession:
         self.state = State.LOST  # until the Hello
         self.hello: Hello | None = None  # set by the Hello
         self.intake: Intake | None = None  # a worker's, set by `welcome`
+        self._format: RowFormat | None = None  # of a worker's frames, set by the Hello
         self._pulse = _Pulse(now)
 
     def receive(self, parts: Parts, now: float) -> Frame | Message:
@@ -434,6 +436,7 @@ class HubSession:
             self.state = State.HELLO
             self.hello = said
             self.intake = None
+            self._format = None if said.model is None else RowFormat(said.model)
         elif self.state is not State.OPEN or self.hello is None or not isinstance(said, _FROM_PEER[self.hello.role]):
             raise _unexpected(said, self.state)
         elif isinstance(said, Frame):
@@ -442,6 +445,8 @@ class HubSession:
                 raise RemoteProtocolError(
                     explain("frame", got=f"of {header.engine} {tuple(header.rank)}", expected="the peer's own")
                 )
+            assert self._format is not None
+            self._format.check(header)
         return said
 
     def welcome(self, welcome: Welcome, now: float, intake: Intake | None = None) -> Iterator[Parts]:

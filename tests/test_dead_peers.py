@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from frames import make_finished, make_frame, make_hello
+from frames import make_finished, make_frame, make_hello, make_model
 from hubs import Recorder, address, answer, configured, free_port, raw_peer, running_hub, worker_link
 from waiting import eventually
 
@@ -265,9 +265,10 @@ def test_a_hub_gives_up_a_peer_that_takes_nothing_of_what_is_sent_to_it(address,
 def test_a_worker_that_does_not_read_its_acknowledgements_is_given_up_and_taken_up_again(address, monkeypatch):
     monkeypatch.setattr(limits, "MESSAGES_UNSENT_MAX", 8)
     consumer = Recorder()
+    hello = make_hello(model=make_model(hidden=1))
     with running_hub(address, consumer) as hub:
         with raw_peer(address) as peer:
-            peer.send(message.encode(make_hello()))
+            peer.send(message.encode(hello))
             answer(peer)
             # Acknowledgements are some 40 bytes: they fill socket buffers first.
             for seq in range(1, 20_001):
@@ -277,5 +278,5 @@ def test_a_worker_that_does_not_read_its_acknowledgements_is_given_up_and_taken_
             eventually(lambda: hub.counts.sessions_lost == 1)
             assert hub.snapshot().sessions == 0
         with raw_peer(address) as peer:
-            peer.send(message.encode(make_hello()))
+            peer.send(message.encode(hello))
             assert message.decode(answer(peer)[0]).last_seq == hub.counts.frames

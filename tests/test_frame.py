@@ -103,6 +103,8 @@ def changed(**fields):
 
 SITES = (Site(0, "post_block"), Site(1, "post_block"))
 REQUEST = make_frame([("r1", 4, 2, 3)]).header.requests[0]
+OTHER = msgspec.structs.replace(REQUEST, id="r2")
+WHOLE = (Span(0, 2, 3, 0),)
 
 
 class TestWhatIsRefused:
@@ -138,8 +140,27 @@ class TestWhatIsRefused:
             ({"blocks": (Block((Site(limits.LAYERS_MAX, "mlp_in"), SITES[1]), 3, ()),)}, "site"),
             ({"blocks": (Block(SITES, -1, ()),)}, "block rows"),
             ({"blocks": (Block(SITES, limits.ROWS_PER_FRAME_MAX + 1, ()),)}, "block rows"),
-            ({"blocks": (Block(SITES, 4, ()),)}, "payload"),
-            ({"blocks": ()}, "payload"),
+            ({"blocks": (Block(SITES, 4, (Span(0, 2, 3, 0),)),)}, "payload"),
+            ({"blocks": (Block(SITES, 3, ()),)}, "requests: got 1, 0 of them with spans"),
+            ({"blocks": ()}, "requests: got 1, 0 of them with spans"),
+            ({"requests": (REQUEST, REQUEST)}, "requests: got an id twice"),
+            ({"requests": (REQUEST, OTHER)}, "requests: got 2, 1 of them with spans"),
+            ({"blocks": (Block(SITES, 3, (Span(0, 2, 3, 0),) * 2),)}, r"spans: got \(0, 2, 3, 0\) and \(0, 2, 3, 0\)"),
+            ({"blocks": (Block(SITES, 3, (Span(0, 3, 2, 0), Span(0, 2, 2, 1))),)}, "spans: got .* each row of a block"),
+            ({"blocks": (Block(SITES, 3, (Span(0, 2, 2, 1), Span(0, 4, 2, 0))),)}, "span"),
+            (
+                {"blocks": (Block(SITES, 3, (Span(0, 2, 2, 0), Span(0, 3, 1, 2))),)},
+                "spans: got position 3 of request r1",
+            ),
+            (
+                {"blocks": (Block(SITES[:1], 3, WHOLE), Block(SITES[:1], 3, WHOLE))},
+                "spans: got position 2 of request r1 at",
+            ),
+            (
+                {"blocks": (Block(SITES, 3, WHOLE), Block(SITES[1:], 3, WHOLE))},
+                "spans: got position 2 of request r1 at",
+            ),
+            ({"blocks": (Block(SITES, limits.ROWS_PER_FRAME_MAX // 2 + 1, WHOLE),)}, "rows: got .* at most"),
             ({"blocks": (Block(SITES, 3, (Span(1, 2, 3, 0),)),)}, "span"),
             ({"blocks": (Block(SITES, 3, (Span(-1, 2, 3, 0),)),)}, "span"),
             ({"blocks": (Block(SITES, 3, (Span(0, 1, 3, 0),)),)}, "span"),
@@ -155,6 +176,28 @@ class TestWhatIsRefused:
 
     def test_unchanged_is_not_refused(self):
         Frame.decode(*changed())
+
+    @pytest.mark.parametrize(
+        "blocks",
+        [
+            (Block(SITES, 3, (Span(0, 4, 1, 2), Span(0, 2, 2, 0))),),
+            (Block(SITES, 3, (Span(0, 4, 1, 2),)),),
+            (Block(SITES[:1], 3, WHOLE), Block(SITES[1:], 3, WHOLE)),
+            (Block(SITES[:1], 2, (Span(0, 2, 2, 0),)), Block(SITES, 2, (Span(0, 4, 1, 0),))),
+        ],
+        ids=["in any order", "rows that are nobody's", "a block for each site", "a site in two blocks"],
+    )
+    def test_spans_that_tile_are_not_refused(self, blocks):
+        payload = bytes(4 * 8 * sum(len(block.sites) * block.rows for block in blocks))
+        sealed = Frame.seal(msgspec.structs.replace(make_frame().header, requests=(REQUEST,), blocks=blocks), payload)
+        Frame.decode(*sealed.encode())
+
+    def test_a_small_frame_that_would_be_written_thousands_of_times(self):
+        frame = make_frame([("r1", 2000, 0, 2000)])
+        (block,) = frame.header.blocks
+        repeated = msgspec.structs.replace(frame.header, blocks=(block._replace(spans=block.spans * 2000),))
+        with pytest.raises(RemoteProtocolError, match="each row of a block in one span"):
+            Frame.decode(*Frame(repeated, frame.payload).encode())
 
     @given(st.data())
     def test_any_flipped_bit_of_the_payload(self, data):

@@ -6,7 +6,7 @@ import pytest
 from sources import imports_of, modules
 
 LAYERS = (
-    {"errors", "limits", "places", "private"},
+    {"errors", "limits", "places", "private", "intervals"},
     {"bounded", "brief", "enginename", "runtime", "site", "shard", "wholefile"},
     {
         "positions",
@@ -25,7 +25,19 @@ LAYERS = (
         "steercheck",
     },
     {"steering", "program", "probefile", "probe", "probekinds", "saelens", "consumer", "hookspecs"},
-    {"counts", "queue", "session", "address", "keys", "plugins", "spool", "recording", "pluginkit", "serveoptions"},
+    {
+        "counts",
+        "queue",
+        "rowformat",
+        "session",
+        "address",
+        "keys",
+        "plugins",
+        "spool",
+        "recording",
+        "pluginkit",
+        "serveoptions",
+    },
     {
         "transport",
         "transport.sockets",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from frames import make_finished, make_frame, make_hello
+from frames import make_finished, make_frame, make_hello, make_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -502,6 +502,28 @@ class TestHello:
     def test_binds_the_frames_to_their_sender(self, other):
         with pytest.raises(RemoteProtocolError, match="expected the peer's own"):
             open_hub().receive(make_frame(**other).encode(), 0.0)
+
+    @pytest.mark.parametrize(
+        ("other", "message"),
+        [
+            ({"hidden": 16}, "frame rows: got float32 of 16, expected float32 of 8, as the Hello says"),
+            ({"dtype": "float16"}, "frame rows: got float16 of 8, expected float32 of 8, as the Hello says"),
+            ({"sites": [(0, "post_block"), (4, "post_block")]}, "frame site: got post_block:4, expected a site of the"),
+        ],
+    )
+    def test_binds_the_frames_to_its_model(self, other, message):
+        hub = open_hub()
+        with pytest.raises(RemoteProtocolError, match=message):
+            hub.receive(make_frame(**other).encode(), 0.0)
+        hub.receive(make_frame().encode(), 0.0)
+
+    def test_that_comes_again_binds_the_frames_to_its_own_model(self):
+        hub = open_hub()
+        hub.receive(said(make_hello(model=make_model(hidden=16))), 1.0)
+        list(hub.welcome(Welcome("hub", 1_000_000), 1.0, Intake(Pool(1_000_000))))
+        hub.receive(make_frame(hidden=16).encode(), 1.0)
+        with pytest.raises(RemoteProtocolError, match="float32 of 8, expected float32 of 16"):
+            hub.receive(make_frame(seq=2).encode(), 1.0)
 
 
 def test_a_refused_peer_says_nothing_until_the_connection_is_new():

@@ -302,7 +302,11 @@ def test_an_engine_that_comes_back_with_another_model_ends_its_requests(address,
 def test_an_inbox_that_is_full_blocks_or_drops(address, spills, fallback):
     slow = Recorder(held=True)
     made = spills(slow, spool_bytes=40_000, spill_fallback=fallback, queue_bytes_max=20_000)
-    with running_hub(address, made) as hub, worker_link(address, outbound_bytes_max=10_000, policy="drop") as link:
+    hello = make_hello(model=make_model(hidden=64))
+    with (
+        running_hub(address, made) as hub,
+        worker_link(address, hello, outbound_bytes_max=10_000, policy="drop") as link,
+    ):
         worker = Sender(link)
         refused = 0
         for number in range(150):
@@ -327,7 +331,8 @@ def test_an_inbox_that_is_full_blocks_or_drops(address, spills, fallback):
         lost = lane.dropped["spool_full"]
         sent = (150 - refused) * ROWS
         worker.steps = 150
-        frame = make_frame(finished=[make_finished("r1", 4, 600, rows=sent)], requests=(), step=150)
+        end = make_finished("r1", 4, 600, rows=sent)
+        frame = make_frame(finished=[end], requests=(), step=150, hidden=64)
         assert link.send(frame.header, frame.payload) is None
         eventually(lambda: "r1" in slow.done)
         assert slow.rows["r1"] == slow.done["r1"].rows == sent - lost

@@ -12,7 +12,7 @@ import tempfile
 import time
 
 import pytest
-from frames import make_finished, make_frame, make_hello
+from frames import make_finished, make_frame, make_hello, make_model
 from hubs import Recorder, address, answer, configured, raw_peer, running_hub, worker_link
 from test_keys import allow, keyed_hub, keys
 from waiting import eventually
@@ -208,7 +208,12 @@ class TestNothingWaitsForATap:
         durable = Recorder()
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
         command = [sys.executable, "-m", "capflow", "run", "--tap", address, "--log-format", "json"]
-        with running_hub(address, durable) as hub, worker_link(address) as link:
+        wide = make_hello("wide", model=make_model(hidden=65_536))
+        with (
+            running_hub(address, durable) as hub,
+            worker_link(address) as link,
+            worker_link(address, wide) as wide_link,
+        ):
             running = subprocess.Popen(
                 [*command, "--consumer", "log:policy=drop,positions=all"], env=environment, stderr=subprocess.PIPE
             )
@@ -218,11 +223,12 @@ class TestNothingWaitsForATap:
                     whole(link, "first")
                     eventually(lambda: client.status()["taps"][0]["frames"] == 3)
                 running.send_signal(signal.SIGSTOP)
-                big = make_frame([("big", 4, 0, 4)], [(n, "post_block") for n in range(4)], hidden=65_536)
+                sites = [(n, "post_block") for n in range(4)]
+                big = make_frame([("big", 4, 0, 4)], sites, hidden=65_536, engine="wide")
                 assert big.nbytes == 4 * limits.MIB
                 begun = time.monotonic()
                 for _ in range(100):  # of which a tap is sent at most 64 MiB
-                    send(link, big)
+                    send(wide_link, big)
                 eventually(lambda: durable.rows["big"] == 100 * 16, 60)
                 took_s = time.monotonic() - begun
                 (tap,) = hub.status()["taps"]

@@ -1,0 +1,60 @@
+"""A set of whole numbers, kept as runs without a gap: the frames that a store has, or the positions of a request."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+
+
+class Intervals:
+    """A set of whole numbers that grows.
+
+    Invariant: its runs are in order, do not overlap, and do not touch. Adding numbers in order costs the same whatever is in the set.
+    """
+
+    __slots__ = ("_firsts", "_lasts")
+
+    def __init__(self) -> None:
+        self._firsts: list[int] = []
+        self._lasts: list[int] = []
+
+    def add(self, first: int, last: int) -> None:
+        """Add the numbers `first ..= last`; none when `last` is below `first`."""
+        firsts, lasts = self._firsts, self._lasts
+        if last < first:
+            return
+        if not lasts or first > lasts[-1] + 1:
+            firsts.append(first)
+            lasts.append(last)
+            return
+        begin = bisect_left(lasts, first - 1)  # the runs begin..end meet or touch the new one
+        end = bisect_right(firsts, last + 1)
+        if begin < end:
+            first, last = min(first, firsts[begin]), max(last, lasts[end - 1])
+        firsts[begin:end], lasts[begin:end] = [first], [last]
+
+    def missing(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Yield the runs `(first, last)` of numbers of `first ..= last` that are not in the set."""
+        index = bisect_left(self._lasts, first)
+        while first <= last:
+            if index == len(self._firsts) or self._firsts[index] > last:
+                yield first, last
+                return
+            if self._firsts[index] > first:
+                yield first, self._firsts[index] - 1
+            first = self._lasts[index] + 1
+            index += 1
+
+    def __contains__(self, number: int) -> bool:
+        index = bisect_left(self._lasts, number)
+        return index < len(self._firsts) and self._firsts[index] <= number
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield the runs `(first, last)`, both in the set."""
+        return zip(tuple(self._firsts), tuple(self._lasts), strict=True)
+
+    def __bool__(self) -> bool:
+        return bool(self._firsts)
+
+    def __repr__(self) -> str:
+        return f"Intervals({list(self)})"
