@@ -7,7 +7,7 @@ over when every pipeline stage of its engine's replica has sent its `Finished`, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,13 +19,17 @@ from capflow.enginename import is_of, name_of
 from capflow.errors import RemoteProtocolError, UsageError, explain
 from capflow.frame import Acted, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, rows_of
 from capflow.losses import Losses, described, note_frame
+from capflow.memo import Memo
 from capflow.message import ModelInfo
 from capflow.positions import Positions
 from capflow.result import CaptureResult, RequestDone
-from capflow.site import Site
-from capflow.spec import Capture, CaptureByConsumer, CaptureSpec, Wanted, join
+from capflow.share import Groups, Share
+from capflow.site import Site, mask_of
+from capflow.spec import Capture, CaptureByConsumer, CaptureSpec, Wanted
 
-_SHARES_KEPT_MAX = 4096
+_GROUPS_BYTES_MAX = 16 * limits.MIB  # of what blocks of frames hold of what consumers want
+_SPECS_BYTES_MAX = 16 * limits.MIB  # of specs that requests brought, for the next request that brings the same
+_SPEC_BYTES = 512  # of memory, of a spec with its key, besides its shares
 _NOTHING: dict[int, Any] = {}  # of a request that is over and done with; never written to
 _NO_LOSSES = Losses()  # likewise
 
@@ -40,35 +44,6 @@ class Wish(NamedTuple):
     spec: CaptureSpec | None
     reads_requests: bool
     keeps: bool = False
-
-
-class Share:
-    """What one consumer wants of the requests of a model that brought the same spec."""
-
-    def __init__(self, wanted: Wanted) -> None:
-        self.wanted = wanted
-        self._groups: dict[tuple[Site, ...], tuple[tuple[Positions, int], ...]] = {}  # see `groups`; one a block shape
-
-    def groups(self, sites: tuple[Site, ...]) -> tuple[tuple[Positions, int], ...]:
-        """Return, for a block's sites, the sets of positions wanted and at how many sites each."""
-        groups = self._groups.get(sites)
-        if groups is None:
-            counts = Counter(self.wanted[site].positions for site in sites if site in self.wanted)
-            groups = tuple(counts.items())
-            if len(self._groups) >= _SHARES_KEPT_MAX:
-                self._groups.clear()
-            self._groups[sites] = groups
-        return groups
-
-    def wants_all(self, sites: tuple[Site, ...]) -> bool:
-        """Return whether every position at each of a block's sites is wanted."""
-        groups = self.groups(sites)
-        return len(groups) == 1 and groups[0] == (Positions.ALL, len(sites))
-
-    def cut(self, prompt_length: int, computed_length: int) -> bool:
-        """Return whether a budget of rows left out some of such a request."""
-        every = {want.positions for want in self.wanted.values()}
-        return any(positions.cut(prompt_length, computed_length) for positions in every)
 
 
 class Tally:
@@ -92,7 +67,7 @@ class Engine:
         self.model = model
         self.user = user
         self.open: dict[str, Request] = {}  # until they are over
-        self.shares: dict[bytes, tuple[Share | None, ...]] = {}  # by consumer, by the encoded spec of a request
+        self.tapped = mask_of(model.sites)
         self.step_last: dict[int, int] = {}  # the last step counted, by data-parallel replica
 
 
@@ -244,6 +219,10 @@ class Ledger:
 
     def __init__(self, wishes: Sequence[Wish], results_kept_max: int | None = None) -> None:
         self.wishes = tuple(wishes)
+        self._groups: Memo[tuple[Share, tuple[Site, ...]], Groups] = Memo(_GROUPS_BYTES_MAX)
+        self._specs: Memo[tuple[int, int, bytes], tuple[Share | None, ...]] = Memo(
+            _SPECS_BYTES_MAX
+        )  # by model and spec
         self._no_tags = ("",) * len(self.wishes)
         self._results_kept_max = limits.RESULTS_KEPT_MAX if results_kept_max is None else results_kept_max
         self._given = tuple(index for index, wish in enumerate(self.wishes) if not wish.keeps)
@@ -458,24 +437,21 @@ class Ledger:
         return tuple(name for name in capture.by_name if name not in self.readers)
 
     def _shares(self, engine: Engine, capture: Capture | None) -> tuple[Share | None, ...]:
-        key = b"" if capture is None else msgspec.msgpack.encode(capture)
-        shares = engine.shares.get(key)
+        key = engine.tapped, engine.model.num_layers, b"" if capture is None else msgspec.msgpack.encode(capture)
+        shares = self._specs.get(key)
         if shares is None:
-            shares = tuple(self._share(wish, engine.model, capture) for wish in self.wishes)
-            if len(engine.shares) >= _SHARES_KEPT_MAX:
-                engine.shares.clear()
-            engine.shares[key] = shares
+            shares = tuple(self._share(wish, engine, capture) for wish in self.wishes)
+            nbytes = len(key[2]) + _SPEC_BYTES + sum(share.nbytes for share in shares if share is not None)
+            self._specs.put(key, shares, nbytes)
         return shares
 
-    @staticmethod
-    def _share(wish: Wish, model: ModelInfo, capture: Capture | None) -> Share | None:
+    def _share(self, wish: Wish, engine: Engine, capture: Capture | None) -> Share | None:
         asked = capture.of(wish.consumer) if capture is not None and wish.reads_requests else None
-        specs: Iterable[CaptureSpec | None] = (wish.spec, asked)
+        specs = [spec for spec in (wish.spec, asked) if spec is not None]
         try:
-            wanted = join(s.resolve(model.sites, num_layers=model.num_layers) for s in specs if s is not None)
-        except (UsageError, KeyError) as e:
+            return Share.of(specs, engine.tapped, engine.model.num_layers, self._groups)
+        except UsageError as e:
             raise RemoteProtocolError(explain("capture of a request", got=str(e), expected="one that fits")) from e
-        return Share(wanted) if wanted else None
 
 
 def answered_by(engine: str, request: str, stage: int, acts: Sequence[Acted]) -> list[Answered]:

@@ -118,6 +118,7 @@ assert ANSWERS_S < SHUTDOWN_S_DEFAULT <= SHUTDOWN_S_MAX
 assert BODY_BYTES_DEFAULT <= BODY_BYTES_MAX
 
 # What a hub bears: beyond these a peer is refused, or cut off.
+STATE_PER_BYTE_MAX = 32  # bytes of memory that a hub keeps of a message, for each byte on the wire
 SESSIONS_MAX = 4_096
 REQUESTS_OPEN_MAX = 200_000
 AWAITED_MAX = 100_000

@@ -7,6 +7,7 @@ the window that is asked about is looked at.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -26,8 +27,8 @@ class Places:
     __slots__ = ("starts", "stops", "strides")
 
     def __init__(self, stretches: Iterable[tuple[int, int]] = (), strides: Iterable[range] = ()) -> None:
-        self.starts: list[int] = []
-        self.stops: list[int] = []
+        self.starts = array("q")
+        self.stops = array("q")
         for start, stop in sorted(stretches):
             if start >= stop:
                 continue

@@ -57,6 +57,14 @@ class Window(NamedTuple):
     step: int = 1
 
 
+class Spots(NamedTuple):
+    """Single positions, `offsets` in order, each from the same place as `first` and `end`, which lie before and behind all."""
+
+    first: Edge
+    end: Edge
+    offsets: tuple[int, ...]
+
+
 _START, _PROMPT_END, _NEVER = Edge(0, 0), Edge(1, 0), Edge(0, FOREVER)
 _PROMPT, _GENERATED, _ALL = Window(_START, _PROMPT_END), Window(_PROMPT_END, _NEVER), Window(_START, _NEVER)
 _NAMED = {
@@ -72,6 +80,9 @@ _EXPECTED = (
     f"one of {', '.join(POSITION_NAMES)}, a position, "
     '{"last": N}, {"generated": [A, B]}, {"every": N}, or a list of these'
 )
+_SPOTS_MIN = 8  # from so many on, single positions are kept as `Spots`
+_FEW = 16  # windows: the places of such a set are kept for thousands of requests, those of a larger one for fewer
+_SET_BYTES, _WINDOW_BYTES, _NUMBER_BYTES = 768, 320, 40  # of memory
 _TEXT = re.compile(
     r"(?P<position>-?\d{1,12})|(?P<kind>last|every):(?P<count>\d{1,12})|generated:(?P<a>\d{1,12}):(?P<b>\d{0,12})"
 )
@@ -83,7 +94,7 @@ class Positions:
     parts: windows, and of how many positions at most the first are taken (None: of all); the set is their union.
     """
 
-    __slots__ = ("_hash", "parts")
+    __slots__ = ("_few", "_hash", "parts")
 
     NONE: ClassVar[Positions]
     LAST_PROMPT: ClassVar[Positions]
@@ -91,18 +102,21 @@ class Positions:
     ALL_GENERATED: ClassVar[Positions]
     ALL: ClassVar[Positions]
 
-    def __init__(self, parts: Iterable[tuple[frozenset[Window], int | None]]) -> None:
-        whole: frozenset[Window] = frozenset()
+    def __init__(self, parts: Iterable[tuple[frozenset[Window | Spots], int | None]]) -> None:
+        whole: frozenset[Window | Spots] = frozenset()
         limited = set()
         for windows, rows in parts:
             if rows is None:
                 whole |= windows
             else:
                 limited.add((_plainest(windows), rows))
-        self.parts: frozenset[tuple[frozenset[Window], int | None]] = frozenset(
+        self.parts: frozenset[tuple[frozenset[Window | Spots], int | None]] = frozenset(
             [*limited, *([(_plainest(whole), None)] if whole else [])]
         )
         self._hash = hash(self.parts)
+        self._few = sum(len(windows) for windows, _ in self.parts) <= _FEW and not any(
+            isinstance(item, Spots) for windows, _ in self.parts for item in windows
+        )
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Positions) and self.parts == other.parts)
@@ -134,9 +148,16 @@ class Positions:
         """
         return cls([(frozenset(_windows(normalise(form, where))), max_rows)])
 
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes of memory the set takes."""
+        items = [item for windows, _ in self.parts for item in windows]
+        numbers = sum(len(item.offsets) for item in items if isinstance(item, Spots))
+        return _SET_BYTES + _WINDOW_BYTES * len(items) + _NUMBER_BYTES * numbers
+
     def at(self, prompt_length: int) -> Places:
         """Return the set for requests whose prompt has that length."""
-        return _places(self, prompt_length)
+        return (_places if self._few else _places_of_many)(self, prompt_length)
 
     def count(self, prompt_length: int, computed_length: int) -> int:
         """Return how many rows a request has in the set once `computed_length` tokens were computed."""
@@ -224,9 +245,15 @@ def _bounded(value: Any, where: str, low: int) -> int:
     return value
 
 
-def _windows(form: Any) -> Iterator[Window]:
+def _windows(form: Any) -> Iterator[Window | Spots]:
     """Yield what a normalised form means."""
-    for item in form if isinstance(form, list) else [form]:
+    items = form if isinstance(form, list) else [form]
+    numbers = [item for item in items if type(item) is int]
+    if len(numbers) >= _SPOTS_MIN:
+        yield from _spots(0, [number for number in numbers if number >= 0])
+        yield from _spots(1, [number for number in numbers if number < 0])
+        items = [item for item in items if type(item) is not int]
+    for item in items:
         match item:
             case str():
                 yield _NAMED[item]
@@ -241,7 +268,12 @@ def _windows(form: Any) -> Iterator[Window]:
                 yield Window(Edge(1, first), _NEVER if end is None else Edge(1, end))
 
 
-def _plainest(windows: frozenset[Window]) -> frozenset[Window]:
+def _spots(prompt: int, offsets: list[int]) -> Iterator[Spots]:
+    if offsets:
+        yield Spots(Edge(prompt, offsets[0]), Edge(prompt, offsets[-1] + 1), tuple(offsets))
+
+
+def _plainest(windows: frozenset[Window | Spots]) -> frozenset[Window | Spots]:
     """Return the same set without windows that lie in a named one."""
     if windows >= {_PROMPT, _GENERATED}:
         windows |= {_ALL}
@@ -259,25 +291,31 @@ def _before(one: Edge, other: Edge) -> bool:
     return same or one == _START or other == _NEVER
 
 
-@functools.lru_cache(maxsize=2048)
-def _resolved(windows: frozenset[Window], prompt_length: int) -> Places:
-    stretches, strides = [], []
-    for first, end, step in windows:
-        start, stop = max(0, first.at(prompt_length)), end.at(prompt_length)
-        if step == 1:
+def _resolved(windows: frozenset[Window | Spots], prompt_length: int) -> Places:
+    stretches: list[tuple[int, int]] = []
+    strides = []
+    for item in windows:
+        start, stop = max(0, item.first.at(prompt_length)), item.end.at(prompt_length)
+        if isinstance(item, Spots):
+            begin = item.first.prompt * prompt_length
+            stretches += [(begin + offset, begin + offset + 1) for offset in item.offsets if begin + offset >= 0]
+        elif item.step == 1:
             stretches.append((start, stop))
         else:
-            strides.append(range(start, stop, step))
+            strides.append(range(start, stop, item.step))
     return Places(stretches, strides)
 
 
-@functools.lru_cache(maxsize=2048)
-def _places(positions: Positions, prompt_length: int) -> Places:
+def _placed(positions: Positions, prompt_length: int) -> Places:
     parts = [
         _resolved(windows, prompt_length) if rows is None else _resolved(windows, prompt_length).until(rows)
         for windows, rows in positions.parts
     ]
     return parts[0] if len(parts) == 1 else Places.union(parts)
+
+
+_places = functools.lru_cache(maxsize=2048)(_placed)
+_places_of_many = functools.lru_cache(maxsize=256)(_placed)  # each takes up to 16 KiB
 
 
 Positions.NONE = Positions([])

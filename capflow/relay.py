@@ -27,13 +27,13 @@ NO_ENGINE = explain(
 )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Waiting:
     """An action whose outcome is not known."""
 
     own_id: str  # what the asker calls it
     answer: Callable[[Outcome], None]
-    asked: set[str]  # boots of schedulers that have not answered
+    asked: tuple[str, ...]  # boots of schedulers that have not answered
     until: float
     act: Act | None = None
     reason: str = ""  # the last rejection
@@ -57,7 +57,7 @@ class Relay:
         self, own_id: str, action: Action, schedulers: Iterable[str], now: float, answer: Callable[[Outcome], None]
     ) -> Act | None:
         """Return what to send to the schedulers, which are named by their boots; None when it was answered at once."""
-        waiting = _Waiting(own_id, answer, set(schedulers), now + limits.ACTION_S_MAX)
+        waiting = _Waiting(own_id, answer, tuple(schedulers), now + limits.ACTION_S_MAX)
         if len(self._waiting) >= limits.ACTIONS_WAITING_MAX:
             reason = explain("actions waiting for an engine", got=len(self._waiting), expected="fewer; try again later")
             self._answer(waiting, Rejected(own_id, reason))
@@ -68,7 +68,7 @@ class Relay:
 
     def refuse(self, own_id: str, reason: str, answer: Callable[[Outcome], None]) -> None:
         """Reject an action that no scheduler is asked to do."""
-        self._answer(_Waiting(own_id, answer, set(), 0.0), Rejected(own_id, reason))
+        self._answer(_Waiting(own_id, answer, (), 0.0), Rejected(own_id, reason))
 
     def again(self, scheduler: str, now: float) -> list[Act]:
         """Return what to send to a scheduler that is back: what it was asked, has not answered and may still do."""
@@ -80,7 +80,7 @@ class Relay:
         waiting = self._waiting.get(outcome.id)
         if waiting is None or scheduler not in waiting.asked:
             return
-        waiting.asked.discard(scheduler)
+        waiting.asked = tuple(boot for boot in waiting.asked if boot != scheduler)
         if isinstance(outcome, Rejected):
             waiting.reason = outcome.reason
         if isinstance(outcome, Applied) or not waiting.asked:

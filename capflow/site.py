@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
+
+from capflow import limits
 from capflow.errors import UsageError, explain
 
 Hook = Literal["pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out"]
@@ -16,6 +19,8 @@ the MLP adds back to the stream.
 """
 
 HOOKS: tuple[str, ...] = get_args(Hook)
+
+_HOOK_NUMBERS = {hook: number for number, hook in enumerate(HOOKS)}
 
 HOOK_DEFAULT: Hook = "post_block"
 """The hook point that a layer alone means."""
@@ -54,6 +59,11 @@ class Site(NamedTuple):
         if not colon or hook is None or not layer.isdigit():
             raise UsageError(explain("site", got=text, expected=f"HOOK:LAYER with HOOK one of {', '.join(HOOKS)}"))
         return cls(int(layer), hook)
+
+    @property
+    def number(self) -> int:
+        """The site's bit in a mask of sites."""
+        return self.layer * len(HOOKS) + _HOOK_NUMBERS[self.hook]
 
     @property
     def transformer_lens_name(self) -> str:
@@ -113,3 +123,31 @@ def refusal_of_fixed(field: str, site: Site) -> str:
     """Return why a site that is tapped cannot be steered."""
     do = "steer another hook: what is changed there would reach more than the MLP"
     return explain(field, got=f"{site}, which can only be captured in this model", do=do)
+
+
+def mask_of(sites: Iterable[Site]) -> int:
+    """Return a set of sites as a number in which bit `Site.number` of each is set: at most 640 bytes, however many sites there are."""
+    bits = bytearray(limits.SITES_MAX)
+    for site in sites:
+        bits[site.number] = 1
+    return _packed(bits)
+
+
+def layers_mask(hook: str, layers: bytes | bytearray) -> int:
+    """Return the sites of a hook as `mask_of` does, at each layer that is 1 in `layers`."""
+    bits = bytearray(len(HOOKS) * len(layers))
+    bits[_HOOK_NUMBERS[hook] :: len(HOOKS)] = layers
+    return _packed(bits)
+
+
+def sites_in(mask: int) -> Iterator[Site]:
+    """Yield the sites that a mask has, by layer."""
+    while mask:
+        lowest = mask & -mask
+        layer, hook = divmod(lowest.bit_length() - 1, len(HOOKS))
+        yield Site(layer, HOOKS[hook])
+        mask ^= lowest
+
+
+def _packed(bits: bytearray) -> int:
+    return int.from_bytes(np.packbits(np.frombuffer(bits, np.uint8), bitorder="little").tobytes(), "little")

@@ -12,7 +12,7 @@ A request asks with a `Capture`: one spec for every consumer that reads requests
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
@@ -22,7 +22,7 @@ from capflow.bounded import Name
 from capflow.brief import brief
 from capflow.errors import UsageError, explain
 from capflow.positions import Form, Positions, normalise
-from capflow.site import HOOKS, Site, by_own_name
+from capflow.site import HOOKS, Site, by_own_name, layers_mask, sites_in
 
 StoredDtype = Literal["model", "float32", "float16"]
 """How consumers that store rows store them: as they were captured, or converted."""
@@ -130,6 +130,23 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
             raise UsageError(explain(f"{where}.dtype", got=self.dtype, expected=f"one of {', '.join(STORED_DTYPES)}"))
         return Positions.parse(self.positions, max_rows=self.max_rows, where=f"{where}.positions")
 
+    def mask(self, tapped: int, *, num_layers: int, where: str = "capture") -> int:
+        """Return the sites of the spec as a mask, given that of the sites that carry a tap; raises as `resolve` does."""
+        mask = 0
+        for hook, layers in self.hooks.items():
+            at = f"{where}.hooks.{hook}"
+            if hook not in HOOKS:
+                raise UsageError(explain(at, expected=f"a hook: one of {', '.join(HOOKS)}"))
+            meant = b"\1" * num_layers if layers == "all" else _meant(layers, num_layers, at)
+            asked = layers_mask(hook, meant)
+            if layers == "all":
+                asked &= tapped
+            if not asked or asked & ~tapped:
+                missing = next(sites_in(asked & ~tapped), None)
+                raise UsageError(_untapped(at, set(sites_in(tapped)), hook if missing is None else str(missing)))
+            mask |= asked
+        return mask
+
     def resolve(self, tapped: Iterable[Site], *, num_layers: int, where: str = "capture") -> dict[Site, Want]:
         """Return what is wanted at each site, given the sites that carry a tap.
 
@@ -146,7 +163,7 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
                 if not sites:
                     raise UsageError(_untapped(at, have, hook))
             else:
-                sites = [Site(layer, hook) for layer in _numbers(layers, num_layers, at)]
+                sites = [Site(layer, hook) for layer, is_meant in enumerate(_meant(layers, num_layers, at)) if is_meant]
             for site in sites:
                 if site not in have:
                     raise UsageError(_untapped(at, have, str(site)))
@@ -237,13 +254,14 @@ def read_layers(value: Any, where: str = "layers") -> Layers:
     return [*sorted(numbers), *ranges]
 
 
-def _numbers(layers: Layers, num_layers: int, where: str) -> Iterator[int]:
-    """Yield the numbers of a model's layers that are meant; raise UsageError for one that it does not have."""
+def _meant(layers: Layers, num_layers: int, where: str) -> bytearray:
+    """Return 1 for each of a model's layers that is meant, else 0; raise UsageError for one that it does not have."""
+    meant = bytearray(num_layers)
     for item in [layers] if isinstance(layers, str) else layers:
         if isinstance(item, int):
             if not -num_layers <= item < num_layers:
                 raise UsageError(explain(where, got=f"layer {item}", expected=_counted(num_layers)))
-            yield item % num_layers
+            meant[item] = 1
             continue
         found = _RANGE.fullmatch(item)
         if found is None:
@@ -251,7 +269,8 @@ def _numbers(layers: Layers, num_layers: int, where: str) -> Iterator[int]:
         first, last, step = int(found[1]), int(found[2] or num_layers - 1), int(found[3] or 1)
         if not (first <= last < num_layers and step):
             raise UsageError(explain(where, got=f"layers {item}", expected=f"a range within {_counted(num_layers)}"))
-        yield from range(first, last + 1, step)
+        meant[first : last + 1 : step] = b"\1" * len(range(first, last + 1, step))
+    return meant
 
 
 def _counted(num_layers: int) -> str:

@@ -7,7 +7,7 @@ from sources import imports_of, modules
 
 LAYERS = (
     {"errors", "limits", "places", "private", "intervals"},
-    {"bounded", "brief", "enginename", "runtime", "site", "shard", "wholefile"},
+    {"bounded", "brief", "enginename", "memo", "runtime", "site", "shard", "wholefile"},
     {
         "positions",
         "spec",
@@ -51,6 +51,7 @@ LAYERS = (
     },
     {"client", "launch", "sqlport", "sqlquery"},
     {
+        "share",
         "ledger",
         "relay",
         "waiters",

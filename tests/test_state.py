@@ -1,0 +1,241 @@
+"""What a hub remembers of what peers say: at most `limits.STATE_PER_BYTE_MAX` bytes for each byte on the wire, whatever the message.
+
+Each kind of message is sent many times, with as much that differs as it can hold.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import tracemalloc
+
+import msgspec
+import pytest
+from exchanges import Desk
+from frames import make_hello, make_model
+from hubs import Recorder
+
+from capflow import limits, message
+from capflow.action import Abort
+from capflow.frame import Block, Dropped, Finished, Frame, FrameHeader, Gap, Rank, RequestRows, Span
+from capflow.message import Act, Await, Beat, Hello, ModelInfo, Refused, WorkerCounts
+from capflow.site import HOOKS, Site
+from capflow.spec import CaptureByConsumer, CaptureSpec
+
+FIXED_BYTES = 96 * limits.KIB  # that any state may take besides
+NAMES = [f"{number:x}" for number in range(10_000)]
+EVERY = CaptureSpec({"post_block": "all"})
+FIRST_SITE = (Site(0, "mlp_in"),)
+DEEP = make_model(limits.LAYERS_MAX, hidden=1)
+
+
+def batched(things, count):
+    things = iter(things)
+    while batch := tuple(itertools.islice(things, count)):
+        yield batch
+
+
+def rows(name, **fields):
+    return RequestRows(name, 1, 0, (1,), **fields)
+
+
+def end(name, **fields):
+    return Finished(name, "", 0, 0, 9, **fields)
+
+
+def framed(batches, *, ends=False):
+    """Yield a frame for each batch of requests, or of their ends."""
+    for number, batch in enumerate(batches, 1):
+        yield frame(number, **{"finished" if ends else "requests": batch})
+
+
+def frame(number, *, requests=(), finished=(), sites=FIRST_SITE):
+    """Return a frame of a worker; of each request one row at each site."""
+    spans = tuple(Span(index, 0, 1, index) for index in range(len(requests)))
+    blocks = (Block(sites, len(spans), spans),) if spans else ()
+    payload = bytes(4 * len(sites) * len(spans))
+    header = FrameHeader(
+        engine="e",
+        boot="b",
+        rank=Rank(0, 0, 0),
+        seq=number,
+        step=number,
+        time_ns=0,
+        dtype="float32",
+        hidden_size=1,
+        requests=requests,
+        finished=finished,
+        blocks=blocks,
+    )
+    return b"w", Frame.seal(header, payload)
+
+
+def open_requests():
+    return framed(batched(map(rows, NAMES), 4000))
+
+
+def bare_open_requests():
+    """Yield frames of requests with nothing that may be left out."""
+    for number, names in enumerate(batched(NAMES, 4000), 1):
+        whole, payload = frame(number, requests=tuple(map(rows, names)))[1].encode()
+        header = msgspec.msgpack.decode(whole)
+        header["requests"] = [{"id": name, "prompt_length": 1, "start": 0, "token_ids": [1]} for name in names]
+        yield b"w", [msgspec.msgpack.encode(header), payload]
+
+
+def ended_requests():
+    return framed(batched((end(name, capture=EVERY) for name in NAMES), 4000), ends=True)
+
+
+def spec_of_many_layers():
+    specs = (CaptureSpec({"post_block": ["0-1023:1"]}, max_rows=number) for number in range(1, 500))
+    return framed(batched((rows(name, capture=spec) for name, spec in zip(NAMES, specs, strict=False)), 100))
+
+
+def spec_of_all_hooks():
+    specs = (CaptureSpec(dict.fromkeys(HOOKS, "all"), max_rows=number) for number in range(1, 500))
+    return framed(batched((rows(name, capture=spec) for name, spec in zip(NAMES, specs, strict=False)), 100))
+
+
+def spec_of_many_positions():
+    specs = (CaptureSpec({"mlp_in": [0]}, [*range(number % 2, 2046, 2), 3000 + number]) for number in range(100))
+    return framed(batched((rows(name, capture=spec) for name, spec in zip(NAMES, specs, strict=False)), 10))
+
+
+def spec_of_many_windows():
+    windows = [{"last": count} for count in range(1, 1000)]
+    specs = (CaptureSpec({"mlp_in": [0]}, [*windows, {"last": 2000 + number}]) for number in range(100))
+    return framed(batched((rows(name, capture=spec) for name, spec in zip(NAMES, specs, strict=False)), 10))
+
+
+def spec_by_consumer():
+    each = dict.fromkeys(NAMES[: limits.CONSUMERS_NAMED_MAX], EVERY)
+    return framed(batched((rows(name, capture=CaptureByConsumer(each)) for name in NAMES[:400]), 20))
+
+
+def gaps():
+    gaps = tuple(Gap((f"mlp_in:{layer}",), layer, layer + 1) for layer in range(limits.GAPS_MAX))
+    dropped = tuple(Dropped(9, f"r{number}", gaps) for number in range(limits.DROPPED_REASONS_MAX))
+    return framed(batched((end(name, capture=EVERY, dropped=dropped) for name in NAMES[:6]), 2), ends=True)
+
+
+def gaps_of_many_sites():
+    wide = [tuple(f"mlp_in:{layer}" for layer in range(first, 1000)) for first in range(10)]
+    dropped = tuple(Dropped(9, f"r{n}", tuple(Gap(sites, n, n + 1) for sites in wide)) for n in range(4))
+    return framed(batched((end(name, capture=EVERY, dropped=dropped) for name in NAMES[:6]), 2), ends=True)
+
+
+def blocks_of_many_shapes():
+    request = RequestRows("r", 1, 0, (1,), capture=EVERY)
+    for number in range(100):
+        sites = tuple(Site(layer, "post_block") for layer in range(number, 1000))
+        yield frame(number + 1, requests=(request,), sites=sites)
+
+
+def awaits():
+    return ((b"c", Await(batch)) for batch in batched(NAMES, 5000))
+
+
+def actions():
+    yield b"s", make_hello("e", "s", role="scheduler", model=DEEP)
+    yield from ((b"c", Act("", Abort(""))) for _ in range(2000))
+
+
+def beats():
+    troubles = tuple(f"{name}" * 100 for name in NAMES[:60])
+    yield from ((b"w", Beat(WorkerCounts(dropped_rows={name: 1}), troubles)) for name in NAMES[:100])
+
+
+def hellos(role):
+    model = None if role == "client" else ModelInfo("", 1, 1, "float32", (Site(0, "post_block"),))
+    return [(b"%d" % number, Hello(role, NAMES[number], "b", model=model)) for number in range(2000)]
+
+
+def hellos_of_refused():
+    model = ModelInfo("x" * 200, 1, 1, "float64", ())
+    return [
+        (b"%d" % number, Hello("worker", name + "x" * 400, "b" * 400, model=model))
+        for number, name in enumerate(NAMES[:2000])
+    ]
+
+
+KINDS = {
+    "hello of a worker": lambda: hellos("worker"),
+    "hello of a scheduler": lambda: hellos("scheduler"),
+    "hello of a client": lambda: hellos("client"),
+    "hello of one that is refused": hellos_of_refused,
+    "open requests": open_requests,
+    "open requests of few fields": bare_open_requests,
+    "ends of requests": ended_requests,
+    "specs of many layers": spec_of_many_layers,
+    "specs of all hooks": spec_of_all_hooks,
+    "specs of many positions": spec_of_many_positions,
+    "specs of many windows": spec_of_many_windows,
+    "specs by consumer": spec_by_consumer,
+    "gaps": gaps,
+    "gaps of many sites": gaps_of_many_sites,
+    "blocks of many shapes": blocks_of_many_shapes,
+    "awaits": awaits,
+    "actions": actions,
+    "beats": beats,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_is_at_most_so_much_for_each_byte_on_the_wire(kind, caplog, monkeypatch):
+    caplog.set_level(logging.CRITICAL)
+    monkeypatch.setattr(limits, "OFFENCES_MAX", 10**9)
+    desk = Desk(Quiet("reader", None, reads_requests=True))
+    desk.sent = Nobody()
+    if not kind.startswith("hello"):
+        desk.say(b"w", make_hello("e", "b", model=DEEP))
+        desk.say(b"c", Hello("client", "", "c"))
+    said = [(peer, parts_of(what)) for peer, what in KINDS[kind]()]
+    wire = sum(len(part) for _, parts in said for part in parts)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for peer, parts in said:
+            desk.exchange.receive(peer, parts)
+            desk.turn()
+            desk.handle_all()
+        gc.collect()
+        state = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    print(f"{kind}: {wire} bytes on the wire, {state} in memory: {state / wire:.1f} each")
+    assert bool(desk.sent.refusal) == (kind == "hello of one that is refused"), desk.sent.refusal
+    assert state <= limits.STATE_PER_BYTE_MAX * wire + FIXED_BYTES
+
+
+def parts_of(said):
+    if isinstance(said, list):
+        return said
+    return said.encode() if isinstance(said, Frame) else [message.encode(said)]
+
+
+class Quiet(Recorder):
+    """Takes everything and keeps nothing."""
+
+    def on_session(self, engine, model):
+        pass
+
+    def on_frame(self, frame):
+        pass
+
+    def on_request_done(self, done):
+        pass
+
+
+class Nobody(dict):
+    """Where messages to peers go that nobody reads; of refusals it keeps the first reason."""
+
+    refusal = ""
+
+    def __missing__(self, peer):
+        return self
+
+    def append(self, said):
+        if isinstance(said, Refused):
+            self.refusal = self.refusal or said.reason
