@@ -238,6 +238,28 @@ def test_what_the_worker_sends_again_is_known(address, spills, tmp_path):
         once(second.positions)
 
 
+def test_a_hub_that_no_engine_reached_leaves_the_next_what_it_knows(address, spills):
+    """The worker never hears that its frames were taken; between two hubs that it reaches there is one that it does not."""
+    first, third = Recorder(), Recorder()
+    hello = make_hello()
+    with running_hub(address, spills(first)) as hub, worker_link(address, hello) as link:
+        worker = Sender(link)
+        worker.rows("r1")
+        worker.end("r1")
+        eventually(lambda: "r1" in first.done)
+        hub.stop(5)  # while the worker is there
+    with running_hub(address, spills(Recorder())):
+        pass
+    with running_hub(address, spills(third)), worker_link(address, hello) as link:  # the same boot, from the start
+        worker = Sender(link)
+        worker.rows("r1")
+        worker.end("r1")
+        worker.rows("r2")
+        worker.end("r2")
+        eventually(lambda: "r2" in third.done)
+    assert set(third.done) == {"r2"}
+
+
 def test_a_request_whose_engine_does_not_come_back_is_over(address, spills, monkeypatch):
     monkeypatch.setattr(limits, "MISSED_S", 0.3)
     first, second, third = Recorder(), Recorder(), Recorder()
