@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -75,20 +75,11 @@ class Peer(NamedTuple):
         return told
 
 
-class OnLost(Protocol):
-    """Called with the part of an engine that is gone, as `Ledger.lose` takes it."""
-
-    def __call__(
-        self, engine: Engine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
-    ) -> None:
-        """Take note of it."""
-
-
 class Roster:
     """All peers, sources and engines of a hub.
 
     fits(model) raises UsageError when consumers want what a model lacks. on_engine is told of an engine that
-    connected or came back. on_lost takes what `Ledger.lose` takes: the part of an engine that is gone.
+    connected or came back; on_lost of a replica (None: all) of an engine whose open requests are over.
     """
 
     def __init__(
@@ -98,7 +89,7 @@ class Roster:
         *,
         fits: Callable[[ModelInfo], None],
         on_engine: Callable[[Engine], None],
-        on_lost: OnLost,
+        on_lost: Callable[[Engine, int | None], None],
     ) -> None:
         self.pool = pool  # of credit, which the workers share
         self.controllers = tuple(controllers)
@@ -149,8 +140,7 @@ class Roster:
     def leave(self, peer: bytes, *, for_good: bool) -> Peer | None:
         """Forget a connection; return what it was.
 
-        for_good: its worker does not come back. Nothing is kept to resume it with, and requests that it has not ended are over.
-        The engine is forgotten when each pipeline stage left so, or when nobody of it came for a while (`forget_missed`).
+        for_good: its worker does not come back, so nothing is kept to resume it with and its open requests are over.
         """
         known = self.peers.pop(peer, None)
         if known is None:
@@ -161,30 +151,12 @@ class Roster:
             known.source.intake.revoke()
             if for_good:
                 self._sources.pop((name, known.hello.rank), None)
-                known.source.engine.stages_left.add(known.hello.rank.pp)
-                self._on_lost(known.source.engine, known.hello.rank.dp, known.hello.rank.pp)
-        engine = self.engines.get(name)
-        if engine is not None and len(engine.stages_left) >= engine.model.stages and not self._expected(name):
-            del self.engines[name]
-            self._on_lost(engine)
+                self._on_lost(known.source.engine, known.hello.rank.dp)
+        if not self.connected(name) and not any(engine == name for engine, _ in self._sources):
+            engine = self.engines.pop(name, None)
+            if engine is not None and for_good:
+                self._on_lost(engine, None)
         return known
-
-    def forget_missed(self, now: float) -> None:
-        """Forget the engines of which nobody was connected or expected for `limits.MISSED_S`; their open requests are over."""
-        here = {known.hello.engine for known in self.peers.values() if known.hello.role != "client"}
-        here |= {name for name, _ in self._sources}
-        for name, engine in list(self.engines.items()):
-            if name in here:
-                engine.missed_since = None
-            elif engine.missed_since is None:
-                engine.missed_since = now
-            elif now - engine.missed_since >= limits.MISSED_S:
-                del self.engines[name]
-                self._on_lost(engine)
-
-    def _expected(self, engine: str) -> bool:
-        """Return whether somebody of an engine is connected, or may resume."""
-        return self.connected(engine) or any(name == engine for name, _ in self._sources)
 
     def connected(self, engine: str) -> bool:
         """Return whether a worker or a scheduler of an engine is connected."""
@@ -205,7 +177,7 @@ class Roster:
         for controller in self.controllers:
             controller.check(model)
         if engine is not None:
-            self._on_lost(engine)
+            self._on_lost(engine, None)
         engine = self.engines[name] = Engine(name, model, user)
         self._on_engine(engine)
         return engine
@@ -219,14 +191,13 @@ class Roster:
         if source is None or source.boot != hello.boot:
             if source is not None:
                 source.intake.revoke()
-                self._on_lost(source.engine, hello.rank.dp, hello.rank.pp, anew=True)
+                self._on_lost(source.engine, hello.rank.dp)
             self._prune()
             source = self._sources[key] = Source(hello.boot, hello.rank, engine, Intake(self.pool))
         else:
             self.resumed += 1
         source.engine = engine
         source.peer = peer
-        engine.stages_left.discard(hello.rank.pp)
         return source
 
     def _prune(self) -> None:

@@ -1,0 +1,178 @@
+"""What honest workers sent, and what must be true of it at the end.
+
+A row is a hash of its engine, request, site and position, so that one which is misplaced or of another request is seen at once.
+Invariants, for every request of an honest engine and every consumer:
+
+* each row that was stored is right, and stored once;
+* a result `ok` has every row behind it;
+* rows that are missing although their worker did not die with them are named, with their reason, in the request's results;
+* an honest peer is never refused or cut off.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from capflow.frame import DTYPES
+from capflow.losses import Losses
+
+FAULTS_KEPT = 20  # of one run
+
+
+def seed_of(engine, request, site):
+    """Return what the rows of a request at a site begin with."""
+    return zlib.crc32(f"{engine}/{request}/{site.hook}/{site.layer}".encode()) % 65_521
+
+
+def rows_of(engine, request, site, start, count, hidden, dtype="float32"):
+    """Return rows `[count, hidden]` at positions `start ..`; exact in float32."""
+    first = (seed_of(engine, request, site) + 7919 * np.arange(start, start + count)) % 65_521
+    return (first[:, None] * 8 + np.arange(hidden) % 8).astype(DTYPES[dtype])
+
+
+@dataclass
+class Sent:
+    """A request of one life of an honest engine. sites: by pipeline stage. rows: sites times positions.
+
+    ends: by stage, the number of the frame that told its end. cut: its worker died before the hub had acknowledged all of it.
+    """
+
+    engine: str
+    boot: str
+    id: str
+    hidden: int
+    sites: dict
+    prompt_length: int
+    computed: dict = field(default_factory=Counter)  # positions, by stage
+    sent: dict = field(default_factory=Counter)  # rows the link took, by stage
+    lost: dict = field(default_factory=dict)  # by stage: Losses, of rows it did not take
+    lasts: dict = field(default_factory=dict)  # by stage, the number of the last frame with rows
+    ends: dict = field(default_factory=dict)
+    cut: bool = False
+
+    @property
+    def key(self):
+        """Engine and request."""
+        return self.engine, self.id
+
+    def losses(self, stage):
+        """Return what a stage could not send."""
+        return self.lost.setdefault(stage, Losses())
+
+    def rows(self, only=None):
+        """Return every row that was computed, as `(site, position)`; only: at this site."""
+        return {
+            (site, at)
+            for stage, sites in self.sites.items()
+            for site in sites
+            for at in range(self.computed[stage])
+            if only in (None, site)
+        }
+
+
+@dataclass
+class Took:
+    """What one consumer has of a request: how often each `(site, position)`, and the results, oldest first."""
+
+    rows: Counter = field(default_factory=Counter)
+    results: list = field(default_factory=list)
+
+
+class Oracle:
+    """The truth, and what consumers have of it."""
+
+    def __init__(self, world):
+        self.world = world
+        self.sent = {}  # by engine and request
+        self.took = defaultdict(lambda: defaultdict(Took))  # by consumer; and life of the hub where it does not last
+        self.off = []
+        self.counts = Counter()
+        self.excused = set()  # reasons for which rows may be lost on the way to a consumer that lasts
+
+    def fail(self, text):
+        """Note that something is not as it must be."""
+        self.counts["off"] += 1
+        if len(self.off) < FAULTS_KEPT:
+            self.off.append(text)
+            self.world.trace(f"OFF {text}")
+
+    def check_rows(self, consumer, frame):
+        """Check the rows that a consumer is given in a frame, and that none is given twice; yield `(request, site, position)`."""
+        header = frame.header
+        given = Counter()
+        nbytes = 0
+        for chunk in frame.chunks():
+            request, count = chunk.request.id, chunk.rows.shape[1]
+            nbytes += chunk.rows.nbytes
+            honest = (header.engine, request) in self.sent
+            for number, site in enumerate(chunk.sites):
+                if honest:
+                    expected = rows_of(
+                        header.engine, request, site, chunk.start, count, header.hidden_size, header.dtype
+                    )
+                    if chunk.rows[number].tobytes() != expected.tobytes():
+                        self.fail(
+                            f"{consumer}: wrong rows of {header.engine}/{request} at {site} {chunk.start}+{count}"
+                        )
+                for at in range(chunk.start, chunk.start + count):
+                    given[request, site, at] += 1
+        if nbytes > max(frame.nbytes, 1):
+            self.fail(f"{consumer}: given {nbytes} bytes of a frame of {frame.nbytes} of {header.engine}")
+        return given
+
+    def check(self, lasting):
+        """Check everything, at the end of a run. lasting: consumers that keep what they have over kills, with the one site that they want, or None."""
+        for (consumer, life), took in self.took.items():
+            for key, had in took.items():
+                sent = self.sent.get(key)
+                if sent is not None:
+                    name = consumer if consumer in lasting else f"{consumer} in life {life}"
+                    self._check_took(name, sent, had, sent.rows(lasting.get(consumer)))
+        for sent in self.sent.values():
+            self.counts["requests"] += 1
+            self.counts["rows"] += len(sent.rows())
+            for consumer, only in lasting.items():
+                if computed := sent.rows(only):
+                    self._check_lasting(consumer, sent, self.took[consumer, 0][sent.key], computed)
+
+    def _check_took(self, consumer, sent, had, computed):
+        name = f"{consumer}: {sent.engine}/{sent.id}"
+        twice = [row for row, count in had.rows.items() if count > 1]
+        if twice:
+            self.fail(f"{name}: {len(twice)} rows twice, {twice[0]}")
+        strange = had.rows.keys() - computed
+        if strange:
+            self.fail(f"{name}: {len(strange)} rows that nobody computed, {min(strange)}")
+        missing = computed - had.rows.keys()
+        if missing and any(result.status == "ok" for result in had.results):
+            self.fail(f"{name}: ok, and {len(missing)} of {len(computed)} rows are missing, {min(missing)}")
+
+    def _check_lasting(self, consumer, sent, had, computed):
+        name = f"{consumer}: {sent.engine}/{sent.id}"
+        missing = computed - had.rows.keys()
+        if sent.cut:
+            if any(result.status == "ok" for result in had.results) and not sent.ends:
+                self.fail(f"{name}: ok, and its worker died before its end")
+            return
+        if not had.results:
+            self.fail(f"{name}: no result")
+            return
+        own = sum((losses.rows for losses in sent.lost.values()), Counter())
+        named = Counter()
+        for result in had.results:
+            for dropped in result.dropped:
+                named[dropped.reason] = max(named[dropped.reason], dropped.rows)
+        failed = any(result.status in ("error", "partial_error") for result in had.results)
+        if missing and not failed:
+            self.fail(f"{name}: {len(missing)} rows are missing, and results are {[r.status for r in had.results]}")
+        if len(missing) > named.total() and not any(result.error for result in had.results):
+            self.fail(f"{name}: {len(missing)} rows are missing, of which {dict(named)} are named")
+        for reason, count in named.items():
+            if count > own[reason] and reason not in self.excused:
+                self.fail(f"{name}: {count} rows lost for {reason}, without a cause: {had.results[-1].error}")
+        if failed and not missing and not self.excused:
+            self.fail(f"{name}: {had.results[-1].status}, though nothing is missing: {had.results[-1].error}")

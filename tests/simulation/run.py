@@ -1,0 +1,404 @@
+"""One seed: who takes part, which faults occur, and the checks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import capflow.hub
+import capflow.transport.link
+from capflow import limits
+from capflow.hub import Hub
+from capflow.plugins import ConfiguredConsumer
+from tests.simulation.consumers import Filing, Listening, Shelf
+from tests.simulation.database import SITE, Base
+from tests.simulation.engine import ADDRESS, Engine, model_of
+from tests.simulation.hostile import WAYS, Hostile
+from tests.simulation.network import Dealer, Network, Router, Waker
+from tests.simulation.oracle import Oracle
+from tests.simulation.scheduler import LivelockError, Process, Scheduler
+from tests.simulation.threads import installed
+from tests.simulation.volume import Volume
+
+STAGES_MAX = 1
+LIMITS = {  # small, so that they are reached
+    "REQUESTS_OPEN_MAX": 200,
+    "SESSIONS_MAX": 100,
+    "AWAITED_MAX": 1000,
+    "MESSAGES_UNSENT_MAX": 1500,
+    "RESULTS_KEPT_MAX": 400,
+}
+DUCKDB, HOSTILE = 0.2, 0.4  # how likely they take part
+QUIET_S_MAX = 600.0  # of virtual time, until everything is handled once faults have ended
+
+
+@dataclass
+class Report:
+    """What came of a seed. digest: equal in two runs that made the same steps."""
+
+    seed: int
+    off: list
+    digest: int
+    steps: int
+    seconds: float
+    counts: dict
+    faults: list
+
+
+class Simulation:
+    """One run."""
+
+    def __init__(self, seed, root, *, stop_at=None, on_line=None):
+        self.seed, self.root = seed, root
+        self.world = world = Scheduler(seed)
+        world.stop_at, world.on_line = stop_at, on_line
+        self.oracle = Oracle(world)
+        self.network = Network(world)
+        self.shelf = Shelf()
+        self.base = Base(world) if world.choose.random() < DUCKDB else None
+        self.batch_rows = world.choose.choice([1, 10, 100])
+        self.volumes = {}  # disks of inboxes, by consumer
+        self.hub = None
+        self.hub_process = None
+        self.lives = 0
+        self.engines = []  # the lives that run or ended well
+        self.honest = set()  # names
+        self.peers = []  # hostile ones
+        self.faults = []  # for the report
+        self.quiet = False  # set when no more faults come
+        self.done = False
+        choose = world.choose
+        self.kinds = choose.sample(
+            ["kill", "power", "engine", "both", "cut", "disk", "shelf", "starve", "wall", "stop"],
+            choose.randrange(0, 5),
+        )
+        self.beside = choose.sample(["block", "drop", "skip"], choose.randrange(0, 3))
+        self.ways = choose.sample(WAYS, choose.randrange(1, 4)) if choose.random() < HOSTILE else []
+        self.queue_bytes = choose.choice([4 * limits.KIB, 64 * limits.KIB, None])
+        self.slow_s = choose.choice([0.0, 0.0, 0.01, 0.2])
+        self.inbox_bytes = choose.choice([256, 1024]) * limits.KIB
+
+    # Processes.
+
+    def start_hub(self):
+        """Start a hub in a process of its own."""
+        self.lives += 1
+        process = self.hub_process = Process(self.world, f"hub{self.lives}")
+        for volume in self.volumes.values():
+            volume.owner = process
+        process.spawn(self.hub_main, "main", process, self.lives)
+
+    def hub_main(self, process, life):
+        """Run a hub until it is killed."""
+        world, oracle = self.world, self.oracle
+        lasting = [Filing(world, oracle, self.shelf)]
+        if self.base is not None:
+            lasting.append(self.base.consumer(self.root, batch_rows=self.batch_rows))
+        consumers = [
+            ConfiguredConsumer.of(
+                each,
+                spool_dir=self.root,
+                spool_bytes=self.inbox_bytes,
+                spill_fallback="block",
+                queue_bytes_max=self.queue_bytes,
+            )
+            for each in lasting
+        ]
+        for policy in self.beside:
+            listening = Listening(world, oracle, policy, policy, life, self.slow_s)
+            consumers.append(
+                ConfiguredConsumer.of(listening, queue_bytes_max=8 * limits.KIB if policy != "block" else None)
+            )
+        hub = Hub(ADDRESS, consumers)
+        for lane in hub.lanes:
+            if lane.keeps:
+                lane.inbox._files = self.volumes.setdefault(lane.name, Volume(world=world))
+                lane.inbox._files.owner = process
+            self.watch_results(lane, life)
+        refuse = hub._exchange._refuse
+
+        def refuse_and_tell(peer, session, reason, *args, **kwargs):
+            world.trace(f"refuse {session.hello and session.hello.engine} {reason}")
+            if session.hello is not None and session.hello.engine in self.honest:
+                oracle.fail(f"{session.hello.engine} is honest, and refused: {reason}")
+            refuse(peer, session, reason, *args, **kwargs)
+
+        hub._exchange._refuse = refuse_and_tell
+        hub.start()
+        self.hub = hub
+
+    def note_excuses(self):
+        """Excuse what a hub says itself that it cannot keep: an inbox is smaller than what its open requests hold."""
+        if self.hub is not None and any(lane.keeps and lane.requests_unkept for lane in self.hub.lanes):
+            self.oracle.excused.add("earlier_hub")
+
+    def watch_results(self, lane, life):
+        """Have the oracle know what a lane says of requests."""
+        tell = lane._on_result
+
+        def on_result(request, consumer, result):
+            key = request.engine, request.id
+            self.world.trace(f"result {lane.name} {key} {result.status}")
+            self.oracle.took[lane.name, 0 if lane.keeps else life][key].results.append(result)
+            tell(request, consumer, result)
+
+        lane._on_result = on_result
+
+    def end_hub(self, *, power):
+        """Kill the hub, and find out what is left on its disk."""
+        self.hub_process.kill()
+        self.note_excuses()
+        self.hub = None
+        self.volumes = {name: volume.after(power=power) for name, volume in self.volumes.items()}
+
+    def start_engine(self, slot):
+        """Start an engine, again under the name of its slot."""
+        choose, world = self.world.choose, self.world
+        name, model = slot
+        boot = f"b{choose.getrandbits(32):08x}"
+        process = Process(world, f"{name}-{boot}")
+        engine = Engine(
+            world,
+            self.oracle,
+            process,
+            name,
+            boot,
+            model,
+            policy=choose.choice(["block", "drop"]),
+            outbound_bytes=choose.choice([4, 64, 1024]) * limits.KIB,
+            steps=choose.randrange(5, 45),
+            pause_s=choose.choice([0.001, 0.02, 0.2]),
+            ends=choose.choice([0.02, 0.1, 0.3]),
+        )
+        self.engines.append((slot, engine))
+        self.honest.add(name)
+        process.spawn(engine.main, "main")
+
+    def start_hostile(self, number, way):
+        """Start a hostile peer, a little later."""
+        process = Process(self.world, f"x{number}")
+        peer = Hostile(self.world, self.network, self.oracle, process, number, way)
+        self.peers.append(peer)
+        self.faults.append((0, way))
+        self.world.at(self.world.choose.expovariate(1.0), lambda: process.spawn(peer.main, "main"))
+
+    # Faults.
+
+    def nemesis(self):
+        """Do harm for a while, then see everything to its end."""
+        world, choose = self.world, self.world.choose
+        for _ in range(choose.randrange(1, 8) if self.kinds else 0):
+            world.sleep(choose.expovariate(1 / choose.choice([0.05, 0.5, 3.0])))
+            kind = choose.choice(self.kinds)
+            self.faults.append((round(world.now, 3), kind))
+            world.trace(f"fault {kind}")
+            getattr(self, f"do_{kind}")()
+        self.quiet = True
+        while not all(one.ended for one in (*self.peers, *(engine for _, engine in self.engines))):
+            world.sleep(0.5)
+        give_up = world.now + QUIET_S_MAX
+        while not self.settled():
+            if world.now > give_up:
+                self.oracle.fail(f"not done after {QUIET_S_MAX:g} s: {self.standing()}")
+                break
+            world.sleep(0.5)
+        else:
+            self.check_hub()
+            if not self.in_hub(lambda: self.hub.stop(60.0)):
+                self.oracle.fail("the hub did not stop well")
+        self.done = True
+
+    def in_hub(self, call):
+        """Return what something answers that runs in the hub's process."""
+        answers = []
+        task = self.hub_process.spawn(lambda: answers.append(call()), "asked")
+        while not task.done:
+            self.world.sleep(0.05)
+        return answers[0] if answers else None
+
+    def await_hub(self):
+        """Wait until the hub runs."""
+        while self.hub is None and not self.hub_process.dead:
+            self.world.sleep(0.05)
+
+    def do_kill(self, *, power=False):
+        """Kill the hub at a scheduling point, and start it again."""
+        process = self.hub_process
+        process.deaths_in = self.world.choose.choice([1, 10, 100, 1000])
+        process.deaths_in = self.world.choose.randrange(process.deaths_in) + 1
+        until = self.world.now + 2.0
+        while not process.dead and self.world.now < until:
+            self.world.sleep(0.02)
+        self.end_hub(power=power)
+        self.world.sleep(self.world.choose.choice([0.0, 0.3, 12.0]))
+        self.start_hub()
+        if self.world.choose.random() < 0.7:
+            self.await_hub()
+
+    def do_power(self):
+        """Cut the power of the hub's machine."""
+        self.do_kill(power=True)
+
+    def do_stop(self):
+        """Stop the hub as a user does, and start it again."""
+        self.await_hub()
+        if self.hub is None:
+            return
+        leave = self.world.choose.random() < 0.7
+        self.in_hub(lambda: self.hub.stop(5.0, leave=leave))
+        self.end_hub(power=False)
+        self.start_hub()
+
+    def do_engine(self):
+        """Kill an engine, and start it again."""
+        alive = [one for one in self.engines if not one[1].ended]
+        if not alive:
+            return
+        slot, engine = self.world.choose.choice(alive)
+        engine.process.kill()
+        self.engines.remove((slot, engine))
+        self.world.sleep(self.world.choose.choice([0.0, 1.0, 8.0]))
+        self.start_engine(slot)
+
+    def do_both(self):
+        """Kill the hub and an engine."""
+        self.do_engine()
+        self.do_kill()
+
+    def do_cut(self):
+        """Cut a connection."""
+        self.network.cut_one()
+
+    def do_disk(self):
+        """Break the inbox's disk for a while."""
+        broken = self.world.choose.choice([errno.ENOSPC, errno.EIO])
+        for volume in self.volumes.values():
+            volume.broken = broken
+        self.world.sleep(self.world.choose.choice([0.1, 2.0, 5.0]))
+        for volume in self.volumes.values():
+            volume.broken = None
+
+    def do_shelf(self):
+        """Break the consumer's disk for a while."""
+        self.oracle.excused.add("shelf")
+        self.break_data(broken=True)
+        self.world.sleep(self.world.choose.choice([0.1, 2.0, 5.0]))
+        self.break_data(broken=False)
+
+    def do_starve(self):
+        """Break the consumer's disk for a moment, then kill the hub."""
+        self.oracle.excused.add("shelf")
+        pace_s = self.world.choose.choice([0.01, 0.05, 0.2])
+        self.break_data(broken=True)
+        self.world.sleep(self.world.choose.expovariate(1 / pace_s))
+        self.break_data(broken=False)
+        self.world.sleep(self.world.choose.expovariate(1 / pace_s))
+        self.do_kill()
+
+    def break_data(self, *, broken):
+        """Have the disks of the consumers' data full, or not any more."""
+        self.shelf.broken = errno.ENOSPC if broken else None
+        if self.base is not None:
+            self.base.broken = broken
+
+    def do_wall(self):
+        """Set the wall clock."""
+        self.world.wall_offset += self.world.choose.choice([-1e8, -3600.0, 3600.0, 1e8])
+
+    # The end.
+
+    def settled(self):
+        """Whether everything was handled."""
+        hub = self.hub
+        return hub is not None and not hub.ledger.requests_open and all(self.idle(lane) for lane in hub.lanes)
+
+    @staticmethod
+    def idle(lane):
+        """Whether a lane has nothing to do."""
+        if lane.keeps:
+            return not len(lane.queue) and not lane.inbox.unread and not lane._open and not lane._long
+        return not len(lane.queue)
+
+    def standing(self):
+        """Return what is not handled, for a report."""
+        if self.hub is None:
+            return "no hub"
+        lanes = {
+            lane.name: (len(lane.queue), lane.keeps and (lane.inbox.unread, list(lane._open)))
+            for lane in self.hub.lanes
+        }
+        return f"{self.hub.ledger.requests_open} open, {lanes}"
+
+    def check_hub(self):
+        """Check the hub's bounds once all is quiet."""
+        hub, pool = self.hub, self.hub.roster.pool
+        given = sum(known.source.intake.credit_bytes for known in hub.roster.peers.values() if known.source is not None)
+        if pool.committed_bytes != given:
+            self.oracle.fail(f"{pool.committed_bytes} bytes of credit are committed, and {given} given")
+        if hub.counts.protocol_errors and not self.ways:
+            self.oracle.fail(f"protocol errors of honest peers: {dict(hub.counts.refused)}")
+        for lane in hub.lanes:
+            if lane.queue.nbytes:
+                self.oracle.fail(f"{lane.name}: {lane.queue.nbytes} bytes in an idle queue")
+
+    def run(self):
+        """Run it; return the report."""
+        world, choose = self.world, self.world.choose
+        router = lambda *args, **kwargs: Router(self.network, *args, **kwargs)  # noqa: E731
+        dealer = lambda *args, **kwargs: Dealer(self.network, *args, **kwargs)  # noqa: E731
+        with contextlib.ExitStack() as stack:
+            for module, name, value in (
+                *((limits, name, value) for name, value in LIMITS.items()),
+                (capflow.hub, "Router", router),
+                (capflow.transport.link, "Dealer", dealer),
+                (capflow.transport.link, "Waker", lambda: Waker(world)),
+            ):
+                stack.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, value)
+            if self.base is not None:
+                stack.enter_context(self.base.installed())
+            stack.enter_context(installed(world))
+            self.start_hub()
+            for number in range(choose.choice([1, 1, 2, 3])):
+                self.start_engine(
+                    (
+                        f"e{number}",
+                        model_of(choose.choice([2, 4]), choose.choice([8, 16]), choose.choice([1, 1, STAGES_MAX])),
+                    )
+                )
+            for number, way in enumerate(self.ways):
+                self.start_hostile(number, way)
+            world.outside.spawn(self.nemesis, "nemesis")
+            try:
+                world.run(lambda: self.done or world.failures)
+            except LivelockError as e:
+                self.oracle.fail(f"it does not end: {e}: {self.standing()}")
+            for task, error in world.failures:
+                self.oracle.fail(f"{task.process.name}.{task.name}: {type(error).__name__}: {error}")
+            self.note_excuses()
+            if self.done and world.stop_at is None:
+                lasting = {"filing": None}
+                if self.base is not None:
+                    self.base.check(self.oracle)
+                    lasting["duckdb"] = SITE
+                self.oracle.check(lasting)
+            self.hub_process.kill()
+            for _, engine in self.engines:
+                engine.process.kill()
+            world.stop_at = None
+            with contextlib.suppress(LivelockError):
+                world.run(lambda: not world._ready)
+        return Report(
+            self.seed, self.oracle.off, world.digest, world.steps, world.now, dict(self.oracle.counts), self.faults
+        )
+
+
+def simulate(seed, *, stop_at=None, on_line=None):
+    """Run a seed; return the report."""
+    logging.getLogger("capflow").setLevel(logging.CRITICAL + 1)
+    with tempfile.TemporaryDirectory(prefix="cf") as directory:
+        return Simulation(seed, Path(directory), stop_at=stop_at, on_line=on_line).run()
