@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 
+import duckdb
 import pytest
 from frames import make_hello
 from hubs import Recorder, address, running_hub, scheduler_link
 from waiting import eventually
 
+import capflow
 from capflow.action import Abort, Applied, Rejected
 from capflow.client import Client
 from capflow.enginename import is_of, name_of, new_engine
 from capflow.errors import UsageError
 from capflow.testing import MemoryHub
+from capflow_consumers.duckdb import DuckdbConfig, DuckdbConsumer
+from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
 
 __all__ = ["address"]
 
@@ -210,3 +214,80 @@ class TestNames:
     def test_what_is_no_name_is_refused(self, name):
         with pytest.raises(UsageError, match="engine_name"):
             new_engine(name)
+
+
+def captured(root, rows, *, name="r1", **options):
+    """Capture a request of one id of each engine in turn, with so many positions of it; return their results."""
+    results = []
+    consumer = FilesystemConsumer(FilesystemConfig(str(root), **options))
+    with MemoryHub(consumer) as hub:
+        for number, (engine, positions) in enumerate(rows):
+            peer = hub.engine(engine, boot=f"boot-{number}")
+            peer.step([(name, 4, 0, positions)])
+            peer.finish(name)
+            peer.settle()
+            results.append(hub.result(name, engine))
+            peer.lose()
+    return results
+
+
+LAYOUTS = ["packed", "per_file", "sharded"]
+
+
+class TestFiles:
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("on_collision", ["error", "suffix", "overwrite"])
+    def test_requests_of_two_engines_lie_beside_each_other(self, tmp_path, layout, on_collision):
+        if (layout, on_collision) == ("sharded", "overwrite"):
+            pytest.skip("refused: shards only grow")
+        results = captured(tmp_path, [("a", 1), ("b", 2)], layout=layout, on_collision=on_collision)
+        assert [result.status for result in results] == ["ok", "ok"]
+        dataset = capflow.open(tmp_path)
+        rows = {name: len(dataset[name, "r1"]["post_block:0"].rows) for name in "ab"}
+        assert rows == {"a": 1, "b": 2}
+        assert ("c", "r1") not in dataset
+        assert {capture.engine for capture in dataset} == {"a", "b"}
+        with pytest.raises(UsageError, match=r"request r1 of several engines: .* one of a, b"):
+            dataset["r1"]
+        dataset.verify()
+
+    @pytest.mark.parametrize("layout", ["packed", "per_file"])
+    def test_a_request_is_overwritten_by_one_of_its_own_engine_alone(self, tmp_path, layout):
+        first, second = new_engine("prod"), new_engine("prod")
+        engines = [(first, 1), ("b", 2), (second, 3), ("b", 4)]
+        results = captured(tmp_path, engines, layout=layout, on_collision="overwrite")
+        assert [result.status for result in results] == ["ok"] * 4
+        dataset = capflow.open(tmp_path)
+        kept = sorted((capture.engine, len(capture["post_block:0"].rows)) for capture in dataset.captures("r1"))
+        assert kept == sorted([(second, 3), ("b", 4)])
+        assert len(dataset["prod", "r1"]["post_block:0"].rows) == 3
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_a_request_of_its_own_engine_is_an_error_and_stays(self, tmp_path, layout):
+        results = captured(tmp_path, [("a", 1), ("b", 2), ("a", 3)], layout=layout, on_collision="error")
+        assert [result.status for result in results] == ["ok", "ok", "error"]
+        assert len(capflow.open(tmp_path)["a", "r1"]["post_block:0"].rows) == 1
+
+    def test_two_ids_of_two_engines_need_no_engine(self, tmp_path):
+        captured(tmp_path, [("a", 1)], name="mine")
+        captured(tmp_path, [("b", 2)], name="yours")
+        assert len(capflow.open(tmp_path)["yours"]["post_block:0"].rows) == 2
+
+
+def test_a_database_has_the_rows_of_each_engines_request(tmp_path):
+    consumer = DuckdbConsumer(DuckdbConfig(str(tmp_path / "x.duckdb"), site="post_block:0", vectors=True))
+    with MemoryHub(consumer) as hub:
+        peers = [hub.engine(name, boot=f"boot-{name}") for name in "ab"]
+        for step in range(3):
+            for number, peer in enumerate(peers, start=1):
+                peer.step([("r1", 4, step * number, number)])
+        for peer in peers:
+            peer.finish("r1")
+            peer.settle()
+        assert [hub.result("r1", name).status for name in "ab"] == ["ok", "ok"]
+    with duckdb.connect(str(tmp_path / "x.duckdb"), read_only=True) as found:
+        ask = "SELECT engine, count(*), count(DISTINCT capture) FROM {} GROUP BY engine ORDER BY engine"
+        assert found.sql(ask.format("tokens")).fetchall() == [("a", 3, 1), ("b", 6, 1)]
+        assert found.sql(ask.format("requests")).fetchall() == [("a", 1, 1), ("b", 1, 1)]
+        vectors = {engine: rows for engine, rows, _ in found.sql(ask.format("vectors")).fetchall()}
+        assert vectors["b"] == 2 * vectors["a"] > 0

@@ -64,6 +64,11 @@ class RequestCapture(ABC):
         return self.sidecar.request
 
     @property
+    def engine(self) -> str:
+        """The id of the engine that ran it: `NAME@START` of one with a name."""
+        return self.sidecar.engine
+
+    @property
     def sites(self) -> tuple[Site, ...]:
         """The sites that have rows."""
         return tuple(self._entries)
@@ -208,11 +213,14 @@ def joined(captures: Sequence[RequestCapture]) -> list[RequestCapture]:
     A part is what a worker sent after it was taken to be gone, or what other pipeline stages of the same engine have of the same tokens.
     """
     groups: list[list[RequestCapture]] = []
+    latest: dict[str, list[RequestCapture]] = {}  # by engine
     for capture in captures:
-        if groups and all(_belong(part.sidecar, capture.sidecar) for part in groups[-1]):
-            groups[-1].append(capture)
+        group = latest.get(capture.engine)
+        if group is not None and all(_belong(part.sidecar, capture.sidecar) for part in group):
+            group.append(capture)
         else:
-            groups.append([capture])
+            latest[capture.engine] = [capture]
+            groups.append(latest[capture.engine])
     return [group[0] if len(group) == 1 else JoinedCapture(group) for group in groups]
 
 

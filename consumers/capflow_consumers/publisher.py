@@ -59,7 +59,7 @@ class Publisher:
     def _put(self, request: FiledRequest, done: RequestDone, expected: Mapping[Site, Runs], model: str) -> Written:
         files, store = request.files, self._store
         on_collision = self._collision(done)
-        capture = store.number(done.request, on_collision)
+        capture = store.number(done.engine, done.request, on_collision)
         entries = files.write()
         rows = sum(entry.rows for entry in entries)
         problems = problems_of(files, rows, expected, done)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from capflow.brief import brief
+from capflow.enginename import is_of, name_of
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import DTYPES
 from capflow.site import HOOKS
@@ -129,7 +130,8 @@ class Dataset:
     """A root directory; `ds.requests()` names what is in it, `ds[request_id]` opens one.
 
     Requests that are finished while it is open are seen, those in shards that are not sealed too. An id captured several times
-    (`on_collision=suffix`) stands for its last capture; `captures` gives all of them. Captures that hold parts of one request are
+    (`on_collision=suffix`) stands for its last capture; `captures` gives all of them. `ds[engine, request_id]` is the request of one engine; the
+    id alone is refused where requests of several engines have it. Captures that hold parts of one request are
     read as one. What is damaged is left out where several are read, and named in a warning; `damaged` names all of it.
     """
 
@@ -152,15 +154,16 @@ class Dataset:
         """Return what cannot be read, as errors that name it: sidecars, and shards or parts of them. Rows are for `verify`."""
         return [str(found.error) for found in self.walk() if isinstance(found, Damage)]
 
-    def captures(self, request_id: str, *, look: bool = True) -> list[RequestCapture]:
+    def captures(self, request_id: str, *, engine: str = "", look: bool = True) -> list[RequestCapture]:
         """Return every capture of an id, first to last, parts of one request each by itself.
 
+        engine: whose captures, by its name or id; every engine's without.
         look: whether to look for what came since the data set was opened or last looked at, which takes time with the number of
         entries of the root. Raises CapflowError when one of them is damaged.
         """
         if look:
             self._look()
-        return self._captures(request_id)
+        return [capture for capture in self._captures(request_id) if is_of(capture.engine, engine)]
 
     def running(self) -> list[RunningCapture]:
         """Return the requests that run and of which rows can be read already: see the option `tail_s`."""
@@ -224,22 +227,33 @@ class Dataset:
     def __repr__(self) -> str:
         return f"<data set {str(self.path)!r}: {len(self)} captures>"
 
-    def __contains__(self, request_id: object) -> bool:
-        if not isinstance(request_id, str):
+    def __contains__(self, key: object) -> bool:
+        if isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, str) for part in key):
+            return key[1] in self and bool(self.captures(key[1], engine=key[0], look=False))
+        if not isinstance(key, str):
             return False
+        request_id = key
         if self._paths(request_id) or request_id in self._shards:
             return True
         self._look()
         return bool(self._paths(request_id)) or request_id in self._shards
 
-    def __getitem__(self, request_id: str) -> RequestCapture:
-        """Return the capture of a request; raises UsageError when there is none, and CapflowError when it is damaged."""
-        if request_id not in self:
+    def __getitem__(self, key: str | tuple[str, str]) -> RequestCapture:
+        """Return the capture of a request, by its id or by the engine, by name or id, and its id.
+
+        Raises UsageError when there is none, or captures of several engines have the id alone, and CapflowError when it is damaged.
+        """
+        engine, request_id = key if isinstance(key, tuple) else ("", key)
+        if key not in self:
             do = "requests() lists what is there; a request appears when it is over"
             if self._shards.damage:
                 do += f", and {self._shards.damage[0].path} is damaged"
-            raise UsageError(explain(f"{self.path}: no such request", got=request_id, do=do))
-        return joined(self._captures(request_id))[-1]
+            raise UsageError(explain(f"{self.path}: no such request", got=key, do=do))
+        found = joined(self.captures(request_id, engine=engine, look=False))
+        if len(names := dict.fromkeys(name_of(capture.engine) for capture in found)) > 1:
+            expected = f"dataset[ENGINE, {request_id!r}] with one of {', '.join(names)}"
+            raise UsageError(explain(f"{self.path}: request {request_id} of several engines", expected=expected))
+        return found[-1]
 
     def verify(self) -> None:
         """Check every file of every request; raise CapflowError naming the first that is damaged."""

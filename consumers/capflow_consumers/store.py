@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import NamedTuple
 
+from capflow.enginename import name_of
 from capflow.errors import CapflowError, explain
 from capflow.site import Site
 from capflow_consumers import disk, layout
@@ -62,9 +63,10 @@ class Store:
 
     def captures(self, engine: str, request: str) -> Found:
         """Return where captures of an engine's request lie, and their sidecars."""
-        return [found for found in self._captures(request) if found[1].engine == engine]
+        name = name_of(engine)
+        return [found for found in self._captures(request) if name_of(found[1].engine) == name]
 
-    def number(self, request: str, on_collision: OnCollision) -> int | None:  # noqa: ARG002  shards have other names
+    def number(self, engine: str, request: str, on_collision: OnCollision) -> int | None:  # noqa: ARG002  shards have other names
         """Return which capture of its id the next one of a request is, where that is known; raises CapflowError when there may be none."""
         return None
 
@@ -87,7 +89,8 @@ class Store:
 
     def _rename(self, written: Written) -> Path | OSError | CapflowError:
         try:
-            return self.work.publish(written.files.path, slug(written.sidecar.request), written.on_collision)
+            sidecar = written.sidecar
+            return self.work.publish(written.files.path, slug(sidecar.request), sidecar.engine, written.on_collision)
         except (OSError, CapflowError) as e:
             return e
 
@@ -141,10 +144,12 @@ class ShardStore(Store):
         """Return what takes the rows of a request."""
         return ShardRows(self.work.new(), dtype, hidden_size, dtypes, fsync=self.work.fsync, shards=self._writer)
 
-    def number(self, request: str, on_collision: OnCollision) -> int | None:
+    def number(self, engine: str, request: str, on_collision: OnCollision) -> int | None:
         """Return which capture of its id the next one of a request is; raises CapflowError when there may be none."""
-        taken = [sidecar.capture or split(path.name)[1] for path, sidecar in self._captures(request)]
-        if taken and on_collision == "error":
+        found = self._captures(request)
+        taken = [sidecar.capture or split(path.name)[1] for path, sidecar in found]
+        mine = any(name_of(sidecar.engine) == name_of(engine) for _, sidecar in found)
+        if mine and on_collision == "error":
             do = "set on_collision to suffix, or use another root"
             raise CapflowError(explain(f"{self.work.root} has a capture of {request} already", do=do))
         return max(taken, default=0) + 1

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from capflow import private
+from capflow.enginename import name_of
 from capflow.errors import CapflowError, explain
 from capflow_consumers import layout
 from capflow_consumers.numbered import Numbered, split
@@ -30,7 +31,8 @@ from capflow_consumers.shardrecovery import recover
 from capflow_consumers.shardset import PATTERN
 
 OnCollision = Literal["error", "overwrite", "suffix"]
-"""What to do when the request's name is taken. `error`: keep the old and report. `overwrite`: replace the last. `suffix`: publish as `NAME~2`, `NAME~3`, …"""
+"""What to do when a capture of a request is there, of the same engine and id. `error`: keep the old and report. `overwrite`: replace the last.
+`suffix`: publish as `NAME~2`, `NAME~3`, … What another engine has of the id is left alone, and lies beside it under such a name."""
 
 PREFIX = layout.PARTIAL_PREFIX
 
@@ -78,18 +80,21 @@ class WorkDir:
         """Return the finished requests of a name, first to last: `NAME`, `NAME~2` and so on, as far as they are there."""
         return self._published.of(name)
 
-    def publish(self, source: Path, name: str, on_collision: OnCollision) -> Path:
-        """Give a finished request its name in one rename; return where it is. That lasts when the root is synced.
+    def publish(self, source: Path, name: str, engine: str, on_collision: OnCollision) -> Path:
+        """Give a finished request of an engine its name in one rename; return where it is. That lasts when the root is synced.
 
         Its name is taken by any capture of it, and is numbered on from the last. Raises OSError, and CapflowError when the
-        name is taken and `on_collision` is `error`.
+        engine has a capture of the name and `on_collision` is `error`.
         """
-        target = (self.published(name) or [self.root / name])[-1]
-        if not _rename(source, target):
-            if on_collision == "error":
-                do = "set on_collision to suffix or overwrite, or use another root"
-                raise CapflowError(explain(f"{target} exists already", do=do))
-            target = self._suffix(source, target) if on_collision == "suffix" else self._overwrite(source, target)
+        found = self.published(name) or [self.root / name]
+        mine = [] if on_collision == "suffix" else [path for path in found if _is_taken(path, engine, on_collision)]
+        if not mine:
+            target = found[-1] if _rename(source, found[-1]) else self._suffix(source, found[-1])
+        elif on_collision == "error":
+            do = "set on_collision to suffix or overwrite, or use another root"
+            raise CapflowError(explain(f"{mine[-1]} exists already", do=do))
+        else:
+            target = self._overwrite(source, mine[-1], engine)
         self._published.add(target)
         return target
 
@@ -101,16 +106,34 @@ class WorkDir:
                 return target
         raise AssertionError
 
-    def _overwrite(self, source: Path, target: Path) -> Path:
+    def _overwrite(self, source: Path, target: Path, engine: str) -> Path:
         replaced = self.path / "replaced"
-        private.make_directory(replaced, self.mode)
+        replaced.mkdir(exist_ok=True)
         for _ in range(_OVERWRITE_TRIES):
-            with contextlib.suppress(FileNotFoundError):
-                target.rename(replaced / target.name)
             if _rename(source, target):
                 shutil.rmtree(replaced, ignore_errors=True)
                 return target
+            if not _is_taken(target, engine, "overwrite"):  # another writer took the name between two renames
+                return self._suffix(source, target)
+            with contextlib.suppress(FileNotFoundError):
+                target.rename(replaced / target.name)
         raise CapflowError(explain(f"{target} is written by others all the time", do="use another root"))
+
+
+def engine_at(path: Path) -> str | None:
+    """Return the name of the engine whose request lies there; None where that cannot be read, or nothing lies there."""
+    try:
+        return name_of(layout.read_sidecar((path / layout.SIDECAR_NAME).read_bytes()).engine)
+    except (OSError, ValueError):
+        return None
+
+
+def _is_taken(path: Path, engine: str, on_collision: OnCollision) -> bool:
+    """Return whether a name is the engine's own; what cannot be read is nobody's to overwrite, and nobody's to lie beside."""
+    owner = engine_at(path)
+    if owner is None:
+        return on_collision == "error" and path.exists() and (not path.is_dir() or any(path.iterdir()))
+    return owner == name_of(engine)
 
 
 def _rename(source: Path, target: Path) -> bool:
