@@ -45,6 +45,11 @@ def name_of(engine: str) -> str:
     return name or engine
 
 
+def start_of(engine: str) -> str:
+    """Return what tells the starts of an engine apart, by its id."""
+    return engine.rpartition("@")[2]
+
+
 def is_of(engine: str, asked: str) -> bool:
     """Return whether an engine is the one asked for, by name or id; the empty name asks for any."""
     return asked in ("", engine, name_of(engine))

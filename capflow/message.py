@@ -77,7 +77,10 @@ class ControllerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Who is speaking. boot is new at every start of the peer's process; model is None for a client."""
+    """Who is speaking. boot is new at every start of the peer's process; model is None for a client.
+
+    former: whether the engine may be gone, and this process brings frames that another one made.
+    """
 
     role: Role
     engine: Name
@@ -85,6 +88,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     rank: Rank = Rank(0, 0, 0)
     model: ModelInfo | None = None
     version: int = PROTOCOL_VERSION
+    former: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

@@ -154,7 +154,7 @@ class Replay:
         if worker is None or worker.link.hello.boot != boot:
             if worker is not None:
                 worker.link.close()
-            hello = Hello("worker", engine, boot, rank, self._connect(engine))
+            hello = Hello("worker", engine, boot, rank, self._connect(engine), former=True)
             worker = self._workers[key] = _Worker(LocalPeer(self._hub, hello, stopped=self._stopped))
         return worker
 
@@ -165,7 +165,7 @@ class Replay:
             do = "its first records are lost"
             raise CapflowError(explain("recording", got=f"a frame of engine {engine} before its model", do=do))
         if engine not in self._schedulers:
-            hello = Hello("scheduler", engine, "scheduler", model=model)
+            hello = Hello("scheduler", engine, "scheduler", model=model, former=True)
             self._schedulers[engine] = LocalPeer(self._hub, hello, stopped=self._stopped)
         return model
 

@@ -6,6 +6,7 @@ with the worker's Bye, or when the worker comes back with another boot.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import msgspec
 
 from capflow import limits
 from capflow.counts import age_s
+from capflow.enginename import name_of
 from capflow.errors import RemoteProtocolError, UsageError, explain
 from capflow.frame import FrameHeader, Rank
 from capflow.ledger import Engine
@@ -132,6 +134,7 @@ class Roster:
         source = None
         if hello.role != "client":
             assert hello.model is not None
+            self._check_name(hello)
             engine = self._engine(hello.engine, hello.model, session.user)
             source = self._source(engine, hello, peer) if hello.role == "worker" else None
         known = self.peers[peer] = Peer(session, hello, source)
@@ -157,6 +160,25 @@ class Roster:
             if engine is not None and for_good:
                 self._on_lost(engine, None)
         return known
+
+    def _check_name(self, hello: Hello) -> None:
+        """Raise UsageError when an engine of the same name lives; one that has not said anything lately is taken to be gone."""
+        if hello.former is True:
+            return
+        now = time.monotonic()
+        name = name_of(hello.engine)
+        for peer, known in list(self.peers.items()):
+            other = known.hello
+            if other.role == "client" or other.former is True or other.engine == hello.engine:
+                continue
+            if name_of(other.engine) != name:
+                continue
+            if now - known.session.heard_at < limits.NAME_KEPT_S:
+                do = "give this engine another --engine-name, or stop the other"
+                raise UsageError(explain(f"engine name {name}", got="that of an engine that is connected", do=do))
+            self.leave(peer, for_good=False)
+            if known.source is not None:
+                self._on_lost(known.source.engine, other.rank.dp)
 
     def connected(self, engine: str) -> bool:
         """Return whether a worker or a scheduler of an engine is connected."""

@@ -13,6 +13,7 @@ from typing import NoReturn, get_args
 
 from capflow import limits
 from capflow.consumer import POLICY_DEFAULT, Fallback, Policy
+from capflow.enginename import checked
 from capflow.errors import UsageError
 
 HUB_FLAGS = ("--consumer", "--consumer-config", "--address", "--drain-s", "--metrics-address", "--log-format")
@@ -95,6 +96,12 @@ def _add_capture(parser: Parser) -> None:
         "--hub", action="append", default=[], metavar="ADDRESS", help="a hub that rows go to; repeatable, in order"
     )
     group.add_argument("--key", metavar="NAME|PATH", help="this engine's key, for hubs that have one")
+    group.add_argument(
+        "--engine-name",
+        type=_engine_name,
+        metavar="NAME",
+        help="what this engine is called, in data and at its hubs (default: another name at each start)",
+    )
     group.add_argument(
         "--insecure",
         action="store_true",
@@ -203,3 +210,10 @@ def _port(text: str) -> int:
     if not text.isdigit() or not 0 < int(text) < 2**16:
         raise argparse.ArgumentTypeError(f"got {text or repr(text)}, expected 1..{2**16 - 1}")
     return int(text)
+
+
+def _engine_name(text: str) -> str:
+    try:
+        return checked(text, where="")
+    except UsageError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e

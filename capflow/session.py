@@ -486,6 +486,11 @@ class HubSession:
             return self._said(Beat(), now)
         return None
 
+    @property
+    def heard_at(self) -> float:
+        """When the peer last said something."""
+        return self._pulse.heard
+
     def silent(self, now: float) -> bool:
         """Return whether the peer has said nothing for so long that it is taken to be gone."""
         return now >= self._pulse.silence_due()

@@ -127,7 +127,9 @@ class Tapping:
         if worker is None or worker.boot != header.boot:
             if worker is not None:
                 self._workers.pop(key).link.close()
-            hello = Hello("worker", header.engine, uuid.uuid4().hex, header.rank, self._models[header.engine])
+            hello = Hello(
+                "worker", header.engine, uuid.uuid4().hex, header.rank, self._models[header.engine], former=True
+            )
             link = WorkerLink(self._own.address, hello, policy="drop", key=self._own_key)
             worker = self._workers[key] = _Worker(header, link, hello.boot)
             link.start()

@@ -360,6 +360,26 @@ def test_steering_that_waits_for_a_request_s_first_step_ends_with_the_request(sh
     assert answers([again]) == answers([alone])
 
 
+def test_two_engines_of_one_name_keep_their_requests_apart(tiny, tmp_path):
+    hub = HubProcess([f"filesystem:root={tmp_path / 'rows'},on_collision=overwrite"])
+    hub.start(60)
+    try:
+        results = []
+        for name, tokens in (("prod", 2), ("test", 3), ("prod", 4)):
+            with engine(tiny, hub=hub.address, engine_name=name) as llm:
+                params = capflow.sampling_params(max_tokens=tokens, id="same", capture=ALL, **GREEDY)
+                (output,) = llm.generate(prompts((5,)), params, use_tqdm=False)
+                results.append(output.capture_results["filesystem"])
+    finally:
+        hub.stop()
+    assert [result.status for result in results] == ["ok"] * 3
+    data = capflow.open(tmp_path / "rows")
+    kept = {capture.engine.partition("@")[0]: capture.computed_length for capture in data.captures("same")}
+    assert kept == {"prod": 5 + 4 - 1, "test": 5 + 3 - 1}
+    assert data["prod", "same"].computed_length == 8
+    data.verify()
+
+
 def test_the_gate_steers_from_the_step_after_its_probe_fired(tiny, reference, tmp_path):
     """A probe that fires at the first generated token whose score passes; the next step is steered, and all after."""
     (prompt,) = prompts((12,), seed=3)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 
 import duckdb
+import msgspec
 import pytest
-from frames import make_hello
-from hubs import Recorder, address, running_hub, scheduler_link
+from frames import make_finished, make_frame, make_hello, make_model
+from hubs import Recorder, address, raw_peer, running_hub, scheduler_link, worker_link
 from waiting import eventually
 
 import capflow
+from capflow import limits, message
 from capflow.action import Abort, Applied, Rejected
 from capflow.client import Client
 from capflow.enginename import is_of, name_of, new_engine
 from capflow.errors import UsageError
+from capflow.frame import Rank
 from capflow.testing import MemoryHub
+from capflow.transport import FormerLink, Outbox
 from capflow_consumers.duckdb import DuckdbConfig, DuckdbConsumer
 from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
 
@@ -291,3 +295,52 @@ def test_a_database_has_the_rows_of_each_engines_request(tmp_path):
         assert found.sql(ask.format("requests")).fetchall() == [("a", 1, 1), ("b", 1, 1)]
         vectors = {engine: rows for engine, rows, _ in found.sql(ask.format("vectors")).fetchall()}
         assert vectors["b"] == 2 * vectors["a"] > 0
+
+
+class TestOneEngineOfAName:
+    def test_a_second_engine_of_a_name_is_refused_by_name(self, address):
+        first, second = (make_hello(new_engine("prod"), boot=str(number)) for number in range(2))
+        with running_hub(address, Recorder()), worker_link(address, first):
+            with worker_link(address, second, wait=False) as link:
+                assert link.wait_welcome(20) is None
+                assert "engine name prod: got that of an engine that is connected" in link.refusal
+                assert "--engine-name" in link.refusal
+            with scheduler_link(address, make_hello(second.engine, role="scheduler"), wait=False) as link:
+                assert link.wait_welcome(20) is None
+            with worker_link(address, make_hello(new_engine("other"), boot="3")):
+                pass
+
+    def test_the_workers_and_the_scheduler_of_one_engine_have_its_name(self, address):
+        hello = make_hello(new_engine("prod"), model=make_model(stages=2))
+        stage = msgspec.structs.replace(hello, rank=Rank(1, 0, 0), boot="stage")
+        scheduler = msgspec.structs.replace(hello, role="scheduler", boot="scheduler")
+        links = worker_link(address, hello), worker_link(address, stage), scheduler_link(address, scheduler)
+        with running_hub(address, Recorder()), links[0], links[1], links[2]:
+            pass
+
+    def test_what_an_earlier_start_left_on_disk_comes_while_the_next_one_runs(self, address, tmp_path):
+        recorder = Recorder()
+        left = make_hello(new_engine("prod"), boot="left")
+        outbox = Outbox(tmp_path / "left", left, 1 << 24)
+        outbox.open()
+        frame = make_frame([("r1", 4, 0, 4)], finished=[make_finished("r1")], engine=left.engine, boot="left")
+        assert outbox.put(1, frame.header, frame.payload, 1.0) is None
+        with running_hub(address, recorder), worker_link(address, make_hello(new_engine("prod"), boot="now")):
+            link = FormerLink(str(address), outbox)
+            link.start()
+            try:
+                eventually(lambda: "r1" in recorder.done)
+            finally:
+                link.close(1)
+        assert recorder.done["r1"].engine == left.engine
+
+    def test_a_name_is_free_when_its_engine_is_gone(self, address, monkeypatch):
+        monkeypatch.setattr(limits, "NAME_KEPT_S", 0.2)
+        monkeypatch.setattr(limits, "REFUSED_S", 0.1)
+        first, second = (make_hello(new_engine("prod"), boot=str(number)) for number in range(2))
+        with running_hub(address, Recorder()) as hub, raw_peer(address) as dead:
+            dead.send(message.encode(first))  # and not a word from there on
+            dead.recv()
+            with worker_link(address, second, wait=False) as link:
+                eventually(lambda: link.connected)
+            assert hub.snapshot().engines <= 1

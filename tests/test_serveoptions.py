@@ -60,6 +60,7 @@ def test_the_options_of_the_hub_are_those_that_need_a_consumer():
         (("m", "--capture-wait-s", "0"), "--capture-wait-s: got 0, expected more than 0"),
         (("m", "--capture-wait-s="), "--capture-wait-s: got ''"),
         (("m", "--grpc-port", "65536"), "--grpc-port: got 65536, expected 1..65535"),
+        (("m", "--engine-name", "a/b"), "--engine-name: got a/b, expected 1..64 letters, digits"),
         (("m", "--policy", "maybe"), "--policy: invalid choice: 'maybe'"),
     ],
 )

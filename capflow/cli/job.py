@@ -78,6 +78,8 @@ class ModelJob:
     prompts_file: str = ""
     # What steers every prompt and what prompts may name: `steering`, `steering_modules` and `steering_bank_bytes` as options have them.
     steering: dict[str, Any] = field(default_factory=dict)
+    # What the engine is called; None for a random name.
+    engine_name: str | None = None
     hub: str = ""  # the address, known once the hub listens
     # The engine's id, known once it runs.
     engine_id: str = ""
@@ -126,6 +128,7 @@ class ModelJob:
             "engine": self.engine,
             "sampling": self.sampling,
             **self.steering,
+            "engine_name": self.engine_name,
             **self.outbound,
         }
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # `finish` tells of a child that died

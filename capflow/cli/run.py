@@ -75,6 +75,9 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
     type=click.IntRange(1, limits.BANK_BYTES_MAX),
     help="The memory for what steers. Default: 256 MiB.",
 )
+@click.option(
+    "--engine-name", metavar="NAME", help="What the engine of --model is called. Default: another name each time."
+)
 @click.option("--engine-arg", multiple=True, metavar="NAME=VALUE", help="An engine argument of vLLM; repeatable.")
 @click.option("--sampling", multiple=True, metavar="NAME=VALUE", help="A sampling parameter of vLLM; repeatable.")
 @click.option(
@@ -113,6 +116,7 @@ def run(
     steering: str | None,
     steering_modules: tuple[str, ...],
     steering_bank_bytes: int | None,
+    engine_name: str | None,
     engine_arg: tuple[str, ...],
     sampling: tuple[str, ...],
     policy: Policy | None,
@@ -131,6 +135,7 @@ def run(
     from capflow.address import check_address, default_address, private_address
     from capflow.cli.hubrun import HubRun
     from capflow.endpoint import parse_listen
+    from capflow.enginename import checked
     from capflow.errors import UsageError, explain
     from capflow.plugins import configure_all, load_plugins
 
@@ -142,8 +147,8 @@ def run(
     _check_beside(outbound, model, policy)
     steers = {"steering": steering, "steering_modules": steering_modules, "steering_bank_bytes": steering_bank_bytes}
     steers = {name: value for name, value in steers.items() if value not in (None, ())}
-    if model is None and steers:
-        option = "--" + next(iter(steers)).replace("_", "-")
+    if model is None and (steers or engine_name is not None):
+        option = "--" + next(iter(steers), "engine_name").replace("_", "-")
         raise UsageError(explain(option, got="no --model", expected="it beside", do="see `capflow serve` for a server"))
     if tap is not None and model is not None:
         raise UsageError(explain("--tap", got="--model with it", expected="one of them"))
@@ -177,6 +182,7 @@ def run(
             sampling=parse_pairs(sampling, "--sampling"),
             key=key,
             outbound=outbound,
+            engine_name=None if engine_name is None else checked(engine_name, where="--engine-name"),
             steering=steers,
         )
         job.check()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
+
 from capflow.transport.link import Link
 from capflow.transport.outbox import Outbox
 from capflow.transport.sockets import Dealer
@@ -21,7 +23,8 @@ class FormerLink(Link):
     """
 
     def __init__(self, address: str, outbox: Outbox, *, key: str | None = None) -> None:
-        super().__init__(address, outbox.hello, key=key, seq=_SEQ_MAX)
+        hello = msgspec.structs.replace(outbox.hello, former=True)
+        super().__init__(address, hello, key=key, seq=_SEQ_MAX)
         self.outbox = outbox
         self._begun = False  # set with the first frame, from which on numbers are without a gap
 

@@ -44,6 +44,8 @@ class Link:
         self._said_bytes = 0  # how long the message is that `_received` takes; the thread's
         self._waker = Waker()  # closed by the thread when it ends
         self._failed_at: type[Exception] | None = None  # what the last connection failed with; the thread's
+        self._refused_at = 0.0  # when the hub refused this connection; the thread's
+        self._refused_for = ""  # why, as it was logged last; the thread's
         self._closing = threading.Event()  # set by `close`
         self._close_by = 0.0  # set by `close` before `_closing`: when to leave although frames are left
         self._welcomed = threading.Event()  # set by every Welcome or Refused, cleared when the connection is lost
@@ -167,6 +169,8 @@ class Link:
                     return
             if not self._read(dealer, now):
                 return
+            if session.state is State.REFUSED and now >= self._refused_at + limits.REFUSED_S:
+                return
             if session.silent(now):
                 self._lost(f"it was silent for {limits.SILENCE_S_MAX:g} s")
                 return
@@ -180,6 +184,8 @@ class Link:
 
     def _timeout(self, now: float) -> float | None:
         due = self._session.due()
+        if self._session.state is State.REFUSED:
+            due = self._refused_at + limits.REFUSED_S
         if self._closing.is_set():
             due = self._close_by if due is None else min(due, self._close_by)
         return None if due is None else max(0.0, due - now)
@@ -213,9 +219,11 @@ class Link:
                     self._lost("it said goodbye")
                     return False
                 case Refused():
-                    logger.error(
-                        "the hub at %s refuses this %s: %s", self.address, self._session.hello.role, said.reason
-                    )
+                    self._refused_at = now
+                    if said.reason != self._refused_for:
+                        role = self._session.hello.role
+                        logger.error("the hub at %s refuses this %s: %s; trying on", self.address, role, said.reason)
+                    self._refused_for = said.reason
                     self._welcomed.set()
                 case Welcome():
                     self.ever_connected = True

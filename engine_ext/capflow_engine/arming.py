@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from capflow.enginename import new_engine
 from capflow.errors import UsageError, explain
 from capflow.launch import HubProcess
 from capflow_engine import compat_model
@@ -37,10 +37,11 @@ def arm(
     sites: Sequence[str],
     outbound: Outbound,
     bank_bytes: int,
+    engine_name: str | None,
 ) -> Armed:
     """Return the settings for an engine, with a hub started for its consumers.
 
-    kind: vLLM's class for an engine's arguments, of which `additional_config` is taken out here. hub: the address of one that runs,
+    engine_name: the engine's, None for a random one. kind: vLLM's class for an engine's arguments, of which `additional_config` is taken out here. hub: the address of one that runs,
     or of several.
 
     Raises UsageError for wrong arguments and HubUnreachableError when a hub was named and does not answer.
@@ -66,7 +67,7 @@ def arm(
             with one.client():  # raises when nobody answers
                 pass
     settings = Settings(
-        engine=uuid.uuid4().hex,
+        engine=new_engine(engine_name),
         hubs=hubs,
         sites=tapped.sites,
         fixed=tapped.fixed,

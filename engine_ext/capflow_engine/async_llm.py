@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from capflow import limits
 from capflow.consumer import POLICY_DEFAULT, Fallback, Policy
+from capflow.enginename import start_of
 from capflow.errors import UsageError, explain
 from capflow.launch import HubProcess
 from capflow.result import joined
@@ -60,6 +61,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         spool_bytes: int | None = None,
         spill_fallback: Fallback | None = None,
         steering_bank_bytes: int = STEERING_BANK_BYTES,
+        engine_name: str | None = None,
         capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT,
         **kwargs: Any,
     ) -> Self:
@@ -82,6 +84,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
             sites=sites,
             outbound=Outbound.of(policy, spool_dir, spool_bytes, spill_fallback),
             bank_bytes=steering_bank_bytes,
+            engine_name=engine_name,
         )
         try:
             self: Self = cls.from_engine_args(
@@ -119,7 +122,7 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         part of a streaming input that asks for anything itself, and for a request in the engine's own form.
         """
         _check_prompt(prompt)
-        name = request_id or f"{self.capflow_settings.engine[:8]}-{next(self._numbers)}"
+        name = request_id or f"{start_of(self.capflow_settings.engine)[:8]}-{next(self._numbers)}"
         prepared = Prepared.of(sampling_params, self._fit, self.steering, name)
         await self._readers.check_async([prepared.options])
         names = prepared.options.names

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-import uuid
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from capflow import limits
+from capflow.enginename import new_engine
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
 from capflow_engine import compat, compat_model
@@ -62,7 +62,7 @@ def run(job: Job, tell: Tell) -> None:
     hubs = hubs_at([job.hub], job.key, insecure=True)  # as the hub was allowed to be
     outbound = Outbound.of(job.policy, job.spool_dir, job.spool_bytes, job.spill_fallback)
     settings = Settings(
-        engine=uuid.uuid4().hex,
+        engine=new_engine(job.engine_name, where="--engine-name"),
         hubs=hubs,
         sites=tapped.sites,
         fixed=tapped.fixed,

@@ -53,3 +53,4 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spool_dir: str | None = None
     spool_bytes: int | None = None
     spill_fallback: Fallback | None = None
+    engine_name: str | None = None

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from capflow import limits
 from capflow.consumer import POLICY_DEFAULT, Fallback, Policy
+from capflow.enginename import start_of
 from capflow.errors import UsageError, explain
 from capflow.program import SteeringProgram
 from capflow.result import joined
@@ -42,7 +43,7 @@ class LLM(VLLM):  # type: ignore[misc]
     for them and stopped with `close`. hub: the address of a running hub instead, or of several, between which the requests are
     divided. Without either, the default address is used. key: this engine's key, by name or path, for a hub that has one; without it that of `CAPFLOW_KEY`. insecure:
     allows a hub on another machine without keys. sites: patterns of the sites that carry a tap. policy: what a worker does when its
-    outbound queue is full; with `spill`, spool_dir, spool_bytes and spill_fallback say where to, how much for each worker, and what
+    outbound queue is full; engine_name is what it is called in data and at its hubs, where a random name is new at each start; with `spill`, spool_dir, spool_bytes and spill_fallback say where to, how much for each worker, and what
     holds then. steering_bank_bytes: the memory for the vectors that steer the requests which run; a request waits
     for room in it.
 
@@ -72,6 +73,7 @@ class LLM(VLLM):  # type: ignore[misc]
         spool_bytes: int | None = None,
         spill_fallback: Fallback | None = None,
         steering_bank_bytes: int = STEERING_BANK_BYTES,
+        engine_name: str | None = None,
         **kwargs: Any,
     ) -> None:
         compat.prepare_environment(kwargs)
@@ -91,6 +93,7 @@ class LLM(VLLM):  # type: ignore[misc]
             sites=sites,
             outbound=Outbound.of(policy, spool_dir, spool_bytes, spill_fallback),
             bank_bytes=steering_bank_bytes,
+            engine_name=engine_name,
         )
         if armed.hub is not None:
             self._stop_hub = weakref.finalize(self, armed.hub.stop)
@@ -184,7 +187,7 @@ class LLM(VLLM):  # type: ignore[misc]
                 one,
                 self._fit,
                 self.steering,
-                f"{self.capflow_settings.engine[:8]}-{next(self._numbers)}",
+                f"{start_of(self.capflow_settings.engine)[:8]}-{next(self._numbers)}",
             )
             for one in many
         ]

@@ -15,12 +15,12 @@ import shutil
 import signal
 import socket
 import sys
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from capflow import limits
+from capflow.enginename import new_engine
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ModelInfo
 from capflow.runtime import private_directory
@@ -59,7 +59,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
         hubs = hubs_at([inside], mine.key, insecure=True)  # as that hub was allowed to be
     bank_bytes = STEERING_BANK_BYTES if mine.steering_bank_bytes is None else mine.steering_bank_bytes
     settings = Settings(
-        engine=uuid.uuid4().hex,
+        engine=new_engine(mine.engine_name, where="--engine-name"),
         hubs=hubs,
         sites=tapped.sites,
         fixed=tapped.fixed,
