@@ -143,7 +143,7 @@ class Exchange:
         """Take no frames any more, end the open requests, and let each consumer end when it has handled what it has."""
         self._draining = True
         for engine in list(self.roster.engines.values()):
-            self._end_open(engine, None)
+            self._end_open(self.ledger.lose(engine))
         for lane in self.lanes:
             lane.close()
 
@@ -195,6 +195,7 @@ class Exchange:
         self._guard.refresh()
         self.relay.expire(now)
         self._miss(now)
+        self.roster.forget_missed(now)
         for peer, known in list(self.roster.peers.items()):
             if known.session.silent(now):
                 if known.hello.role != "client":
@@ -339,7 +340,7 @@ class Exchange:
         """Forget a peer that may come back, and wait for nothing of it."""
         self._forget(peer, for_good=False)
         if known.source is not None:
-            self._lose(known.source.engine, known.hello.rank.dp)
+            self._lose(known.source.engine, known.hello.rank.dp, known.hello.rank.pp)
 
     def _forget(self, peer: bytes, *, for_good: bool) -> None:
         known = self.roster.leave(peer, for_good=for_good)
@@ -443,14 +444,16 @@ class Exchange:
             event = {"event": "consumer_unknown", "request": request, "consumer": name}
             logger.warning("request %s: %s; logged once a name", request, self.ledger.refusal(name), extra=event)
 
-    def _lose(self, engine: Engine, replica: int | None) -> None:
-        self.taps.lose(engine, replica)
-        self._end_open(engine, replica)
+    def _lose(
+        self, engine: Engine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
+    ) -> None:
+        self.taps.lose(engine, replica, stage)
+        self._end_open(self.ledger.lose(engine, replica, stage, anew=anew))
         for lane in self._keepers:
-            lane.lose(engine.name, replica if self.roster.connected(engine.name) else None)
+            lane.lose(engine.name, replica, stage, anew=anew)
 
-    def _end_open(self, engine: Engine, replica: int | None) -> None:
-        for request in self.ledger.lose(engine, replica):
+    def _end_open(self, lost: Iterable[Request]) -> None:
+        for request in lost:
             if self._draining:
                 for lane in self._keepers:
                     request.results[lane.index] = request.results[lane.index] or _LEFT

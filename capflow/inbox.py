@@ -7,7 +7,7 @@ A directory of its own below the one that it is given, named after the consumer 
 |---|---|---|---|
 | `F` | frame | its header | its payload |
 | `E` | engine connected | `[engine, model]` | |
-| `L` | engine, or one replica of it, is gone: its open requests are over | `[engine, replica]`, nil for all | |
+| `L` | engine, one replica of it, or one stage of that is gone or started again: requests that it did not end are over | `[engine, replica, stage, anew]`, nil for all | |
 | `D` | consumer is done with a request: no record of it before this one is given again | `[engine, request]` | |
 | `M` | for how long hubs ran without an engine that the inbox has frames of | `[engine, seconds]` | |
 | `A` | action that was answered | `Answered` of `capflow.action` | |
@@ -61,10 +61,12 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Gone(msgspec.Struct, frozen=True, array_like=True):
-    """An engine that is gone, or one replica of it."""
+    """An engine that is gone, or one replica of it, or one pipeline stage of that; anew: the stage started again."""
 
     engine: str
     replica: int | None
+    stage: int | None = None
+    anew: bool = False
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
@@ -300,7 +302,7 @@ class Inbox:
                     case Known() as known:
                         self._engines[known.engine] = known
                         self._miss(known.engine, 0.0)
-                    case Gone(engine, replica):
+                    case Gone(engine, replica, None):
                         self.left = {
                             k: s for k, s in self.left.items() if k[0] != engine or replica not in (None, k[1])
                         }

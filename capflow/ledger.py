@@ -66,6 +66,8 @@ class Engine:
         self.name = name
         self.model = model
         self.user = user
+        self.stages_left: set[int] = set()  # pipeline stages that said Bye and did not come back
+        self.missed_since: float | None = None  # when nobody of it was connected or expected any more
         self.open: dict[str, Request] = {}  # until they are over
         self.tapped = mask_of(model.sites)
         self.step_last: dict[int, int] = {}  # the last step counted, by data-parallel replica
@@ -81,6 +83,7 @@ class Request:
         "before",
         "engine",
         "finished",
+        "first_stage",
         "id",
         "lost",
         "prompt_length",
@@ -102,10 +105,12 @@ class Request:
         shares: tuple[Share | None, ...],
         tags: tuple[str, ...],
         strangers: tuple[str, ...] = (),
+        first_stage: int = 0,
     ) -> None:
         self.engine = engine
         self.id = request
         self.replica = replica
+        self.first_stage = first_stage  # the pipeline stage that named it first
         self.shares = shares
         self.tallies: tuple[Tally | None, ...] = tuple(None if share is None else Tally(request) for share in shares)
         self.results: list[CaptureResult | None] = [
@@ -166,6 +171,12 @@ class Request:
             for answered in answered_by(self.engine, self.id, stage, finished.acted)
         ]
         return sorted(told, key=lambda answered: answered.time_ns)
+
+    def ends_with(self, stage: int, *, anew: bool) -> bool:
+        """Return whether the request cannot end any more, because a pipeline stage is gone, or is here anew."""
+        if anew:
+            return stage == self.first_stage or (stage in self.received and stage not in self.finished)
+        return stage not in self.finished
 
     @property
     def computed_length(self) -> int:
@@ -329,7 +340,7 @@ class Ledger:
         """Note that nobody wants anything of a request, unless it is open."""
         if request not in engine.open:
             none = (None,) * len(self.wishes)
-            self._add(Request(engine.name, request, rank.dp, none, self._tags(None)), engine)
+            self._add(Request(engine.name, request, rank.dp, none, self._tags(None), (), rank.pp), engine)
 
     def finish(self, header: FrameHeader, engine: Engine) -> list[Request]:
         """Note the ends that a frame tells of; return the requests that are over now."""
@@ -349,9 +360,20 @@ class Ledger:
                 over.append(request)
         return over
 
-    def lose(self, engine: Engine, replica: int | None = None) -> list[Request]:
-        """End the open requests of an engine, or of one replica of it, with status `error`; return them."""
-        lost = [r for r in engine.open.values() if replica is None or r.replica == replica]
+    def lose(
+        self, engine: Engine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
+    ) -> list[Request]:
+        """End open requests of an engine with status `error`; return them.
+
+        replica: only those of one replica.
+        stage: only those that this pipeline stage has not ended. The other stages may still send what they have of the others.
+        anew: the stage started again. Requests that another stage named first are of the new start, until this stage has sent rows of them.
+        """
+        lost = [
+            request
+            for request in engine.open.values()
+            if replica in (None, request.replica) and (stage is None or request.ends_with(stage, anew=anew))
+        ]
         for request in lost:
             self._end(engine, request, "error")
         self.requests_failed += len(lost)
@@ -413,7 +435,7 @@ class Ledger:
             capture = part.capture
             shares = self._shares(engine, None if capture is None else capture.untagged())
             tags, strangers = self._tags(capture), self._strangers(capture)
-            request = Request(engine.name, part.id, rank.dp, shares, tags, strangers)
+            request = Request(engine.name, part.id, rank.dp, shares, tags, strangers, rank.pp)
             self._add(request, engine)
         return request
 

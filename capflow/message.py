@@ -216,11 +216,12 @@ class Tap(msgspec.Struct, frozen=True, tag="tap"):
 
 
 class Tapped(msgspec.Struct, frozen=True, tag="tapped", omit_defaults=True):
-    """An engine whose frames come. Without a model: its requests, or those of one replica, are over, for it is gone."""
+    """An engine whose frames come. Without a model: it is gone, or one replica of it, or one pipeline stage of that."""
 
     engine: Name
     model: ModelInfo | None = None
     replica: Place | None = None
+    stage: Place | None = None
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):

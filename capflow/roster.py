@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -77,11 +77,20 @@ class Peer(NamedTuple):
         return told
 
 
+class OnLost(Protocol):
+    """Called with the part of an engine that is gone, as `Ledger.lose` takes it."""
+
+    def __call__(
+        self, engine: Engine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
+    ) -> None:
+        """Take note of it."""
+
+
 class Roster:
     """All peers, sources and engines of a hub.
 
     fits(model) raises UsageError when consumers want what a model lacks. on_engine is told of an engine that
-    connected or came back; on_lost of a replica (None: all) of an engine whose open requests are over.
+    connected or came back. on_lost takes what `Ledger.lose` takes: the part of an engine that is gone.
     """
 
     def __init__(
@@ -91,7 +100,7 @@ class Roster:
         *,
         fits: Callable[[ModelInfo], None],
         on_engine: Callable[[Engine], None],
-        on_lost: Callable[[Engine, int | None], None],
+        on_lost: OnLost,
     ) -> None:
         self.pool = pool  # of credit, which the workers share
         self.controllers = tuple(controllers)
@@ -143,7 +152,8 @@ class Roster:
     def leave(self, peer: bytes, *, for_good: bool) -> Peer | None:
         """Forget a connection; return what it was.
 
-        for_good: its worker does not come back, so nothing is kept to resume it with and its open requests are over.
+        for_good: its worker does not come back. Nothing is kept to resume it with, and requests that it has not ended are over.
+        The engine is forgotten when each pipeline stage left so, or when nobody of it came for a while (`forget_missed`).
         """
         known = self.peers.pop(peer, None)
         if known is None:
@@ -154,11 +164,12 @@ class Roster:
             known.source.intake.revoke()
             if for_good:
                 self._sources.pop((name, known.hello.rank), None)
-                self._on_lost(known.source.engine, known.hello.rank.dp)
-        if not self.connected(name) and not any(engine == name for engine, _ in self._sources):
-            engine = self.engines.pop(name, None)
-            if engine is not None and for_good:
-                self._on_lost(engine, None)
+                known.source.engine.stages_left.add(known.hello.rank.pp)
+                self._on_lost(known.source.engine, known.hello.rank.dp, known.hello.rank.pp)
+        engine = self.engines.get(name)
+        if engine is not None and len(engine.stages_left) >= engine.model.stages and not self._expected(name):
+            del self.engines[name]
+            self._on_lost(engine)
         return known
 
     def _check_name(self, hello: Hello) -> None:
@@ -180,6 +191,23 @@ class Roster:
             if known.source is not None:
                 self._on_lost(known.source.engine, other.rank.dp)
 
+    def forget_missed(self, now: float) -> None:
+        """Forget the engines of which nobody was connected or expected for `limits.MISSED_S`; their open requests are over."""
+        here = {known.hello.engine for known in self.peers.values() if known.hello.role != "client"}
+        here |= {name for name, _ in self._sources}
+        for name, engine in list(self.engines.items()):
+            if name in here:
+                engine.missed_since = None
+            elif engine.missed_since is None:
+                engine.missed_since = now
+            elif now - engine.missed_since >= limits.MISSED_S:
+                del self.engines[name]
+                self._on_lost(engine)
+
+    def _expected(self, engine: str) -> bool:
+        """Return whether somebody of an engine is connected, or may resume."""
+        return self.connected(engine) or any(name == engine for name, _ in self._sources)
+
     def connected(self, engine: str) -> bool:
         """Return whether a worker or a scheduler of an engine is connected."""
         return any(known.hello.engine == engine and known.hello.role != "client" for known in self.peers.values())
@@ -199,7 +227,7 @@ class Roster:
         for controller in self.controllers:
             controller.check(model)
         if engine is not None:
-            self._on_lost(engine, None)
+            self._on_lost(engine)
         engine = self.engines[name] = Engine(name, model, user)
         self._on_engine(engine)
         return engine
@@ -213,13 +241,14 @@ class Roster:
         if source is None or source.boot != hello.boot:
             if source is not None:
                 source.intake.revoke()
-                self._on_lost(source.engine, hello.rank.dp)
+                self._on_lost(source.engine, hello.rank.dp, hello.rank.pp, anew=True)
             self._prune()
             source = self._sources[key] = Source(hello.boot, hello.rank, engine, Intake(self.pool))
         else:
             self.resumed += 1
         source.engine = engine
         source.peer = peer
+        engine.stages_left.discard(hello.rank.pp)
         return source
 
     def _prune(self) -> None:

@@ -92,7 +92,7 @@ class SpillingLane(Lane):
             tuple[str, str], _Open
         ] = {}  # likewise, and not kept to their beginning; the consumer's thread's
         self._missing: dict[tuple[str, int], tuple[float, float]] = {}  # seconds, as of when; the hub's thread's
-        self._gone: set[tuple[str, int | None]] = set()  # asked to be ended by the hub; its thread's
+        self._gone: set[Gone] = set()  # asked to be ended by the hub; its thread's
         self._opened_at = 0.0  # when the inbox was
         self._handled = 0  # the record that was handled last; the consumer's thread's
         self._stuck = (
@@ -130,18 +130,19 @@ class SpillingLane(Lane):
     def keep(self, frame: Frame, taken: Taken) -> None:
         """Take a frame; `taken` is called, on any thread, when it is durable."""
         if self._gone:
-            self._gone = {gone for gone in self._gone if gone[0] != frame.header.engine}
+            self._gone = {gone for gone in self._gone if gone.engine != frame.header.engine}
         self.queue.force(Kept(frame, taken), frame.nbytes)
 
-    def lose(self, engine: str, replica: int | None) -> None:
-        """Tell the consumer, after everything before, that the open requests of an engine, or of a replica of it, are over."""
-        if (engine, replica) not in self._gone:
-            self._gone.add((engine, replica))
-            self.queue.force(Gone(engine, replica))
+    def lose(self, engine: str, replica: int | None, stage: int | None = None, *, anew: bool = False) -> None:
+        """Tell the consumer, after everything before, that a part of an engine is gone, as `Ledger.lose` takes it."""
+        gone = Gone(engine, replica, stage, anew)
+        if gone not in self._gone:
+            self._gone.add(gone)
+            self.queue.force(gone)
 
     def greet(self, engine: str, model: ModelInfo) -> None:
         """Tell the consumer, after everything before, that an engine connected."""
-        self._gone = {gone for gone in self._gone if gone[0] != engine}
+        self._gone = {gone for gone in self._gone if gone.engine != engine}
         self.queue.force(Known(engine, model))
 
     def missed(self, here: set[tuple[str, int]], now: float) -> Iterator[tuple[str, int]]:
@@ -252,10 +253,10 @@ class SpillingLane(Lane):
                     self._frame(frame, item)
                 case Known(engine, model):
                     if (before := self._engines.get(engine)) is not None and before.model != model:
-                        self._end_all(before, None, item.number - 1)
+                        self._end_all(self.ledger.lose(before), item.number - 1)
                     self._greeted(engine, model)
-                case Gone(engine, replica):
-                    self._gone_now(engine, replica, item.number)
+                case Gone() as gone:
+                    self._gone_now(gone, item.number)
                 case Answered() as answered:
                     self._guard("on_action", self.consumer.on_action, answered)
                 case Lost() as lost:
@@ -284,7 +285,7 @@ class SpillingLane(Lane):
             return
         boot = self._boots.get((engine.name, header.rank), header.boot)
         if boot != header.boot:  # started again, while no hub was there to tell
-            self._end_all(engine, header.rank.dp, item.number - 1)
+            self._end_all(self.ledger.lose(engine, header.rank.dp, header.rank.pp, anew=True), item.number - 1)
         self._boots[engine.name, header.rank] = header.boot
         if self.inbox.has_done:
             for name in {*(part.id for part in header.requests), *(finished.id for finished in header.finished)}:
@@ -329,17 +330,17 @@ class SpillingLane(Lane):
             bare = RequestRows(part.id, part.prompt_length, 0, (), capture=part.capture)
             self._open[key] = _Open(number, self.inbox.taken_bytes, request, bare, rank)
 
-    def _gone_now(self, name: str, replica: int | None, number: int) -> None:
-        engine = self._engine(name)
+    def _gone_now(self, gone: Gone, number: int) -> None:
+        engine = self._engine(gone.engine)
         if engine is None:
             return
-        self._end_all(engine, replica, number)
-        if replica is None:
-            del self._engines[name]
-            self._boots = {worker: boot for worker, boot in self._boots.items() if worker[0] != name}
+        self._end_all(self.ledger.lose(engine, gone.replica, gone.stage, anew=gone.anew), number)
+        if gone.replica is None:
+            del self._engines[engine.name]
+            self._boots = {worker: boot for worker, boot in self._boots.items() if worker[0] != engine.name}
 
-    def _end_all(self, engine: Engine, replica: int | None, number: int) -> None:
-        for request in self.ledger.lose(engine, replica):
+    def _end_all(self, lost: Iterable[Request], number: int) -> None:
+        for request in lost:
             self._end(request, number)
 
     def _end(self, request: Request, number: int) -> None:

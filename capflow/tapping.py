@@ -61,9 +61,7 @@ class Tapping:
         self._models: dict[str, ModelInfo] = {}  # by engine, until it is gone; the link's thread's, as is the next
         self._workers: dict[tuple[str, Rank], _Worker] = {}
         self.skipped_frames = 0  # since the start
-        self.link = TapLink(
-            tapped, on_frame=self._take, on_tapped=self._note, on_lost=lambda: self._end(None, None), key=key
-        )
+        self.link = TapLink(tapped, on_frame=self._take, on_tapped=self._note, on_lost=self._end, key=key)
 
     def start(self) -> None:
         """Begin; the tapped hub must be there now. Raises HubUnreachableError when it is not, CapflowError when it refuses."""
@@ -78,7 +76,7 @@ class Tapping:
     def close(self) -> None:
         """Leave both hubs."""
         self.link.close()
-        self._end(None, None)
+        self._end()
 
     def __enter__(self) -> Self:
         self.start()
@@ -93,7 +91,7 @@ class Tapping:
 
     def _note(self, said: Tapped) -> None:
         if said.model is None:
-            self._end(said.engine, said.replica)
+            self._end(said.engine, said.replica, said.stage)
         else:
             if self._models.pop(said.engine, None) != said.model:
                 self._tell_of_misses(said.engine, said.model)
@@ -114,10 +112,10 @@ class Tapping:
                 what = "engine %s: nobody captures all that consumer %s wants at %s; it sees what others want there"
                 logger.warning(what, engine, consumer.name, ", ".join(missed), extra=event)
 
-    def _end(self, engine: str | None, replica: int | None) -> None:
-        """End the workers of an engine's replica; None is every one."""
+    def _end(self, engine: str | None = None, replica: int | None = None, stage: int | None = None) -> None:
+        """End the workers of a stage of an engine's replica; None is every one."""
         for key in list(self._workers):
-            if engine in (None, key[0]) and replica in (None, key[1].dp):
+            if engine in (None, key[0]) and replica in (None, key[1].dp) and stage in (None, key[1].pp):
                 self._workers.pop(key).link.close()
 
     def _take(self, frame: Frame) -> None:

@@ -96,10 +96,10 @@ class Taps:
         for peer in self._taps:
             self._say(peer, Tapped(engine.name, engine.model))
 
-    def lose(self, engine: Engine, replica: int | None) -> None:
-        """Tell that an engine's open requests are over, or those of one replica."""
+    def lose(self, engine: Engine, replica: int | None, stage: int | None) -> None:
+        """Tell that an engine is gone, or one replica of it, or one pipeline stage of that."""
         for peer in self._taps:
-            self._say(peer, Tapped(engine.name, replica=replica))
+            self._say(peer, Tapped(engine.name, replica=replica, stage=stage))
 
     def status(self) -> list[dict[str, Any]]:
         """Return each tap's counters."""
