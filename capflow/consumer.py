@@ -82,6 +82,9 @@ class Named:
 class Consumer(Named, ABC):
     """Given rows in the hub. Subclasses set the class variables and fill in the methods.
 
+    An exception of a method is of one of three kinds, see `capflow.errors.kind_of`: the call is made again later (retry), the consumer is
+    closed and opened again (fatal), or what it was given is set aside (poison).
+
     name: what `--consumer NAME` says; `instance` is what this one is called, `NAME` or `NAME@…`. policy: what its queue does when full, unless configured otherwise (the
     option `policy` is every consumer's, as is `queue_bytes_max`). reads_requests: whether it is given
     the rows that requests ask for themselves, beside those of its own `spec`.
@@ -109,7 +112,10 @@ class Consumer(Named, ABC):
         return None
 
     def open(self, context: Context) -> None:
-        """Take what the consumer needs. An exception stops the hub's start."""
+        """Take what the consumer needs. An exception stops the hub's start.
+
+        It may be called again after `close`, and begins anew then: nothing of the opening before is left.
+        """
 
     def on_session(self, engine: str, model: ModelInfo) -> None:
         """An engine connected (or came back); called before any frame of it. What happens twice before it is told may be told once."""
@@ -118,8 +124,10 @@ class Consumer(Named, ABC):
     def on_frame(self, frame: Frame) -> None:
         """Take a frame; `frame.chunks()` holds this consumer's rows. Views of it may be kept.
 
-        Frames of one worker come in order. An exception is counted, and the requests in the frame
-        are answered with status `error` or `partial_error`; the next frame comes all the same.
+        Frames of one worker come in order. Raises RetryError, having taken nothing of the frame, when it may be taken later: it is given
+        again. Raises FatalError when the consumer must be closed and opened again. Any other exception, but those that
+        `capflow.errors.kind_of` takes for one of these, sets the frame aside: its requests are answered with status `error` or `partial_error`,
+        and the next frame comes all the same.
         """
 
     def on_request_done(self, done: RequestDone) -> CaptureResult | Future[CaptureResult] | None:
@@ -128,6 +136,8 @@ class Consumer(Named, ABC):
         Called for every request of which this consumer was promised rows, but for those that end while 32 MiB of such ends wait for it
         (`limits.NOTES_BYTES_MAX`). A Future lets what takes time go on beside what comes next: the hub keeps
         what it has of the request until the Future has a result, and takes an exception in it as one of this method. `close` sees to it that none is left.
+
+        A result says what is stored. Raises as `on_frame` does: after RetryError the same call is made again.
         """
         return None
 

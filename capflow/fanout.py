@@ -1,12 +1,17 @@
 """The fan-out: one lane per consumer, each with a queue and a thread, so that none waits for another.
 
-A consumer's methods are called on its lane's thread only. What its exceptions mean is decided here: they
-are counted, logged once per kind, and told to the requests that they hit. Whatever a consumer does, what waits for it is bounded: rows
-by its policy, and what has no rows by `capflow.notes`.
+A consumer's methods are called on its lane's thread only. The kind of an exception decides what the lane does (`capflow.errors.kind_of`):
+
+* retry: the lane makes the same call again, after a pause that grows, until it works or the hub stops;
+* fatal: the lane closes the consumer, opens it again and makes the call again, at most `limits.RESTARTS_MAX` times in a row;
+* poison: the lane counts the exception, logs the first of its kind, and the results of the requests that it hits name it.
+
+Whatever a consumer does, what waits for it is bounded: rows by its policy, and what has no rows by `capflow.notes`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -20,9 +25,10 @@ import msgspec
 
 from capflow import limits
 from capflow.action import Action, Answered
+from capflow.backoff import Backoff
 from capflow.consumer import Consumer
 from capflow.enginename import is_of
-from capflow.errors import CapflowError, explain
+from capflow.errors import CapflowError, explain, kind_of
 from capflow.frame import DTYPES, Finished, RequestRows
 from capflow.ledger import Delivery, Request, Tally
 from capflow.losses import note_chunk
@@ -32,9 +38,17 @@ from capflow.notes import Notes, weight
 from capflow.pace import Pace
 from capflow.plugins import ConfiguredConsumer, rename
 from capflow.queue import ByteQueue, Overload
-from capflow.result import CaptureResult
+from capflow.result import CaptureResult, RequestDone
 
 logger = logging.getLogger("capflow.consumer")
+
+
+_STOPPED = "the hub stopped while the consumer could not go on"
+_ANEW = "the consumer was opened again while the request ran; rows given to it before may be missing"
+
+
+class LeftError(Exception):
+    """The hub stops, and the consumer could not take what it was given."""
 
 
 class _Rows(NamedTuple):
@@ -85,7 +99,12 @@ class Lane:
         self.frames = 0  # given to `on_frame`, as are rows and bytes; written by the thread
         self.rows = 0
         self.bytes = 0
-        self.errors = 0  # exceptions of the consumer; guarded by `_lock`
+        self.errors = 0  # exceptions of the consumer by which something was set aside or lost; guarded by `_lock`
+        self.restarts = 0  # times that the consumer was opened again; written by the thread
+        self.unkept = (
+            0  # requests whose rows it was given and did not store, as its own results say; guarded by `_lock`
+        )
+        self.gave_up = False  # whether the hub stopped while the consumer could not go on; never cleared
         self.results: Counter[str] = Counter()  # requests that it is done with, by status; by the hub's thread
         self.pace = Pace()  # written by the thread
         self.counts: Counter[str] = Counter()  # the consumer's own; guarded by `_lock`
@@ -107,7 +126,11 @@ class Lane:
         self._given: Sequence[RequestRows | Finished] = ()
         # The engine that these requests are of; written by the thread.
         self._given_of = ""
-        self._discarding = False  # set by `discard`: rows are thrown away, ends are still told
+        self._fatal: Counter[int | str] = Counter()  # restarts by item, until it is handled; the thread's, as are these
+        self._is_open = False
+        self._met: dict[str, ModelInfo] = {}  # engines that the consumer was told of; at most 2 * `limits.SESSIONS_MAX`
+        self._discarded = threading.Event()  # set by `discard`: rows are thrown away, ends are still told
+        self.backoff = Backoff(logger, self.name, self._discarded)
         self._opened = threading.Event()  # set by the thread when `open` is through
         self._open_error: Exception | None = None  # set by the thread before `_opened`
         self._thread = threading.Thread(target=self._run, name=f"capflow-{self.name}", daemon=True)
@@ -220,7 +243,7 @@ class Lane:
 
     def discard(self) -> None:
         """Throw away the rows that the consumer has not handled yet."""
-        self._discarding = True
+        self._discarded.set()
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until the consumer is closed; return whether it is."""
@@ -239,7 +262,7 @@ class Lane:
             since = next(iter(self._unsettled.values()), now)
         if now - since > limits.CALL_S_MAX:
             return f"a request has been without a result for more than {limits.CALL_S_MAX:g} s"
-        return self.pace.trouble(now)
+        return self.backoff.trouble() or self.pace.trouble(now)
 
     def status(self) -> dict[str, Any]:
         """Return the lane's counters."""
@@ -260,6 +283,9 @@ class Lane:
             "dropped_rows": dict(self.dropped),
             "notes": self.notes.status(),
             "errors": self.errors,
+            "retries": self.backoff.retries,
+            "retrying": self.backoff.status(now),
+            "restarts": self.restarts,
             "counts": dict(self.counts),
         }
 
@@ -288,6 +314,7 @@ class Lane:
             return False
         finally:
             self._opened.set()
+        self._is_open = True
         return True
 
     def _run(self) -> None:
@@ -297,26 +324,59 @@ class Lane:
         while True:
             item = self.queue.get(max(0.0, idle_at - time.monotonic()))
             if item is not None:
-                self._handle(item)
+                self._safely_handle(item)
                 del item  # the frame's memory goes when the consumer lets go of it
             elif self.queue.closed:
                 break
             if time.monotonic() >= idle_at:
-                self._guard("on_idle", self.consumer.on_idle)
+                with contextlib.suppress(LeftError):
+                    self._idle()
                 idle_at = time.monotonic() + limits.IDLE_S
-        self._guard("close", self.consumer.close)
+        if error := self._close_consumer():
+            self._failed("close", error)
+
+    def _idle(self) -> None:
+        self._guard("on_idle", self.consumer.on_idle)
+
+    def _close_consumer(self) -> BaseException | None:
+        """Close the consumer, if it is open; return what it raised."""
+        if not self._is_open:
+            return None
+        self._is_open = False
+        return self._call(self.consumer.close)
+
+    def _safely_handle(self, item: _Rows | _Done | _Session | _Told) -> None:
+        """Handle an item; whatever goes wrong outside the consumer, such as no memory, costs this item and not the thread."""
+        try:
+            self._handle(item)
+        except LeftError:
+            self._leave(item, _STOPPED)
+        except Exception as e:  # noqa: BLE001  without this thread nothing of the consumer's would be acknowledged any more
+            self._leave(item, self._failed("lane", e))
+
+    def _leave(self, item: _Rows | _Done | _Session | _Told, error: str) -> None:
+        """Let go of an item that the consumer did not take; the results of its requests say so."""
+        match item:
+            case _Rows(delivery, taken):
+                for tally, rows in delivery.parts:
+                    tally.rows_failed += rows
+                    tally.error = tally.error or error
+                if taken is not None:
+                    taken()
+            case _Done(request, taken):
+                self._settle(request, self.index, taken, CaptureResult("error", error))
 
     def _handle(self, item: _Rows | _Done | _Session | _Told) -> None:
         match item:
             case _Rows(delivery, taken, at):
-                if self._discarding:
+                if self._discarded.is_set():
                     self._lose(delivery, "shutdown")
                 else:
                     self.pace.waited_since = at
                     self._give(delivery)
                     self.pace.waited_since = None
-                    if taken is not None:
-                        taken()
+                if taken is not None:
+                    taken()
             case _Done(request, taken, nbytes):
                 self.notes.taken(nbytes)
                 self._finish(request, self.index, taken)
@@ -325,16 +385,26 @@ class Lane:
                 with self._lock:
                     if self._greeting.get(engine) is model:
                         del self._greeting[engine]
-                self._guard("on_session", self.consumer.on_session, engine, model)
+                self._meet(engine, model)
             case _Told(answered, nbytes):
                 self.notes.taken(nbytes)
                 self._guard("on_action", self.consumer.on_action, answered)
 
+    def _meet(self, engine: str, model: ModelInfo) -> None:
+        self._met.pop(engine, None)
+        self._guard("on_session", self.consumer.on_session, engine, model)
+        self._met[engine] = model
+        if len(self._met) > 2 * limits.SESSIONS_MAX:
+            del self._met[next(iter(self._met))]
+
     def _give(self, delivery: Delivery) -> None:
         header = delivery.frame.header
         self._given, self._given_of = header.requests, header.engine
-        error = self._guard("on_frame", self.consumer.on_frame, delivery.frame)
+        error = self._hand_over(delivery)
         self._given = ()
+        for tally, _ in delivery.parts:
+            if tally.opening is None:
+                tally.opening = self.restarts
         self.pace.failed_in_a_row = 0 if error is None else self.pace.failed_in_a_row + 1
         self.frames += 1
         self.rows += delivery.rows
@@ -343,6 +413,10 @@ class Lane:
             for tally, rows in delivery.parts:
                 tally.rows_failed += rows
                 tally.error = tally.error or error
+
+    def _hand_over(self, delivery: Delivery) -> str | None:
+        """Have the consumer take a frame; return what is wrong with it, None when the consumer took it."""
+        return self._guard("on_frame", self.consumer.on_frame, delivery.frame)
 
     def _finish(self, request: Request, place: int, settled: Callable[[], None] | None) -> None:
         """Tell the consumer, which has this place in the request's ledger, that it is over; `settled` is called, on any thread, when there is a result."""
@@ -354,7 +428,7 @@ class Lane:
         self._given, self._given_of = done.finished, done.engine
         error = self._guard("on_request_done", lambda: said.append(self.consumer.on_request_done(done)))
         self._given = ()
-        answer = said[0] if error is None else CaptureResult("error", error)
+        answer = said[-1] if error is None else CaptureResult("error", self._give_up(request, done, error))
         if isinstance(answer, Future):
             with self._lock:
                 self._unsettled[answer] = time.monotonic()
@@ -371,28 +445,103 @@ class Lane:
         try:
             result = future.result()
         except BaseException as e:  # noqa: BLE001  as in `_guard`
+            if self._take_failure(request, settled, e):
+                return
             result = CaptureResult("error", self._failed("on_request_done", e))
         self._settle(request, place, settled, result)
+
+    def _give_up(self, request: Request, done: RequestDone, error: str) -> str:  # noqa: ARG002  what others set aside
+        """Note that the end of a request can never be handled; return the error that its result names."""
+        return error
+
+    def _take_failure(
+        self,
+        request: Request,  # noqa: ARG002  of lanes that keep
+        settled: Callable[[], None] | None,  # noqa: ARG002
+        error: BaseException,  # noqa: ARG002
+    ) -> bool:
+        """Return whether the thread sees to a request whose Future failed. Called on any thread."""
+        return False
 
     def _settle(
         self, request: Request, place: int, settled: Callable[[], None] | None, result: CaptureResult | None
     ) -> None:
+        tally = request.tallies[place]
+        if tally is not None and tally.opening not in (None, self.restarts):
+            tally.error = tally.error or _ANEW
         judged = request.judge(place, result)
+        if _is_unkept(request, place, result, judged):
+            with self._lock:
+                self.unkept += 1
         self._losses.tell(request.id, judged.dropped)
         self._on_result(request, self.index, judged)
         if settled is not None:
             settled()
 
     def _guard(self, method: str, call: Callable[..., Any], *args: Any) -> str | None:
-        """Call a method of the consumer; return what went wrong, None if nothing did."""
+        """Call a method of the consumer, again and again while it may work later; return what is wrong for good, None for nothing.
+
+        Raises LeftError when the hub stops first.
+        """
+        place = self._place(method)
+        while True:
+            error = self._call(call, *args)
+            if error is None:
+                self.backoff.over()
+                if place == method:
+                    del self._fatal[place]
+                return None
+            kind = kind_of(error)
+            if kind == "retry":
+                self._wait(method, error)
+            elif kind == "fatal" and self._fatal[place] < limits.RESTARTS_MAX:
+                self._fatal[place] += 1
+                self._restart(method, error)
+            else:
+                self.backoff.over(works=False)
+                return self._failed(method, error)
+
+    def _call(self, call: Callable[..., Any], *args: Any) -> BaseException | None:
+        """Call a method of the consumer; return what it raised."""
         since = self.pace.begin()
         try:
             call(*args)
         except BaseException as e:  # noqa: BLE001  `sys.exit` too: what waits for this thread must not wait for ever
-            return self._failed(method, e)
+            return e
         finally:
             self.pace.end(since)
         return None
+
+    def _place(self, method: str) -> int | str:
+        """Return what restarts are counted by: the item in hand, or the method where there is none."""
+        return method
+
+    def _wait(self, method: str, error: BaseException) -> None:
+        """Wait before a call is made again. Raises LeftError when the hub stops instead."""
+        if not self.backoff.wait(method, error):
+            self.gave_up = True
+            raise LeftError
+
+    def _restart(self, method: str, error: BaseException) -> None:
+        """Close the consumer, open it again, however long that takes, and tell it of its engines. Raises LeftError."""
+        self._open_again(method, error)
+        for engine, model in list(self._met.items()):
+            if failed := self._call(self.consumer.on_session, engine, model):
+                self._failed("on_session", failed)
+
+    def _open_again(self, method: str, error: BaseException) -> None:
+        """Close the consumer and open it again, however long that takes. Raises LeftError when the hub stops first."""
+        event = {"event": "consumer_restarts", "consumer": self.name, "method": method}
+        text = "consumer %s: %s failed, and the consumer is closed and opened again: %s"
+        what = f"{type(error).__name__}: {error}"
+        logger.error(text, self.name, method, what, exc_info=None if self.restarts else error, extra=event)
+        self._close_consumer()
+        failed: BaseException | None = error
+        while failed is not None:
+            self._wait("open", failed)
+            failed = self._call(self.consumer.open, self)
+        self._is_open = True
+        self.restarts += 1
 
     def _failed(self, method: str, e: BaseException) -> str:
         """Count an exception of the consumer; return what is said of it."""
@@ -415,3 +564,13 @@ class Lane:
         for tally, rows in delivery.parts:
             if reason != "consumer_queue_full":  # they were counted as given when the queue took them
                 tally.rows -= rows
+
+
+def _is_unkept(request: Request, place: int, result: CaptureResult | None, judged: CaptureResult) -> bool:
+    """Return whether a consumer has not stored rows that it was given, as its own result says, or what it raised."""
+    tally = request.tallies[place]
+    if tally is None or not tally.rows:
+        return False
+    own = "ok" if result is None else result.status
+    lost = judged.dropped or request.status == "error"
+    return tally.error is not None or own == "error" or (own == "partial_error" and not lost)

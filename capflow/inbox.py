@@ -25,7 +25,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,6 +170,7 @@ class Inbox:
         self.frames_lost = 0  # that could not be read again
         self._frames_found = 0  # by an earlier process, here
         self._frames_taken = 0  # taken out by this process
+        self._taken_through = 0  # the highest number that was taken out; after `again` lower ones come once more
         self.taken_bytes = 0  # of records, taken out
         self.unkept: list[Unkept] = []  # by an earlier process
         self.left: dict[
@@ -408,8 +409,11 @@ class Inbox:
         else:
             self.frames_lost += found.last - found.first + 1
             self._frames_taken += found.last - found.first + 1
+            self._taken_through = max(self._taken_through, found.last)
             return Item(found.id, found)
-        self._frames_taken += found.head[:1] == b"F"
+        if found.id > self._taken_through:
+            self._taken_through = found.id
+            self._frames_taken += found.head[:1] == b"F"
         try:
             said = read_head(found.head)
         except (msgspec.MsgspecError, KeyError):  # of another version
@@ -419,6 +423,30 @@ class Inbox:
         elif isinstance(said, Gone) and said.replica is None:
             self._engines.pop(said.engine, None)
         return Item(found.id, Frame(said, found.body) if isinstance(said, FrameHeader) else said)
+
+    def look(self, numbers: Sequence[int]) -> Iterator[tuple[int, Frame | None]]:
+        """Yield frames that were taken out and not forgotten, once more, by rising numbers; None for one that cannot be read. Raises OSError."""
+        for number, found in zip(numbers, self.spool.look(numbers), strict=True):
+            frame = None
+            if not isinstance(found, Lost) and isinstance(header := read_head(found.head), FrameHeader):
+                frame = Frame(header, found.body)
+            yield number, frame
+
+    def again(
+        self, number: int, unkept: list[Unkept], models: Mapping[str, ModelInfo], done: Mapping[tuple[str, str], int]
+    ) -> None:
+        """Give every record behind a number again, as a next hub would get it.
+
+        unkept: the open requests of which records up to there were forgotten.
+        models: of the engines that the frames are of.
+        done: the requests that the consumer is done with since this process began, and the last record of each.
+        """
+        self.unkept = unkept
+        for engine, model in models.items():
+            self._engines.setdefault(engine, Known(engine, model))
+        for key, through in done.items():
+            self.done[key] = max(self.done.get(key, 0), through)
+        self.spool.rewind(number)
 
     def header_of(self, lost: Lost) -> FrameHeader | None:
         """Return the header of a frame of which only the rows are lost."""

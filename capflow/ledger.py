@@ -49,7 +49,7 @@ class Wish(NamedTuple):
 class Tally:
     """What one consumer has had of one request."""
 
-    __slots__ = ("error", "lost", "request", "rows", "rows_failed")
+    __slots__ = ("error", "lost", "opening", "request", "rows", "rows_failed")
 
     def __init__(self, request: str) -> None:
         self.request = request
@@ -57,6 +57,7 @@ class Tally:
         self.lost = Losses()  # by the hub's thread, and at shutdown by the consumer's
         self.rows_failed = 0  # in frames that the consumer raised on; written by its thread
         self.error: str | None = None  # the first such error; written by its thread
+        self.opening: int | None = None  # which opening of the consumer got its first rows; written by its thread
 
 
 class Engine:

@@ -64,6 +64,12 @@ LOSSES_LOGGED_MAX = 10  # requests in a second that are told in the log, by each
 # When a consumer is taken to have failed, until it does better.
 FRAMES_FAILED_MAX = 3  # in a row
 CALL_S_MAX = 30.0  # one call of it
+RETRY_S_MIN = 0.1  # between two attempts at a call that may work later; doubled after each, up to the next
+RETRY_S_MAX = 5.0
+RETRY_LOGGED_S = 60.0  # between two lines in the log about one such wait
+RESTARTS_MAX = 3  # of a consumer by one record, which is then set aside
+DEAD_BYTES_DEFAULT = 1024 * MIB  # of one consumer's dead letters
+DEAD_LETTERS_MAX = 100_000  # of one consumer
 CONTROLLER_FAILURES_MAX = 16  # in a row; then a controller is switched off until its engine starts again
 TROUBLE_LENGTH_MAX = 1_024  # characters of what is told of one controller that fails
 
@@ -111,6 +117,8 @@ assert CREDIT_BYTES_DEFAULT <= UNACKED_BYTES_MAX
 assert CREDIT_BYTES_DEFAULT <= CREDIT_BYTES_TOTAL
 assert QUEUE_BYTES_DEFAULT <= QUEUE_BYTES_MAX
 assert SEGMENT_BYTES_MAX * 8 <= SPOOL_BYTES_DEFAULT <= SPOOL_BYTES_MAX
+assert RETRY_S_MIN < RETRY_S_MAX < RETRY_LOGGED_S
+assert SEGMENT_BYTES_MAX * 8 <= DEAD_BYTES_DEFAULT <= SPOOL_BYTES_MAX
 assert HEARTBEAT_S * 3 <= SILENCE_S_MAX
 assert CAPTURE_WAIT_S_DEFAULT <= CAPTURE_WAIT_S_MAX
 assert HUB_KNOWS_S < HUB_AWAY_S < CAPTURE_WAIT_S_DEFAULT

@@ -157,6 +157,11 @@ def _consumers(hub: Hub) -> Iterator[Metric]:
     )
     errors = each(lambda lane: lane.errors)
     yield _counter("consumer_errors", "Exceptions that the consumer raised.", errors, _CONSUMER)
+    waits = each(lambda lane: 0 if lane.backoff.since is None else 1)
+    yield _gauge("consumer_retrying", "1 while the consumer cannot go on and is tried again, else 0.", waits, _CONSUMER)
+    retries, restarts = each(lambda lane: lane.backoff.retries), each(lambda lane: lane.restarts)
+    yield _counter("consumer_retries", "Calls made again because the one before could not be done.", retries, _CONSUMER)
+    yield _counter("consumer_restarts", "Times that the consumer was closed and opened again.", restarts, _CONSUMER)
     results = by(lambda lane: lane.results)
     yield _counter("consumer_results", "Requests that it is done with.", results, (*_CONSUMER, "status"))
     queued = each(lambda lane: len(lane.queue))
@@ -272,6 +277,8 @@ def _spools(hub: Hub) -> Iterator[Metric]:
     yield _counter("consumer_spooled_frames", "Frames that went to its inbox.", kept, _CONSUMER)
     yield _counter("consumer_spool_lost_frames", "Of these, those that could not be read again.", damaged, _CONSUMER)
     yield _counter("consumer_spool_errors", "Times that its disk failed.", of_each("failures"), _CONSUMER)
+    letters = [((lane.name,), lane.dead.letters) for lane in hub.lanes if isinstance(lane, SpillingLane)]
+    yield _gauge("consumer_dead_letters", "Frames and ends of requests in its dead letters.", letters, _CONSUMER)
     unkept = [((lane.name,), lane.requests_unkept) for lane in hub.lanes if isinstance(lane, SpillingLane)]
     meaning = "Requests too long for its inbox: a hub that ends while they run loses rows of them."
     yield _counter("consumer_unkept_requests", meaning, unkept, _CONSUMER)

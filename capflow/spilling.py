@@ -3,36 +3,45 @@
 A frame is its worker's until it is durable in the inbox, and the inbox's until the consumer is done with the requests in it. So a consumer may be
 as slow as it likes, and a hub that was killed, or stopped while requests ran, leaves the next one what the consumer has not made its
 own: it is given that again. A consumer that keeps, with its data, which frames of which worker they came from recognises what it has.
+
+While the consumer asks for a retry, the lane keeps its place. After a fatal error the lane reads the inbox again from the first record that is needed, as
+the next hub would. What is poison goes to the dead letters of the consumer (`capflow.deadletters`) and is not given to it again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from capflow import limits
 from capflow.action import Action, Answered
-from capflow.errors import RemoteProtocolError
-from capflow.fanout import Lane
+from capflow.deadletters import SUFFIX, DeadLetters, Letter, cut
+from capflow.errors import CapflowError, RemoteProtocolError, kind_of
+from capflow.fanout import Lane, LeftError
 from capflow.frame import Frame, FrameHeader, Rank, RequestRows, rows_of
 from capflow.inbox import Done, Gone, Inbox, Item, Known, Missed, Unkept
 from capflow.inboxwriter import InboxWriter, Kept, Taken
-from capflow.ledger import Engine, Ledger, Request, Wish
+from capflow.ledger import Delivery, Engine, Ledger, Request, Wish
+from capflow.losses import note_chunk
 from capflow.message import ModelInfo
 from capflow.plugins import ConfiguredConsumer
-from capflow.result import CaptureResult
+from capflow.result import CaptureResult, RequestDone
 from capflow.siblings import take_beside, tell_of_others
 from capflow.spool import FullError, Lost
 
 logger = logging.getLogger("capflow.consumer")
 
 _MISSED_S = 0.5  # how often it is put down that an engine is missed
+DEAD_FULL = "dead_letters_full"
+"""Under which rows are counted that a consumer could not handle and its dead letters had no room for."""
+
 _PINNED_MAX = 0.5  # of the inbox's bytes: above, the oldest open requests are not kept for the next hub any more
 
 
@@ -49,6 +58,7 @@ class _Open:
     request: Request
     part: RequestRows
     rank: Rank
+    model: ModelInfo | None = None
     rows: deque[tuple[int, int, int]] = field(default_factory=deque)
     forgotten: Counter[int] = field(default_factory=Counter)
     recalled: int = 0
@@ -59,6 +69,14 @@ class _Open:
             _, stage, rows = self.rows.popleft()
             self.forgotten[stage] += rows
         return Unkept(self.request.engine, self.rank, self.part, dict(self.forgotten))
+
+
+class AnewError(Exception):
+    """The lane is to close the consumer, open it again, and read the inbox again; the cause is the consumer's error."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__(method)
+        self.method = method
 
 
 class SpillingLane(Lane):
@@ -81,8 +99,11 @@ class SpillingLane(Lane):
         spill = configured.spill
         assert spill is not None
         self.inbox = Inbox(spill.root, spill.name, spill.bytes_max, on_synced=self._synced)
-        wish = Wish(self.name, self.consumer.spec(), self.consumer.reads_requests)
-        self.ledger = Ledger([wish], results_kept_max=0)  # the consumer's thread's; results are the hub's
+        self.dead = DeadLetters(  # the consumer's thread's, once it is open
+            spill.root / f"{spill.name}{SUFFIX}", min(limits.DEAD_BYTES_DEFAULT, spill.bytes_max)
+        )
+        self._wish = Wish(self.name, self.consumer.spec(), self.consumer.reads_requests)
+        self.ledger = self._new_ledger()  # the consumer's thread's; results are the hub's
         self.writer = InboxWriter(self.name, self.inbox, self.queue, spill.fallback, self.dropped)
         self._lost_unknown = False  # as the writer's, of what was taken out
         self._engines: dict[str, Engine] = {}  # the consumer's thread's
@@ -98,7 +119,19 @@ class SpillingLane(Lane):
         self._stuck = (
             False  # whether it could not be put down that a request is done with, the last time, which is said once
         )
-        self._settled: SimpleQueue[Request] = SimpleQueue()  # that have results, and are in `_open` or `_long` yet
+        # Requests that have results and are in `_open` or `_long` yet, and the last record of each.
+        self._settled: SimpleQueue[tuple[Request, int]] = SimpleQueue()
+        self._done: dict[
+            tuple[str, str], int
+        ] = {}  # the same, of which records are in the inbox; the consumer's thread's
+        self._at = 0  # the record in hand; the consumer's thread's
+        # Requests whose Futures failed, and how; filled by any thread, emptied by the consumer's.
+        self._failures: SimpleQueue[tuple[Request, Callable[[], None] | None, BaseException]] = SimpleQueue()
+        self._is_closing = False  # set before the consumer is closed for good
+        self._told_of_dead = False  # whether the log says where they are; the consumer's thread's
+        self._aside: set[tuple[str, str]] = (
+            set()
+        )  # open requests of which frames were set aside; the consumer's thread's
         self.requests_unkept = 0  # requests too long for the inbox; written by the consumer's thread
 
     # Called by the hub.
@@ -106,6 +139,7 @@ class SpillingLane(Lane):
     def open(self) -> None:
         """Open the inbox and the consumer; what an earlier hub left is given to it first. Raises CapflowError."""
         self.inbox.open()
+        self.dead.directory = self.inbox.directory.with_name(f"{self.inbox.directory.name}{SUFFIX}")
         self._opened_at = time.monotonic()
         self._handled = self.inbox.spool.last - self.inbox.unread
         beside: list[Inbox] = []
@@ -119,6 +153,7 @@ class SpillingLane(Lane):
                 text = "consumer %s: %d frames wait that an earlier hub left"
                 logger.info(text, self.name, self.inbox.frames_left, extra=event)
             tell_of_others(self.inbox, self.name)
+            self.dead.open()
             super().open()
         except BaseException:
             for other in beside:
@@ -173,7 +208,8 @@ class SpillingLane(Lane):
     def status(self) -> dict[str, Any]:
         """Return the lane's counters."""
         spool = self.inbox.status() | {"requests_unkept": self.requests_unkept} if self.inbox.is_open else None
-        return super().status() | {"spool": spool}
+        dead = {"directory": str(self.dead.directory), "letters": self.dead.letters, "refused": self.dead.refused}
+        return super().status() | {"spool": spool, "dead_letters": dead}
 
     @property
     def left(self) -> tuple[int, int]:
@@ -188,30 +224,105 @@ class SpillingLane(Lane):
     def _run(self) -> None:
         if not self._open_consumer():
             return
-        self._recall()
-        idle_at = time.monotonic() + limits.IDLE_S
         through = False  # whether everything was handled
-        while not self._discarding:
-            written = self.writer.ended.is_set()
-            item = self.inbox.take(max(0.0, idle_at - time.monotonic()))
-            if item is not None:
-                self._safely(item)
-                self._handled = item.number
-                del item
-            elif written:
-                through = True
+        failed: tuple[str, BaseException] | None = None  # for which the lane is to begin again
+        while not through and not self._discarded.is_set():
+            try:
+                if failed is not None:
+                    self._begin_again(*failed)
+                    failed = None
+                through = self._take_all()
+            except LeftError:
                 break
-            self._let_go()
-            self._forget()
-            if time.monotonic() >= idle_at:
-                self._guard("on_idle", self.consumer.on_idle)
-                idle_at = time.monotonic() + limits.IDLE_S
-        self._guard("close", self.consumer.close)
+            except AnewError as e:
+                failed = e.method, e.__cause__ or e
+            except Exception as e:  # noqa: BLE001  no memory, or our own bug: without this thread nothing would be handled any more
+                failed = "lane", e
+        self._end_thread(through=through)
+
+    def _end_thread(self, *, through: bool) -> None:
+        """Close the consumer and the inbox; through: whether everything was handled."""
+        self._is_closing = True
+        if error := self._close_consumer():
+            self._failed("close", error)
         self.writer.ended.wait(limits.SILENCE_S_MAX)
+        with contextlib.suppress(LeftError):
+            self._see_to_failures()
         self._let_go()
         if through:
             self._pass_notes()
-        self.inbox.close(self._needless(), self._unkept_by, keep=bool(self.inbox.engines or self._long))
+        self.dead.close()
+        keep = bool(self.inbox.engines or self._long or self.inbox.unkept)
+        self.inbox.close(self._needless(), self._unkept_by, keep=keep)
+
+    def _take_all(self) -> bool:
+        """Handle what comes; return True when everything was handled, False when it is to be discarded."""
+        self._recall()
+        idle_at = time.monotonic() + limits.IDLE_S
+        while not self._discarded.is_set():
+            written = self.writer.ended.is_set()
+            item = self.inbox.take(max(0.0, idle_at - time.monotonic()))
+            if item is not None:
+                self._at = item.number
+                self._safely(item)
+                self._handled = item.number
+                del self._fatal[item.number]
+                del item
+            elif written:
+                return True
+            self._see_to_failures()
+            self._let_go()
+            self._forget()
+            if time.monotonic() >= idle_at:
+                self._idle()
+                self.dead.rest()
+                idle_at = time.monotonic() + limits.IDLE_S
+        return False
+
+    def _begin_again(self, method: str, error: BaseException) -> None:
+        """Open the consumer again and give it what it is not done with, as the next hub would. Raises LeftError."""
+        self._given = ()
+        self.pace.waited_since = None
+        self._open_again(method, error)
+        self._failures = SimpleQueue()  # of requests that come again
+        self._let_go()
+        needless = self._needless()
+        known = [*self._open.values(), *self._long.values()]
+        models = {each.request.engine: each.model for each in known if each.model is not None}
+        done = {key: through for key, through in self._done.items() if through > needless}
+        self.inbox.again(needless, self._unkept_by(needless), models, done)
+        self.ledger = self._new_ledger()
+        self._engines, self._boots, self._open, self._long, self._aside = {}, {}, {}, {}, set()
+        self._handled = needless
+
+    def _new_ledger(self) -> Ledger:
+        return Ledger([self._wish], results_kept_max=0)
+
+    def _place(self, method: str) -> int | str:
+        return method if method == "on_idle" else self._at
+
+    def _restart(self, method: str, error: BaseException) -> None:
+        raise AnewError(method) from error
+
+    def _take_failure(self, request: Request, settled: Callable[[], None] | None, error: BaseException) -> bool:
+        """Leave a request whose Future failed to the consumer's thread. Called on any thread."""
+        self._failures.put((request, settled, error))
+        return True
+
+    def _see_to_failures(self) -> None:
+        """Have requests whose Futures failed given again, or set aside. Raises AnewError and LeftError."""
+        while not self._failures.empty():
+            request, settled, error = self._failures.get()
+            key = f"{request.engine} {request.id}"
+            if kind_of(error) != "poison" and self._is_closing:
+                self.gave_up = True  # the inbox keeps it
+            elif kind_of(error) != "poison" and self._fatal[key] < limits.RESTARTS_MAX:
+                self._fatal[key] += 1
+                raise AnewError("on_request_done") from error
+            else:
+                del self._fatal[key]
+                text = self._give_up(request, request.done_for(0), self._failed("on_request_done", error))
+                self._settle(request, 0, settled, CaptureResult("error", text))
 
     def _pass_notes(self) -> None:
         """Handle what was noted since everything was: results that came with `close`."""
@@ -220,17 +331,20 @@ class SpillingLane(Lane):
 
     def _recall(self) -> None:
         """Take up the requests of which an earlier hub forgot frames: what that lost is said at their ends."""
-        for long in self.inbox.unkept:
+        while self.inbox.unkept:
+            long = self.inbox.unkept[0]
             engine = self._engine(long.engine)
             if engine is not None and self.inbox.done.get((long.engine, long.request.id), 0) == 0:
                 request = self.ledger.recall(long.request, engine, long.rank, long.rows)
                 forgotten = Counter(long.rows)
-                known = _Open(0, 0, request, long.request, long.rank, deque(), forgotten, forgotten.total())
+                known = _Open(0, 0, request, long.request, long.rank, engine.model)
+                known.forgotten, known.recalled = forgotten, forgotten.total()
                 self._long[long.engine, long.request.id] = known
+            del self.inbox.unkept[0]
 
     def _unkept_by(self, number: int) -> list[Unkept]:
         """Return the open requests of which records up to a number are forgotten."""
-        return [long.unkept(number) for long in list(self._long.values())]
+        return [*self.inbox.unkept, *(long.unkept(number) for long in list(self._long.values()))]
 
     def _needless(self) -> int:
         """Return the last record that no next hub would need."""
@@ -244,26 +358,40 @@ class SpillingLane(Lane):
             if self.requests_unkept == 1:
                 text = "consumer %s: the spool is too small for the requests that run; a hub that ends now loses rows of the oldest"
                 logger.warning(text, self.name, extra={"event": "inbox_small", "consumer": self.name})
-        self.inbox.forget(self._needless(), self._unkept_by)
+        needless = self._needless()
+        self.inbox.forget(needless, self._unkept_by)
+        while self._done and self._done[key := next(iter(self._done))] <= needless:
+            del self._done[key]
 
     def _safely(self, item: Item) -> None:
+        """Handle an item; one that the lane itself fails at again and again is set aside. Raises AnewError and LeftError."""
         try:
-            match item.what:
-                case Frame() as frame:
-                    self._frame(frame, item)
-                case Known(engine, model):
-                    if (before := self._engines.get(engine)) is not None and before.model != model:
-                        self._end_all(self.ledger.lose(before), item.number - 1)
-                    self._greeted(engine, model)
-                case Gone() as gone:
-                    self._gone_now(gone, item.number)
-                case Answered() as answered:
-                    self._guard("on_action", self.consumer.on_action, answered)
-                case Lost() as lost:
-                    self._damaged(lost, item.number)
-        except RemoteProtocolError as e:
-            event = {"event": "inbox_failed", "consumer": self.name}
-            logger.error("consumer %s: record %d of its inbox: %s", self.name, item.number, e, extra=event)
+            self._handle_item(item)
+        except (AnewError, LeftError):
+            raise
+        except Exception as e:
+            if not isinstance(e, RemoteProtocolError) and self._fatal[item.number] < limits.RESTARTS_MAX:
+                self._fatal[item.number] += 1
+                raise AnewError("lane") from e
+            self._failed("lane", e)
+            if isinstance(item.what, Frame):
+                requests = [part.id for part in item.what.header.requests]
+                self._set_aside("lane", f"{type(e).__name__}: {e}", item.what, requests)
+
+    def _handle_item(self, item: Item) -> None:
+        match item.what:
+            case Frame() as frame:
+                self._frame(frame, item)
+            case Known(engine, model):
+                if (before := self._engines.get(engine)) is not None and before.model != model:
+                    self._end_all(self.ledger.lose(before), item.number - 1)
+                self._greeted(engine, model)
+            case Gone() as gone:
+                self._gone_now(gone, item.number)
+            case Answered() as answered:
+                self._guard("on_action", self.consumer.on_action, answered)
+            case Lost() as lost:
+                self._damaged(lost, item.number)
 
     def _greeted(self, name: str, model: ModelInfo) -> Engine:
         engine = self._engines.get(name)
@@ -301,6 +429,97 @@ class SpillingLane(Lane):
             self.pace.waited_since = None
         self._finish_all(engine, header, item.number)
 
+    def _hand_over(self, delivery: Delivery) -> str | None:
+        """Have the consumer take a frame, or set it aside; return what is wrong with it. Raises AnewError and LeftError."""
+        header = delivery.frame.header
+        requests = [tally.request for tally, _ in delivery.parts]
+        if self.dead.has(header, requests):  # by an earlier hub, or before the consumer was opened again
+            error: str | None = f"{self.name}.on_frame failed before; see its dead letters"
+        else:
+            error = super()._hand_over(delivery)
+            if error is None:
+                return None
+            aside = self._set_aside("on_frame", error, delivery.frame, requests)
+            error += aside
+            if DEAD_FULL in aside:
+                tallies = {tally.request: tally for tally, _ in delivery.parts}
+                for chunk in delivery.frame.chunks():
+                    note_chunk(tallies[chunk.request.id].lost, chunk, DEAD_FULL)
+        self._aside.update((header.engine, name) for name in requests)
+        return error
+
+    def _set_aside(self, method: str, error: str, frame: Frame, requests: Sequence[str]) -> str:
+        """Put the rows of a frame that the consumer wants into its dead letters; return what to add to the error. Raises LeftError."""
+        try:
+            mine = cut(frame)
+        except Exception:  # noqa: BLE001  the frame cannot be read: all of it is put there
+            mine = Frame(frame.header, frame.payload)
+        engine = frame.header.engine
+        letter = self._letter(method, error, engine, requests, header=mine.header)
+        return self._put_dead(letter, mine.payload, rows_of(mine.header).total())
+
+    def _give_up(self, request: Request, done: RequestDone, error: str) -> str:
+        """Set a request aside whose end can never be handled, with its rows in the inbox; return its error. Raises LeftError."""
+        share, known = request.shares[0], self._known(request)
+        wanted = {} if share is None else share.wanted
+        for number in sorted({number for number, _, _ in known.rows}) if known is not None else ():
+            frame = self._read_again(number)
+            if frame is not None and not self.dead.has(frame.header, [request.id]):
+                mine = frame.narrowed(lambda part: wanted if part.id == request.id else {})
+                self._set_aside("on_request_done", error, mine, [request.id])
+        letter = self._letter("on_request_done", error, request.engine, [request.id], done=done)
+        return error + self._put_dead(letter, b"", 0)
+
+    def _letter(self, method: str, error: str, engine: str, requests: Sequence[str], **what: Any) -> Letter:
+        return Letter(
+            consumer=self.name,
+            method=method,
+            error=error,
+            time_ns=time.time_ns(),
+            engine=engine,
+            requests=tuple(requests),
+            model=self.inbox.model(engine),
+            **what,
+        )
+
+    def _put_dead(self, letter: Letter, payload: Any, rows: int) -> str:
+        """Put a letter down, however long the disk takes; return what to add to the error. Raises LeftError when the hub stops first."""
+        while True:
+            try:
+                kept = self.dead.put(letter, payload)
+            except (CapflowError, OSError, MemoryError) as e:
+                self._wait("dead letters", e)
+                continue
+            self.backoff.over()
+            if kept:
+                self._tell_of_dead()
+                return "; set aside in its dead letters"
+            self.dropped[DEAD_FULL] += rows
+            return f"; its dead letters have no room for it ({DEAD_FULL})"
+
+    def _tell_of_dead(self) -> None:
+        """Log where the dead letters are, once."""
+        if not self._told_of_dead:
+            self._told_of_dead = True
+            event = {"event": "dead_letter", "consumer": self.name, "directory": str(self.dead.directory)}
+            text = "consumer %s: what it cannot handle is in %s; `capflow spool dead list %s` lists it"
+            logger.error(text, self.name, self.dead.directory, self.dead.directory, extra=event)
+
+    def _read_again(self, number: int) -> Frame | None:
+        """Return a frame that was taken out before, however long the disk takes; None when it is damaged. Raises LeftError."""
+        while True:
+            try:
+                return next(frame for _, frame in self.inbox.look([number]))
+            except OSError as e:
+                self._wait("dead letters", e)
+
+    def _known(self, request: Request) -> _Open | None:
+        """Return what is known of a request that the consumer is not done with."""
+        key = request.engine, request.id
+        return next(
+            (known for known in (self._open.get(key), self._long.get(key)) if known and known.request is request), None
+        )
+
     def _finish_all(self, engine: Engine, header: FrameHeader, number: int) -> None:
         if header.finished:
             for request in self.ledger.finish(header, engine):
@@ -328,7 +547,7 @@ class SpillingLane(Lane):
             elif known is not None:
                 continue
             bare = RequestRows(part.id, part.prompt_length, 0, (), capture=part.capture)
-            self._open[key] = _Open(number, self.inbox.taken_bytes, request, bare, rank)
+            self._open[key] = _Open(number, self.inbox.taken_bytes, request, bare, rank, engine.model)
 
     def _gone_now(self, gone: Gone, number: int) -> None:
         engine = self._engine(gone.engine)
@@ -349,6 +568,11 @@ class SpillingLane(Lane):
             return
         if rows := request.lost.rows["earlier_hub"]:
             self._explain(request, rows)
+        if (request.engine, request.id) in self._aside:
+            error = "the end of a request of which frames failed"
+            done = request.done_for(0)
+            self._put_dead(self._letter("on_frame", error, request.engine, [request.id], done=done), b"", 0)
+            self._aside.remove((request.engine, request.id))
         self._finish(request, 0, functools.partial(self._done_with, request, number))
         self._let_go()
 
@@ -375,13 +599,21 @@ class SpillingLane(Lane):
             self._stuck = True
         else:
             self._stuck = False
-        self._settled.put(request)
+        self._settled.put((request, number))
 
     def _let_go(self, until: Request | None = None) -> None:
-        """Forget the requests of which there are results; wait for that of `until`."""
+        """Forget the requests of which there are results; wait for that of `until`. Raises AnewError and LeftError when it has none."""
         while until is not None or not self._settled.empty():
-            request = self._settled.get()
+            try:
+                request, number = self._settled.get(timeout=limits.IDLE_S)
+            except Empty:
+                if self._discarded.is_set():
+                    raise LeftError from None
+                self._see_to_failures()
+                self._idle()
+                continue
             key = (request.engine, request.id)
+            self._done[key] = number
             for known in (self._open, self._long):
                 if key in known and known[key].request is request:
                     del known[key]

@@ -57,6 +57,8 @@ LAYERS = (
         "waiters",
         "roster",
         "pace",
+        "backoff",
+        "deadletters",
         "notes",
         "fanout",
         "inbox",

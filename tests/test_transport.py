@@ -122,7 +122,7 @@ class TestWorkerLink:
             eventually(lambda: hub.counts.frames == 5)
             stopping = threading.Thread(target=hub.stop, args=(0,))
             stopping.start()
-            eventually(lambda: hub.lanes[0]._discarding)
+            eventually(hub.lanes[0]._discarded.is_set)
             first.go.set()
             stopping.join(20)
             assert first.seqs == [1]

@@ -140,10 +140,21 @@ class HubRun:
 
     @property
     def exit_code(self) -> int:
-        """1 when rows were lost, a consumer failed, was not told of an end or did not drain; known at the end."""
+        """1 when a promised row is not where it was promised, as far as the hub knows; known at the end.
+
+        So it is when rows were lost, a consumer failed, did not store what it was given, was not told of an end, did not drain, or
+        could not go on when the hub stopped.
+        """
         now = self.hub.snapshot()
-        untold = any(lane.notes.lost["end"] for lane in self.hub.lanes)
-        return 1 if now.rows_lost or now.errors or untold or not self._drained else 0
+        failed = any(lane.notes.lost["end"] or lane.unkept or lane.gave_up for lane in self.hub.lanes)
+        return 1 if now.rows_lost or now.errors or failed or not self._drained else 0
+
+    @property
+    def took_all(self) -> bool:
+        """Whether every consumer took what it was given; known at the end. Rows that a replay does not have are no failure of a consumer."""
+        lanes = self.hub.lanes
+        failed = any(lane.errors or lane.unkept or lane.gave_up or lane.results["error"] for lane in lanes)
+        return self._drained and not failed and not any(lane.dropped.keys() - {"not_recorded"} for lane in lanes)
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> None:
         """Show how things go until `until` holds or a signal comes."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from capflow.cli.dead import dead
+
 _directory = click.argument("directory", type=click.Path(path_type=Path))
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -15,6 +17,9 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.group()
 def spool() -> None:
     """Look into spools: the directories where frames wait on disk."""
+
+
+spool.add_command(dead)
 
 
 @spool.command()

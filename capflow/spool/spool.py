@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -269,6 +269,31 @@ class Spool:
             logger.error("spool %s: records %d to %d are lost: %s", self.directory, *found[:3], extra=event)
         self._next_read = found.id + 1
         return found
+
+    def look(self, numbers: Iterable[int]) -> Iterator[Record | Lost]:
+        """Yield records that were read and are not acknowledged, by rising numbers; what `read` gives next stays. Raises OSError."""
+        reader = Reader(self._files)
+        try:
+            for number in numbers:
+                with self._changed:
+                    entry = self._unsynced.get(number)
+                    place = self._segments.at(number) if entry is None else None
+                    end = self.synced_through + 1
+                if entry is not None:
+                    yield Record(number, entry.head, entry.body)
+                elif place is not None:
+                    yield reader.get(number, *place[:2], min(place[2], end))
+                else:
+                    yield Lost(number, number, "missing")
+        finally:
+            reader.close()
+
+    def rewind(self, number: int) -> None:
+        """Have `read` give every record behind a number again, none of which is acknowledged."""
+        with self._changed:
+            assert self._acked <= number < self._next_read, "only what was read and is kept is read again"
+            self._next_read = number + 1
+            self._reader.close()
 
     def heads(self) -> Iterator[tuple[int, bytes]]:
         """Yield number and head of every record that was left by an earlier process, but for those that are damaged.
