@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import msgspec
 from capflow import limits
 from capflow.action import Action, Answered, Applied, Outcome, Rejected
 from capflow.counts import Counts
-from capflow.errors import RemoteProtocolError, UsageError
+from capflow.errors import RemoteProtocolError, UsageError, explain
 from capflow.fanout import Lane
 from capflow.frame import Frame, FrameHeader
 from capflow.guard import Guard
@@ -40,6 +40,7 @@ from capflow.message import (
     WorkerCounts,
     encode,
 )
+from capflow.peerlog import PeerLog
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
 from capflow.queue import Overload
 from capflow.relay import Relay, asked_of
@@ -123,12 +124,15 @@ class Exchange:
             on_lost=self._lose,
         )
         self.relay = Relay()
-        self.taps = Taps(send, self._say)
+        self.log = PeerLog(logger)
+        self.taps = Taps(send, self._say, self.log)
         self._waiters = Waiters()
         self._id = uuid.uuid4().hex
         self._captures = tuple(wish.spec for wish in wishes if wish.spec is not None)
         self._acks: dict[Source, Ack] = {}  # to be said at the end of the turn; emptied by `acknowledge`
         self._told: set[tuple[str, str]] = set()  # refusals that were logged, by engine and reason
+        self._refused: dict[bytes, None] = {}  # who was refused and may stay connected; the oldest goes first
+        self._rights = 0  # the state of the allow-list that sessions were last checked against
         self._strangers: set[str] = set()  # names of consumers that are not here and were logged
         self._draining = False  # set by `drain`: frames are left to their workers, for the next hub
         self._send = send
@@ -153,7 +157,15 @@ class Exchange:
             self._send(peer, [encode(Bye())])
 
     def receive(self, peer: bytes, parts: Parts, user: str = "") -> None:
-        """Take one message of a connection and user; whatever is wrong with it is the peer's loss."""
+        """Take one message of a connection and user, whole; as `handle`."""
+        for _ in self.handle(peer, parts, user):
+            pass
+
+    def handle(self, peer: bytes, parts: Parts, user: str = "") -> Iterator[None]:
+        """Take one message of a connection and user; yield where others may have their turn.
+
+        Whatever is wrong with the message is the peer's loss.
+        """
         now = time.monotonic()
         if self._guard.offences.ignored(user or peer, now):
             self.counts.ignored += 1
@@ -170,8 +182,11 @@ class Exchange:
             said = session.receive(parts, now)
             if isinstance(said, Hello):
                 self._hello(peer, session, said, now)
-            elif known is not None:
-                self._handle(peer, known, said, parts, now)
+            elif known is not None and self._may(peer, known, said, now):
+                if isinstance(said, Await):
+                    yield from self._await(peer, known, said)
+                else:
+                    self._handle(peer, known, said, parts, now)
         except UnexpectedMessageError as e:
             if known is None:  # of a connection that was given up: say Hello again
                 self._send(peer, [encode(Bye())])
@@ -179,8 +194,9 @@ class Exchange:
                 self._cut_off(peer, session, str(e), now)
         except RemoteProtocolError as e:
             self._cut_off(peer, session, str(e), now)
-        except Exception:
-            logger.exception("the hub failed at a message and gives its sender up", extra={"event": "hub_failed"})
+        except Exception:  # noqa: BLE001  it is logged, with its traceback
+            text, event = "the hub failed at a message and gives its sender up", {"event": "hub_failed"}
+            self.log.say(logging.ERROR, user or peer, now, text, event=event, exc_info=True)
             self._cut_off(peer, session, "the hub failed at a message of this peer; see its log", now)
 
     def acknowledge(self) -> None:
@@ -190,18 +206,46 @@ class Exchange:
                 self._say(source.peer, ack)
         self._acks.clear()
 
-    def tick(self, now: float) -> None:
-        """Send beats, and give up on who is silent."""
+    def share_bytes(self, peer: bytes) -> tuple[int, int]:
+        """Return how much of what a peer sent may wait to be handled: of all kinds, and how much more that its credit paid for."""
+        known = self.roster.peers.get(peer)
+        if known is None:
+            return limits.HELLO_BYTES_MAX, 0
+        paid_bytes = known.source.intake.credit_bytes if known.source is not None else 0
+        return limits.READ_AHEAD_EACH_BYTES_MAX, paid_bytes
+
+    def overrun(self, peer: bytes) -> None:
+        """Give up a peer that has sent more than that; it may say Hello again."""
+        known = self.roster.peers.get(peer)
+        if known is None:
+            self.counts.ignored += 1  # it may not know yet that its session is over
+            return
+        expected = "a worker's frames within its credit, and little else at once"
+        reason = explain("messages", got="more than are handled", expected=expected)
+        self._cut_off(peer, known.session, reason, time.monotonic())
+
+    def settled(self, peer: bytes) -> bool:
+        """Return whether a connection has a session, or was refused and may wait to be let in."""
+        return peer in self.roster.peers or peer in self._refused
+
+    def tick(self, now: float, waiting: Container[bytes] = ()) -> None:
+        """Send beats, and give up on who is silent or has lost its rights. waiting: whose messages wait to be handled."""
         self._guard.refresh()
+        if self._guard.version != self._rights:
+            self._rights = self._guard.version
+            self._check_rights(now)
         self.relay.expire(now)
         self._miss(now)
         self.roster.forget_missed(now)
+        self.log.flush(now)
         for peer, known in list(self.roster.peers.items()):
-            if known.session.silent(now):
+            if known.session.silent(now) and peer not in waiting:
                 if known.hello.role != "client":
                     self.counts.sessions_lost += 1
                     event = {"event": "session_lost", **about(known.hello)}
-                    logger.warning("engine %s: its %s fell silent", known.hello.engine, known.hello.role, extra=event)
+                    text = "engine %s: its %s fell silent"
+                    who = known.session.user or peer
+                    self.log.say(logging.WARNING, who, now, text, known.hello.engine, known.hello.role, event=event)
                 self._leave(peer, known)
             elif (beat := known.session.tick(now)) is not None:
                 self._send(peer, beat)
@@ -211,7 +255,11 @@ class Exchange:
         known = self.roster.peers.get(peer)
         if known is not None:
             self.counts.sessions_lost += known.hello.role != "client"
-            logger.warning("engine %s: its %s does not read what it is sent", known.hello.engine, known.hello.role)
+            event = {"event": "session_lost", **about(known.hello)}
+            text = "engine %s: its %s does not read what it is sent"
+            who = known.session.user or peer
+            now = time.monotonic()
+            self.log.say(logging.WARNING, who, now, text, known.hello.engine, known.hello.role, event=event)
             self._leave(peer, known)
 
     # Called by lanes, on any thread.
@@ -237,15 +285,32 @@ class Exchange:
 
     # Messages.
 
-    def _handle(self, peer: bytes, known: Peer, said: Frame | Message, parts: Parts, now: float) -> None:
+    def _may(self, peer: bytes, known: Peer, said: Frame | Message, now: float) -> bool:
+        """Return whether a peer may say this; refuse it when it may not."""
         right = _RIGHT.get(type(said)) or ("capture" if known.hello.role != "client" else None)
-        if right is not None and (why := self._guard.refusal(known.session.user, right)) is not None:
-            if isinstance(said, Act):
-                self._say(peer, ActionOutcome(Rejected(said.id, why)))
-            else:
-                self._refuse(peer, known.session, why, now)
-                self._leave(peer, known)
-            return
+        why = None if right is None else self._guard.refusal(known.session.user, right)
+        if why is None:
+            return True
+        if isinstance(said, Act):
+            self._say(peer, ActionOutcome(Rejected(said.id, why)))
+        else:
+            self._expel(peer, known, why, now)
+        return False
+
+    def _check_rights(self, now: float) -> None:
+        """Refuse every peer that may not have any more what it has: its session, its tap, or results that it waits for."""
+        for peer, known in list(self.roster.peers.items()):
+            rights: tuple[str, ...] = ("capture",)
+            if known.hello.role == "client":
+                rights = ("read",) if peer in self.taps or peer in self._waiters else ("read", "steer")
+            if (why := self._guard.refusal(known.session.user, *rights)) is not None:
+                self._expel(peer, known, why, now)
+
+    def _expel(self, peer: bytes, known: Peer, why: str, now: float) -> None:
+        self._refuse(peer, known.session, why, now)
+        self._leave(peer, known)
+
+    def _handle(self, peer: bytes, known: Peer, said: Frame | Message, parts: Parts, now: float) -> None:
         match said:
             case Frame():
                 self._frame(peer, known, said, parts, now)
@@ -253,8 +318,6 @@ class Exchange:
                 self._client_act(peer, known, said)
             case ActionOutcome():
                 self.relay.outcome(known.hello.boot, said.outcome)
-            case Await():
-                self._await(peer, said)
             case Status():
                 self._say(peer, Status(self._status()))
             case Tap():
@@ -271,6 +334,7 @@ class Exchange:
         if self._draining:
             return
         self._forget(peer, for_good=False)
+        self._refused.pop(peer, None)
         rights = ("read", "steer") if hello.role == "client" else ("capture",)
         if (why := self._guard.refusal(session.user, *rights)) is not None:
             self._refuse(peer, session, why, now)
@@ -295,7 +359,9 @@ class Exchange:
             welcome = msgspec.structs.replace(welcome, captures=self._captures, readers=self.ledger.readers)
         if hello.role != "client":
             event = {"event": "session_opened", **about(hello)}
-            logger.info("engine %s: its %s %s connected", hello.engine, hello.role, tuple(hello.rank), extra=event)
+            text = "engine %s: its %s %s connected"
+            who = session.user or peer
+            self.log.say(logging.INFO, who, now, text, hello.engine, hello.role, tuple(hello.rank), event=event)
         for parts in session.welcome(welcome, now, known.source.intake if known.source is not None else None):
             self._send(peer, parts)
         if hello.role == "scheduler":
@@ -308,18 +374,25 @@ class Exchange:
             if not lane.keeps:
                 lane.greet(engine.name, engine.model)
 
-    def _refuse(self, peer: bytes, session: HubSession, reason: str, now: float, *, logged: bool = False) -> None:
+    def _refuse(self, peer: bytes, session: HubSession, reason: str, now: float, *, cut_off: bool = False) -> None:
+        """Refuse a peer; one that is not cut off may stay connected, until it is let in or gone."""
         refused = self.counts.refused
         refused[reason if reason in refused or len(refused) < limits.REFUSALS_MAX else OTHER_REASONS] += 1
         engine = session.hello.engine if session.hello is not None else ""
         if (engine, reason) not in self._told:
-            if len(self._told) < limits.SESSIONS_MAX:
+            room = len(self._told) < limits.SESSIONS_MAX
+            if room:
                 self._told.add((engine, reason))
-            if not logged:
+            if not cut_off:
                 event = {"event": "session_refused", "reason": reason, **about(session.hello)}
-                logger.error("refused %s: %s", _who(peer, session), reason, extra=event)
-            if session.hello is not None and session.hello.role != "client" and self._on_refused is not None:
+                who = session.user or peer
+                self.log.say(logging.ERROR, who, now, "refused %s: %s", _who(peer, session), reason, event=event)
+            if room and session.hello is not None and session.hello.role != "client" and self._on_refused is not None:
                 self._on_refused(reason)
+        if not cut_off:
+            self._refused[peer] = None
+            if len(self._refused) > limits.REFUSED_KEPT_MAX:
+                del self._refused[next(iter(self._refused))]
         self._send(peer, session.refuse(reason, now))
 
     def _cut_off(self, peer: bytes, session: HubSession, reason: str, now: float) -> None:
@@ -329,11 +402,13 @@ class Exchange:
         event = {"reason": reason, **about(session.hello)}
         who = _who(peer, session)
         if offences == 1:
-            logger.error("cut off %s: %s", who, reason, extra={"event": "session_refused", **event})
+            event = {"event": "session_refused", **event}
+            self.log.say(logging.ERROR, session.user or peer, now, "cut off %s: %s", who, reason, event=event)
         elif offences >= limits.OFFENCES_MAX:
             text = "ignoring %s for %g s: %d messages that are none"
-            logger.error(text, who, limits.IGNORED_S, offences, extra={"event": "peer_ignored", **event})
-        self._refuse(peer, session, reason, now, logged=True)
+            event = {"event": "peer_ignored", **event}
+            self.log.say(logging.ERROR, session.user or peer, now, text, who, limits.IGNORED_S, offences, event=event)
+        self._refuse(peer, session, reason, now, cut_off=True)
         self._forget(peer, for_good=True)
 
     def _leave(self, peer: bytes, known: Peer) -> None:
@@ -346,7 +421,9 @@ class Exchange:
         known = self.roster.leave(peer, for_good=for_good)
         if known is not None and for_good and known.hello.role != "client":
             event = {"event": "session_closed", **about(known.hello)}
-            logger.info("engine %s: its %s left", known.hello.engine, known.hello.role, extra=event)
+            text, who = "engine %s: its %s left", known.session.user or peer
+            now = time.monotonic()
+            self.log.say(logging.INFO, who, now, text, known.hello.engine, known.hello.role, event=event)
         if known is not None and known.hello.role == "client":
             self._waiters.gone(peer)
             self.taps.gone(peer)
@@ -480,8 +557,12 @@ class Exchange:
             request.settle(consumer, result)
         self._answer_waiters(request)
 
-    def _await(self, peer: bytes, said: Await) -> None:
-        for request in said.requests:
+    def _await(self, peer: bytes, known: Peer, said: Await) -> Iterator[None]:
+        for number, request in enumerate(said.requests, 1):
+            if not number % limits.SLICE_REQUESTS:
+                yield
+                if self.roster.peers.get(peer) is not known:
+                    return  # it left meanwhile, or said Hello again
             results, final = self._results(request, said.engine)
             if final or not said.wait:
                 self._say(peer, results)

@@ -38,6 +38,7 @@ from capflow import limits
 from capflow.bounded import Count, Name, Nanoseconds, Place, Position, Token
 from capflow.brief import brief
 from capflow.errors import RemoteProtocolError, explain
+from capflow.framecost import check_cost
 from capflow.positions import Positions
 from capflow.site import HOOKS, Site
 from capflow.spec import Capture, Wanted
@@ -191,8 +192,8 @@ class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
     hidden_size: int
     requests: Annotated[tuple[RequestRows, ...], msgspec.Meta(max_length=limits.REQUESTS_PER_FRAME_MAX)]
     blocks: Annotated[tuple[Block, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
-    finished: tuple[Finished, ...] = ()
-    acted: tuple[ActedOn, ...] = ()
+    finished: Annotated[tuple[Finished, ...], msgspec.Meta(max_length=limits.FINISHED_PER_FRAME_MAX)] = ()
+    acted: Annotated[tuple[ActedOn, ...], msgspec.Meta(max_length=limits.FINISHED_PER_FRAME_MAX)] = ()
     step_tokens: Count = 0
     step_requests: Count = 0
     payload_bytes: int = 0
@@ -312,11 +313,11 @@ class Frame:
         Raises RemoteProtocolError when a part is too large, the header is not one, the payload's
         length or checksum is not what the header says, or a span points outside.
         """
-        if len(header) > limits.HEADER_BYTES_MAX:
-            raise RemoteProtocolError(
-                explain("frame header", got=f"{len(header)} bytes", expected=f"at most {limits.HEADER_BYTES_MAX}")
-            )
+        if len(header) > limits.FRAME_HEADER_BYTES_MAX:
+            expected = f"at most {limits.FRAME_HEADER_BYTES_MAX}"
+            raise RemoteProtocolError(explain("frame header", got=f"{len(header)} bytes", expected=expected))
         try:
+            check_cost(header)
             parsed = _decoder.decode(header)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
             raise RemoteProtocolError(explain("frame header", got=str(e), expected="a header of this version")) from e

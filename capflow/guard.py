@@ -1,7 +1,7 @@
 """The guard: what each peer of a hub may do, and which peers it does not listen to for a while.
 
-It belongs to the hub's thread. A hub with a key knows its peers by their keys, and asks the allow-list about each message, so that a
-revoked key has no right from then on; the hub's own key has every right. A hub without a key lets everyone do everything, except that
+It belongs to the hub's thread. A hub with a key knows its peers by their keys, and asks the allow-list about each message, and about every
+peer when the list has changed, so that a revoked key is sent nothing from then on; the hub's own key has every right. A hub without a key lets everyone do everything, except that
 off loopback nobody steers.
 
 A peer that breaks the protocol `limits.OFFENCES_MAX` times within `limits.OFFENCE_WINDOW_S` is ignored for `limits.IGNORED_S`. It
@@ -32,6 +32,11 @@ class Guard:
         self.offences = Offences()
         self._allowed = allowed
         self._local = local
+
+    @property
+    def version(self) -> int:
+        """Which state of the allow-list this is; 0 without one."""
+        return 0 if self._allowed is None else self._allowed.version
 
     def refresh(self) -> None:
         """Look whether the allow-list has changed."""

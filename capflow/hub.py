@@ -33,11 +33,11 @@ from capflow.plugins import ConfiguredConsumer, ConfiguredController
 from capflow.session import Parts
 from capflow.spilling import SpillingLane
 from capflow.transport import Router
+from capflow.turns import Turns
 
 logger = logging.getLogger("capflow.hub")
 
-_TICK_S = limits.HEARTBEAT_S / 2
-_RECEIVE_BATCH = 64  # messages taken before posted work is looked at again
+_TICK_S = limits.HEARTBEAT_S / 4  # a key that is revoked is refused by one tick and cut off by the next
 
 
 class Hub:
@@ -82,6 +82,7 @@ class Hub:
         self.counts = self._exchange.counts
         self.ledger, self.relay, self.roster = self._exchange.ledger, self._exchange.relay, self._exchange.roster
         self.taps = self._exchange.taps
+        self._turns = Turns(self._exchange.handle)  # the thread's alone
         specs = (wish.spec for wish in self.ledger.wishes)
         costs = [notice(c.name, c.consumer, spec) for c, spec in zip(consumers, specs, strict=True)]
         costs += [notice(c.name, c.kind, c.capture) for c in controllers]
@@ -97,6 +98,7 @@ class Hub:
         self._open = contextlib.ExitStack()  # the address's lock and the router, from `start` to `stop`
         self._router: Router | None = None  # from `start`
         self._attached: dict[bytes, Callable[[Parts], None]] = {}  # peers in this process, until they are detached
+        self._handled_s = 0.0  # how long messages were handled in the last turn; the thread's
         self._started = 0.0  # when
         self._turned_at = 0.0  # when the thread last looked around; written by it
 
@@ -295,31 +297,47 @@ class Hub:
         while not self._ended:
             if not self._safely(functools.partial(self._listen, router)):
                 time.sleep(_TICK_S)  # what failed once may fail at each turn
-            while self._posted:
-                self._safely(self._posted.popleft())
-            self._safely(functools.partial(self._receive, router))
+            self._call_posted()
+            self._safely(functools.partial(self._read, router))
+            began = time.monotonic()
+            self._safely(functools.partial(self._turns.run, limits.TURN_S))
             self._safely(self._exchange.acknowledge)
             now = self._turned_at = time.monotonic()
+            self._handled_s = now - began
             if now >= self._tick_at:
                 self._tick_at = now + _TICK_S
-                self._safely(functools.partial(self._tick, now))
+                self._safely(functools.partial(self._tick, router, now))
         self._safely(self._exchange.goodbye)
 
     def _listen(self, router: Router) -> None:
-        router.poll(_TICK_S)
+        router.poll(0 if self._turns.waiting or self._posted else _TICK_S)
         router.waker.clear()
 
-    def _receive(self, router: Router) -> None:
-        for _ in range(_RECEIVE_BATCH):
-            received = router.receive()
-            if received is None:
+    def _call_posted(self) -> None:
+        """Call what other threads posted, for as long as messages were handled before: each half has its time."""
+        until = time.monotonic() + max(limits.TURN_S, self._handled_s)
+        while self._posted:
+            self._safely(self._posted.popleft())
+            if time.monotonic() >= until:
                 return
-            self._exchange.receive(*received)
 
-    def _tick(self, now: float) -> None:
+    def _read(self, router: Router) -> None:
+        """Read what peers sent; cut off who has sent too much at once."""
+        until = time.monotonic() + limits.TURN_S
+        while time.monotonic() < until:
+            if (received := router.receive()) is None:
+                return
+            peer = received.peer
+            if not self._turns.put(*received, *self._exchange.share_bytes(peer)):
+                self._turns.drop(peer)
+                self._exchange.overrun(peer)
+                router.connections.cut(peer)
+
+    def _tick(self, router: Router, now: float) -> None:
+        router.sweep(self._exchange.settled)
         for peer in self._attached.keys() & self.roster.peers.keys():  # who is in this process is alive
             self._exchange.receive(peer, [encode(Beat())])
-        self._exchange.tick(now)
+        self._exchange.tick(now, self._turns)
 
     def _detach(self, peer: bytes) -> None:
         self._attached.pop(peer, None)

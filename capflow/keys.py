@@ -156,6 +156,7 @@ class AllowList:
 
     def __init__(self, path: Path) -> None:
         self.path = path / _ALLOWED
+        self.version = 0  # counts how often the file was read again
         self._entries: dict[str, Allowed] = {}  # by public key; replaced by `refresh`
         self._seen: tuple[int, ...] | None = (-1,)  # what the file looked like when it was read; None: missing
 
@@ -173,6 +174,7 @@ class AllowList:
         if seen == self._seen:
             return
         self._seen = seen
+        self.version += 1
         self._entries = {}
         if seen is None:
             logger.warning("nobody may connect: no file %s; see `capflow keys allow`", self.path)

@@ -37,6 +37,11 @@ ROWS_PER_FRAME_MAX = 8 * 1024 * 1024
 
 # One message on the wire.
 HEADER_BYTES_MAX = 32 * MIB
+# Of a frame; while its header is read nobody else is served.
+FRAME_HEADER_BYTES_MAX = 8 * MIB
+SPANS_PER_FRAME_MAX = 131_072
+TOKENS_PER_FRAME_MAX = 1_048_576
+FINISHED_PER_FRAME_MAX = 512  # ends of requests in one frame; a worker sends more in several
 PAYLOAD_BYTES_MAX = 1024 * MIB
 MESSAGE_PARTS_MAX = 2
 
@@ -106,12 +111,14 @@ BODY_DRAIN_BYTES_MAX = 1024 * MIB  # of a body that is refused as too large: rea
 BODY_DRAIN_S_MAX = 30.0
 
 # What the hub remembers about requests that are over, for clients that ask late.
+REFUSED_KEPT_MAX = 256  # peers that were refused and stay connected; the oldest is closed
 RESULTS_KEPT_MAX = 20_000
 ACTIONS_WAITING_MAX = 4_096
 # Actions that a scheduler remembers until they expire, so that one that comes twice happens once.
 ACTIONS_KNOWN_MAX = 65_536
 
 assert HEADER_BYTES_MAX < PAYLOAD_BYTES_MAX
+assert FRAME_HEADER_BYTES_MAX <= HEADER_BYTES_MAX
 assert CLAMPS_AT_SITE_MAX + 2 + 3 <= SITE_OPS_MAX  # a position may be patched by its number from either end
 assert CREDIT_BYTES_DEFAULT <= UNACKED_BYTES_MAX
 assert CREDIT_BYTES_DEFAULT <= CREDIT_BYTES_TOTAL
@@ -145,6 +152,18 @@ IGNORED_S = 30.0
 assert AWAITED_MAX < MESSAGES_UNSENT_MAX
 assert HELLO_BYTES_MAX <= HEADER_BYTES_MAX
 
+# Lines of the log about what peers do; the rest are counted.
+LOG_KIND_LINES_MAX = 100  # of one event, at once
+LOG_KIND_LINES_PER_S = 1.0  # from then on
+LOG_PEER_LINES_MAX = 20  # of one key or connection, at once
+LOG_PEER_LINES_PER_S = 0.2
+LOG_LEFT_OUT_S = 10.0  # between two lines that say how many were left out
+# What waits for whoever reads standard error; then lines are dropped, and counted.
+LOG_UNREAD_BYTES_MAX = 4 * MIB
+LOG_END_S_MAX = 2.0  # at the end, for what waits
+
+assert FINISHED_PER_FRAME_MAX <= REQUESTS_PER_FRAME_MAX
+
 # Keys.
 KEY_NAME_LENGTH_MAX = 64
 KEY_FILE_BYTES_MAX = 4 * MIB
@@ -157,8 +176,22 @@ ACTION_ANSWER_S_MAX = 5.0
 LINGER_S = 0.5
 RECONNECT_S_MIN = 0.1
 RECONNECT_S_MAX = 0.5
-HANDSHAKE_S_MAX = 10.0  # from the opening of a connection until ZMQ has made one of it
-DEAD_S_MAX = 30.0  # without a whole message or a sign of life from a connection; then the hub closes it
+HANDSHAKE_S_MAX = 10.0  # from the opening of a connection until ZMQ has made one of it; then until it has a session
+DEAD_S_MAX = 30.0  # that a TCP connection takes nothing of what is sent on it; then it is closed
+
+# Descriptors of a hub's process.
+DESCRIPTORS_WANTED = 65_536  # as far as the system lets it
+DESCRIPTORS_KEPT_MIN = 64  # for files, consumers and the endpoint; at least this share of all:
+DESCRIPTORS_KEPT_SHARE = 0.25
+CONNECTIONS_IDLE_MAX = 1_024  # without a session; then the oldest is closed
+
+# One turn of the hub's thread.
+READ_AHEAD_BYTES_MAX = 256 * MIB  # read from the socket, not handled, and no frames that are paid for
+READ_AHEAD_EACH_BYTES_MAX = 16 * MIB  # of these, of one peer; a single message may be larger
+READ_AHEAD_EACH_BYTES_MIN = 64 * KIB
+SLICE_REQUESTS = 256  # answered before it is another peer's turn
+TURN_S = 0.005  # of handling messages before what consumers came back with is looked at
+assert READ_AHEAD_EACH_BYTES_MIN * SESSIONS_MAX <= READ_AHEAD_BYTES_MAX
 
 # What the endpoint for metrics and health bears.
 HTTP_CLIENTS_MAX = 16

@@ -204,10 +204,10 @@ class _Worker:
 
     def end(self) -> None:
         """Say which requests are over."""
-        if self.ends:
+        while self.ends:
+            ends, self.ends = self.ends[: limits.FINISHED_PER_FRAME_MAX], self.ends[limits.FINISHED_PER_FRAME_MAX :]
             header = empty_header(self.link.hello)
-            self.link.push(msgspec.structs.replace(header, finished=tuple(map(self._told, self.ends))))
-            self.ends.clear()
+            self.link.push(msgspec.structs.replace(header, finished=tuple(map(self._told, ends))))
 
     def _told(self, finished: Finished) -> Finished:
         missing = finished.rows - self.given.pop(finished.id, 0)

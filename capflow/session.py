@@ -180,10 +180,17 @@ class PeerSession:
         self._sent_bytes = 0
 
     def push(self, header: FrameHeader, payload: Any) -> None:
-        """Take a frame to send: numbers and seals it. `next_frame` gives its parts when there is credit."""
+        """Take a frame to send: numbers and seals it. `next_frame` gives its parts when there is credit.
+
+        Raises LocalProtocolError when this peer sends no frames, or the header is larger than a hub takes.
+        """
         if self.hello.role != "worker":
             raise LocalProtocolError(explain("frame", got=f"from a {self.hello.role}", expected="from a worker"))
         parts = Frame.seal(msgspec.structs.replace(header, seq=self.seq + 1), payload).encode()
+        if len(parts[0]) > limits.FRAME_HEADER_BYTES_MAX:
+            expected = f"at most {limits.FRAME_HEADER_BYTES_MAX}"
+            do = "compute fewer tokens a step (vLLM's max_num_batched_tokens)"
+            raise LocalProtocolError(explain("frame header", got=f"{len(parts[0])} bytes", expected=expected, do=do))
         self.seq += 1  # only now: there is no gap where one cannot be sealed
         self._keep(parts)
 

@@ -8,6 +8,7 @@ comes meanwhile it skips, counted, and goes on with the newest.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,8 @@ from capflow import limits
 from capflow.errors import RemoteProtocolError, explain
 from capflow.ledger import Engine
 from capflow.message import Tapped
+from capflow.peerlog import PeerLog
 from capflow.session import Parts
-
-logger = logging.getLogger("capflow.hub")
 
 
 @dataclass
@@ -35,11 +35,14 @@ class _Tap:
 
 
 class Taps:
-    """Every tap of a hub, by connection. send: takes what is to go out; say: a message."""
+    """Every tap of a hub, by connection. send: takes what is to go out; say: a message. log: where it stands who taps."""
 
-    def __init__(self, send: Callable[[bytes, Parts], None], say: Callable[[bytes, Tapped], None]) -> None:
+    def __init__(
+        self, send: Callable[[bytes, Parts], None], say: Callable[[bytes, Tapped], None], log: PeerLog
+    ) -> None:
         self._send = send
         self._say = say
+        self._log = log
         self._taps: dict[bytes, _Tap] = {}  # until they leave
         # Counters over all taps, those that left too.
         self.frames = 0  # copies sent
@@ -48,6 +51,10 @@ class Taps:
 
     def __len__(self) -> int:
         return len(self._taps)
+
+    def __contains__(self, peer: bytes) -> bool:
+        """Return whether a client taps."""
+        return peer in self._taps
 
     def take(self, peer: bytes, name: str, credit_bytes: int, engines: Iterable[Engine]) -> None:
         """Take what a tap says: it may be sent more. The first time it is told of the engines that there are.
@@ -59,7 +66,8 @@ class Taps:
             if len(self._taps) >= limits.TAPS_MAX:
                 raise RemoteProtocolError(explain("taps", got=len(self._taps), expected=f"at most {limits.TAPS_MAX}"))
             tap = self._taps[peer] = _Tap(name)
-            logger.info("%s taps this hub", name, extra={"event": "tap_opened", "tap": name})
+            event = {"event": "tap_opened", "tap": name}
+            self._log.say(logging.INFO, peer, time.monotonic(), "%s taps this hub", name, event=event)
             for engine in engines:
                 self._say(peer, Tapped(engine.name, engine.model))
         tap.credit_bytes = min(tap.credit_bytes + credit_bytes, limits.TAP_BYTES_MAX)
@@ -69,7 +77,8 @@ class Taps:
         tap = self._taps.pop(peer, None)
         if tap is not None:
             event = {"event": "tap_closed", "tap": tap.name, "skipped_frames": tap.skipped_frames}
-            logger.info("%s left; it skipped %d frames", tap.name, tap.skipped_frames, extra=event)
+            text = "%s left; it skipped %d frames"
+            self._log.say(logging.INFO, peer, time.monotonic(), text, tap.name, tap.skipped_frames, event=event)
 
     def frame(self, parts: Parts, nbytes: int) -> None:
         """Send a frame, as it came, to every tap that has room for it."""
@@ -81,7 +90,8 @@ class Taps:
                 if not tap.behind:
                     tap.behind = True
                     event = {"event": "tap_behind", "tap": tap.name, "skipped_frames": tap.skipped_frames}
-                    logger.warning("%s does not keep up; it skips frames", tap.name, extra=event)
+                    text = "%s does not keep up; it skips frames"
+                    self._log.say(logging.WARNING, peer, time.monotonic(), text, tap.name, event=event)
                 continue
             tap.behind = False
             tap.credit_bytes -= nbytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from capflow import limits
 from capflow.errors import RemoteProtocolError, explain
 
@@ -15,6 +17,11 @@ class Waiters:
     def __init__(self) -> None:
         self._clients: dict[Asked, bytes | tuple[bytes, ...]] = {}  # by request: one client, or several
         self._count = 0  # of all pairs
+        self._waits: Counter[bytes] = Counter()  # for how many each client waits; none is 0
+
+    def __contains__(self, client: bytes) -> bool:
+        """Return whether a client waits for any request."""
+        return client in self._waits
 
     def add(self, request: Asked, client: bytes) -> None:
         """Have a client wait.
@@ -27,6 +34,7 @@ class Waiters:
         waiting = self._of(request)
         if client not in waiting:
             self._count += 1
+            self._waits[client] += 1
             self._clients[request] = (*waiting, client) if waiting else client
 
     def waits(self, request: Asked) -> bool:
@@ -38,15 +46,20 @@ class Waiters:
         clients = self._of(request)
         self._clients.pop(request, None)
         self._count -= len(clients)
+        for client in clients:
+            self._waits[client] -= 1
+            if not self._waits[client]:
+                del self._waits[client]
         return clients
 
     def gone(self, client: bytes) -> None:
         """Forget a client."""
+        if client not in self._waits:
+            return
         for request in [request for request in self._clients if client in self._of(request)]:
-            left = tuple(other for other in self.pop(request) if other != client)
-            if left:
-                self._clients[request] = left
-                self._count += len(left)
+            for other in self.pop(request):
+                if other != client:
+                    self.add(request, other)
 
     def _of(self, request: Asked) -> tuple[bytes, ...]:
         clients = self._clients.get(request, ())

@@ -227,7 +227,8 @@ def test_a_hub_closes_a_connection_that_is_never_made(monkeypatch, said):
 
 def test_a_hub_closes_a_connection_on_which_nobody_answers(monkeypatch):
     """A peer that was let in, said Hello and is gone without a word leaves no descriptor behind."""
-    monkeypatch.setattr(limits, "DEAD_S_MAX", 3.0)
+    monkeypatch.setattr(limits, "SILENCE_S_MAX", 3.0)
+    monkeypatch.setattr(limits, "HANDSHAKE_S_MAX", 3.0)
     with hub_on_tcp(Recorder()) as hub, socket.create_connection(("127.0.0.1", port_of(hub))) as raw:
         raw.sendall(_GREETING + _READY)
         raw.settimeout(20)

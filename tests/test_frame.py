@@ -265,3 +265,24 @@ def test_the_builder_gives_each_place_a_row_of_its_own():
     site = Site(0, "post_block")
     rows = {row_of("r1", site, position).tobytes() for position in range(50)}
     assert len(rows) == 50
+
+
+@pytest.mark.parametrize("what", ["spans", "tokens", "texts"])
+def test_what_a_header_would_cost_is_counted_before_it_is_read(what):
+    frame = make_frame()
+    header = frame.header
+    count = limits.SPANS_PER_FRAME_MAX + 1 if what == "spans" else limits.TOKENS_PER_FRAME_MAX + 1
+    if what == "spans":
+        half = tuple(header.blocks[0].spans * (count // 2 + 1))
+        header = msgspec.structs.replace(
+            header, blocks=tuple(b._replace(spans=half) for b in (*header.blocks, *header.blocks))
+        )
+    else:
+        (request,) = header.requests
+        field = "token_ids" if what == "tokens" else "texts"
+        more = msgspec.structs.replace(request, **{field: ((1,) if what == "tokens" else ("",)) * count})
+        header = msgspec.structs.replace(header, requests=(more,))
+    encoded = msgspec.msgpack.encode(header)
+    assert len(encoded) <= limits.FRAME_HEADER_BYTES_MAX
+    with pytest.raises(RemoteProtocolError, match=f"frame {what}: got .* expected at most"):
+        Frame.decode(encoded, frame.payload)

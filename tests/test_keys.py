@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ from capflow.errors import CapflowError, HubUnreachableError, UsageError
 from capflow.guard import Guard, Offences
 from capflow.hub import Hub
 from capflow.keys import AllowList, find_key, make_directory, peer_key, read_key, write_key
-from capflow.message import Hello
+from capflow.message import Await, Hello, Tap, Welcome
 from capflow.transport import Dealer, Event, new_key
 
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -220,6 +222,19 @@ def named_peer(address, key, name):
         context.term()
 
 
+def greet(dealer, hello):
+    """Say Hello on a connection once it is made; return when the hub has let it in."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        dealer.poll(0.05)
+        if Event.CONNECTED in dealer.events():
+            dealer.send([message.encode(hello)])
+        if (parts := dealer.receive()) is not None:
+            assert isinstance(message.decode(parts[0]), Welcome)
+            return
+    raise AssertionError("no welcome")
+
+
 class TestChangesWhileTheHubRuns:
     def test_a_key_that_is_allowed_later_gets_in_by_itself(self, keys):
         with keyed_hub() as hub, worker_link(hub.address, key="eve", wait=False) as link:
@@ -240,6 +255,64 @@ class TestChangesWhileTheHubRuns:
             with pytest.raises(CapflowError, match="does not allow"):
                 Client(hub.address, key="gpu").status()
             assert hub.counts.frames == 0
+
+    @pytest.mark.parametrize("role", ["worker", "scheduler", "client"])
+    def test_the_connection_of_a_revoked_key_is_closed_within_a_second(self, keys, role):
+        """It says nothing after its Hello, so that nothing of it could be refused."""
+        allow(keys, "gpu", "capture", "read", "steer")
+        with keyed_hub() as hub, closing(Dealer(hub.address, key=read_key(find_key("gpu")))) as dealer:
+            hello = make_hello(role=role) if role != "client" else Hello("client", "", "c")
+            greet(dealer, hello)
+            assert hub.snapshot().sessions == 1
+            AllowList(keys).revoke("gpu")
+            began = time.monotonic()
+            while Event.DISCONNECTED not in dealer.events():
+                assert time.monotonic() - began < 5
+                dealer.poll(0.05)
+            assert time.monotonic() - began < 1.5  # a second, and what a busy machine adds
+            assert hub.snapshot().sessions == 0
+
+    def test_a_tap_whose_key_is_revoked_hears_no_more_frames(self, keys):
+        with (
+            keyed_hub() as hub,
+            worker_link(hub.address, key="gpu") as link,
+            closing(Dealer(hub.address, key=read_key(find_key("ann")), message_bytes_max=2**20)) as tap,
+        ):
+            greet(tap, Hello("client", "", "c"))
+            tap.send([message.encode(Tap(limits.TAP_BYTES_MAX))])
+            eventually(lambda: len(hub.taps) == 1)
+            frame = make_frame()
+            assert link.send(frame.header, frame.payload) is None
+            eventually(lambda: hub.taps.frames == 1)
+            AllowList(keys).revoke("ann")
+            eventually(lambda: not len(hub.taps))
+            assert link.send(frame.header, frame.payload) is None
+            eventually(lambda: hub.counts.frames == 2)
+            assert hub.taps.frames == 1
+
+    def test_a_scheduler_whose_key_is_revoked_is_sent_no_action(self, keys):
+        allow(keys, "ann", "read", "steer")
+        with (
+            keyed_hub() as hub,
+            closing(Dealer(hub.address, key=read_key(find_key("gpu")))) as scheduler,
+            Client(hub.address, key="ann") as client,
+        ):
+            greet(scheduler, make_hello(role="scheduler"))
+            assert client.status()
+            AllowList(keys).revoke("gpu")
+            eventually(lambda: hub.snapshot().engines == 0)
+            outcome = client.act(Abort("r1"), timeout=20)
+            assert isinstance(outcome, Rejected)
+            assert "no engine is connected" in outcome.reason
+
+    def test_who_may_read_no_more_is_told_no_result(self, keys):
+        with keyed_hub() as hub, closing(Dealer(hub.address, key=read_key(find_key("ann")))) as client:
+            greet(client, Hello("client", "", "c"))
+            client.send([message.encode(Await(("r1",)))])
+            eventually(lambda: len(hub._exchange._waiters._clients) == 1)
+            allow(keys, "ann", "steer")
+            eventually(lambda: hub.snapshot().sessions == 0)
+            assert not hub._exchange._waiters._clients
 
     def test_a_hub_with_a_new_key_takes_the_old_ones_peers(self, keys):
         with keyed_hub() as hub, Client(hub.address, key="ann") as client:

@@ -7,11 +7,23 @@ from sources import imports_of, modules
 
 LAYERS = (
     {"errors", "limits", "places", "private", "intervals"},
-    {"bounded", "brief", "enginename", "memo", "runtime", "site", "shard", "wholefile"},
+    {
+        "bounded",
+        "brief",
+        "descriptors",
+        "enginename",
+        "memo",
+        "printable",
+        "runtime",
+        "site",
+        "shard",
+        "wholefile",
+    },
     {
         "positions",
         "spec",
         "frame",
+        "framecost",
         "losses",
         "losslog",
         "plain",
@@ -48,6 +60,7 @@ LAYERS = (
         "transport.schedulerlink",
         "transport.taplink",
         "transport.zap",
+        "transport.connections",
     },
     {"client", "launch", "sqlport", "sqlquery"},
     {
@@ -69,6 +82,8 @@ LAYERS = (
         "health",
         "cachereads",
         "taps",
+        "peerlog",
+        "turns",
         "tapping",
         "exchange",
         "hub",

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from capflow import limits
 from capflow.frame import Dropped, Frame, Gap, Rank
 from capflow.message import ModelInfo
 from capflow.positions import Positions
@@ -125,6 +126,18 @@ def test_a_request_that_ends_without_rows_is_still_finished(bench):
     (frame,) = bench.frames()
     assert not len(frame.payload)
     assert frame.header.finished[0].rows == 0
+
+
+@pytest.mark.parametrize("lost", [None, "queue_full"])
+def test_more_ends_than_a_frame_takes_are_in_several(bench, monkeypatch, lost):
+    monkeypatch.setattr(limits, "FINISHED_PER_FRAME_MAX", 2)
+    requests = [bench.request(str(number), 3) for number in range(5)]
+    bench.step([(each, 0, 3) for each in requests], lost=lost, ended=[(each, Ended("stop", 3)) for each in requests])
+    frames = bench.frames()
+    ends = [finished for frame in frames for finished in frame.header.finished]
+    assert [len(frame.header.finished) for frame in frames] == [2, 2, 1]
+    assert [finished.id for finished in ends] == [f"name-{number}" for number in range(5)]
+    assert {finished.rows for finished in ends} == {0 if lost else 6}
 
 
 @pytest.mark.parametrize("where", ["link", "step"])

@@ -1,8 +1,11 @@
 """The two ends of a connection: a hub's `Router`, and a peer's `Dealer`, each with a way to wake its thread.
 
 With a hub's key in the address a connection is encrypted and both sides are known by their keys (CURVE, ZMQ RFC 26). A
-connection that is not made in time, or on which nobody answers any more, is closed. A socket belongs to the thread that opened it. Received parts are views of ZMQ's own memory, which they keep alive;
-sent parts are not copied and must not be changed.
+connection that is not made in time, or whose other machine is gone, is closed. A socket belongs to the thread that opened it. Received
+parts are views of ZMQ's own memory, which they keep alive; sent parts are not copied and must not be changed.
+
+No socket has ZMQ's heartbeat: libzmq 4.3.5 aborts the process when it is due on a connection that is closed and not read to its end
+(https://github.com/zeromq/libzmq/issues/4364). Sessions have beats of their own, and TCP notices machines that are gone.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import contextlib
 import enum
 import os
 import socket
+import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +23,16 @@ from typing import Any, NamedTuple
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from capflow import limits
+from capflow import descriptors, limits
 from capflow.address import hub_key, in_use, without_key
 from capflow.errors import CapflowError, explain
 from capflow.keys import KeyPair
 from capflow.session import Parts
+from capflow.transport.connections import Connections
 from capflow.transport.zap import DOMAIN, Zap
 
+_MONITOR = "inproc://connections"
+_EVENTS_BATCH = 1_024  # connections that came or went, noted before the hub looks at its messages again
 _COPY_BYTES_MAX = 16 * 1024  # a part up to this size is copied: cheaper than keeping track of it
 
 
@@ -199,6 +207,7 @@ class Router:
         admit: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self.waker = Waker()
+        self.connections = Connections(descriptors.connections_max())
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, limits.SESSIONS_MAX)
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -208,8 +217,12 @@ class Router:
         self._socket.set(zmq.RCVHWM, limits.MESSAGES_UNREAD_MAX)
         self._socket.set(zmq.MAXMSGSIZE, message_bytes_max)
         _watch(self._socket)
-        self._socket.set(zmq.HEARTBEAT_IVL, int(limits.DEAD_S_MAX * 1000 / 3))
-        self._socket.set(zmq.HEARTBEAT_TIMEOUT, int(limits.DEAD_S_MAX * 2000 / 3))
+        self._monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        self._monitor.set(zmq.RCVHWM, 0)  # or else the library's thread waits for this one
+        self._monitor.set(zmq.LINGER, 0)
+        self._socket.monitor(_MONITOR, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor.connect(_MONITOR)
+        self._admit = admit
         self._zap: Zap | None = None  # from here to `close`
         if key is not None:
             self._zap = Zap(self._context, admit)
@@ -231,14 +244,21 @@ class Router:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self.waker.fileno(), zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
         if self._zap is not None:
             self._poller.register(self._zap.socket, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> None:
         """Wait until there is something to read, someone wants to connect, or a wake-up."""
-        self._poller.poll(max(0, int(timeout_s * 1000) + 1))
+        self._poller.poll(max(0, int(timeout_s * 1000) + 1) if timeout_s else 0)
+        self._look_at_connections()
         if self._zap is not None:
             self._zap.answer()
+
+    def sweep(self, settled: Callable[[bytes], bool]) -> None:
+        """Close connections that are without a session for too long, and those of keys that are not allowed any more."""
+        self._look_at_connections()
+        self.connections.sweep(time.monotonic(), settled, self._admit)
 
     def send(self, peer: bytes, parts: Parts) -> bool:
         """Send a message to a peer; return False when it takes no more: it is to be given up.
@@ -261,6 +281,8 @@ class Router:
             return None
         part = self._socket.recv(copy=False)  # the rest of a message is there when its first part is
         user = str(part.get("User-Id")) if self._zap is not None else ""
+        if not self.connections.knows(peer):
+            self.connections.speaks(peer, part.get(zmq.SRCFD), user)
         parts = [part.buffer]
         while part.more:
             part = self._socket.recv(copy=False)
@@ -269,11 +291,30 @@ class Router:
 
     def close(self) -> None:
         """Stop listening, having given what was sent a moment to get out."""
+        self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()
         if self._zap is not None:
             self._zap.close()
         self._context.term()
         self.waker.close()
+
+    def _look_at_connections(self) -> None:
+        """Take note of connections that came and went."""
+        came = False
+        for _ in range(_EVENTS_BATCH):
+            try:
+                event, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            kind, descriptor = struct.unpack("=Hi", event)
+            if kind == zmq.EVENT_ACCEPTED:
+                self.connections.accepted(descriptor, time.monotonic())
+                came = True
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self.connections.gone(descriptor)
+        if came:
+            self.connections.close_most()
 
 
 def _watch(over: zmq.Socket[bytes]) -> None:
@@ -283,6 +324,7 @@ def _watch(over: zmq.Socket[bytes]) -> None:
     over.set(zmq.TCP_KEEPALIVE_IDLE, max(1, int(limits.SILENCE_S_MAX)))
     over.set(zmq.TCP_KEEPALIVE_INTVL, max(1, int(limits.SILENCE_S_MAX / 3)))
     over.set(zmq.TCP_KEEPALIVE_CNT, 3)
+    over.set(zmq.TCP_MAXRT, int(limits.DEAD_S_MAX * 1000))
 
 
 def _send(to: zmq.Socket[bytes], parts: Parts) -> None:

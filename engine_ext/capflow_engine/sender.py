@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from capflow import limits
 from capflow.frame import DTYPES, ActedOn, Block, Finished, FrameHeader, Rank, RequestRows, Span
 from capflow.losses import Losses
 from capflow.losslog import LossLog
@@ -150,7 +151,7 @@ class Sender:
         reason = step.lost
         if step.rows is not None and counts:
             blocks, requests = self._describe(step, groups, spans)
-            header = self._header(hub, step, requests, blocks, ended, counts)
+            header = self._header(hub, step, requests, blocks, ended[: limits.FINISHED_PER_FRAME_MAX], counts)
             reason = link.send(header, self._payload(step.rows, groups))
             if reason is None:
                 for key, rows in counts.items():
@@ -158,8 +159,10 @@ class Sender:
         if reason is not None:
             self.dropped[hub][reason] += sum(counts.values())
             self._lose(step.plan, groups, spans, reason)
-        if ended and (reason is not None or not counts):
-            link.send(self._header(hub, step, (), (), ended, {}), b"")
+        untold = ended if reason is not None or not counts else ended[limits.FINISHED_PER_FRAME_MAX :]
+        for begin in range(0, len(untold), limits.FINISHED_PER_FRAME_MAX):
+            ends = untold[begin : begin + limits.FINISHED_PER_FRAME_MAX]
+            link.send(self._header(hub, step, (), (), ends, {}), b"")
         for request, _ in ended:
             self._sent.pop(request.key, None)
             if (lost := self._lost.pop(request.key, None)) is not None:
@@ -183,14 +186,14 @@ class Sender:
 
     def _trimmed(self, step: Computed, groups: Sequence[Group]) -> list[tuple[Span, ...]]:
         """Return each group's spans, without the rows that are no request's."""
-        limits = step.limits
+        ends = step.limits
         trimmed = []
         for group in groups:
             spans = group.spans
-            if limits:
+            if ends:
                 cut = []
                 for span in spans:
-                    limit = limits.get(step.plan.batch[span.request].request.key)
+                    limit = ends.get(step.plan.batch[span.request].request.key)
                     length = span.length if limit is None else min(span.length, limit - span.start)
                     if length > 0:
                         cut.append(span if length == span.length else span._replace(length=length))

@@ -1,0 +1,25 @@
+"""File descriptors: how many this process may have, and how many of them connections may take."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+from capflow import limits
+
+
+def raise_limit() -> None:
+    """Raise the soft limit of this process towards the hard one, to at most `limits.DESCRIPTORS_WANTED`; never lower it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = limits.DESCRIPTORS_WANTED if hard == resource.RLIM_INFINITY else min(hard, limits.DESCRIPTORS_WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a system with a lower limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def connections_max() -> int:
+    """Return how many connections a hub takes, so that descriptors are left for its files and consumers."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    have = limits.DESCRIPTORS_WANTED if soft == resource.RLIM_INFINITY else min(soft, limits.DESCRIPTORS_WANTED)
+    kept = max(limits.DESCRIPTORS_KEPT_MIN, int(have * limits.DESCRIPTORS_KEPT_SHARE))
+    return max(1, have - kept)

@@ -1,0 +1,53 @@
+"""What reading a frame's header costs, counted before it is read: spans and tokens become an object each."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from capflow import limits
+from capflow.errors import RemoteProtocolError, explain
+
+_SMALL_BYTES = 256 * limits.KIB  # a header up to this size costs little, whatever is in it
+
+
+class _Request(msgspec.Struct):
+    token_ids: msgspec.Raw
+    texts: msgspec.Raw = msgspec.Raw(b"\x90")
+
+
+class _Header(msgspec.Struct, tag="frame"):
+    requests: tuple[_Request, ...]
+    blocks: tuple[tuple[msgspec.Raw, msgspec.Raw, msgspec.Raw], ...]  # sites, rows, spans
+
+
+_decoder = msgspec.msgpack.Decoder(_Header)
+
+
+def check_cost(header: bytes | memoryview) -> None:
+    """Raise RemoteProtocolError when a header has more spans, tokens or texts than a frame may have.
+
+    Raises msgspec.MsgspecError when it is no header.
+    """
+    if len(header) <= _SMALL_BYTES:
+        return
+    read = _decoder.decode(header)
+    counts = {
+        "spans": (sum(_length(spans) for _, _, spans in read.blocks), limits.SPANS_PER_FRAME_MAX),
+        "tokens": (sum(_length(request.token_ids) for request in read.requests), limits.TOKENS_PER_FRAME_MAX),
+        "texts": (sum(_length(request.texts) for request in read.requests), limits.TOKENS_PER_FRAME_MAX),
+    }
+    for what, (count, most) in counts.items():
+        if count > most:
+            raise RemoteProtocolError(explain(f"frame {what}", got=count, expected=f"at most {most}"))
+
+
+def _length(array: msgspec.Raw) -> int:
+    """Return how many elements an encoded msgpack array says it has; 0 for what is none, which is refused when it is read."""
+    head = bytes(memoryview(array)[:5])
+    if head[:1] == b"\xdc":
+        return int(struct.unpack(">H", head[1:3])[0])
+    if head[:1] == b"\xdd":
+        return int(struct.unpack(">I", head[1:5])[0])
+    return head[0] & 15 if head[0] & 0xF0 == 0x90 else 0
