@@ -22,8 +22,8 @@ class RowFormat:
         self.sites = frozenset(model.sites)
 
     def check(self, header: FrameHeader) -> None:
-        """Raise RemoteProtocolError unless a frame's rows have this width and dtype and come from these sites."""
-        if (header.dtype, header.hidden_size) != (self.dtype, self.hidden_size):
+        """Raise RemoteProtocolError unless a frame's rows, if it has any, have this width and dtype and come from these sites."""
+        if header.blocks and (header.dtype, header.hidden_size) != (self.dtype, self.hidden_size):
             got, expected = f"{header.dtype} of {header.hidden_size}", f"{self.dtype} of {self.hidden_size}"
             raise RemoteProtocolError(explain("frame rows", got=got, expected=f"{expected}, as the Hello says"))
         for block in header.blocks:

@@ -1,7 +1,6 @@
 """The duckdb consumer on a disk that fills up, and when its file is taken away."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -10,10 +9,10 @@ from pathlib import Path
 import pytest
 from disks import mounted
 from frames import make_frame
-from test_duckdb import SITES, done, opened, query
+from test_duckdb import SITES, Counts, done, opened, query
 
 from capflow.action import Abort, Answered, Applied
-from capflow.errors import CapflowError
+from capflow.errors import CapflowError, FatalError, RetryError
 
 HIDDEN = 4096  # numbers in a row, of which `vectors` writes four bytes each
 COUNTS = "SELECT request_id, count(*) FROM vectors GROUP BY ALL ORDER BY ALL"
@@ -31,25 +30,32 @@ def give(consumer, request, length=4):
 
 
 def filled(tmp_path, little_room, room):
-    """Give a request for which there is no room between others, and then one for which room was made; return all results."""
+    """Give requests, one of them while there is no room for it; return the errors of the tries, and the last result."""
     consumer = vectors(tmp_path)
     little_room()
-    results = [give(consumer, "first"), give(consumer, "big", 400), give(consumer, "small")]
+    assert give(consumer, "first").status == "ok"
+    errors = []
+    big = make_frame([("big", 400, 0, 400)], SITES[1:2], hidden=HIDDEN, seq=2)
+    consumer.on_frame(big)
+    for _ in range(3):
+        with pytest.raises(RetryError) as refused:
+            consumer.on_request_done(done("big", 400, 400, rows=400))
+        errors.append(str(refused.value))
     room()
-    results.append(give(consumer, "again", 400))
+    result = consumer.on_request_done(done("big", 400, 400, rows=400))
     consumer.close()
-    return [(result.status, result.error) for result in results]
+    return errors, result.status
 
 
 def check_filled(tmp_path, results, error):
     path = tmp_path / "scores.duckdb"
     expected = f'{path} cannot be written: got Could not write file "scores.duckdb.wal": {error}'
-    assert results == [("ok", None), ("error", expected), ("ok", None), ("ok", None)]
-    assert query(tmp_path, COUNTS) == [("again", 400), ("first", 4), ("small", 4)]
-    assert query(tmp_path, "SELECT request_id FROM requests ORDER BY ALL") == [("again",), ("first",), ("small",)]
+    assert tuple(results) == ([expected] * 3, "ok")
+    assert query(tmp_path, COUNTS) == [("big", 400), ("first", 4)]
+    assert query(tmp_path, "SELECT request_id FROM requests ORDER BY ALL") == [("big",), ("first",)]
 
 
-def test_a_full_disk_is_the_requests_error_those_before_stay_and_room_is_used(tmp_path):
+def test_what_a_full_disk_refuses_waits_for_room(tmp_path):
     def room():
         subprocess.run(["mount", "-o", "remount,size=64m", tmp_path], check=True)
 
@@ -58,7 +64,7 @@ def test_a_full_disk_is_the_requests_error_those_before_stay_and_room_is_used(tm
         check_filled(tmp_path, results, "No space left on device; make room on its disk")
 
 
-def test_a_file_that_may_not_grow_is_the_requests_error_until_it_may(tmp_path):
+def test_what_a_file_that_may_not_grow_refuses_waits_until_it_may(tmp_path):
     script = """
 import json, resource, sys
 from pathlib import Path
@@ -68,8 +74,7 @@ print(json.dumps(filled(Path(sys.argv[1]), lambda: limit(1_000_000), lambda: lim
 """
     run = [sys.executable, "-c", script, tmp_path]
     child = subprocess.run(run, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True, check=True)
-    results = [tuple(result) for result in json.loads(child.stdout)]
-    check_filled(tmp_path, results, "File too large; let files be larger (ulimit -f)")
+    check_filled(tmp_path, json.loads(child.stdout), "File too large; let files be larger (ulimit -f)")
 
 
 def remove_directory(path):
@@ -92,11 +97,10 @@ def test_a_file_that_somebody_took_away_is_an_error_from_then_on(tmp_path, take_
         r"scores\.duckdb cannot be written: got .*No such file or directory; put the file back where it was, or start"
     )
     for request in ("r2", "r3"):
-        result = give(consumer, request)
-        assert result.status == "error"
-        assert re.search(said, result.error)
+        with pytest.raises(RetryError, match=said):
+            give(consumer, request)
     action = Answered.of(Abort("r1"), Applied("x", 7), engine="engine-1", asked_by="client")
-    with pytest.raises(CapflowError, match=said):
+    with pytest.raises(RetryError, match=said):
         consumer.on_action(action)
     with pytest.raises(CapflowError, match=said):
         consumer.close()
@@ -107,11 +111,32 @@ def test_a_file_that_is_put_back_is_written_again(tmp_path):
     path, aside = tmp_path / "scores.duckdb", tmp_path / "aside"
     assert give(consumer, "r1").status == "ok"
     path.rename(aside)
-    assert give(consumer, "r2").status == "error"
+    with pytest.raises(RetryError):
+        give(consumer, "r2")
     aside.rename(path)
-    assert give(consumer, "r3").status == "ok"
+    assert consumer.on_request_done(done("r2", rows=4)).status == "ok"
     consumer.close()
-    assert {("r1", 4), ("r3", 4)} <= set(query(tmp_path, COUNTS))
+    assert query(tmp_path, COUNTS) == [("r1", 4), ("r2", 4)]
+
+
+def test_a_file_that_is_taken_away_while_it_is_written_is_opened_anew(tmp_path):
+    consumer = vectors(tmp_path)
+    path = tmp_path / "scores.duckdb"
+    insert = consumer._database._insert
+
+    def taken_away(tables):
+        insert(tables)
+        path.unlink()
+
+    consumer._database._insert = taken_away
+    with pytest.raises(FatalError, match="cannot be written: got No such file"):
+        give(consumer, "r1")
+    with pytest.raises(CapflowError):
+        consumer.close()
+    consumer.open(Counts())
+    assert give(consumer, "r1").status == "ok"
+    consumer.close()
+    assert query(tmp_path, COUNTS) == [("r1", 4)]
 
 
 def test_what_was_committed_outlives_a_kill_though_the_log_was_removed(tmp_path):

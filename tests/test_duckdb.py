@@ -15,8 +15,8 @@ from frames import make_frame, make_model, row_of, token_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capflow.errors import UsageError
-from capflow.frame import Dropped, Frame
+from capflow.errors import RetryError, UsageError
+from capflow.frame import Dropped, Frame, Rank
 from capflow.positions import Positions
 from capflow.probe import Probe
 from capflow.probekinds import load_probe
@@ -135,6 +135,7 @@ def test_any_interleaving_of_requests_and_stages_gives_each_token_its_scores_onc
     length = {i: data.draw(st.integers(1, 9)) for i in ids}
     at = {(i, stage): 0 for i in ids for stage in (0, 1)}
     stages = {0: SITES[:2], 1: SITES[2:]}
+    seqs: Counter[int] = Counter()
     while at:
         stage = data.draw(st.sampled_from(sorted({stage for _, stage in at})))
         asked = []
@@ -144,7 +145,9 @@ def test_any_interleaving_of_requests_and_stages_gives_each_token_its_scores_onc
             at[i, stage] += count
             if at[i, stage] == length[i]:
                 del at[i, stage]
-        frame = Frame.decode(*make_frame(asked, stages[stage], dtype="bfloat16").encode())
+        seqs[stage] += 1
+        made = make_frame(asked, stages[stage], dtype="bfloat16", seq=seqs[stage], rank=Rank(stage, 0, 0))
+        frame = Frame.decode(*made.encode())
         consumer.on_frame(data.draw(st.sampled_from([as_it_is, narrowed, reordered]))(frame))
     for i in ids:
         assert consumer.on_request_done(done(i, 2, length[i], rows=3 * length[i])).status == "ok"
@@ -304,11 +307,11 @@ def test_rows_are_written_after_a_while_and_a_batch_when_it_is_full(tmp_path):
     clock.now = 2.0
     consumer.on_idle()
     assert written() == 4
-    consumer.on_frame(make_frame([("r1", 4, 4, 9)], SITES))
+    consumer.on_frame(make_frame([("r1", 4, 4, 9)], SITES, seq=2))
     clock.now = 3.9
     consumer.on_idle()
     assert written() == 4
-    consumer.on_frame(make_frame([("r1", 4, 13, 1)], SITES))
+    consumer.on_frame(make_frame([("r1", 4, 13, 1)], SITES, seq=3))
     assert written() == 14
 
 
@@ -347,23 +350,86 @@ def test_lost_rows_are_a_partial_error_on_record(tmp_path):
     assert query(tmp_path, "SELECT capture_status FROM requests") == [("partial_error",)]
 
 
-def test_a_write_that_fails_is_the_error_of_those_whose_rows_it_had(tmp_path):
+def test_a_write_that_fails_is_tried_again_and_nothing_is_lost_by_it(tmp_path):
     probe_file(tmp_path, "p")
-    consumer = opened(tmp_path, "p")
-    consumer.on_frame(make_frame([("r1", 4, 0, 4)], SITES))
+    consumer = opened(tmp_path, "p", batch_rows=10)
     consumer._database._connection.execute("ALTER TABLE scores RENAME TO hidden")
-    clock = consumer._clock
-    clock.now = 10.0
-    consumer.on_idle()
-    assert consumer._context.counts["flush_errors"] == 1
+    consumer.on_frame(make_frame([("r1", 4, 0, 4)], SITES))  # fills the batch; its rows wait
+    refused = make_frame([("r1", 4, 4, 4)], SITES, seq=2)
+    for call in (lambda: consumer.on_frame(refused), consumer.on_idle, lambda: consumer.on_request_done(done(rows=12))):
+        consumer._clock.now += 10.0
+        with pytest.raises(RetryError, match=r"scores\.duckdb cannot be written: got "):
+            call()
+    assert consumer._context.counts["flush_errors"] == 4
     consumer._database._connection.execute("ALTER TABLE hidden RENAME TO scores")
-    consumer.on_frame(make_frame([("r2", 4, 0, 4)], SITES))
-    assert consumer.on_request_done(done("r2", rows=12)).status == "ok"
-    result = consumer.on_request_done(done("r1", rows=12))
+    consumer.on_frame(refused)
+    result = consumer.on_request_done(done(computed_length=8, rows=24))
     consumer.close()
-    assert result.status == "error"
-    assert "scores.duckdb cannot be written: got " in result.error
-    assert query(tmp_path, "SELECT request_id, count(*) FROM tokens GROUP BY ALL") == [("r2", 4)]
+    assert (result.status, result.payload["tokens"], result.payload["scores"]) == ("ok", 8, 16)
+    assert query(tmp_path, "SELECT count(*), count(DISTINCT position) FROM tokens") == [(8, 8)]
+    assert query(tmp_path, "SELECT count(*), count(DISTINCT (position, probe)) FROM scores") == [(16, 16)]
+
+
+def test_a_restart_while_frames_could_not_be_written_loses_none_of_them(tmp_path):
+    """The file has the first and the last frames of a running request, and not those between: only these are written when all come again."""
+    probe_file(tmp_path, "p")
+    frames = [make_frame([("r1", 4, 4 * n, 4)], SITES, seq=n + 1) for n in range(6)]
+    consumer = opened(tmp_path, "p")
+    for frame in (*frames[:2], *frames[4:]):
+        consumer.on_frame(frame)
+    consumer.close()
+    consumer = opened(tmp_path, "p")
+    for frame in frames:
+        consumer.on_frame(frame)
+    assert consumer.on_request_done(done(computed_length=24, rows=72)).status == "ok"
+    consumer.close()
+    assert query(tmp_path, "SELECT position, count(*) FROM tokens GROUP BY ALL ORDER BY 1") == [
+        (p, 1) for p in range(24)
+    ]
+    assert query(tmp_path, "SELECT count(*), count(DISTINCT (position, probe)) FROM scores") == [(48, 48)]
+    marks = query(tmp_path, "SELECT capture, first_frame, last_frame FROM marks ORDER BY ALL")
+    assert marks == [(1, 1, 2), (1, 3, 4), (1, 5, 6)]
+
+
+def test_stages_that_tell_of_other_positions_of_a_request_leave_no_token_out(tmp_path):
+    consumer = opened(tmp_path, site="post_block:0")
+    consumer.on_frame(make_frame([("r1", 9, 8, 1)], SITES[:1]))
+    consumer.on_frame(make_frame([("r1", 9, 0, 9)], SITES[1:2], rank=Rank(1, 0, 0)))
+    assert consumer.on_request_done(done(prompt_length=9, computed_length=9, rows=10)).payload["tokens"] == 9
+    consumer.close()
+    assert query(tmp_path, "SELECT position, count(*) FROM tokens GROUP BY ALL ORDER BY 1") == [
+        (p, 1) for p in range(9)
+    ]
+
+
+def test_a_request_whose_engine_was_started_again_is_another_capture(tmp_path):
+    consumer = opened(tmp_path, site="post_block:0")
+    consumer.on_frame(make_frame(sites=SITES[:1]))
+    consumer.close()
+    consumer = opened(tmp_path, site="post_block:0")
+    consumer.on_frame(make_frame(sites=SITES[:1], boot="boot-2"))
+    assert consumer.on_request_done(done(rows=4)).status == "ok"
+    consumer.close()
+    assert query(tmp_path, "SELECT capture, count(*) FROM tokens GROUP BY ALL ORDER BY 1") == [(1, 4), (2, 4)]
+    assert query(tmp_path, "SELECT capture FROM requests") == [(2,)]
+
+
+def test_rows_of_several_widths_and_dtypes_are_written_beside_each_other(tmp_path):
+    consumer = opened(tmp_path, site="post_block:1", vectors=True)
+    models = {"engine-1": (8, "float32"), "engine-2": (16, "bfloat16"), "engine-3": (8, "float16")}
+    for seq in range(1, 4):
+        for engine, (hidden, dtype) in models.items():
+            span = ("r1", 4, 4 * (seq - 1), 4)
+            consumer.on_frame(make_frame([span], SITES[1:2], seq=seq, engine=engine, hidden=hidden, dtype=dtype))
+    for engine in models:
+        end = msgspec.structs.replace(done(computed_length=12, rows=12), engine=engine)
+        assert consumer.on_request_done(end).status == "ok"
+    consumer.close()
+    for engine, (hidden, dtype) in models.items():
+        rows = query(tmp_path, f"SELECT position, vector FROM vectors WHERE engine = '{engine}' ORDER BY position")
+        assert [position for position, _ in rows] == list(range(12))
+        for position, vector in rows:
+            np.testing.assert_array_equal(vector, row_of("r1", SITES[1], position, hidden, dtype).astype(np.float32))
 
 
 # What cannot work is refused.

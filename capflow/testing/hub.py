@@ -196,7 +196,8 @@ class Engine:
         over = make_finished(
             request, prompt_length, computed, rows=rows, status=status, dropped=dropped, capture=self.capture
         )
-        made = make_frame([], finished=[over], **self._of())
+        model = self.model
+        made = make_frame([], finished=[over], hidden=model.hidden_size, dtype=model.dtype, **self._of())
         self.send(made)
         return made
 

@@ -18,20 +18,32 @@ import duckdb
 import pyarrow as pa
 import xxhash
 
-from capflow.errors import CapflowError, UsageError, explain
-from capflow.frame import Rank
+from capflow.errors import CapflowError, FatalError, RetryError, UsageError, explain
+from capflow.frame import FrameHeader, Rank
+from capflow.intervals import Intervals
 from capflow.probe import Scorer
 from capflow.sqlquery import SETTINGS, SqlQuery
 from capflow_consumers.framelog import FrameLog
 from capflow_consumers.schema import ADDED, KEYS, TABLES, VIEWS
 
 _STORED = """
-SELECT capture, marks.request_id, boot, rank, min(first_frame), max(last_frame), any_value(capture_status)
+SELECT capture, marks.request_id, boot, rank, first_frame, last_frame, capture_status
 FROM marks LEFT JOIN requests USING (capture)
 WHERE marks.engine = ?
-GROUP BY ALL
-ORDER BY capture
+ORDER BY capture, boot, rank, first_frame
 """
+_TOKENS = """
+SELECT capture, min(position), max(position)
+FROM (
+    SELECT capture, position, position - row_number() OVER (PARTITION BY capture ORDER BY position) AS run
+    FROM tokens
+    WHERE engine = ? AND capture NOT IN (SELECT capture FROM requests)
+)
+GROUP BY capture, run
+ORDER BY ALL
+"""
+_DEAD = (duckdb.FatalException, duckdb.InternalException, duckdb.ConnectionException)
+"""What DuckDB raises of a database that must be opened anew."""
 _REMEDIES = {
     errno.ENOENT: "put the file back where it was, or start the hub again",
     errno.ENOSPC: "make room on its disk",
@@ -41,11 +53,21 @@ _REMEDIES = {
 
 
 class Stored(NamedTuple):
-    """A capture that is in the file, with the frames that it was made of; status: its `capture_status`, None when it is not finished."""
+    """A capture that is in the file, with the frames that it was made of; status: its `capture_status`, None when it is not finished.
+
+    known: the positions whose tokens are in the file, of a capture that is not finished.
+    """
 
     capture: int
     status: str | None
     frames: FrameLog
+    known: Intervals
+
+    def continues(self, header: FrameHeader) -> bool:
+        """Return whether a frame, with rows of a request of that id, belongs to this capture, and not to a later one."""
+        if self.status is None:
+            return not self.frames.knows_otherwise(header)
+        return self.frames.reaches(header)
 
 
 class Database:
@@ -108,27 +130,37 @@ class Database:
             names = [name for name, _ in TABLES["probes"]]
             self.append({"probes": pa.table(dict(zip(names, map(list, columns), strict=True)))})
 
-    def stored(self, engine: str) -> dict[str, Stored]:
-        """Return the latest capture of each request of an engine."""
-        found: dict[str, Stored] = {}
+    def stored(self, engine: str) -> dict[str, list[Stored]]:
+        """Return the captures of an engine's requests by id, oldest first."""
+        found: dict[str, list[Stored]] = {}
+        known: dict[int, Intervals] = {}
+        for capture, first, last in self._connection.execute(_TOKENS, [engine]).fetchall():
+            known.setdefault(capture, Intervals()).add(first, last)
         for capture, request, boot, rank, first, last, status in self._connection.execute(_STORED, [engine]).fetchall():
-            if request not in found or found[request].capture != capture:
-                found[request] = Stored(capture, status, FrameLog())
-            found[request].frames.note((boot, Rank(*map(int, rank.split(".")))), first, last)
+            captures = found.setdefault(request, [])
+            if not captures or captures[-1].capture != capture:
+                captures.append(Stored(capture, status, FrameLog(), known.get(capture, Intervals())))
+            captures[-1].frames.note((boot, Rank(*map(int, rank.split(".")))), first, last)
         return found
 
     def append(self, tables: Mapping[str, pa.Table]) -> None:
         """Insert the rows of all tables but those that are there by their key, or of none; when this returns they are on the disk.
 
-        Raises CapflowError when they do not get there, also when the file has its name no more.
+        Raises RetryError when none of them is in the file, and FatalError when the file must be opened anew to know what is in it.
         """
         try:
+            self._check()
             self._insert(tables)
+        except _DEAD as e:
+            raise self._failed(e, FatalError) from e
+        except (duckdb.Error, OSError) as e:
+            raise self._failed(e, RetryError) from e
+        try:
             self._check()
             if not self._log.exists():  # merged; or somebody removed it, with what is in it
                 self._connection.execute("CHECKPOINT")
         except (duckdb.Error, OSError) as e:
-            raise self._failed(e) from e
+            raise self._failed(e, FatalError) from e
 
     def query(self, sql: str) -> SqlQuery:
         """Return a query on what is committed; called on any thread."""
@@ -142,7 +174,7 @@ class Database:
         try:
             self._check()
         except OSError as e:
-            raise self._failed(e) from e
+            raise self._failed(e, CapflowError) from e
 
     def _insert(self, tables: Mapping[str, pa.Table]) -> None:
         self._connection.execute("BEGIN")
@@ -153,7 +185,7 @@ class Database:
                 self._connection.execute(f"INSERT {into} BY NAME SELECT * FROM new_rows")  # noqa: S608 - a key of TABLES
                 self._connection.unregister("new_rows")
             self._connection.execute("COMMIT")
-        except duckdb.Error:
+        except BaseException:
             with contextlib.suppress(duckdb.Error):  # a COMMIT that failed has done it
                 self._connection.execute("ROLLBACK")
             raise
@@ -163,11 +195,11 @@ class Database:
         if _identity(self.path) != self._identity:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
-    def _failed(self, error: duckdb.Error | OSError) -> CapflowError:
+    def _failed(self, error: duckdb.Error | OSError, kind: type[CapflowError]) -> CapflowError:
         said = error.strerror if isinstance(error, OSError) else str(error).rpartition("Failed to commit: ")[2]
         got = str(said).replace(str(self.path), self.path.name)
         do = next((do for code, do in _REMEDIES.items() if os.strerror(code) in got), "")
-        return CapflowError(explain(f"{self.path} cannot be written", got=got, do=do))
+        return kind(explain(f"{self.path} cannot be written", got=got, do=do))
 
 
 def _identity(path: Path) -> tuple[int, int]:

@@ -14,6 +14,7 @@ says `ok` when its rows are committed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shlex
 import time
@@ -30,7 +31,7 @@ import pyarrow as pa
 from capflow import limits
 from capflow.action import Answered
 from capflow.consumer import Consumer, ConsumerPolicy, Context
-from capflow.errors import CapflowError, UsageError, explain
+from capflow.errors import CapflowError, FatalError, RetryError, UsageError, explain
 from capflow.frame import Block, Frame, FrameHeader
 from capflow.hookspecs import hookimpl
 from capflow.message import ModelInfo
@@ -87,9 +88,10 @@ class DuckdbConsumer(Consumer):
         self._unfit: dict[str, str] = {}  # why no rows of an engine can be scored
         self._requests: dict[tuple[str, str], ScoredRequest] = {}
         self._stored: dict[
-            str, dict[str, Stored]
+            str, dict[str, list[Stored]]
         ] = {}  # captures from before the file was opened, by engine and request, until they come again
         self._captures = 0
+        self._pending: PendingRows  # what waits for the next transaction, since `open`
         self._pending_since = 0.0
 
     @cached_property
@@ -103,10 +105,6 @@ class DuckdbConsumer(Consumer):
         for probe in self._probes:
             sites.setdefault(probe.site, []).append(probe)
         return {site: stacked(probes) for site, probes in sites.items()}
-
-    @cached_property
-    def _pending(self) -> PendingRows:
-        return PendingRows(self._by_site, vectors=self.config.vectors)
 
     def spec(self) -> CaptureSpec | None:
         """Return the sites of the probes and the option `site`; None when there are none."""
@@ -144,8 +142,10 @@ class DuckdbConsumer(Consumer):
         return "path", str(self._path.resolve())
 
     def open(self, context: Context) -> None:
-        """Open the file and record the probes."""
+        """Open the file and record the probes; what an earlier `open` had pending is given again."""
         self._context = context
+        self._pending = PendingRows(self._by_site, vectors=self.config.vectors)
+        self._requests, self._stored = {}, {}
         where = f"consumers.{self.instance}.path"
         database = Database.open(self._path, memory_bytes_max=self.config.memory_bytes_max, where=where)
         try:
@@ -175,21 +175,35 @@ class DuckdbConsumer(Consumer):
             raise
 
     def on_frame(self, frame: Frame) -> None:
-        """Keep the rows, to be scored, and the tokens."""
+        """Keep the rows, to be scored, and the tokens; raises RetryError, having kept nothing, while what waits cannot be written."""
         header = frame.header
         if header.engine in self._unfit:
             raise UsageError(self._unfit[header.engine])
-        pending, worker = self._pending, (header.boot, header.rank)
-        waiting = pending.count
-        owners: dict[str, tuple[ScoredRequest, bool]] = {}  # of this frame, and whether the file has its rows of them
-        wants, seq = frame.wants, header.seq
+        if self._full:
+            self._flush({})
+        if not self._pending.count:
+            self._pending_since = self._clock()
+        try:
+            self._take(frame)
+        except Exception as e:
+            do = "the hub opens the file anew and gives the rows again"
+            raise FatalError(explain("part of a frame was taken", got=f"{type(e).__name__}: {e}", do=do)) from e
+        if self._full:
+            with contextlib.suppress(RetryError):  # the next call tries again, before it takes anything
+                self._flush({})
+
+    def _take(self, frame: Frame) -> None:
+        header, pending, wants = frame.header, self._pending, frame.wants
+        worker, seq = (header.boot, header.rank), header.seq
+        owners: dict[str, tuple[ScoredRequest, bool]] = {}  # of this frame, and whether its rows are in the file
         for rows in header.requests:
             if wants is None or wants(rows):
                 request = self._request(header, rows.id)
-                stored = request.stored.has(header)
-                request.frames.note(worker, seq, seq)
-                pending.add_tokens(request, rows, stored=stored)
+                stored = request.has(header)
                 owners[rows.id] = request, stored
+                pending.add_tokens(request, rows, stored=stored)
+                if not stored:
+                    request.pending.note(worker, seq, seq)
         if (
             wants is None
             and all(_tiled(block) for block in header.blocks)
@@ -202,26 +216,27 @@ class DuckdbConsumer(Consumer):
             for chunk in frame.chunks():
                 request, stored = owners[chunk.request.id]
                 pending.add_rows(request, chunk, stored=stored)
-        if not waiting:
-            self._pending_since = self._clock()
-        if pending.count >= self.config.batch_rows or pending.nbytes >= _VECTOR_BYTES_MAX:
-            self._flush_or_fail()
+
+    @property
+    def _full(self) -> bool:
+        return self._pending.count >= self.config.batch_rows or self._pending.nbytes >= _VECTOR_BYTES_MAX
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:
-        """Commit everything that is not yet, this request's line in `requests` last."""
+        """Commit everything that is not yet, this request's line in `requests` last; raises RetryError while that cannot be written."""
         now_ns = time.time_ns()
         key = (done.engine, done.request)
-        request = self._requests.pop(key, None) or self._new(done.engine, done.request, now_ns)
+        request = self._requests.get(key)
+        if request is None:
+            request = self._requests[key] = self._new(*key, now_ns)
         payload = {"path": str(self._path), "tokens": request.tokens, "scores": request.scores}
         if request.status is not None:  # given once more, after a kill
+            del self._requests[key]
             self._count("requests_again")
             return CaptureResult(cast("Status", request.status), None, payload)
         problems = done.problems
-        if request.error is not None:
-            problems.append(request.error)
         if request.rows != done.rows:
             problems.append(explain("rows seen", got=request.rows, expected=f"{done.rows} as delivered"))
-        status: Status = "ok" if not problems else "partial_error" if request.rows and not request.error else "error"
+        status: Status = "ok" if not problems else "partial_error" if request.rows else "error"
         model = self._models.get(done.engine)
         line = {
             "capture": [request.capture],
@@ -237,10 +252,8 @@ class DuckdbConsumer(Consumer):
             "capture_status": [status],
             "tag": pa.array([done.tag or None], pa.string()),
         }
-        try:
-            self._flush({"requests": pa.table(line)})
-        except CapflowError as e:
-            return CaptureResult("error", str(e))
+        self._flush({"requests": pa.table(line)})
+        del self._requests[key]
         return CaptureResult(status, "; ".join(problems) or None, payload)
 
     def on_action(self, answered: Answered) -> None:
@@ -265,15 +278,15 @@ class DuckdbConsumer(Consumer):
     def on_idle(self) -> None:
         """Write what has waited for `flush_s`."""
         if self._pending.count and self._clock() - self._pending_since >= self.config.flush_s:
-            self._flush_or_fail()
+            self._flush({})
 
     def close(self) -> None:
-        """Write the rest and close the file."""
+        """Write the rest and close the file; raises CapflowError when not everything is written."""
         if self._database is None:
             return
         try:
             if self._pending.count:
-                self._flush_or_fail()
+                self._flush({})
         finally:
             if self._port is not None:
                 self._port.close()
@@ -297,34 +310,32 @@ class DuckdbConsumer(Consumer):
         engine = header.engine
         if engine in self._database.engines and engine not in self._stored:
             self._stored[engine] = self._database.stored(engine)
-        stored = self._stored.get(engine, {}).pop(request_id, None)
-        if stored is None or (stored.status is not None and not stored.frames.has(header)):
+        captures = self._stored.get(engine, {}).get(request_id, [])
+        stored = next((capture for capture in captures if capture.continues(header)), None)
+        if stored is None:
             return None
+        captures.remove(stored)
         found = ScoredRequest(stored.capture, engine, request_id, header.time_ns)
-        found.stored, found.status = stored.frames, stored.status
+        found.stored, found.status, found.known = stored.frames, stored.status, stored.known
+        found.tokens = sum(last + 1 - first for first, last in stored.known)
         return found
-
-    def _flush_or_fail(self) -> None:
-        """Write what is pending; who loses rows by it is told at the end of the request."""
-        try:
-            self._flush({})
-        except CapflowError:
-            self._count("flush_errors")
 
     def _count(self, name: str) -> None:
         if self._context is not None:
             self._context.count(name)
 
     def _flush(self, tables: dict[str, pa.Table]) -> None:
-        """Write what is pending, and more tables, in one transaction; raises CapflowError."""
-        pending, requests = self._pending.take()
+        """Write what is pending, and more tables, in one transaction. Raises RetryError, nothing being written and all still pending; FatalError."""
         assert self._database is not None
+        pending, requests = self._pending.tables()
         try:
             self._database.append({**pending, **tables})
-        except CapflowError as e:
-            for request in requests:
-                request.error = str(e)
+        except RetryError:
+            self._count("flush_errors")
             raise
+        self._pending.clear()
+        for request in requests:
+            request.commit()
 
 
 def _tiled(block: Block) -> bool:

@@ -270,10 +270,9 @@ class FilesystemConsumer(Consumer):
     def _published(self, header: FrameHeader, request: str) -> tuple[Path, layout.Sidecar] | None:
         """Return where a request lies that this frame was written with, and its sidecar; None when there is none."""
         for path, sidecar in self._parts.store.captures(header.engine, request):
-            for source in sidecar.sources:
-                mine = (source.boot, source.rank) == (header.boot, header.rank)
-                if mine and source.first <= header.seq <= source.last:
-                    return path, sidecar
+            mine = [s for s in sidecar.sources if (s.boot, s.rank) == (header.boot, header.rank)]
+            if mine and min(s.first for s in mine) <= header.seq <= max(s.last for s in mine):
+                return path, sidecar
         return None
 
     def _wanted(self, engine: str, rows: RequestRows) -> Wanted | None:

@@ -79,7 +79,7 @@ class TokenRun(msgspec.Struct, frozen=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """A boot of a worker, and its first and last frame with rows of the request: who is given one of these again knows that it has it."""
+    """Frames of one boot of a worker that have rows of the request, without a gap from the first to the last."""
 
     boot: str
     rank: Rank

@@ -17,7 +17,7 @@ from capflow_consumers.rowstage import Part, Rows, RowStage
 from capflow_consumers.scoredrequest import ScoredRequest
 
 Ints = npt.NDArray[np.int64]
-_Tokens = tuple[ScoredRequest, RequestRows, int]  # the last: tokens known already
+_Tokens = tuple[ScoredRequest, RequestRows, int, int]  # the tokens `first .. stop` of those that the frame has
 
 
 class PendingRows:
@@ -31,32 +31,34 @@ class PendingRows:
         self.nbytes = 0
         self._vectors = vectors
         self._tokens: list[_Tokens] = []
-        self._stages = {site: RowStage(site, found, vectors=vectors) for site, found in scorers.items()}
+        self._scorers = scorers
+        self._columns = {site: sum(len(scorer.names) for scorer in found) for site, found in scorers.items()}
+        self._stages: dict[
+            tuple[Site, int, np.dtype[Any]], RowStage
+        ] = {}  # of what is pending, by site, width and dtype
 
     def add_tokens(self, request: ScoredRequest, rows: RequestRows, *, stored: bool) -> None:
         """Keep the tokens not seen: every pipeline stage tells of them, and again after a preemption. stored: the file has them."""
-        start, known = rows.start, request.known
-        stop = start + len(rows.token_ids)
-        skip = known - start if known > start else 0
-        count = stop - start - skip
-        if count > 0:
-            request.known = stop
+        start = rows.start
+        for first, last in request.known.missing(start, start + len(rows.token_ids) - 1):
+            count = last + 1 - first
             request.tokens += count
+            request.known.add(first, last)
             if not stored:
-                self._tokens.append((request, rows, skip))
+                self._tokens.append((request, rows, first - start, last + 1 - start))
                 self.count += count
 
     def add_rows(self, request: ScoredRequest, chunk: Chunk, *, stored: bool) -> None:
         """Keep the scores of a request's rows. stored: the file has them."""
         count = chunk.rows.shape[1]
         request.rows += len(chunk.sites) * count
-        request.scores += count * self._columns(chunk.sites)
+        request.scores += count * self._scores_of(chunk.sites)
         if not stored:
             self._add(chunk.sites, [(request, chunk.start, count)], chunk.rows)
 
     def add_block(self, owners: Sequence[ScoredRequest], block: Block, rows: Rows) -> None:
         """Keep the scores of all rows `[sites, n, hidden_size]` of a block, whose spans are one behind the other."""
-        columns = self._columns(block.sites)
+        columns = self._scores_of(block.sites)
         parts: list[Part] = []
         for number, start, length, _ in block.spans:
             owner = owners[number]
@@ -65,39 +67,55 @@ class PendingRows:
             parts.append((owner, start, length))
         self._add(block.sites, parts, rows)
 
-    def _columns(self, sites: Sequence[Site]) -> int:
+    def _scores_of(self, sites: Sequence[Site]) -> int:
         """Return how many scores a row at each of some sites makes."""
-        return sum(stage.columns for site in sites if (stage := self._stages.get(site)) is not None)
+        return sum(self._columns.get(site, 0) for site in sites)
 
     def _add(self, sites: Sequence[Site], parts: list[Part], rows: Rows) -> None:
         _, count, width = rows.shape
         for index, site in enumerate(sites):
-            stage = self._stages.get(site)
-            if stage is not None:
-                stage.add(parts, rows[index])
-                self.count += count * (stage.columns + self._vectors)
-                if self._vectors:
-                    self.nbytes += count * width * 4
+            scorers = self._scorers.get(site)
+            if scorers is None:
+                continue
+            key = site, width, rows.dtype
+            stage = self._stages.get(key)
+            if stage is None:
+                stage = self._stages[key] = RowStage(site, rows[index], scorers, vectors=self._vectors)
+            stage.add(parts, rows[index])
+            self.count += count * (self._columns[site] + self._vectors)
+            if self._vectors:
+                self.nbytes += count * width * 4
 
-    def take(self) -> tuple[dict[str, pa.Table], list[ScoredRequest]]:
-        """Return the tables to append and the requests that have rows in them, and forget them."""
-        staged = [(stage, *stage.take()) for stage in self._stages.values() if stage.parts]
-        owners = itertools.chain((entry[0] for entry in self._tokens), *((part[0] for part in s[1]) for s in staged))
+    def tables(self) -> tuple[dict[str, pa.Table], list[ScoredRequest]]:
+        """Return the tables to append and the requests that have rows in them; everything stays pending until `clear`."""
+        stages = [stage for stage in self._stages.values() if stage.parts]
+        owners = itertools.chain(
+            (entry[0] for entry in self._tokens), *((part[0] for part in stage.parts) for stage in stages)
+        )
         requests = _Requests({id(request): request for request in owners})
         tables: dict[str, list[pa.Table]] = {}
         if requests.all:
             tables["marks"] = [_mark_table(requests.all)]
         if self._tokens:
             tables["tokens"] = [_token_table(requests, self._tokens)]
-        for stage, parts, scores, vectors in staged:
-            span = _Span(requests, parts, stage.site)
+        for stage in stages:
+            scores, vectors = stage.scored()
+            span = _Span(requests, stage.parts, stage.site)
             for scorer, found in zip(stage.scorers, scores, strict=True):
                 name, table = ("scores", span.scores) if scorer.pool == "token" else ("pools", span.pools)
                 tables.setdefault(name, []).append(table(scorer, found))
             if vectors is not None:
                 tables.setdefault("vectors", []).append(span.vectors(vectors))
-        self._tokens, self.count, self.nbytes = [], 0, 0
         return {name: _joined(found) for name, found in tables.items()}, requests.all
+
+    def clear(self) -> None:
+        """Forget what was pending."""
+        self._tokens, self.count, self.nbytes = [], 0, 0
+        for key, stage in list(self._stages.items()):
+            if stage.parts:
+                stage.clear()
+            else:  # of an engine that is gone, perhaps
+                del self._stages[key]
 
 
 class _Requests:
@@ -170,7 +188,7 @@ class _Span:
                 **self.requests.columns(self.numbers),
                 "position": self.positions,
                 **self._place(count),
-                "vector": pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), width),
+                "vector": pa.ListArray.from_arrays(np.arange(0, (count + 1) * width, width, np.int32), rows.ravel()),
             }
         )
 
@@ -190,24 +208,24 @@ def _mark_table(requests: list[ScoredRequest]) -> pa.Table:
     rows = [
         (r.capture, r.engine, r.id, boot, ".".join(map(str, rank)), *frames)
         for r in requests
-        for (boot, rank), frames in r.frames.frames.items()
+        for (boot, rank), *frames in r.pending.runs()
     ]
     names = ("capture", "engine", "request_id", "boot", "rank", "first_frame", "last_frame")
     return pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
 
 
 def _token_table(requests: _Requests, tokens: list[_Tokens]) -> pa.Table:
-    lengths = np.array([len(rows.token_ids) - skip for _, rows, skip in tokens], np.int64)
-    positions = _running([rows.start + skip for _, rows, skip in tokens], lengths)
-    prompt_lengths = np.repeat([rows.prompt_length for _, rows, _ in tokens], lengths)
-    ids = itertools.chain.from_iterable(rows.token_ids[skip:] for _, rows, skip in tokens)
+    lengths = np.array([stop - first for _, _, first, stop in tokens], np.int64)
+    positions = _running([rows.start + first for _, rows, first, _ in tokens], lengths)
+    prompt_lengths = np.repeat([rows.prompt_length for _, rows, *_ in tokens], lengths)
+    ids = itertools.chain.from_iterable(rows.token_ids[first:stop] for _, rows, first, stop in tokens)
     texts = itertools.chain.from_iterable(
-        rows.texts[skip:] if rows.texts else itertools.repeat(None, len(rows.token_ids) - skip)
-        for _, rows, skip in tokens
+        rows.texts[first:stop] if rows.texts else itertools.repeat(None, stop - first)
+        for _, rows, first, stop in tokens
     )
     return pa.table(
         {
-            **requests.columns(np.repeat(requests.numbers([request for request, _, _ in tokens]), lengths)),
+            **requests.columns(np.repeat(requests.numbers([entry[0] for entry in tokens]), lengths)),
             "position": positions,
             "token_id": np.fromiter(ids, np.int64, len(positions)),
             "text": pa.array(list(texts), pa.string()),

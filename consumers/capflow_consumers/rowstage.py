@@ -1,4 +1,4 @@
-"""Rows of one site on their way to their scores: gathered from many frames, and scored in few large products.
+"""Rows of one site, width and dtype on their way to their scores: gathered from many frames, and scored in few large products.
 
 Rows are copied out of their frames, so that a frame's memory goes with it: a view of one row would keep the rows of every site.
 """
@@ -25,41 +25,26 @@ Part = tuple[ScoredRequest, int, int]
 
 
 class RowStage:
-    """A site's rows since `take`, as parts in the order in which they came, and what has been made of them.
+    """A site's rows of one width and dtype since `clear`, as parts in the order in which they came, and their scores.
 
     scorers: the site's probes. vectors: whether the rows themselves are kept, as float32.
     """
 
-    def __init__(self, site: Site, scorers: Sequence[Scorer], *, vectors: bool) -> None:
+    def __init__(self, site: Site, rows: Rows, scorers: Sequence[Scorer], *, vectors: bool) -> None:
         self.site = site
         self.scorers = tuple(scorers)
-        self.columns = sum(len(scorer.names) for scorer in scorers)  # scores of one row
         self.parts: list[Part] = []
+        self._columns = sum(len(scorer.names) for scorer in scorers)  # scores of one row
         self._vectors = vectors
         self._kept: list[Rows] = []
         self._scores: list[list[Rows]] = [[] for _ in self.scorers]
-        self._rows: Rows = np.empty((0, 0))  # gathered and not scored, up to `_filled`
+        capacity = max(1, _STAGE_BYTES // (rows.shape[1] * rows.dtype.itemsize))
+        self._rows: Rows = np.empty((capacity, rows.shape[1]), rows.dtype)  # gathered and not scored, up to `_filled`
         self._filled = 0
 
     def add(self, parts: Iterable[Part], rows: Rows) -> None:
         """Copy rows `[n, hidden_size]`, which are those of the parts one after another."""
-        count, width = rows.shape
-        self.parts += parts
-        staged, filled = self._rows, self._filled
-        stop = filled + count
-        if rows.dtype is staged.dtype and staged.shape[1] == width and stop <= len(staged):
-            staged[filled:stop] = rows
-            self._filled = stop
-        else:
-            self._add_some(rows)
-
-    def _add_some(self, rows: Rows) -> None:
-        """Copy rows for which there is no room, or that are of another model, scoring what is there."""
         at, count = 0, len(rows)
-        if rows.dtype != self._rows.dtype or rows.shape[1] != self._rows.shape[1]:
-            self._score()
-            capacity = max(1, _STAGE_BYTES // (rows.shape[1] * rows.dtype.itemsize))
-            self._rows = np.empty((capacity, rows.shape[1]), rows.dtype)
         while at < count:
             if self._filled == len(self._rows):
                 self._score()
@@ -67,22 +52,29 @@ class RowStage:
             self._rows[self._filled : stop] = rows[at : at + stop - self._filled]
             at += stop - self._filled
             self._filled = stop
+        self.parts += parts
 
-    def take(self) -> tuple[list[Part], list[Rows], Rows | None]:
-        """Return the parts, the scores `[n, k]` of each scorer and, if kept, the rows `[n, hidden_size]`; forget them."""
+    def scored(self) -> tuple[list[Rows], Rows | None]:
+        """Return the scores `[n, k]` of each scorer and, if kept, the rows `[n, hidden_size]`, of all parts."""
         self._score()
-        parts = self.parts
-        scores = [np.concatenate(found) for found in self._scores]
         vectors = np.concatenate(self._kept) if self._kept else None
-        self.parts, self._scores, self._kept = [], [[] for _ in self.scorers], []
-        return parts, scores, vectors
+        return [np.concatenate(found) for found in self._scores], vectors
+
+    def clear(self) -> None:
+        """Forget all parts."""
+        self.parts, self._scores, self._kept, self._filled = [], [[] for _ in self.scorers], [], 0
 
     def _score(self) -> None:
-        size = max(16, _PRODUCT // max(1, self._rows.shape[1] * self.columns))
+        size = max(16, _PRODUCT // max(1, self._rows.shape[1] * self._columns))
+        scored: list[list[Rows]] = [[] for _ in self.scorers]
+        kept: list[Rows] = []
         for at in range(0, self._filled, size):
             rows = as_float32(self._rows[at : min(at + size, self._filled)])
-            for found, scorer in zip(self._scores, self.scorers, strict=True):
+            for found, scorer in zip(scored, self.scorers, strict=True):
                 found.append(scorer.scores(rows))
             if self._vectors:
-                self._kept.append(rows.copy() if rows.base is not None else rows)
+                kept.append(rows.copy() if rows.base is not None else rows)
+        for total, found in zip(self._scores, scored, strict=True):
+            total.extend(found)
+        self._kept += kept
         self._filled = 0

@@ -9,7 +9,7 @@
 | pools | request in a transaction, and probe of another pool | capture, engine, request_id, probe, layer, hook, rows, total, highest, position, last |
 | vectors | row, with the option `vectors` | capture, engine, request_id, position, layer, hook, vector |
 | actions | action, asked for through the hub or done inside a worker | capture, engine, request_id, id, answered_at, kind, sites, asked_by, outcome, step, reason |
-| marks | request in a transaction, and worker | capture, engine, request_id, boot, rank, first_frame, last_frame |
+| marks | run of frames in a transaction, request and worker | capture, engine, request_id, boot, rank, first_frame, last_frame |
 
 `capture` numbers the captured requests of the file: ids come again when an engine is restarted, captures never do. Times are UTC.
 phase is `prompt` or `generated`. text is NULL where the engine has no tokenizer. `VIEWS` are the questions that are asked
@@ -19,7 +19,8 @@ A row of `pools` is what the rows of one transaction add: how many they were, th
 `position` of them. The view `request_scores` makes of them, and of `scores`, one row for each request and probe.
 
 `marks` says which frames of which worker (`rank` is pipeline stage, data-parallel replica, tensor-parallel rank, with dots between) a
-capture's rows came in so far; it is committed with them, so that a frame that comes again after a kill is known.
+capture's rows came in: every frame from `first_frame` to `last_frame`, and no other. It is committed with the rows, so that exactly the frames whose rows are
+in the file are known when they come again after a kill.
 """
 
 from __future__ import annotations

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from capflow.frame import FrameHeader
+from capflow.intervals import Intervals
 from capflow_consumers.framelog import FrameLog
 
 
 class ScoredRequest:
     """One request from its first row to its result.
 
-    known: positions below it have their tokens recorded. frames: those with rows of it. stored: those of them whose rows were in the file when it
-    was opened; status: what the file says came of the request, None when it was not over.
+    known: positions whose tokens are in the file or pending. stored: frames whose rows are in the file; pending: frames whose rows wait
+    for the next transaction. status: the request's `capture_status` in the file, None while it is not there.
     """
 
     __slots__ = (
         "capture",
         "engine",
-        "error",
-        "frames",
         "id",
         "known",
+        "pending",
         "rows",
         "scores",
         "started_ns",
@@ -30,13 +31,21 @@ class ScoredRequest:
     def __init__(self, capture: int, engine: str, request_id: str, started_ns: int) -> None:
         self.capture = capture
         self.engine = engine
-        self.frames = FrameLog()
         self.stored = FrameLog()
+        self.pending = FrameLog()
         self.status: str | None = None
         self.id = request_id
         self.started_ns = started_ns
-        self.known = 0
+        self.known = Intervals()
         self.rows = 0
         self.tokens = 0
         self.scores = 0
-        self.error: str | None = None
+
+    def has(self, header: FrameHeader) -> bool:
+        """Return whether the rows of a frame are in the file or pending; of a request that is over, nothing more gets there."""
+        return self.status is not None or self.pending.has(header) or self.stored.has(header)
+
+    def commit(self) -> None:
+        """Note that what was pending is in the file."""
+        self.stored.update(self.pending)
+        self.pending = FrameLog()
