@@ -9,6 +9,7 @@ Invariants: a letter is durable before the frame or request that it holds counts
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from capflow.message import ModelInfo
 from capflow.recording import Engine, Said
 from capflow.result import RequestDone
 from capflow.site import Site
-from capflow.spool import FullError, InUseError, Lost, Spool, heads, records
+from capflow.spool import Files, FullError, InUseError, Lost, Spool, records
 
 SUFFIX = ".dead"
 _SYNC_S = 5.0  # how long the disk may take for one letter before it counts as failed
@@ -72,11 +73,12 @@ _Key = tuple[Source, int]
 class DeadLetters:
     """One consumer's dead letters, from `open` to `close`; for one thread. bytes_max bounds the files."""
 
-    def __init__(self, directory: Path, bytes_max: int) -> None:
+    def __init__(self, directory: Path, bytes_max: int, files: Files | None = None) -> None:
         self.directory = directory
         self.letters = 0  # that are there; as is known to this process
         self.refused = 0  # for which there was no room
         self._bytes_max = bytes_max
+        self._files = files or Files()
         # The requests with rows in each frame that is here: because the frame failed, and because a request's end did.
         self._frames: dict[_Key, set[str]] = {}
         self._parts: dict[_Key, set[str]] = {}
@@ -86,11 +88,12 @@ class DeadLetters:
 
     def open(self) -> None:
         """Find what an earlier hub put there. Raises CapflowError when that cannot be read."""
-        if not self.directory.is_dir():
-            return
-        for _, head in heads(self.directory):
-            if head is not None and (letter := _read(head)) is not None:
-                self._note(letter)
+        with contextlib.suppress(OSError):  # mostly because it is not there
+            if self._files.names(self.directory):
+                for _, head in self._opened().heads():
+                    if (letter := _read(head)) is not None:
+                        self._note(letter)
+        self.close()
 
     def has(self, header: FrameHeader, requests: Sequence[str]) -> bool:
         """Return whether a frame was put here with its rows of these requests, because `on_frame` failed."""
@@ -135,7 +138,7 @@ class DeadLetters:
     def _opened(self) -> Spool:
         self._put_at = time.monotonic()
         if self._spool is None:
-            spool = Spool(self.directory, bytes_max=self._bytes_max)
+            spool = Spool(self.directory, bytes_max=self._bytes_max, files=self._files)
             spool.open()
             self._spool = spool
         return self._spool

@@ -46,6 +46,7 @@ class Disk(Files):
         self.changes = []  # of names, since the directory was synced: functions of a dict
         self.open_files = {}  # descriptor → inode
         self.locked = False
+        self.lock_fd = None
         self.left = None
         self.fail_sync = self.fail_write = self.fail_read = None
         self.bytes_max = None  # of all files; then ENOSPC
@@ -89,7 +90,8 @@ class Disk(Files):
         if self.locked:
             return None
         self.locked = True
-        return self._descriptor(Inode())
+        self.lock_fd = self._descriptor(Inode())
+        return self.lock_fd
 
     def create(self, path):
         self._step()
@@ -113,6 +115,8 @@ class Disk(Files):
 
     def close(self, fd):
         del self.open_files[fd]
+        if fd == self.lock_fd:
+            self.locked, self.lock_fd = False, None
 
     def size(self, fd):
         return len(self.open_files[fd].current)

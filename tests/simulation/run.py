@@ -118,6 +118,8 @@ class Simulation:
             if lane.keeps:
                 lane.inbox._files = self.volumes.setdefault(lane.name, Volume(world=world))
                 lane.inbox._files.owner = process
+                lane.dead._files = self.volumes.setdefault(f"{lane.name}.dead", Volume(world=world))
+                lane.dead._files.owner = process
             self.watch_results(lane, life)
         refuse = hub._exchange._refuse
 
