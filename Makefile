@@ -7,7 +7,7 @@ RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
 	--consumer dashboard:probes=examples/code.safetensors
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test proof simulate chaos soak soak-requests conformance lint format bench proto env system compiler lock clean
+.PHONY: help demo test proof simulate fuzz chaos soak soak-requests conformance lint format bench proto env system compiler lock clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,9 @@ proof: env system  ## run the tests that take minutes each
 
 simulate: env  ## 10,000 seeds of the simulated hub, workers, disks and connections; half an hour
 	$(PYTHON) -m tests.simulation --seeds 10000
+
+fuzz: env  ## an hour of inputs that are nearly right, for every reader of messages and files
+	$(PYTHON) -m tests.fuzz --seconds 3600
 
 chaos: env  ## kill the hub and the engine side 80 times under load, and check every row; then kill at each named point, 20 times; half an hour
 	$(PYTHON) tests/chaos.py

@@ -259,7 +259,7 @@ def read_config(path: Path) -> list[tuple[str, dict[str, Any]]]:
     try:
         with path.open("rb") as file:
             content = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+    except (OSError, ValueError, RecursionError) as e:  # also a number of 5,000 digits, and what is nested too deeply
         got = e.strerror if isinstance(e, OSError) else str(e)
         raise UsageError(explain(f"--config {path}", got=got, expected="a TOML file")) from e
     unknown = set(content) - {"consumer"}

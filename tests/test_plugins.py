@@ -308,6 +308,8 @@ class TestConfigFile:
             ("[consumer]\nname = 'a'\n", "expected tables [[consumer]] and nothing else"),
             ("[[consumer]]\nroot = 'a'\n", "consumer 1: name: expected a consumer's name"),
             ("consumer = [1]\n", "consumer 1: name"),
+            (f"x = {'[' * 3000}{']' * 3000}\n", "expected a TOML file"),
+            (f"x = 1{'0' * 5000}\n", "expected a TOML file"),
         ],
     )
     def test_refuses_what_is_none(self, tmp_path, content, message):

@@ -24,7 +24,7 @@ from tests.simulation.scheduler import LivelockError, Process, Scheduler
 from tests.simulation.threads import installed
 from tests.simulation.volume import Volume
 
-STAGES_MAX = 1
+STAGES_MAX = 2
 LIMITS = {  # small, so that they are reached
     "REQUESTS_OPEN_MAX": 200,
     "SESSIONS_MAX": 100,
