@@ -34,6 +34,9 @@ _NOTHING: dict[int, Any] = {}  # of a request that is over and done with; never 
 _NO_LOSSES = Losses()  # likewise
 
 
+NOT_ENDED = "the request did not end: its engine is gone or the hub stopped"
+
+
 class Wish(NamedTuple):
     """What one consumer wants: of every request, and whether also what requests ask for themselves.
 
@@ -210,7 +213,7 @@ class Request:
         troubles = [tally.error] if tally.error else []
         troubles += map(described, dropped)
         if self.status == "error":
-            troubles.append("the request did not end: its engine is gone or the hub stopped")
+            troubles.append(NOT_ENDED)
         if not troubles or result.status in ("error", "not_requested"):
             return result
         status = "partial_error" if tally.rows > tally.rows_failed else "error"
@@ -250,6 +253,8 @@ class Ledger:
         self._over: dict[tuple[str, str], Request] = {}
         # The names of the engines that have a request in `_requests`, by id.
         self._engines_of: dict[str, tuple[str, ...]] = {}
+        # The engines and ids of requests that `lose` ended, oldest first, at most `limits.RESULTS_KEPT_MAX`.
+        self._lost: dict[tuple[str, str], None] = {}
 
     def check(self, model: ModelInfo) -> None:
         """Raise UsageError when a consumer's own spec names a site that the model does not have or tap."""
@@ -324,7 +329,11 @@ class Ledger:
         """Return the consumers with lanes that keep that want something of the requests that a frame names; before `finish`."""
         if not self._keeping:
             return ()
-        ends = (RequestRows(f.id, f.prompt_length, 0, (), capture=f.capture) for f in header.finished)
+        ends = (
+            RequestRows(f.id, f.prompt_length, 0, (), capture=f.capture)
+            for f in header.finished
+            if not self.was_lost(f, engine)
+        )
         requests = [self._request(engine, part, header.rank) for part in (*header.requests, *ends)]
         return [index for index in self._keeping if any(request.tallies[index] is not None for request in requests)]
 
@@ -347,6 +356,8 @@ class Ledger:
         """Note the ends that a frame tells of; return the requests that are over now."""
         over = []
         for finished in header.finished:
+            if self.was_lost(finished, engine):
+                continue
             part = RequestRows(finished.id, finished.prompt_length, 0, (), capture=finished.capture)
             request = self._request(engine, part, header.rank)
             request.prompt_length = finished.prompt_length
@@ -377,8 +388,16 @@ class Ledger:
         ]
         for request in lost:
             self._end(engine, request, "error")
+            self._lost[engine.name, request.id] = None
+        while len(self._lost) > limits.RESULTS_KEPT_MAX:
+            del self._lost[next(iter(self._lost))]
         self.requests_failed += len(lost)
         return lost
+
+    def was_lost(self, finished: Finished, engine: Engine) -> bool:
+        """Return whether an end is of a request that `lose` ended, of which nothing came since: consumers know that it did not end."""
+        lost = finished.status == "error" and finished.id not in engine.open
+        return lost and (engine.name, finished.id) in self._lost
 
     def settle(self, over: Request, consumer: int, result: CaptureResult) -> Request | None:
         """Note the result of a lane that keeps, told by its own ledger; return the request here, None when it is not known or not over."""
@@ -443,6 +462,7 @@ class Ledger:
     def _add(self, request: Request, engine: Engine) -> None:
         engine.open[request.id] = self._requests[request.key] = request
         self._over.pop(request.key, None)
+        self._lost.pop((engine.name, request.id), None)
         name, names = request.key[0], self._engines_of.get(request.id, ())
         if name not in names:
             self._engines_of[request.id] = (*names, name)

@@ -28,7 +28,7 @@ from capflow.fanout import Lane, LeftError
 from capflow.frame import Frame, FrameHeader, Rank, RequestRows, rows_of
 from capflow.inbox import Done, Gone, Inbox, Item, Known, Missed, Unkept
 from capflow.inboxwriter import InboxWriter, Kept, Taken
-from capflow.ledger import Delivery, Engine, Ledger, Request, Wish
+from capflow.ledger import NOT_ENDED, Delivery, Engine, Ledger, Request, Wish
 from capflow.losses import note_chunk
 from capflow.message import ModelInfo
 from capflow.plugins import ConfiguredConsumer
@@ -522,6 +522,10 @@ class SpillingLane(Lane):
 
     def _finish_all(self, engine: Engine, header: FrameHeader, number: int) -> None:
         if header.finished:
+            for finished in header.finished:
+                if self.ledger.was_lost(finished, engine):  # the hub may have been another one then
+                    again = Request(engine.name, finished.id, header.rank.dp, (None,), ("",))
+                    self._on_result(again, self.index, CaptureResult("error", NOT_ENDED))
             for request in self.ledger.finish(header, engine):
                 self._end(request, number)
             ends = (RequestRows(f.id, f.prompt_length, 0, (), capture=f.capture) for f in header.finished)

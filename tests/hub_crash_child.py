@@ -14,16 +14,21 @@ from capflow.plugins import configure, load_plugins
 INBOX_BYTES = 4 * 1024 * 1024  # so that segments are short, and no request too long
 
 
-def main():
-    address, directory, point, after = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-    options = {
+def hub_options(directory, layout):
+    """Return the options of the consumer, whose data and inbox lie below a directory."""
+    return {
         "root": str(directory / "rows"),
-        "layout": sys.argv[5],
+        "layout": layout,
         "on_collision": "suffix",
         "policy": "spill",
         "spool_bytes": INBOX_BYTES,
+        "spool_dir": str(directory / "spool"),
     }
-    consumer = configure("filesystem", options | {"spool_dir": str(directory / "spool")}, load_plugins())
+
+
+def main():
+    address, directory, point, after = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    consumer = configure("filesystem", hub_options(directory, sys.argv[5]), load_plugins())
     hub = Hub(address, [consumer])
     hub.lanes[0].inbox._files = Killed(point, after)
     hub.start()

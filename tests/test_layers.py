@@ -54,6 +54,7 @@ LAYERS = (
         "transport",
         "transport.sockets",
         "transport.outbox",
+        "transport.promises",
         "transport.link",
         "transport.workerlink",
         "transport.formerlink",

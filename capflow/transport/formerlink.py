@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Sequence
 
 import msgspec
 
+from capflow.frame import Finished, Frame
 from capflow.transport.link import Link
-from capflow.transport.outbox import Outbox
+from capflow.transport.outbox import Outbox, Spilled
 from capflow.transport.sockets import Dealer
 from capflow.transport.workerlink import empty_header
 
@@ -19,7 +22,10 @@ _SEQ_MAX = 1 << 62  # not below any number of a frame
 class FormerLink(Link):
     """Sends what a worker that is gone left on disk, in its name, and ends when the hub has all of it.
 
-    What the worker had in memory went with it; the hub counts it as missing. outbox: opened; its thread closes it at the end.
+    What the worker had in memory went with it. Of that the ends of its requests are sent, by its promises, each with the number of its
+    rows: a hub counts those that never came as missing. A request that had no end ends with status `error`, in a frame behind all others.
+
+    outbox: opened; its thread closes it at the end.
     """
 
     def __init__(self, address: str, outbox: Outbox, *, key: str | None = None) -> None:
@@ -27,34 +33,51 @@ class FormerLink(Link):
         super().__init__(address, hello, key=key, seq=_SEQ_MAX)
         self.outbox = outbox
         self._begun = False  # set with the first frame, from which on numbers are without a gap
+        # Ends of requests that are not sent, by the numbers of their frames; the thread's, as is the next.
+        self._ends = deque(outbox.broken.ends)
+        if outbox.broken.running:
+            self._ends.append((outbox.broken.seq + 1, tuple(running.lost() for running in outbox.broken.running)))
+        self._spilled: Spilled | None = None  # taken from the outbox, and not sent
 
     def _fill(self, dealer: Dealer, now: float) -> None:
         session, outbox = self._session, self.outbox
         outbox.acknowledge(session.acked)
         super()._fill(dealer, now)
-        if not outbox.waiting and not session.unacked:
+        if self._drained():
             outbox.acknowledge(_SEQ_MAX)
+            outbox.keep_promises()
             logger.info("what engine %s left on disk was delivered", session.hello.engine)
             self._closing.set()
 
     def _push(self) -> bool:
         session, outbox = self._session, self.outbox
         assert session.welcome is not None
-        while (spilled := outbox.take()) is not None:
+        while True:
+            spilled = self._spilled = self._spilled or outbox.take()
+            if spilled is not None and (not self._ends or spilled.seq <= self._ends[0][0]):
+                seq, self._spilled = spilled.seq, None
+            elif self._ends:
+                seq, finished = self._ends.popleft()
+                spilled = Spilled(seq, self._ending(seq, finished))
+            else:
+                return False
             if not self._begun:
-                session.seq = session.welcome.last_seq or spilled.seq - 1
+                session.seq = session.welcome.last_seq or seq - 1
                 self._begun = True
-            if spilled.seq > session.seq:
-                while session.seq < spilled.seq - 1:
+            if seq > session.seq:
+                while session.seq < seq - 1:
                     session.push(empty_header(session.hello), b"")
                 session.push_sealed(*spilled)
                 return True
-            outbox.acknowledge(spilled.seq)  # the hub had it from the worker itself
-        return False
+            outbox.acknowledge(seq)  # the hub had it from the worker itself
+
+    def _ending(self, seq: int, finished: Sequence[Finished]) -> list[object]:
+        header = msgspec.structs.replace(empty_header(self._session.hello), seq=seq, finished=tuple(finished))
+        return Frame.seal(header, b"").encode()
 
     def _run(self) -> None:
         super()._run()
         self.outbox.close()
 
     def _drained(self) -> bool:
-        return not self.outbox.waiting and not self._session.unacked
+        return not (self.outbox.waiting or self._spilled or self._ends or self._session.unacked)

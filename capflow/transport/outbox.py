@@ -1,7 +1,7 @@
 """The outbox: a worker's frames on disk, from when memory was full or no hub was there until a hub has acknowledged them.
 
 A worker has a directory of its own below the one that it is given, named after engine, rank and boot, with a spool in it and a file
-`hello`: the worker's Hello, by which a later process sends what is left in the worker's name. A record's head is `seq`, 8 bytes
+`hello`: the worker's Hello, by which a later process sends what is left in the worker's name, and its `promises`. A record's head is `seq`, 8 bytes
 little-endian, and the frame's sealed header; its body is the payload. Numbers rise and may leave some out: those frames went by memory.
 """
 
@@ -22,6 +22,8 @@ from capflow.losses import Losses, lessened, note_frame
 from capflow.message import Hello
 from capflow.session import Parts
 from capflow.spool import FullError, InUseError, Lost, Spool
+from capflow.transport import promises
+from capflow.transport.promises import Promises
 
 logger = logging.getLogger("capflow.link")
 
@@ -49,6 +51,9 @@ class Outbox:
         self.frames = 0  # put in, in this process
         self.frames_lost = 0  # that could not be read again
         self.lost: dict[str, Losses] = {}  # the rows in these, by request, as far as it is known; emptied by `amended`
+        self.promises = Promises(directory)
+        # What the worker had promised that is gone, of an outbox that was there.
+        self.broken = promises.Broken([], [], 0)
         self._spool = Spool(directory, bytes_max=bytes_max)
         self._taken: deque[tuple[int, int]] = deque()  # seq and number of what was taken and is not acknowledged
         self._seq = 0  # of what was taken last
@@ -68,11 +73,14 @@ class Outbox:
                 new = path.with_suffix(".new")
                 private.write(new, message.encode(self.hello))
                 new.replace(path)
+                self.promises.open()
             except OSError as e:
                 self._spool.close()
                 what, got = f"{path} cannot be written", e.strerror or str(e)
                 expected, do = "room on its disk, and leave to write", "see to that, or name another --spool-dir"
                 raise CapflowError(explain(what, got=got, expected=expected, do=do)) from e
+        else:
+            self.broken = promises.read(self.directory)
 
     @property
     def waiting(self) -> int:
@@ -87,6 +95,14 @@ class Outbox:
     def status(self) -> dict[str, Any]:
         """Return the spool's counters, and the outbox's own."""
         return self._spool.status() | {"frames_spilled": self.frames, "frames_lost": self.frames_lost}
+
+    def promise(self, seq: int, header: FrameHeader) -> None:
+        """Note a frame that is taken, on disk or in memory."""
+        self.promises.add(seq, header)
+
+    def keep_promises(self) -> None:
+        """Note that the hub has all that a worker that is gone had promised, or the word that it does not come."""
+        self.broken = promises.Broken([], [], 0)
 
     def put(self, seq: int, header: FrameHeader, payload: Any, wait_s: float) -> str | None:
         """Take a frame, waiting for room for at most `wait_s`; return None, or why it was not taken."""
@@ -122,6 +138,7 @@ class Outbox:
 
     def acknowledge(self, seq: int) -> None:
         """Note that the hub has every frame up to here."""
+        self.promises.acknowledge(seq)
         number = 0
         while self._taken and self._taken[0][0] <= seq:
             number = self._taken.popleft()[1]
@@ -130,7 +147,9 @@ class Outbox:
 
     def close(self) -> None:
         """Leave what is not acknowledged to a later process, and nothing if everything is."""
-        clean = self._spool.close() if len(self._spool) else self._spool.remove([_HELLO])
+        broken = self.promises.broken or self.broken.ends or self.broken.running
+        self.promises.close()
+        clean = self._spool.close() if len(self._spool) or broken else self._spool.remove([_HELLO, promises.NAME])
         if not clean:
             event = {"event": "spool_failed", "directory": str(self.directory)}
             logger.error("spool %s: not everything is on the disk", self.directory, extra=event)
@@ -149,7 +168,7 @@ def left_behind(root: Path) -> list[Outbox]:
             event = {"event": "spool_left", "directory": str(path.parent)}
             logger.error("what a worker that is gone left is not sent: %s", e, extra=event)
             continue
-        if outbox.unacknowledged:
+        if outbox.unacknowledged or outbox.broken.ends or outbox.broken.running:
             found.append(outbox)
         else:
             outbox.close()

@@ -129,6 +129,8 @@ class WorkerLink(Link):
             self._dropped[reason] += 1
             return reason
         self._frames += 1
+        if self.outbox is not None:
+            self.outbox.promise(self._frames, header)
         self._bytes += len(view)
         self._waker.wake()
         return None

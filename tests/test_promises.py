@@ -1,0 +1,254 @@
+"""What a worker promised and took with it: each of its rows is in the store, or named as missing."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from frames import make_finished, make_frame, make_hello
+from hub_crash_child import hub_options
+from hubs import Recorder, address, configured, raw_peer, running_hub, worker_link
+from waiting import eventually
+
+import capflow
+from capflow import limits, message
+from capflow.client import Client
+from capflow.losses import described
+from capflow.plugins import configure, load_plugins
+from capflow.testing import MemoryHub
+from capflow.transport import FormerLink, Outbox, left_behind
+from capflow.transport.promises import Promises, read
+
+__all__ = ["address"]
+
+HERE = pathlib.Path(__file__).parent
+
+
+def lines_until(stream, word):
+    """Return the lines of a child up to one that is this word."""
+    lines = []
+    for line in iter(stream.readline, b""):
+        text = line.decode().strip()
+        if text == word:
+            return lines
+        lines.append(text)
+    pytest.fail(f"the child ended before it said {word}")
+
+
+class Hub:
+    """A hub with files and an inbox, in a process of its own."""
+
+    def __init__(self, address, directory):
+        command = [sys.executable, HERE / "hub_crash_child.py", str(address), directory, "never", "0", "packed"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+
+    def __enter__(self):
+        return self.process
+
+    def __exit__(self, *_):
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+def former(address, root):
+    """Send what dead workers left, and wait until all of it was taken."""
+    links = [FormerLink(str(address), outbox) for outbox in left_behind(root)]
+    for link in links:
+        link.start()
+    for link in links:
+        eventually(lambda link=link: not link._thread.is_alive())
+
+
+def killed_together(address, tmp_path, *, stopped):
+    """Kill a worker and its hub at once; return the rows that the worker promised, by request.
+
+    stopped: whether the hub takes nothing from the fourth request on, so that all of the others are in the worker's memory.
+    """
+    promised = Counter()
+    with Hub(address, tmp_path) as hub:
+        command = [sys.executable, HERE / "promises_child.py", str(address), tmp_path / "outbox", "40"]
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        lines = lines_until(worker.stdout, "go")
+        if stopped:
+            os.kill(hub.pid, signal.SIGSTOP)
+        worker.stdin.write(b"\n")
+        worker.stdin.flush()
+        lines += lines_until(worker.stdout, "sent")
+        for process in (worker, hub):
+            process.send_signal(signal.SIGKILL)
+        worker.wait(20)
+        hub.wait(20)
+        worker.stdin.close()
+        worker.stdout.close()
+    for line in lines:
+        name, rows = line.split()
+        promised[name] += int(rows)
+    return promised
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_every_row_that_dies_with_its_worker_and_its_hub_is_named(address, tmp_path, stopped):
+    promised = killed_together(address, tmp_path, stopped=stopped)
+    assert len(promised) == 40
+    with Hub(address, tmp_path), Client(str(address), 20) as client:
+        former(address, tmp_path / "outbox")
+        eventually(lambda: not client.status()["requests"]["open"])
+        eventually(lambda: len(capflow.open(tmp_path / "rows").requests()) == len(promised))
+        status = client.status()
+        data = capflow.open(tmp_path / "rows")
+        accounted, lost = Counter(), Counter()
+        for capture in data:
+            missing = sum(rows for rows, _ in capture.sidecar.dropped)
+            assert {reason for _, reason in capture.sidecar.dropped} <= {"earlier_hub"}
+            accounted[capture.id] += capture.sidecar.rows + missing
+            lost[capture.id] += missing
+            if missing:
+                assert capture.status in ("error", "partial_error")
+                assert "earlier_hub" in capture.error
+        assert accounted == promised
+        assert status["consumers"]["filesystem"]["dropped_rows"].get("earlier_hub", 0) == lost.total()
+        if stopped:
+            assert lost.total() > 0
+            some = next(name for name, rows in lost.items() if rows == promised[name])
+            result = client.results([some], wait=False)[some]["filesystem"]
+            assert result.status == "error"
+            assert described(result.dropped[0]).startswith(f"{promised[some]} rows lost: earlier_hub")
+    assert not list((tmp_path / "outbox").iterdir())
+
+
+def frame_of(name, start, *, seq=0, ends=False, capture=None):
+    finished = [make_finished(name, 4, start + 4, rows=start + 4)] if ends else []
+    captures = {} if capture is None else {name: capture}
+    made = make_frame([(name, 4, start, 4)], [(0, "post_block")], finished=finished, captures=captures, seq=seq)
+    return made.header
+
+
+class TestFile:
+    @pytest.fixture
+    def promises(self, tmp_path):
+        made = Promises(tmp_path)
+        made.open()
+        yield made
+        made.close()
+
+    def test_it_has_the_ends_that_the_hub_has_not_and_the_requests_that_run(self, promises, tmp_path):
+        for seq, header in enumerate([frame_of("a", 0), frame_of("b", 0), frame_of("a", 4, ends=True)], start=1):
+            promises.add(seq, header)
+        promises.acknowledge(2)
+        found = read(tmp_path)
+        assert [(seq, [end.id for end in ends]) for seq, ends in found.ends] == [(3, ["a"])]
+        assert [(one.id, one.rows, one.computed_length) for one in found.running] == [("b", 4, 4)]
+        assert found.seq == 3
+        promises.acknowledge(3)
+        assert read(tmp_path).ends == []
+        assert [one.id for one in read(tmp_path).running] == ["b"]
+
+    def test_what_a_request_asked_for_stays_known_when_the_file_is_written_anew(self, promises, tmp_path, monkeypatch):
+        monkeypatch.setattr(limits, "PROMISES_BYTES_MIN", 4096)
+        capture = capflow.CaptureSpec({"post_block": "all"})
+        sizes = set()
+        for seq in range(1, 2000):
+            promises.add(seq, frame_of("long", 4 * (seq - 1), capture=capture))
+            promises.add(seq, frame_of(f"r{seq}", 0, ends=True))
+            promises.acknowledge(seq - 10)
+            sizes.add(promises.path.stat().st_size)
+        assert max(sizes) < 3 * 4096
+        found = read(tmp_path)
+        assert [(one.id, one.rows, one.capture) for one in found.running] == [("long", 4 * 1999, capture)]
+        assert [seq for seq, _ in found.ends] == list(range(1990, 2000))
+
+    def test_a_torn_end_is_left_out(self, promises, tmp_path):
+        for seq in range(1, 4):
+            promises.add(seq, frame_of(f"r{seq}", 0))
+        whole = promises.path.read_bytes()
+        for length in range(len(whole)):
+            promises.path.write_bytes(whole[:length])
+            assert [one.id for one in read(tmp_path).running] in (["r1", "r2"], ["r1"], [])
+
+    def test_a_disk_that_refuses_it_stops_no_frame(self, promises, tmp_path, caplog):
+        os.close(promises._fd)
+        promises._fd = os.open("/dev/full", os.O_RDWR)
+        promises.add(1, frame_of("r1", 0))
+        promises.add(2, frame_of("r2", 0))
+        promises.acknowledge(2)
+        assert [record.message for record in caplog.records if "not noted any more" in record.message] != []
+
+
+def test_nothing_is_left_of_a_worker_that_ended_well(address, tmp_path):
+    outbox = Outbox.of(tmp_path, make_hello(), limits.SPOOL_BYTES_DEFAULT)
+    with running_hub(address, Recorder()), worker_link(address, policy="spill", outbox=outbox) as link:
+        made = make_frame([("r1", 4, 0, 4)], finished=[make_finished("r1")])
+        assert link.send(made.header, made.payload) is None
+        eventually(lambda: not link.counters["unacked_frames"] and not link.counters["queued_frames"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("policy", ["block", "spill"])
+def test_a_request_that_ended_with_its_worker_is_not_ended_again_by_its_promises(tmp_path, policy):
+    recorder = Recorder()
+    kept = configured(recorder, policy, **({"spool_dir": tmp_path} if policy == "spill" else {}))
+    with MemoryHub(kept) as hub:
+        engine = hub.engine("a", boot="killed")
+        engine.step([("r1", 4, 0, 4)])
+        engine.settle()
+        engine.lose()
+        result = hub.result("r1")
+        assert "the request did not end" in result.error
+        later = hub.engine("a", boot="killed", seq=1)
+        later.promise("r1", 4, 0, 4)
+        later.promise("never", 4, 0, 4)
+        later.finish("r1", status="error")
+        later.finish("never", status="error")
+        later.settle()
+        assert "earlier_hub" in hub.result("never").error
+        assert hub.result("r1") == result
+    ends = Counter(event for event in recorder.events if event[0] == "done")
+    assert ends == {("done", "r1"): 1, ("done", "never"): 1}
+
+
+def test_a_worker_alone_that_is_killed_has_its_requests_ended_with_what_never_came(address, tmp_path):
+    recorder = Recorder()
+    hello = make_hello(boot="killed")
+    outbox = Outbox.of(tmp_path, hello, limits.SPOOL_BYTES_DEFAULT)
+    outbox.open()
+    frames = [make_frame([("r1", 4, 4 * step, 4)], boot="killed", seq=step + 1) for step in range(3)]
+    for seq, frame in enumerate(frames, start=1):
+        outbox.promise(seq, frame.header)
+    outbox._spool.close()  # the kernel does this, and nothing else, when a worker is killed
+    with running_hub(address, recorder), Client(str(address)) as client:
+        with raw_peer(address) as worker:
+            worker.send(message.encode(hello))
+            worker.recv()
+            worker.send_multipart(frames[0].encode())
+            eventually(lambda: recorder.rows["r1"])
+            former(address, tmp_path)
+        (result,) = client.results(["r1"], timeout=20)["r1"].values()
+    rows = recorder.rows["r1"]
+    assert result.status == "partial_error"
+    assert [(each.reason, each.rows) for each in result.dropped] == [("earlier_hub", 2 * rows)]
+
+
+def test_an_end_that_comes_after_the_hub_gave_its_engine_up_leaves_no_result_pending(address, tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "MISSED_S", 0.2)
+    with Hub(address, tmp_path) as first, worker_link(address, make_hello(boot="killed")) as link:
+        made = make_frame([("r1", 4, 0, 4)], boot="killed", seq=1)
+        assert link.send(made.header, made.payload) is None
+        eventually(lambda: link.acked == 1)
+        first.kill()
+        first.wait(20)
+    kept = configure("filesystem", hub_options(tmp_path, "packed"), load_plugins())
+    with running_hub(address, kept), Client(str(address)) as client:
+        eventually((tmp_path / "rows" / "r1").exists)  # as much as came of it
+        with raw_peer(address) as worker:
+            worker.send(message.encode(make_hello(boot="killed")))
+            worker.recv()
+            over = make_frame([], finished=[make_finished("r1", status="error")], boot="killed", seq=2)
+            worker.send_multipart(over.encode())
+            (result,) = client.results(["r1"], timeout=20)["r1"].values()
+    assert (result.status, "did not end" in result.error) == ("error", True)
+    assert [path.name for path in (tmp_path / "rows").iterdir() if not path.name.startswith(".")] == ["r1"]
