@@ -49,6 +49,7 @@ class InboxWriter:
         self.name = name
         self.ended = threading.Event()  # set when the thread has
         self.failed = False  # whether something went wrong, the last time, that is no disk without room
+        self.failures = 0  # how often something went wrong that is no disk without room
         self.lost_unknown = False  # whether a record was lost of which nobody knows what it held
         self._inbox = inbox
         self._queue = queue
@@ -98,7 +99,7 @@ class InboxWriter:
             self._here = {}
             while (item := self._queue.get(_RETRY_S)) is not None or not self._queue.closed:
                 self._put_owed()
-                self._safely(self._put, item)
+                self._put_safely(item)
                 del item
             self._put_owed()
         except FullError:  # the hub stops: what was not taken, this and all behind it, is its worker's for the next one
@@ -117,7 +118,19 @@ class InboxWriter:
         except Exception as e:  # noqa: BLE001  without this thread nothing would be acknowledged any more
             self._note_failure(e)
 
+    def _put_safely(self, item: Any) -> None:
+        """Put an item in. A frame at which this fails is tried again before those behind it, whose marks would vouch for it. Raises FullError."""
+        while True:
+            failed = self.failures
+            self._safely(self._put, item)
+            if failed == self.failures or not isinstance(item, Kept) or self._inbox.has(item.frame.header):
+                return
+            if self._queue.closed:
+                raise FullError("disk_failed", "the hub stops")
+            self.ended.wait(_RETRY_S)
+
     def _note_failure(self, e: Exception) -> None:
+        self.failures += 1
         if not self.failed:
             event = {"event": "inbox_failed", "consumer": self.name}
             logger.error("consumer %s: its inbox failed; it goes on", self.name, exc_info=e, extra=event)

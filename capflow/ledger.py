@@ -23,6 +23,7 @@ from capflow.memo import Memo
 from capflow.message import ModelInfo
 from capflow.positions import Positions
 from capflow.result import CaptureResult, RequestDone
+from capflow.rowformat import RowFormat
 from capflow.share import Groups, Share
 from capflow.site import Site, mask_of
 from capflow.spec import Capture, CaptureByConsumer, CaptureSpec, Wanted
@@ -73,6 +74,7 @@ class Engine:
         self.stages_left: set[int] = set()  # pipeline stages that said Bye and did not come back
         self.missed_since: float | None = None  # when nobody of it was connected or expected any more
         self.open: dict[str, Request] = {}  # until they are over
+        self.format = RowFormat(model)
         self.tapped = mask_of(model.sites)
         self.step_last: dict[int, int] = {}  # the last step counted, by data-parallel replica
 

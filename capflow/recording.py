@@ -15,6 +15,7 @@ a record that is not whole is never read, and who reads is told which are missin
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,7 @@ import msgspec
 from capflow import limits
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import Frame, FrameHeader, Source
+from capflow.intervals import Intervals
 from capflow.message import ModelInfo
 from capflow.result import RequestDone
 from capflow.spool import Lost, Spool, records
@@ -58,7 +60,7 @@ class Recorder:
     def __init__(self, path: Path, bytes_max: int = limits.SPOOL_BYTES_MAX) -> None:
         self.path = path
         self._spool = Spool(path, bytes_max=bytes_max, segment_bytes=min(limits.SEGMENT_BYTES_MAX, bytes_max))
-        self._last: dict[Source, int] = {}  # the last frame of each
+        self._frames: defaultdict[Source, Intervals] = defaultdict(Intervals)  # those that are there
         self._done: set[tuple[str, str]] = (
             set()
         )  # engine and request: ends from before it was opened, which may be told again
@@ -87,8 +89,7 @@ class Recorder:
 
     def frame(self, frame: Frame) -> bool:
         """Take a frame, all of it; return False when it is there already. Its payload must not change any more."""
-        source = frame.header.source
-        if frame.header.seq <= self._last.get(source, 0):
+        if frame.header.seq in self._frames[frame.header.source]:
             return False
         header, payload = frame.encode()
         self._spool.append(b"F" + header, payload)
@@ -107,7 +108,7 @@ class Recorder:
         self._spool.check()
 
     def _frame(self, header: FrameHeader) -> None:
-        self._last[header.source] = header.seq
+        self._frames[header.source].add(header.seq, header.seq)
         self._done.difference_update([(header.engine, part.id) for part in header.requests])
 
     def close(self) -> None:

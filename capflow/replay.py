@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from capflow import limits
-from capflow.errors import CapflowError, explain
+from capflow.errors import CapflowError, RemoteProtocolError, explain
 from capflow.frame import Dropped, Finished, Frame, FrameHeader, Rank, Source, rows_of
 from capflow.hub import Hub
 from capflow.localpeer import LocalPeer
 from capflow.message import Hello, ModelInfo
 from capflow.recording import Engine, Said
 from capflow.result import RequestDone
+from capflow.rowformat import RowFormat
 from capflow.spool import Lost
 from capflow.transport.workerlink import empty_header
 
@@ -62,6 +63,7 @@ class Replay:
         self._pace = pace
         self._stopped = stopped
         self._models: dict[str, ModelInfo] = {}
+        self._formats: dict[str, RowFormat] = {}  # likewise, by engine
         self._schedulers: dict[str, LocalPeer] = {}  # of the engines that are connected
         self._workers: dict[tuple[str, Rank], _Worker] = {}
         self._told: dict[tuple[str, str], dict[int, Rank]] = {}  # of open requests: their workers, by stage
@@ -94,6 +96,7 @@ class Replay:
                 if self._models.get(name) != model:
                     self._lose(name)
                 self._models[name] = model
+                self._formats[name] = RowFormat(model)
                 self._connect(name)
             case Frame():
                 self._frame(what)
@@ -105,6 +108,17 @@ class Replay:
 
     def _frame(self, frame: Frame) -> None:
         header = frame.header
+        try:
+            frame.check(hashed=False)  # the spool has a checksum of its own
+            if (format_ := self._formats.get(header.engine)) is not None:
+                format_.check(header)
+        except RemoteProtocolError as e:
+            self.records_lost += 1
+            text = "frame %d of the recording, of engine %s, is left out: %s"
+            logger.warning(
+                text, header.seq, header.engine, e, extra={"event": "frame_refused", "engine": header.engine}
+            )
+            return
         worker = self._worker(*header.source)
         if header.seq <= worker.recorded:
             return

@@ -42,6 +42,9 @@ _MISSED_S = 0.5  # how often it is put down that an engine is missed
 DEAD_FULL = "dead_letters_full"
 """Under which rows are counted that a consumer could not handle and its dead letters had no room for."""
 
+FRAME_INVALID = "frame_invalid"
+"""Under which rows are counted that lie in an inbox in a frame that no hub takes any more."""
+
 _PINNED_MAX = 0.5  # of the inbox's bytes: above, the oldest open requests are not kept for the next hub any more
 
 
@@ -419,6 +422,12 @@ class SpillingLane(Lane):
             for name in {*(part.id for part in header.requests), *(finished.id for finished in header.finished)}:
                 if self.inbox.is_done(engine.name, name, item.number):
                     self.ledger.pass_over(name, engine, header.rank)
+        try:
+            frame.check(hashed=False)  # the spool has a checksum of its own
+            engine.format.check(header)
+        except RemoteProtocolError as e:
+            self._refuse(frame, engine, item.number, e)
+            return
         deliveries = self.ledger.take(frame, engine)
         self._note_open(engine, header, item.number)
         for delivery in deliveries:
@@ -428,6 +437,20 @@ class SpillingLane(Lane):
             self._give(delivery)
             self.pace.waited_since = None
         self._finish_all(engine, header, item.number)
+
+    def _refuse(self, frame: Frame, engine: Engine, number: int, error: RemoteProtocolError) -> None:
+        """Set aside a frame that an earlier version of the hub let in, whole, and count its rows as lost. Raises LeftError."""
+        header = frame.header
+        self._failed("lane", error)
+        letter = self._letter("lane", str(error), engine.name, [part.id for part in header.requests], header=header)
+        self._put_dead(letter, frame.payload, 0)
+        self._lose_rows(header, engine, number, FRAME_INVALID)
+
+    def _lose_rows(self, header: FrameHeader, engine: Engine, number: int, reason: str) -> None:
+        """Count the rows of a frame as lost; the ends of requests in it hold."""
+        self.dropped[reason] += self.ledger.miss(header, engine, reason)
+        self._note_open(engine, header, number)
+        self._finish_all(engine, header, number)
 
     def _hand_over(self, delivery: Delivery) -> str | None:
         """Have the consumer take a frame, or set it aside; return what is wrong with it. Raises AnewError and LeftError."""
@@ -631,6 +654,4 @@ class SpillingLane(Lane):
             self._lost_unknown = True
         if header is None or engine is None:
             return
-        self.dropped["spool_damaged"] += self.ledger.miss(header, engine, "spool_damaged")
-        self._note_open(engine, header, number)
-        self._finish_all(engine, header, number)
+        self._lose_rows(header, engine, number, "spool_damaged")

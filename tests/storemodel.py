@@ -143,8 +143,8 @@ class Lane:
             if chance.random() < failing:
                 store.refuse(refusing=chance.random() < 0.5)
             if chance.random() < deadly:
-                self._settle()
                 store.refuse(refusing=False)
+                self._settle()
                 store.kill(consumer)
                 self.kills += 1
                 for number in list(self.done)[-chance.randint(1, 3) :]:
@@ -161,8 +161,8 @@ class Lane:
             assert kind_of(error) != "poison", error
             if kind_of(error) == "fatal":
                 self.fatal += 1
-                self._settle()
                 store.refuse(refusing=False)
+                self._settle()
                 store.reopen(consumer)
                 self._opened(consumer)
                 at = self._oldest()
@@ -210,14 +210,11 @@ class Lane:
         result = consumer.on_request_done(done)
         if isinstance(result, Future):
             self._futures[end.number] = result
-            if self._chance.random() < 0.5:
-                return
-            self._settle()
         else:
             self.done[end.number] = result
 
     def _settle(self) -> None:
-        """Wait for the results that are to come."""
+        """Wait for the results that are to come; the disk works."""
         for number, future in self._futures.items():
             self.done[number] = future.result(60)
         self._futures.clear()

@@ -8,11 +8,17 @@ from pathlib import Path
 
 import pytest
 from disks import mounted
-from frames import make_frame
+from frames import make_finished, make_frame, make_hello, make_model
+from hubs import address, running_hub, worker_link
 from test_duckdb import SITES, Counts, done, opened, query
+from waiting import eventually
 
 from capflow.action import Abort, Answered, Applied
+from capflow.client import Client
 from capflow.errors import CapflowError, FatalError, RetryError
+from capflow.plugins import configure, load_plugins
+
+__all__ = ["address"]
 
 HIDDEN = 4096  # numbers in a row, of which `vectors` writes four bytes each
 COUNTS = "SELECT request_id, count(*) FROM vectors GROUP BY ALL ORDER BY ALL"
@@ -150,3 +156,32 @@ def test_what_was_committed_outlives_a_kill_though_the_log_was_removed(tmp_path)
         shutil.copy(file, left)
     consumer.close()
     assert query(left, COUNTS) == [("r1", 4), ("r2", 4)]
+
+
+def test_rows_that_waited_for_room_are_all_there_after_a_restart_while_their_request_runs(address, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = {"path": str(disk / "scores.duckdb"), "site": "post_block:1", "vectors": True, "batch_rows": 50}
+    options["spool_dir"] = str(tmp_path / "spool")
+    hello = make_hello(model=make_model(hidden=HIDDEN))
+    with mounted(disk, "2m"), worker_link(address, hello, wait=False) as link:
+
+        def send(numbers):
+            assert link.wait_welcome(20)
+            for number in numbers:
+                span, ends = ("r1", 20, 20 * number, 20), [make_finished("r1", 20, 640)] if number == 31 else []
+                frame = make_frame([span], SITES[1:2], hidden=HIDDEN, step=number, finished=ends)
+                assert link.send(frame.header, frame.payload) is None
+
+        with running_hub(address, configure("duckdb", options, load_plugins())) as hub:
+            send(range(16))
+            eventually(lambda: hub.lanes[0].status()["retrying"])
+            send(range(16, 24))
+            subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+            eventually(lambda: not hub.lanes[0].status()["retrying"] and not hub.lanes[0].inbox.unread)
+        with running_hub(address, configure("duckdb", options, load_plugins())) as hub, Client(address) as client:
+            send(range(24, 32))
+            (result,) = client.results(["r1"], timeout=30)["r1"].values()
+        assert (result.status, result.error) == ("ok", None)
+        assert query(disk, COUNTS) == [("r1", 640)]
+        assert query(disk, "SELECT count(DISTINCT position) FROM vectors") == [(640,)]
