@@ -12,7 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 SEEDS = 200
-MUTATIONS = ("D4", "D8", "frames-again", "sync")
+MUTATIONS = ("D2", "D3", "D4", "D5", "D8", "frames-again", "sync")
 
 
 def simulate(*arguments):

@@ -85,4 +85,6 @@ def work(arguments):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # DuckDB counts at the end what runs that were cut short hold

@@ -72,10 +72,11 @@ class Filing(Consumer):
                 request.rows[site, at] += count
 
     def on_request_done(self, done):
-        """Put the request on the shelf."""
+        """Put the request on the shelf; while that is full, everything stays as it is, for another try."""
         key = done.engine, done.request
-        request = self._requests.pop(key, None) or _Request()
+        request = self._requests.get(key) or _Request()
         if request.published is not None:
+            del self._requests[key]
             return CaptureResult(request.published.status)
         problems = done.problems
         if request.rows.total() != done.rows:
@@ -84,6 +85,7 @@ class Filing(Consumer):
         self._world.point("publish")
         if self._shelf.broken is not None:
             raise OSError(self._shelf.broken, os.strerror(self._shelf.broken))
+        self._requests.pop(key, None)
         self._shelf.captures.setdefault(key, []).append(Capture(request.frames, request.rows, status))
         took = self._oracle.took[self.name, 0][key]
         took.rows.update(request.rows)

@@ -4,12 +4,58 @@ from __future__ import annotations
 
 import contextlib
 
+from capflow import fanout
 from capflow import frame as frames
-from capflow.errors import RemoteProtocolError
+from capflow.errors import RemoteProtocolError, RetryError
 from capflow.exchange import Exchange
 from capflow.inbox import Inbox
 from capflow.session import cost
+from capflow_consumers.duckdb import DuckdbConsumer
+from capflow_consumers.pendingrows import PendingRows
 from tests.simulation.volume import Volume
+
+
+def _vouch_for_what_failed():
+    """Forget what a full disk does not take, and count its frames as stored with the next that are."""
+
+    def flush(self, tables):
+        pending, requests = self._pending.tables()
+        try:
+            self._database.append({**pending, **tables})
+        except RetryError:
+            self._pending.clear()
+            return
+        self._pending.clear()
+        for request in requests:
+            request.commit()
+
+    return DuckdbConsumer, "_flush", flush
+
+
+class _BySite(dict):
+    """Stages of pending rows by their site, whatever their width."""
+
+    def get(self, key):
+        return super().get(key[:1])
+
+    def __setitem__(self, key, stage):
+        super().__setitem__(key[:1], stage)
+
+
+def _one_width():
+    """Gather rows of engines of different widths as if all were alike."""
+    make = PendingRows.__init__
+
+    def init(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        self._stages = _BySite()
+
+    return PendingRows, "__init__", init
+
+
+def _acknowledge_errors():
+    """Take an error that may go away for one that stays."""
+    return fanout, "kind_of", lambda _: "poison"
 
 
 def _leak_credit():
@@ -43,7 +89,10 @@ def _sync_nothing():
 
 
 MUTATIONS = {
+    "D2": _vouch_for_what_failed,
+    "D3": _one_width,
     "D4": _overlap,
+    "D5": _acknowledge_errors,
     "D8": _leak_credit,
     "frames-again": _forget_marks,
     "sync": _sync_nothing,

@@ -86,6 +86,7 @@ class Router:
         self.address, self._network, self._world = address, network, network.world
         self.message_bytes_max = message_bytes_max
         self.waker = Waker(network.world)
+        self.connections = self
         self.closed = False
         self._inbox = deque()
         self._peers = {}  # dealers, by connection
@@ -102,6 +103,14 @@ class Router:
     def leave(self, name):
         """Forget a connection."""
         self._peers.pop(name, None)
+
+    def sweep(self, settled):
+        """Close nothing: that connections without a session go is the real one's."""
+
+    def cut(self, name):
+        """Close the connection of a peer."""
+        if name in self._peers:
+            self._peers[name].cut()
 
     def arrive(self, name, parts):
         """Take a message."""

@@ -171,6 +171,8 @@ class Oracle:
             self.fail(f"{name}: {len(missing)} rows are missing, and results are {[r.status for r in had.results]}")
         if len(missing) > named.total() and not any(result.error for result in had.results):
             self.fail(f"{name}: {len(missing)} rows are missing, of which {dict(named)} are named")
+        if len(missing) > own.total() and not self.excused:
+            self.fail(f"{name}: {len(missing)} rows are lost, which no fault is to lose: {had.results[-1].error}")
         for reason, count in named.items():
             if count > own[reason] and reason not in self.excused:
                 self.fail(f"{name}: {count} rows lost for {reason}, without a cause: {had.results[-1].error}")

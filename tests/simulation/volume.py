@@ -1,50 +1,154 @@
-"""Disks on a scheduler: `tests.disks.Disk`, each operation of which is a scheduling point and may fail."""
+"""Disks on a scheduler: directories of `tests.disks.Disk`, each operation of which is a scheduling point and may fail."""
 
 from __future__ import annotations
 
 import errno
 import os
 
+from capflow.spool import Files
 from tests.disks import Disk
 
+_DESCRIPTORS = 1_000_000  # of one directory
 
-class Volume(Disk):
-    """A directory's files. broken: the errno that writes and syncs fail with for now, None while the disk works."""
 
-    def __init__(self, names=(), world=None):
+class _Directory(Disk):
+    """One directory of a volume."""
+
+    def __init__(self, names=(), volume=None):
         super().__init__(names)
-        self.world = world
-        self.broken = None
-        self.owner = None  # the process that may use it
-
-    def after(self, *, power):
-        """Return the disk as the next process finds it. power: whether the machine went down with the process."""
-        if power:
-            left = Volume(world=self.world)
-            left.__dict__.update(vars(self.crash(self.world.choose.randrange)), world=self.world)
-        else:
-            left = Volume(world=self.world)
-            left.now, left.synced, left.changes = dict(self.now), dict(self.synced), list(self.changes)
-        left.broken, left.owner, left.bytes_max = self.broken, None, self.bytes_max
-        return left
+        self.volume = volume
 
     def _step(self):
-        if self.owner is not None and self.owner.dead:
-            self.world.point("disk of the dead")
-        self.world.point("disk")
-        if self.broken is not None:
-            raise OSError(self.broken, os.strerror(self.broken))
+        self.volume.step()
 
     def unlink(self, path):
-        """Remove a file: that works on a full disk."""
-        broken, self.broken = self.broken, None if self.broken == errno.ENOSPC else self.broken
-        try:
-            super().unlink(path)
-        finally:
-            self.broken = broken
+        self.volume.step(frees=True)
+        if path.name not in self.now:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        self._change(lambda names: names.pop(path.name, None))
 
     def remove(self, path, names):
-        """Remove the directory's files."""
         for name in names:
             if name in self.now:
                 self.unlink(path / name)
+
+
+class Volume(Files):
+    """The directories of one consumer's inbox. broken: the errno that what changes the disk fails with for now, None while it works."""
+
+    def __init__(self, world):
+        self.world = world
+        self.broken = None
+        self._directories = {}  # by path
+        self._made = set()
+
+    def step(self, *, frees=False):
+        """Perhaps let another task run, or fail; frees: what works on a full disk too."""
+        self.world.point("disk")
+        if self.broken is not None and not (frees and self.broken == errno.ENOSPC):
+            raise OSError(self.broken, os.strerror(self.broken))
+
+    def after(self, *, power):
+        """Return the disk as the next process finds it. power: whether the machine went down with the process."""
+        left = Volume(self.world)
+        for path, directory in self._directories.items():
+            if power:
+                found = _Directory(directory.crash(self.world.choose.randrange).now, left)
+            else:
+                found = _Directory(volume=left)
+                found.now, found.synced, found.changes = (
+                    dict(directory.now),
+                    dict(directory.synced),
+                    list(directory.changes),
+                )
+            left._directories[path] = found
+        left._made, left.broken = set(self._made), self.broken
+        return left
+
+    # Files.
+
+    def mkdir(self, path):
+        """Make a directory."""
+        if path not in self._made:
+            self.step()
+            self._made.add(path)
+            self._directories.setdefault(path, _Directory(volume=self))
+
+    def names(self, path):
+        """Return the names in a directory."""
+        return self._at(path).names(path)
+
+    def lock(self, path):
+        """Lock a directory."""
+        return self._number(path.parent, self._at(path.parent).lock(path))
+
+    def create(self, path):
+        """Make a file."""
+        return self._number(path.parent, self._at(path.parent).create(path))
+
+    def change(self, path):
+        """Open a file to write."""
+        return self._number(path.parent, self._at(path.parent).change(path))
+
+    def open(self, path):
+        """Open a file to read."""
+        return self._number(path.parent, self._at(path.parent).open(path))
+
+    def close(self, fd):
+        """Close a descriptor."""
+        directory, number = self._of(fd)
+        directory.close(number)
+
+    def size(self, fd):
+        """Return a file's length."""
+        directory, number = self._of(fd)
+        return directory.size(number)
+
+    def read(self, fd, length, offset):
+        """Read."""
+        directory, number = self._of(fd)
+        return directory.read(number, length, offset)
+
+    def write(self, fd, parts, offset):
+        """Write."""
+        directory, number = self._of(fd)
+        directory.write(number, parts, offset)
+
+    def fdatasync(self, fd):
+        """Have a file on the disk."""
+        directory, number = self._of(fd)
+        directory.fdatasync(number)
+
+    def check(self, fd):
+        """Raise OSError when a file has no name."""
+        directory, number = self._of(fd)
+        directory.check(number)
+
+    def rename(self, path, to):
+        """Give a file another name."""
+        self._at(path.parent).rename(path, to)
+
+    def unlink(self, path):
+        """Remove a file."""
+        self._at(path.parent).unlink(path)
+
+    def remove(self, path, names):
+        """Remove a directory."""
+        self._at(path).remove(path, names)
+        self._made.discard(path)
+
+    def fsync_dir(self, path):
+        """Have a directory's names on the disk."""
+        self._at(path).fsync_dir(path)
+
+    def _at(self, path):
+        if path not in self._made:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return self._directories[path]
+
+    def _number(self, path, number):
+        return None if number is None else list(self._directories).index(path) * _DESCRIPTORS + number
+
+    def _of(self, fd):
+        index, number = divmod(fd, _DESCRIPTORS)
+        return list(self._directories.values())[index], number
