@@ -19,7 +19,9 @@ HIDDEN = 64
 def main():
     address, root, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     hello = make_hello(boot="killed", model=make_model(1, HIDDEN))
-    link = WorkerLink(address, hello, policy="spill", outbox=Outbox.of(root, hello, limits.SPOOL_BYTES_DEFAULT))
+    link = WorkerLink(
+        address, hello, policy="spill", outbox=Outbox.of(root, hello, limits.SPOOL_BYTES_DEFAULT, address)
+    )
     link.start()
     assert link.wait_welcome(20)
     for number in range(count):

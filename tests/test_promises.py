@@ -64,14 +64,14 @@ def former(address, root):
         eventually(lambda link=link: not link._thread.is_alive())
 
 
-def killed_together(address, tmp_path, *, stopped):
+def killed_together(address, tmp_path, *, stopped, root=None):
     """Kill a worker and its hub at once; return the rows that the worker promised, by request.
 
     stopped: whether the hub takes nothing from the fourth request on, so that all of the others are in the worker's memory.
     """
     promised = Counter()
     with Hub(address, tmp_path) as hub:
-        command = [sys.executable, HERE / "promises_child.py", str(address), tmp_path / "outbox", "40"]
+        command = [sys.executable, HERE / "promises_child.py", str(address), root or tmp_path / "outbox", "40"]
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         lines = lines_until(worker.stdout, "go")
         if stopped:
@@ -252,3 +252,24 @@ def test_an_end_that_comes_after_the_hub_gave_its_engine_up_leaves_no_result_pen
             (result,) = client.results(["r1"], timeout=20)["r1"].values()
     assert (result.status, "did not end" in result.error) == ("error", True)
     assert [path.name for path in (tmp_path / "rows").iterdir() if not path.name.startswith(".")] == ["r1"]
+
+
+def test_the_next_hub_on_a_machine_names_what_died_with_the_last_without_an_engine(address, tmp_path):
+    root = tmp_path / "state" / "capflow" / "spool"
+    promised = killed_together(address, tmp_path, stopped=True, root=root)
+    options = ",".join(f"{name}={value}" for name, value in hub_options(tmp_path, "packed").items())
+    command = [sys.executable, "-m", "capflow", "run", "--address", str(address), "--consumer", f"filesystem:{options}"]
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    hub = subprocess.Popen([*command, "--until-eof"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    rows = tmp_path / "rows"
+    try:
+        eventually(lambda: len(capflow.open(rows).requests()) == len(promised), 60)
+    finally:
+        _, log = hub.communicate(timeout=60)
+    accounted = Counter()
+    for capture in capflow.open(rows):
+        accounted[capture.id] += capture.sidecar.rows + sum(count for count, _ in capture.sidecar.dropped)
+    assert accounted == promised
+    assert hub.returncode == 1
+    assert b"rows lost: earlier_hub" in log
+    assert not list(root.glob("engine-1-*"))

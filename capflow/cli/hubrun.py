@@ -30,6 +30,8 @@ from capflow.plugins import ConfiguredConsumer, ConfiguredController
 from capflow.private import private_umask
 from capflow.site import Site
 from capflow.spilling import SpillingLane
+from capflow.spool import default_root
+from capflow.transport import FormerLink, left_behind
 
 _LIVE_S = 0.5  # between two drawings of the live line
 _RATE_S = 5.0  # over which rates are taken
@@ -77,6 +79,8 @@ class HubRun:
         self._drained = True  # whether the consumers handled everything
         self._recent: deque[tuple[float, Snapshot]] = deque()  # what was shown in the last `_RATE_S`, and just before
         self._undo = contextlib.ExitStack()  # from start to end
+        # Of what workers of this machine left that are gone.
+        self._former: list[FormerLink] = []
         self.umask_before = -1  # of this process, known from the start on: that of its children
 
     def __enter__(self) -> Self:
@@ -91,6 +95,7 @@ class HubRun:
                 undo.callback(self.endpoint.stop)
             self.hub.start()
             self._undo = undo.pop_all()
+        self._former = _former_links(self.hub.address)
         self._recent.append((time.monotonic(), self.hub.snapshot()))
         self.tell("listening", f"listening at {self.hub.address}", address=self.hub.address)
         for notice in self.hub.notices:
@@ -132,6 +137,8 @@ class HubRun:
             if before.queued_bytes:
                 size = human_bytes(before.queued_bytes)
                 self.tell("draining", f"draining {size}", queued_bytes=before.queued_bytes)
+            for link in self._former:
+                link.close(0.0)
             self._drained = self._stop_hub()
             self._tell_left()
             self.console.print(self._summary())
@@ -280,3 +287,13 @@ def rare_collections() -> Iterator[None]:
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
+
+
+def _former_links(address: str) -> list[FormerLink]:
+    """Begin to send a hub on a socket of this machine what workers left for it in the usual place that are gone; return what sends it."""
+    if not address.startswith("ipc://"):
+        return []
+    links = [FormerLink(address, outbox) for outbox in left_behind(default_root(), address)]
+    for link in links:
+        link.start()
+    return links

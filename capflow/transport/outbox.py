@@ -1,7 +1,8 @@
 """The outbox: a worker's frames on disk, from when memory was full or no hub was there until a hub has acknowledged them.
 
 A worker has a directory of its own below the one that it is given, named after engine, rank and boot, with a spool in it and a file
-`hello`: the worker's Hello, by which a later process sends what is left in the worker's name, and its `promises`. A record's head is `seq`, 8 bytes
+`hello`: the worker's Hello, by which a later process sends what is left in the worker's name; a file `hub`, the address
+that it is for; and its `promises`. A record's head is `seq`, 8 bytes
 little-endian, and the frame's sealed header; its body is the payload. Numbers rise and may leave some out: those frames went by memory.
 """
 
@@ -29,6 +30,7 @@ logger = logging.getLogger("capflow.link")
 
 _SEQ = struct.Struct("<Q")
 _HELLO = "hello"
+_HUB = "hub"
 _decoder = msgspec.msgpack.Decoder(FrameHeader)
 
 
@@ -43,10 +45,12 @@ class Outbox:
     """One worker's spool, from `open` to `close`. One thread puts frames in, another takes them out.
 
     directory: of this worker alone.
+    hub: the address of the hub that the frames are for; empty where it is not known.
     """
 
-    def __init__(self, directory: Path, hello: Hello, bytes_max: int) -> None:
+    def __init__(self, directory: Path, hello: Hello, bytes_max: int, hub: str = "") -> None:
         self.directory = directory
+        self.hub = hub
         self.hello = hello
         self.frames = 0  # put in, in this process
         self.frames_lost = 0  # that could not be read again
@@ -59,10 +63,10 @@ class Outbox:
         self._seq = 0  # of what was taken last
 
     @classmethod
-    def of(cls, root: Path, hello: Hello, bytes_max: int) -> Self:
+    def of(cls, root: Path, hello: Hello, bytes_max: int, hub: str = "") -> Self:
         """Return the outbox of a worker below a directory that others share."""
         pp, dp, tp = hello.rank
-        return cls(root / f"{hello.engine}-{pp}.{dp}.{tp}-{hello.boot}", hello, bytes_max)
+        return cls(root / f"{hello.engine}-{pp}.{dp}.{tp}-{hello.boot}", hello, bytes_max, hub)
 
     def open(self) -> None:
         """Take the directory. Raises CapflowError."""
@@ -70,6 +74,8 @@ class Outbox:
         path = self.directory / _HELLO
         if not path.exists():
             try:
+                if self.hub:
+                    private.write(self.directory / _HUB, self.hub.encode())
                 new = path.with_suffix(".new")
                 private.write(new, message.encode(self.hello))
                 new.replace(path)
@@ -149,16 +155,22 @@ class Outbox:
         """Leave what is not acknowledged to a later process, and nothing if everything is."""
         broken = self.promises.broken or self.broken.ends or self.broken.running
         self.promises.close()
-        clean = self._spool.close() if len(self._spool) or broken else self._spool.remove([_HELLO, promises.NAME])
+        clean = self._spool.close() if len(self._spool) or broken else self._spool.remove([_HELLO, _HUB, promises.NAME])
         if not clean:
             event = {"event": "spool_failed", "directory": str(self.directory)}
             logger.error("spool %s: not everything is on the disk", self.directory, extra=event)
 
 
-def left_behind(root: Path) -> list[Outbox]:
-    """Return, opened, what workers that are gone left below a directory; what is empty is removed, what cannot be used is left alone, and said."""
+def left_behind(root: Path, hub: str = "") -> list[Outbox]:
+    """Return, opened, what workers that are gone left below a directory; what is empty is removed, what cannot be used is left alone, and said.
+
+    hub: only what is for the hub at this address, whichever of its engine's hubs that is.
+    """
     found = []
-    for path in sorted(root.glob(f"*/{_HELLO}")):
+    paths = [*root.glob(f"*/{_HELLO}"), *(root.glob(f"hub-*/*/{_HELLO}") if hub else ())]
+    for path in sorted(paths):
+        if hub and _hub_of(path.parent) != hub:
+            continue
         try:
             outbox = Outbox(path.parent, _hello_of(path), limits.SPOOL_BYTES_MAX)
             outbox.open()
@@ -173,6 +185,13 @@ def left_behind(root: Path) -> list[Outbox]:
         else:
             outbox.close()
     return found
+
+
+def _hub_of(directory: Path) -> str:
+    try:
+        return (directory / _HUB).read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _hello_of(path: Path) -> Hello:

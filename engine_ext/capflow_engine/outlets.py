@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from capflow import limits
+from capflow.address import without_key
 from capflow.frame import Rank
 from capflow.message import Hello, ModelInfo
 from capflow.site import Site
@@ -115,7 +116,7 @@ class Outlets:
         if outbound.policy == "spill":
             root = _directory(Path(outbound.spool_dir), number)
             self.former += [FormerLink(hub.address, left, key=hub.key) for left in left_behind(root)]
-            outbox = Outbox.of(root, hello, outbound.spool_bytes)
+            outbox = Outbox.of(root, hello, outbound.spool_bytes, without_key(hub.address))
         return WorkerLink(
             hub.address,
             hello,
