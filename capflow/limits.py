@@ -35,6 +35,10 @@ SITE_OPS_MAX = 128  # operations of one request at one site and position: patche
 REQUESTS_PER_FRAME_MAX = 8_192
 ROWS_PER_FRAME_MAX = 8 * 1024 * 1024
 
+# What is read of a file that says what others hold: the sidecar of a request, the settings of an export.
+SIDECAR_BYTES_MAX = 256 * MIB
+VECTORS_BYTES_MAX = 1024 * MIB  # that a compressed file of vectors may hold
+
 # One message on the wire.
 HEADER_BYTES_MAX = 32 * MIB
 # Of a frame; while its header is read nobody else is served.

@@ -127,11 +127,17 @@ def vector(value: Any, field: str) -> npt.NDArray[np.float64]:
 
     Raises UsageError when they are not one-dimensional, none, too many, NaN or infinite.
     """
+    if hasattr(value, "shape"):  # first: a view of one number may have any shape
+        _check_shape(value.shape, field)
     values = _listed(value, field) if isinstance(value, list | tuple) else array(value, field)
-    if values.ndim != 1 or not 0 < values.size <= limits.HIDDEN_SIZE_MAX:
-        raise UsageError(explain(field, got=f"shape {list(values.shape)}", expected="[hidden_size]"))
+    _check_shape(values.shape, field)
     check_finite(values, field)
     return values
+
+
+def _check_shape(shape: Sequence[int], field: str) -> None:
+    if len(shape) != 1 or not 0 < shape[0] <= limits.HIDDEN_SIZE_MAX:
+        raise UsageError(explain(field, got=f"shape {list(shape)}", expected="[hidden_size]"))
 
 
 def _listed(value: Sequence[Any], field: str) -> npt.NDArray[np.float64]:

@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from capflow import limits
+from capflow import jsontext, limits
 from capflow.errors import UsageError, explain
 from capflow.probefile import Float32s, ProbeFile
+from capflow.regular import read_regular
 from capflow.site import TRANSFORMER_LENS_NAMES, Site
 
 WEIGHTS_NAME = "sae_weights.safetensors"
@@ -103,7 +104,7 @@ def _check_shapes(file: ProbeFile, tensors: Mapping[str, Float32s]) -> int:
 
 def _config(path: Path) -> _Config:
     try:
-        config = msgspec.json.decode(path.read_bytes(), type=_Config)
+        config = jsontext.decode(read_regular(path, limits.SIDECAR_BYTES_MAX), _Config)
     except OSError as e:
         got, expected = e.strerror or str(e), f"the file that SAELens writes beside {WEIGHTS_NAME}"
         raise UsageError(explain(str(path), got=got, expected=expected)) from e

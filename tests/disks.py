@@ -126,6 +126,9 @@ class Disk(Files):
             self._fail("fail_read")
         return bytes(self.open_files[fd].current[offset : offset + length])
 
+    def next_data(self, fd, offset):
+        return offset if offset < len(self.open_files[fd].current) else None
+
     def write(self, fd, parts, offset):
         self._step()
         data = b"".join(bytes(part) for part in parts)

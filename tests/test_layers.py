@@ -6,7 +6,7 @@ import pytest
 from sources import imports_of, modules
 
 LAYERS = (
-    {"errors", "limits", "places", "private", "intervals"},
+    {"errors", "intervals", "jsontext", "limits", "places", "private", "regular"},
     {
         "bounded",
         "brief",

@@ -320,3 +320,27 @@ def test_a_form_is_refused_with_a_field_that_its_route_would_take_no_notice_of(s
     assert not seen
     assert servers[0].post("/v1/audio/transcriptions", data={"model": "tiny"}, files=audio).status_code == 200
     assert seen == [{"model", "file"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "twice"),
+    [
+        ("/v1/completions", '{"model": "tiny", "prompt": "a", "capture": {}, "capture": null, "capture_id": "x"}', "capture"),
+        ("/v1/completions", '{"model": "tiny", "prompt": "a", "capture": {"hooks": {"mlp_in": [0], "mlp_in": [1]}}}', "mlp_in"),
+        ("/v1/steering/set", '{"vectors": {"post_block": {"1": [1.0], "1": [2.0]}}}', "1"),
+        ("/v1/steering/modules", '{"name": "a", "name": "b", "vectors": {}}', "name"),
+    ],
+)  # fmt: skip
+def test_a_body_that_says_a_thing_twice_is_refused(servers, path, body, twice):
+    """Who checks a body on its way to the server may read the first, where the server reads the last."""
+    here, _ = servers
+    answer = here.post(path, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == f"body: got {twice} twice in one object, expected each key once"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/steering/set", "/v1/embeddings"])
+def test_a_body_that_is_nested_too_deeply_is_refused(servers, path):
+    here, _ = servers
+    answer = here.post(path, content='{"capture": ' + "[" * 50_000, headers={"content-type": "application/json"})
+    assert 400 <= answer.status_code < 500

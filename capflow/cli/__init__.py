@@ -14,6 +14,7 @@ from typing import NoReturn
 import click
 
 from capflow.errors import CapflowError, UsageError
+from capflow.printable import printable
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "abort": ("capflow.cli.act", "abort", "Stop a running request."),
@@ -105,6 +106,6 @@ def main() -> NoReturn:
 
 
 def _fail(message: str, code: int) -> int:
-    line = " ".join(message.split())
+    line = printable(" ".join(message.split()))
     print(f"capflow: {line}", file=sys.stderr)
     return code

@@ -27,6 +27,7 @@ from capflow.endpoint import Endpoint
 from capflow.hub import Hub
 from capflow.losses import MEANT
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
+from capflow.printable import printable
 from capflow.private import private_umask
 from capflow.site import Site
 from capflow.spilling import SpillingLane
@@ -111,7 +112,7 @@ class HubRun:
         if self.log_format == "json":
             logger.info("%s", text, extra={"event": event, **fields})
         else:
-            self.console.print(Text(f"capflow: {text}", style=style), highlight=False, soft_wrap=True)
+            self.console.print(Text(printable(f"capflow: {text}"), style=style), highlight=False, soft_wrap=True)
 
     def check_specs(self, num_layers: int, sites: tuple[Site, ...]) -> None:
         """Raise UsageError when a consumer or a controller wants what a model does not have."""

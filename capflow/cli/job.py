@@ -51,7 +51,7 @@ def parse_pairs(pairs: tuple[str, ...], option: str) -> dict[str, Any]:
             raise UsageError(explain(option, got=pair, expected="NAME=VALUE"))
         try:
             parsed[name] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed[name] = value
     return parsed
 

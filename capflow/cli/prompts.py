@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from capflow import limits
+from capflow import jsontext, limits
 from capflow.errors import UsageError, explain
 from capflow.spec import Capture, parse_capture
 from capflow.steering import STEERING_FIELDS, Steering
@@ -65,7 +65,8 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _prompt(line: bytes, number: int, where: str) -> Prompt:
     """Return the prompt of a line; raise UsageError with `where` and the field first."""
     try:
-        fields = msgspec.json.decode(line, type=dict[str, Any])
+        fields = jsontext.decode(line, dict[str, Any])
+        jsontext.check_keys(line, where)
         for name in fields:
             if name not in _FIELDS:
                 raise UsageError(explain(f"{where}, {name}: unknown", expected=f"one of {', '.join(_FIELDS)}"))

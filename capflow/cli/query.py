@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import json
 import shutil
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from capflow import limits
+from capflow.printable import printable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -99,9 +101,10 @@ def _print(batches: _First, form: str, out: BinaryIO) -> None:
         import duckdb
 
         table = pa.Table.from_batches([first, *found])
-        duckdb.from_arrow(table).show(
-            max_rows=max(1, table.num_rows), max_width=shutil.get_terminal_size()[0] if sys.stdout.isatty() else 200
-        )
+        width = shutil.get_terminal_size()[0] if sys.stdout.isatty() else 200
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            duckdb.from_arrow(table).show(max_rows=max(1, table.num_rows), max_width=width)
+        click.echo("\n".join(map(printable, shown.getvalue().split("\n"))), nl=False)
         return
     if form == "jsonl":
         for batch in itertools.chain([first], found):

@@ -8,6 +8,7 @@ import click
 
 from capflow import limits
 from capflow.cli.hubat import KEY_HELP
+from capflow.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,4 +100,4 @@ def _line(request: str, consumer: str, result: CaptureResult) -> str:
     import json
 
     said = " ".join(filter(None, [result.error, json.dumps(result.payload) if result.payload else ""]))
-    return f"{request}  {consumer}  {result.status}  {said}".rstrip()
+    return printable(f"{request}  {consumer}  {result.status}  {said}".rstrip())

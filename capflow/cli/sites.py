@@ -11,6 +11,7 @@ from rich.table import Table
 
 from capflow.cli.child import last_event
 from capflow.cli.needs import check_vllm
+from capflow.printable import printable
 from capflow.site import HOOKS
 
 
@@ -54,11 +55,11 @@ def _show(layers: list[LayerSites], console: Console) -> None:
     reasons: dict[str, None] = {}
     for first, last, layer in runs:
         cells = ["tapped" if hook in layer.tapped else "yes" if hook in layer.available else "-" for hook in HOOKS]
-        table.add_row(str(first) if first == last else f"{first}-{last}", layer.layer, *cells)
+        table.add_row(str(first) if first == last else f"{first}-{last}", printable(layer.layer), *cells)
         for hook, reason in layer.missing.items():
             reasons.setdefault(f"{layer.layer} has no {hook}: {reason}")
     console.print(table)
     for reason in reasons:
-        console.print(reason)
+        console.print(printable(reason), markup=False)
     taps = sum(len(layer.tapped) for layer in layers)
     console.print(f"{taps} taps. --sites HOOK:LAYER, with * and repeatable, puts them elsewhere.")

@@ -70,17 +70,19 @@ def _show(told: dict[str, Any], as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from capflow.printable import printable
+
     console = Console()
     lost = ", ".join(f"{first}-{last}" for first, last in told["lost"]) or "none"
     console.print(
-        f"{told['directory']}  {'in use  ' if told['in_use'] else ''}records {told['records']} left, "
+        f"{printable(told['directory'])}  {'in use  ' if told['in_use'] else ''}records {told['records']} left, "
         f"{told['acknowledged']} of {told['last']} done  bytes {told['bytes']}  void {told['void_bytes']}  lost {lost}",
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
     for name in told["set_aside"]:
-        console.print(f"set aside: {name}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"set aside: {printable(name)}", highlight=False, markup=False, soft_wrap=True)
     table = Table("segment", "records left", "bytes", "damaged bytes")
     for row in told["segments"]:
         table.add_row(row["name"], *(str(row[key]) for key in ("records", "bytes", "damaged_bytes")))

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from capflow.cli.rates import Rates
 from capflow.cli.units import human_bytes, human_count, human_seconds
+from capflow.printable import printable
 
 _METER_CELLS = 6
 _FULL_SHARE = 0.9  # of a queue or of credit, above which it is shown as full
@@ -52,7 +53,7 @@ def view(told: Told, rates: Rates | None, *, rows_max: int | None = None, note: 
 
 def clean(text: object, length: int = 200) -> str:
     """Return what a peer or a user called something, as one line without anything that a terminal obeys."""
-    said = "".join(c if c.isprintable() else "?" for c in str(text)[: length + 1])
+    said = printable(str(text)[: length + 1])
     return said if len(said) <= length else said[: length - 1] + "…"
 
 

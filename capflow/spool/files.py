@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from capflow.regular import open_regular
+
 _LOCK_TRIES = 6  # for a lock, this long after one another: who only asks whether it is held holds it for a moment
 _LOCK_PAUSE_S = 0.02
 
@@ -64,11 +66,11 @@ class Files:
 
     def change(self, path: Path) -> int:
         """Return the descriptor of a file to read and write, made if missing."""
-        return os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        return open_regular(path, os.O_CREAT | os.O_RDWR)
 
     def open(self, path: Path) -> int:
         """Return the descriptor of a file to read."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path)
 
     def close(self, fd: int) -> None:
         """Close a descriptor."""
@@ -97,6 +99,15 @@ class Files:
             while rest:
                 done = os.pwrite(fd, rest, offset + total - len(rest))
                 rest = rest[done:]
+
+    def next_data(self, fd: int, offset: int) -> int | None:
+        """Return where the next byte lies, from an offset on, that was written; None behind the last. A hole is skipped where the file system tells of it."""
+        try:
+            return os.lseek(fd, offset, os.SEEK_DATA)
+        except OSError as e:
+            if e.errno == errno.ENXIO:
+                return None
+            return offset
 
     def fdatasync(self, fd: int) -> None:
         """Have the file's bytes on the disk. After an error, what they were is not known."""

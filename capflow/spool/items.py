@@ -92,7 +92,8 @@ def scan(files: Files, fd: int, size: int, salt: int, offset: int = 0) -> Iterat
 
 def _search(files: Files, fd: int, size: int, salt: int, offset: int) -> int:
     """Return where the next item begins, `size` if none does."""
-    while offset < size:
+    while (place := files.next_data(fd, offset)) is not None and place < size:
+        offset = place
         data = files.read(fd, min(_SEARCH_BYTES, size - offset), offset)
         if len(data) < HEADER_BYTES:
             break

@@ -93,7 +93,7 @@ def why_not(event: Event, address: str, key: KeyPair | None) -> str | None:
     if event is Event.NOT_ALLOWED and key is not None:
         do = f"on its machine: capflow keys allow {key.public} --name NAME --rights capture,read"
         return explain(f"the hub at {address} does not allow this key", do=do)
-    if event is Event.NO_HANDSHAKE:
+    if event is Event.NO_HANDSHAKE and not address.startswith("ipc://"):  # where there are no keys, the hub went away
         do = "use the address that the hub prints when it starts"
         return explain(f"keys of the hub at {address}", got="no agreement with it", expected="the key it has", do=do)
     return None

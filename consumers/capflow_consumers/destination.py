@@ -14,8 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from capflow import private
+from capflow import jsontext, limits, private
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.regular import read_regular
 from capflow_consumers.disk import sync
 
 _MARK = ".capflow-export.json"
@@ -84,7 +85,7 @@ class Destination:
 
     def _check_is_ours(self, mark: Path) -> None:
         try:
-            begun = msgspec.json.decode(mark.read_bytes(), type=Export)
+            begun = jsontext.decode(read_regular(mark, limits.SIDECAR_BYTES_MAX), Export)
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             raise UsageError(explain(f"{mark}", got=str(e), do="remove the directory, or choose another name")) from e
         if begun != self._export:

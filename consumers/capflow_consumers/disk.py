@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from capflow.errors import explain
+from capflow.regular import open_regular
 
 _PARTS_PER_CALL_MAX = 1024  # IOV_MAX of Linux
 
@@ -30,6 +34,12 @@ def write(fd: int, parts: Sequence[Any], offset: int) -> int:
         if written:
             views[index] = views[index][written:]
     return offset
+
+
+def mapped(path: Path) -> npt.NDArray[np.uint8]:
+    """Return the bytes of a regular file, mapped to be read; raises OSError, ValueError for an empty one."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return np.memmap(file, np.uint8, "r").view(np.ndarray)
 
 
 def found_in(directory: Path, pattern: str) -> list[Path]:

@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from capflow.errors import CapflowError
+from capflow.printable import printable
 from capflow_consumers.reader import open_dataset
 from capflow_consumers.survey import SiteSurvey, Survey, Surveyor
 
@@ -59,7 +60,7 @@ def _show(survey: Survey, console: Console) -> None:
     from rich.table import Table
 
     def say(what: str, text: str) -> None:
-        console.print(f"{what:9} {text}", markup=False, soft_wrap=True)
+        console.print(f"{what:9} {printable(text)}", markup=False, soft_wrap=True)
 
     say("captures", f"{survey.captures} {_listed(survey.statuses)}; requests ended {_listed(survey.ended)}")
     say("models", _listed(survey.models) or "none")
@@ -85,7 +86,7 @@ def _cells(site: SiteSurvey, *, norms: bool) -> list[str]:
         values = (site.norm_median, site.norm_mean, site.norm_min, site.norm_max)
         cells += ["-" if value is None else f"{value:.4g}" if value < 1000 else f"{value:,.0f}" for value in values]
         cells.append(str(site.rows_not_finite or "-"))
-    return cells
+    return list(map(printable, cells))
 
 
 def _show_integrity(survey: Survey, say: Callable[[str, str], None]) -> None:

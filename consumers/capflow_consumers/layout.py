@@ -30,6 +30,7 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 
+from capflow import jsontext
 from capflow.frame import DTYPES, Rank
 from capflow.result import Status
 from capflow.site import HOOKS, Site
@@ -119,7 +120,6 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     tag: str = ""
 
 
-_decoder = msgspec.json.Decoder(Sidecar)
 _encoder = msgspec.json.Encoder()
 _CHECKED = re.compile(rb'(.*),"xxh3_64":"([0-9a-f]{16})"\}', re.DOTALL)
 _WITHIN = re.compile(rb'\{"format":\d+,"capflow":".{0,100}?","request":.*?,"xxh3_64":"[0-9a-f]{16}"\}', re.DOTALL)
@@ -142,7 +142,7 @@ def read_sidecar(text: bytes) -> Sidecar:
     """Return the sidecar that JSON says; raises ValueError when it is none that can be trusted."""
     check_sidecar(text)
     try:
-        sidecar = _decoder.decode(text)
+        sidecar = jsontext.decode(text, Sidecar)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise ValueError(str(e)) from e
     if any(entry.hook not in HOOKS for entry in sidecar.sites):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -19,13 +20,16 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from capflow import jsontext, limits
 from capflow.brief import brief
 from capflow.enginename import is_of, name_of
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import DTYPES
+from capflow.regular import open_regular, read_regular
 from capflow.site import HOOKS
 from capflow_consumers import layout
 from capflow_consumers.capture import Damage, JoinedCapture, RequestCapture, Rows, damaged, joined, site_of
+from capflow_consumers.disk import mapped
 from capflow_consumers.numbered import Numbered, split
 from capflow_consumers.running import RunningCapture, running
 from capflow_consumers.shardset import PATTERN, ShardSet
@@ -35,7 +39,6 @@ __all__ = ["Damage", "Dataset", "JoinedCapture", "RequestCapture", "RowBatch", "
 
 logger = logging.getLogger("capflow.data")
 
-_decoder = msgspec.json.Decoder(layout.Sidecar)
 _READ_BYTES = 1 << 22
 
 assert DTYPES["bfloat16"] == ml_dtypes.bfloat16
@@ -73,7 +76,7 @@ class DirectoryCapture(RequestCapture):
         begin = self._begin(entry)
         dtype, row_bytes = self._dtype(entry)
         self._check_header(file, entry)
-        whole = np.memmap(file, np.uint8, "r").view(np.ndarray)
+        whole = mapped(file)
         ends = np.cumsum([begin, entry.rows * row_bytes, entry.rows * 8, entry.rows * 4])
         rows, positions, token_ids = (whole[start:end] for start, end in itertools.pairwise(ends))
         shape = (entry.rows, self.sidecar.hidden_size)
@@ -89,7 +92,7 @@ class DirectoryCapture(RequestCapture):
             digest = xxhash.xxh3_64()
             left = entry.bytes if packed else -1
             try:
-                with file.open("rb") as stream:
+                with os.fdopen(open_regular(file), "rb") as stream:
                     stream.seek(entry.offset)
                     while part := stream.read(min(left, _READ_BYTES) if packed else _READ_BYTES):
                         digest.update(part)
@@ -109,7 +112,7 @@ class DirectoryCapture(RequestCapture):
     def _check_header(self, file: Path, entry: layout.SiteFile) -> None:
         expected, length = self._header(entry)
         try:
-            with file.open("rb") as stream:
+            with os.fdopen(open_regular(file), "rb") as stream:
                 header = stream.read(len(expected))
             size = file.stat().st_size
         except OSError as e:
@@ -325,8 +328,8 @@ def _has_sidecar(path: Path) -> bool:
 def _open_request(path: Path) -> RequestCapture:
     file = path / layout.SIDECAR_NAME
     try:
-        text = file.read_bytes()
-        sidecar = _decoder.decode(text)
+        text = read_regular(file, limits.SIDECAR_BYTES_MAX)
+        sidecar = jsontext.decode(text, layout.Sidecar)
     except OSError as e:
         raise damaged(file, e.strerror or str(e), "a sidecar") from e
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:

@@ -18,13 +18,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from capflow import private
+from capflow import jsontext, limits, private
 from capflow.errors import UsageError, explain
 from capflow.frame import DTYPES
+from capflow.regular import open_regular, read_regular
 from capflow.site import Site
 from capflow_consumers import layout
 from capflow_consumers.capture import Rows, site_of
-from capflow_consumers.disk import found_in
+from capflow_consumers.disk import found_in, mapped
 from capflow_consumers.rowbuffer import Piece
 from capflow_consumers.tokenlog import TokenLog
 
@@ -52,8 +53,6 @@ class Added(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.json.Encoder()
-_about_decoder = msgspec.json.Decoder(About)
-_added_decoder = msgspec.json.Decoder(Added)
 
 
 class RunningCapture:
@@ -83,7 +82,7 @@ class RunningCapture:
         if not spans:
             raise gone
         try:
-            whole = np.memmap(self.path / layout.file_name(found), np.uint8, "r").view(np.ndarray)
+            whole = mapped(self.path / layout.file_name(found))
         except FileNotFoundError:
             raise gone from None
         rows = min(rows, (len(whole) - layout.HEADER_BYTES) // row_bytes)  # where a network shows files late
@@ -116,9 +115,9 @@ def running(root: Path) -> Iterator[RunningCapture]:
         if _lives(writer):
             for file in sorted(found_in(writer, f"*/{layout.RUNNING_NAME}")):
                 try:
-                    first, *lines = file.read_bytes().split(b"\n")[:-1]
-                    about = _about_decoder.decode(first)
-                    added = [_added_decoder.decode(line) for line in lines]
+                    first, *lines = read_regular(file, limits.SIDECAR_BYTES_MAX).split(b"\n")[:-1]
+                    about = jsontext.decode(first, About)
+                    added = [jsontext.decode(line, Added) for line in lines]
                 except (OSError, ValueError, msgspec.MsgspecError):  # over meanwhile, or no line of it is whole
                     continue
                 yield RunningCapture(file.parent, about, added)
@@ -126,7 +125,7 @@ def running(root: Path) -> Iterator[RunningCapture]:
 
 def _lives(writer: Path) -> bool:
     try:
-        fd = os.open(writer / "lock", os.O_RDONLY)
+        fd = open_regular(writer / "lock")
     except OSError:
         return False
     try:

@@ -20,6 +20,7 @@ import xxhash
 
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.frame import DTYPES
+from capflow.regular import open_regular
 from capflow_consumers import layout, shardseal
 from capflow_consumers.capture import Damage, RequestCapture, Rows, damaged, site_of
 from capflow_consumers.disk import found_in
@@ -78,7 +79,7 @@ class Shard:
 
     def map(self) -> None:
         """Map the file; raises CapflowError when it is no shard's, and OSError."""
-        fd = os.open(self.path, os.O_RDONLY)
+        fd = open_regular(self.path)
         try:
             size = os.fstat(fd).st_size
             self.file = pa.py_buffer(mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size else b"")

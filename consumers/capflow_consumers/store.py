@@ -9,8 +9,10 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import NamedTuple
 
+from capflow import limits
 from capflow.enginename import name_of
 from capflow.errors import CapflowError, explain
+from capflow.regular import read_regular
 from capflow.site import Site
 from capflow_consumers import disk, layout
 from capflow_consumers.capture import Damage
@@ -102,7 +104,7 @@ class Store:
         captures: Found = []
         for path in self.work.published(slug(request)):
             try:
-                sidecar = layout.read_sidecar((path / layout.SIDECAR_NAME).read_bytes())
+                sidecar = layout.read_sidecar(read_regular(path / layout.SIDECAR_NAME, limits.SIDECAR_BYTES_MAX))
             except (OSError, ValueError):
                 continue  # not one of ours
             if sidecar.request == request:

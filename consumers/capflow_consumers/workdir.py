@@ -25,6 +25,7 @@ from typing import Literal
 from capflow import private
 from capflow.enginename import name_of
 from capflow.errors import CapflowError, explain
+from capflow.regular import open_regular
 from capflow_consumers import layout
 from capflow_consumers.numbered import Numbered, split
 from capflow_consumers.shardrecovery import recover
@@ -150,7 +151,7 @@ def _rename(source: Path, target: Path) -> bool:
 def _remove_if_dead(stale: Path, root: Path) -> None:
     """Remove a hidden directory whose writer is gone, after sealing its shards and putting back what it was replacing."""
     with contextlib.suppress(FileNotFoundError):
-        fd = os.open(stale / "lock", os.O_RDWR)
+        fd = open_regular(stale / "lock", os.O_RDWR)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -106,7 +106,7 @@ def _what_is_wrong(model: str, said: str) -> str:
             return explain(name, got="a directory without config.json", expected=expected)
         try:
             fields = json.loads(config.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, RecursionError) as e:
             return explain(str(config), got=f"{type(e).__name__}: {e}", expected="a JSON object")
         if not isinstance(fields, dict):
             return explain(str(config), got=fields, expected="a JSON object")

@@ -25,6 +25,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.utils import random_uuid
 
+from capflow import jsontext
 from capflow.errors import UsageError, explain
 from capflow_engine import capture_routes, compat, steering_routes
 from capflow_engine.answers import Members, begun, completions_stream, extended, messages_stream, responses_stream
@@ -162,6 +163,8 @@ async def _answer(
         return await handler(request, raw_request)
     try:
         own = raw_request.headers.get("X-Request-Id") if kind else None  # which vLLM calls them by, but for responses
+        if any(getattr(request, name) is not None for name in FIELDS):
+            jsontext.check_keys(await raw_request.body(), "body")
         asked = front.take(request, f"{kind}{own or request.request_id}", prompts)
     except UsageError as e:
         return refused(e)

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from safetensors import SafetensorError, safe_open
 
+from capflow import jsontext
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
 from capflow.probe import load_vector
@@ -92,9 +93,11 @@ def load_module(path: str | os.PathLike[str]) -> Steering:
     if suffix in SUFFIXES:
         return _everywhere(Path(path))
     try:
-        said = msgspec.json.decode(Path(path).read_bytes())
-    except (msgspec.DecodeError, RecursionError, OSError) as e:
+        text = Path(path).read_bytes()
+        said = jsontext.decode(text)
+    except (msgspec.DecodeError, OSError) as e:
         raise UsageError(explain(where, got=str(e), expected=_EXPECTED)) from e
+    jsontext.check_keys(text, where)
     return parse_module(said, where=where)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from capflow import limits
+from capflow import jsontext, limits
 from capflow.brief import brief
 from capflow.errors import UsageError, explain
 from capflow.message import ModelInfo
@@ -107,9 +107,10 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the options as an HTTP client says them: JSON text, or the object itself. Raises UsageError."""
         if isinstance(value, str):
             try:
-                value = msgspec.json.decode(value)
-            except (msgspec.DecodeError, RecursionError) as e:
+                text, value = value.encode(), jsontext.decode(value)
+            except (msgspec.DecodeError, UnicodeEncodeError) as e:
                 raise UsageError(explain(KEY, got=str(e), expected="a JSON object")) from e
+            jsontext.check_keys(text, KEY)
         if not isinstance(value, dict) or set(value) - _TEXT_FIELDS:
             expected = f"an object with some of {', '.join(sorted(_TEXT_FIELDS))}"
             raise UsageError(explain(KEY, got=value, expected=expected))

@@ -23,6 +23,7 @@ from capflow import limits
 from capflow.enginename import new_engine
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.message import ModelInfo
+from capflow.printable import printable
 from capflow.runtime import private_directory
 from capflow.serveoptions import engine_options
 from capflow.steering import Steering
@@ -153,10 +154,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.ExitStack() as stack:
             return _serve(sys.argv[1:] if arguments is None else arguments, stack)
     except UsageError as e:
-        print(f"capflow: {e}", file=sys.stderr)
+        print(printable(f"capflow: {e}"), file=sys.stderr)
         return 2
     except CapflowError as e:
-        print(f"capflow: {e}", file=sys.stderr)
+        print(printable(f"capflow: {e}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

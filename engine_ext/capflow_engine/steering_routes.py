@@ -16,6 +16,7 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from capflow.errors import UsageError, explain
+from capflow.jsontext import check_keys
 from capflow.serveoptions import STEERING_KEY
 from capflow_engine.applied import NOTHING_KEY, key_of
 from capflow_engine.fields import resolved
@@ -46,6 +47,7 @@ class _Route(APIRoute):
 
         async def answer(request: Request) -> Any:
             try:
+                check_keys(await request.body(), "body")
                 return await handler(request)
             except UsageError as e:
                 return refused(e)

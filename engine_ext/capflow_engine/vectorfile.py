@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import safe_open
 
-from capflow import plain
+from capflow import limits, plain
 from capflow.errors import UsageError, explain
 from capflow.site import HOOK_DEFAULT, Site, hook_named
 
@@ -126,6 +127,12 @@ def _torch(where: str) -> Found:
 
 
 def _numpy(where: str) -> Found:
+    if zipfile.is_zipfile(where):
+        with zipfile.ZipFile(where) as archive:
+            nbytes = sum(entry.file_size for entry in archive.infolist())
+        if nbytes > limits.VECTORS_BYTES_MAX:
+            got, expected = f"{nbytes:,} bytes once they are expanded", f"at most {limits.VECTORS_BYTES_MAX:,}"
+            raise UsageError(explain(where, got=got, expected=expected))
     found = np.load(where, allow_pickle=False)
     return _by_name(found if isinstance(found, np.ndarray) else dict(found), where)
 
@@ -145,7 +152,7 @@ def _by_name(found: Any, where: str) -> Found:
     """Return arrays by name, the rows of a matrix by their number."""
     if isinstance(found, Mapping):
         return dict(found)
-    if getattr(found, "ndim", 0) == 2:
+    if getattr(found, "ndim", 0) == 2 and len(found) <= limits.LAYERS_MAX:
         return dict(enumerate(found))
     if getattr(found, "ndim", 0) == 1:
         return {"": found}

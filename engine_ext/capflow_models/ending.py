@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.printable import printable
 
 _interrupts: list[int] = []  # those that came; Python drops the exception of one that comes in a callback of its own
 
@@ -45,5 +46,5 @@ def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - 
 
 
 def _said(message: str, code: int) -> int:
-    print(f"capflow: {' '.join(message.split())}", file=sys.stderr)
+    print(printable(f"capflow: {' '.join(message.split())}"), file=sys.stderr)
     return code

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from capflow import private
+from capflow import jsontext, private
 from capflow.errors import CapflowError, UsageError, explain
 
 T = TypeVar("T")
@@ -24,13 +24,12 @@ def read_lines(path: Path, option: str, kind: type[T]) -> list[T]:
         lines = path.read_bytes().splitlines()
     except OSError as e:
         raise UsageError(explain(f"{option} {path}", got=e.strerror or str(e), expected="a readable file")) from e
-    decoder = msgspec.json.Decoder(kind)
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            found.append(decoder.decode(line))
+            found.append(jsontext.decode(line, kind))
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             fields = ", ".join(_fields(kind))
             raise UsageError(explain(f"{path}, line {number}", got=str(e), expected=f"an object of {fields}")) from e

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from capflow import private
+from capflow import jsontext, private
 from capflow.errors import CapflowError, UsageError, explain
 from capflow_models.backends import Backend, open_model
 from capflow_models.ending import check_interrupted, ended
@@ -153,10 +153,9 @@ def write_parquet(path: Path, rows: Iterator[Rollout]) -> None:
 
 
 def _rows(file: LineFile) -> Iterator[Rollout]:
-    decoder = msgspec.json.Decoder(Rollout)
     for number, line in enumerate(file.lines(), 1):
         try:
-            yield decoder.decode(line)
+            yield jsontext.decode(line, Rollout)
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             do = "write to another file"
             raise UsageError(explain(f"{file.path}, line {number}", got=str(e), expected="a rollout", do=do)) from e

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from capflow import private
+from capflow import jsontext, private
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.site import Site
 from capflow_models.spec import AblationSpec, LayerSteeringSpec, ProjectionCapSpec, SteeringSpec, Vector
@@ -84,7 +84,7 @@ def load_spec(directory: str | os.PathLike[str]) -> tuple[str, SteeringSpec]:
     if settings_file.stat().st_size > _SETTINGS_BYTES_MAX:
         raise UsageError(explain(str(settings_file), got="a larger file", expected=f"{_SETTINGS_BYTES_MAX} bytes"))
     try:
-        settings = msgspec.json.decode(settings_file.read_bytes(), type=_Settings)
+        settings = jsontext.decode(settings_file.read_bytes(), _Settings)
         vectors = load_tensors(vectors_file.read_bytes())
     except (msgspec.MsgspecError, SafetensorError, OSError, UnicodeDecodeError) as e:
         raise UsageError(explain(where, got=str(e), expected="what save_pretrained wrote")) from e
