@@ -34,14 +34,16 @@ def write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def make_directory(path: Path, mode: int = FILE_MODE) -> None:
-    """Make a directory, and those above it, unless they are there; raises OSError.
+def make_directory(path: Path, mode: int = FILE_MODE, *, parents: bool = True) -> None:
+    """Make a directory unless it is there; raises OSError.
 
     mode: that of the files in it; whoever may read these may enter the directory.
+    parents: whether to make those above it too; else they are to be there.
     """
     if path.is_dir():
         return
-    make_directory(path.parent, mode)
+    if parents:
+        make_directory(path.parent, mode)
     try:
         path.mkdir(0o700)
     except FileExistsError:

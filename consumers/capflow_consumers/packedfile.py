@@ -47,7 +47,7 @@ class PackedFile(RequestFiles):
 
     def write(self) -> list[layout.SiteFile]:
         """Write the file; return what is in it. Raises OSError."""
-        private.make_directory(self.path, self.mode)
+        private.make_directory(self.path, self.mode, parents=False)
         fd = private.create(self.path / layout.PACKED_NAME, os.O_WRONLY, self.mode)
         try:
             write(fd, self._parts, 0)

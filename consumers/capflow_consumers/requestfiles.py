@@ -86,7 +86,7 @@ class RequestFiles:
 
     def append(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog) -> None:
         """Write rows behind those already in the files, and tell of them; raises OSError."""
-        private.make_directory(self.path, self.mode)
+        private.make_directory(self.path, self.mode, parents=False)
         self.early = True
         for site, parts in pieces.items():
             offset = layout.HEADER_BYTES + self.rows(site) * self.row_bytes(site)
@@ -115,14 +115,14 @@ class RequestFiles:
 
     def write(self) -> list[layout.SiteFile]:
         """Write the last rows, the positions, token ids and headers; return what is in the files. Raises OSError."""
-        private.make_directory(self.path, self.mode)
+        private.make_directory(self.path, self.mode, parents=False)
         prepared, self._prepared = self._prepared, []
         list(map(self._write_file, prepared) if self.workers is None else self.workers.map(self._write_file, prepared))
         return [file.entry for file in prepared]
 
     def write_sidecar(self, sidecar: bytes) -> None:
         """Write the sidecar; raises OSError."""
-        private.make_directory(self.path, self.mode)
+        private.make_directory(self.path, self.mode, parents=False)
         (self.path / layout.RUNNING_NAME).unlink(missing_ok=True)
         fd = private.create(self.path / layout.SIDECAR_NAME, os.O_WRONLY | os.O_EXCL, self.mode)
         try:

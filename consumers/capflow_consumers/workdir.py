@@ -109,7 +109,7 @@ class WorkDir:
 
     def _overwrite(self, source: Path, target: Path, engine: str) -> Path:
         replaced = self.path / "replaced"
-        replaced.mkdir(exist_ok=True)
+        private.make_directory(replaced, self.mode, parents=False)
         for _ in range(_OVERWRITE_TRIES):
             if _rename(source, target):
                 shutil.rmtree(replaced, ignore_errors=True)
