@@ -76,6 +76,10 @@ class FatalError(CapflowError):
     """A consumer cannot go on as it is: it is closed, opened again, and given again what it has not stored."""
 
 
+class RoomError(CapflowError):
+    """A hub has no room for what a peer asks for: the peer has done nothing wrong, and may ask again."""
+
+
 class ProtocolError(CapflowError):
     """The session protocol was broken."""
 

@@ -17,8 +17,9 @@ import msgspec
 
 from capflow import limits
 from capflow.action import Action, Answered, Applied, Outcome, Rejected
+from capflow.budget import Budget
 from capflow.counts import Counts
-from capflow.errors import RemoteProtocolError, UsageError, explain
+from capflow.errors import RemoteProtocolError, RoomError, UsageError, explain
 from capflow.fanout import Lane
 from capflow.frame import Frame, FrameHeader
 from capflow.guard import Guard
@@ -84,7 +85,8 @@ def about(hello: Hello | None) -> dict[str, Any]:
 class Exchange:
     """All that a hub knows, and what it does with what comes in.
 
-    status: gives the hub's counters. guard: says who may do what. on_refused: told why an engine was refused.
+    status: gives the hub's counters. guard: says who may do what. on_refused: told why an engine was refused. memory_bytes_max: as of
+    `capflow.budget`.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Exchange:
         status: Callable[[], dict[str, Any]],
         guard: Guard,
         on_refused: Callable[[str], None] | None,
+        memory_bytes_max: int | None = None,
     ) -> None:
         self.controllers = tuple(controllers)
         self.lanes = tuple(
@@ -111,22 +114,27 @@ class Exchange:
             Wish(c.name, c.consumer.spec(), c.consumer.reads_requests, keeps=lane.keeps)
             for c, lane in zip(consumers, self.lanes, strict=True)
         ]
-        self.ledger = Ledger(wishes)
+        self.budget = Budget(memory_bytes_max, inboxes=len(self._keepers))
+        for lane, state in zip(self._keepers, self.budget.inboxes, strict=True):
+            lane.state = lane.ledger.state = state
+        self._bound_queues()
+        self.ledger = Ledger(wishes, self.budget.state, results_bytes_max=self.budget.results_bytes_max)
         window_bytes = min(
             (c.queue_bytes_max for c in consumers if c.policy in (Overload.BLOCK, Overload.SPILL)),
             default=limits.CREDIT_BYTES_DEFAULT,
         )
         self.roster = Roster(
-            Pool(min(window_bytes, limits.CREDIT_BYTES_DEFAULT)),
+            Pool(min(window_bytes, limits.CREDIT_BYTES_DEFAULT), self.budget.frames.total, self.budget.frames),
+            self.budget.state,
             self.controllers,
             fits=self.ledger.check,
             on_engine=self._greet,
             on_lost=self._lose,
         )
-        self.relay = Relay()
+        self.relay = Relay(self.budget.state)
         self.log = PeerLog(logger)
         self.taps = Taps(send, self._say, self.log)
-        self._waiters = Waiters()
+        self._waiters = Waiters(self.budget.state)
         self._id = uuid.uuid4().hex
         self._captures = tuple(wish.spec for wish in wishes if wish.spec is not None)
         self._acks: dict[Source, Ack] = {}  # to be said at the end of the turn; emptied by `acknowledge`
@@ -140,6 +148,16 @@ class Exchange:
         self._status = status
         self._guard = guard
         self._on_refused = on_refused
+
+    def _bound_queues(self) -> None:
+        """Have the queues of consumers that drop or skip fit into their part of the memory."""
+        lanes = [lane for lane in self.lanes if lane.policy not in (Overload.BLOCK, Overload.SPILL)]
+        for lane in lanes:
+            bound = self.budget.queues_bytes_max // len(lanes)
+            if lane.queue.bytes_max > bound:
+                got, do = f"queue_bytes_max of {lane.queue.bytes_max:,}", "start the hub with more --memory-bytes-max"
+                logger.info("%s", explain(f"consumer {lane.name}", got=got, expected=f"at most {bound:,}", do=do))
+                lane.queue.bytes_max = bound
 
     # Called by the hub, on its thread.
 
@@ -187,17 +205,25 @@ class Exchange:
                     yield from self._await(peer, known, said)
                 else:
                     self._handle(peer, known, said, parts, now)
-        except UnexpectedMessageError as e:
-            if known is None:  # of a connection that was given up: say Hello again
-                self._send(peer, [encode(Bye())])
-            else:
-                self._cut_off(peer, session, str(e), now)
-        except RemoteProtocolError as e:
-            self._cut_off(peer, session, str(e), now)
+        except (RemoteProtocolError, RoomError) as e:
+            self._turn_down(peer, known, session, e, now)
         except Exception:  # noqa: BLE001  it is logged, with its traceback
             text, event = "the hub failed at a message and gives its sender up", {"event": "hub_failed"}
             self.log.say(logging.ERROR, user or peer, now, text, event=event, exc_info=True)
             self._cut_off(peer, session, "the hub failed at a message of this peer; see its log", now)
+
+    def _turn_down(
+        self, peer: bytes, known: Peer | None, session: HubSession, error: RemoteProtocolError | RoomError, now: float
+    ) -> None:
+        """Answer a message that is not taken."""
+        if isinstance(error, RoomError):  # no offence: it may come again
+            self._refuse(peer, session, str(error), now)
+            if known is not None:
+                self._leave(peer, known)
+        elif known is None and isinstance(error, UnexpectedMessageError):
+            self._send(peer, [encode(Bye())])  # of a connection that was given up: say Hello again
+        else:
+            self._cut_off(peer, session, str(error), now)
 
     def acknowledge(self) -> None:
         """Tell each worker, once, what consumers came to be done with since the last call."""
@@ -281,7 +307,7 @@ class Exchange:
                 logger.warning("consumer %s: %s", consumer, outcome.reason, extra=extra)
 
         lane = next(lane for lane in self.lanes if lane.name == consumer)
-        self._post(lambda: self._act("", action, answer, consumer))
+        self._post(lambda: self._act("", action, answer, consumer, f"consumer {consumer}"))
 
     # Messages.
 
@@ -315,13 +341,14 @@ class Exchange:
             case Frame():
                 self._frame(peer, known, said, parts, now)
             case Act():
-                self._client_act(peer, known, said)
+                self._client_act(peer, known, said, cost(parts))
             case ActionOutcome():
                 self.relay.outcome(known.hello.boot, said.outcome)
             case Status():
                 self._say(peer, Status(self._status()))
             case Tap():
-                self.taps.take(peer, _who(peer, known.session), said.credit_bytes, list(self.roster.engines.values()))
+                name, engines = _who(peer, known.session), list(self.roster.engines.values())
+                self.taps.take(peer, name, known.owner, said.credit_bytes, engines)
             case Beat(counts=WorkerCounts() as counts, troubles=troubles) if known.source is not None:
                 known.source.told, known.source.troubles = counts, troubles
             case Bye():
@@ -341,7 +368,7 @@ class Exchange:
             return
         try:
             known = self.roster.join(peer, session, hello)
-        except UsageError as e:
+        except (UsageError, RoomError) as e:
             self._refuse(peer, session, str(e), now)
             return
         if known.source is not None:  # after it was said that an earlier boot of it is gone
@@ -451,7 +478,7 @@ class Exchange:
 
     def _hand_out(self, frame: Frame, engine: Engine, hold: _Hold) -> None:
         """Give a frame, and the ends of requests in it, to the consumers that want them; each holds it until it is done with it."""
-        header = frame.header
+        header, was_full = frame.header, engine.full
 
         def taken() -> None:
             self._post(lambda: self._release(hold))
@@ -463,8 +490,22 @@ class Exchange:
         if header.finished:
             for request in self.ledger.finish(header, engine):
                 hold.left += self._over(request, taken)
+        if engine.full and not was_full:
+            self._tell_full(engine)
         for over in header.acted:
             self._tell(answered_by(engine.name, over.id, header.rank.pp, over.acted), self.lanes)
+
+    def _tell_full(self, engine: Engine) -> None:
+        """Say once of an engine that there is no room for its requests."""
+        for lane in self._keepers:
+            lane.note_full(engine.name)
+        state = self.budget.state
+        got = f"{len(engine.open):,} open requests, and {state.held(engine.owner):,} bytes for them and their specs"
+        what = f"engine {engine.name}: no room for more of its requests, whose rows are lost"
+        expected = f"at most {state.held(engine.owner) + state.room(engine.owner):,} bytes"
+        do = "run fewer at once, or start the hub with more --memory-bytes-max"
+        event = {"event": "engine_full", "engine": engine.name}
+        logger.error("%s", explain(what, got=got, expected=expected, do=do), extra=event)
 
     def _keep(self, frame: Frame, engine: Engine, hold: _Hold, taken: Callable[[], None]) -> None:
         wanted = self.ledger.keepers(frame.header, engine)
@@ -567,7 +608,7 @@ class Exchange:
             if final or not said.wait:
                 self._say(peer, results)
             else:
-                self._waiters.add((said.engine, request), peer)
+                self._waiters.add((said.engine, request), peer, known.owner)
 
     def _answer_waiters(self, request: Request) -> None:
         for engine in {"", request.key[0], request.engine}:
@@ -587,14 +628,22 @@ class Exchange:
 
     # Actions.
 
-    def _client_act(self, peer: bytes, known: Peer, act: Act) -> None:
+    def _client_act(self, peer: bytes, known: Peer, act: Act, nbytes: int) -> None:
         def answer(outcome: Outcome) -> None:
             if self.roster.peers.get(peer) is known:  # it may have said Hello again since, as someone else
                 self._say(peer, ActionOutcome(outcome))
 
-        self._act(act.id, act.action, answer, f"client {known.session.user}".rstrip())
+        self._act(act.id, act.action, answer, f"client {known.session.user}".rstrip(), known.owner, nbytes)
 
-    def _act(self, own_id: str, action: Action, answer: Callable[[Outcome], None], asked_by: str) -> None:
+    def _act(
+        self,
+        own_id: str,
+        action: Action,
+        answer: Callable[[Outcome], None],
+        asked_by: str,
+        owner: str,
+        nbytes: int = 0,
+    ) -> None:
         """Pass an action to the engine that runs its request; reject it where that may be several."""
         schedulers = {hello.boot: (peer, hello) for peer, hello in self.roster.schedulers()}
         known = self.ledger.named(action.request, action.engine)
@@ -612,7 +661,7 @@ class Exchange:
             self.relay.refuse(own_id, reason, answered)
             return
         bare = msgspec.structs.replace(action, engine="")
-        act = self.relay.ask(own_id, bare, asked, time.monotonic(), answered)
+        act = self.relay.ask(own_id, bare, asked, time.monotonic(), answered, owner=owner, nbytes=nbytes)
         if act is not None:
             for peer, _ in asked.values():
                 self._say(peer, act)

@@ -30,6 +30,7 @@ from capflow.health import HubState, problems
 from capflow.keys import AllowList, find_key, read_key
 from capflow.message import Beat, encode
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
+from capflow.queue import Overload
 from capflow.session import Parts
 from capflow.spilling import SpillingLane
 from capflow.transport import Router
@@ -45,7 +46,8 @@ class Hub:
 
     consumers and controllers come from `capflow.plugins.configure`. key: the hub's key, by name or path, for TCP: then only keys in
     the list beside it may connect, and everything is encrypted. insecure allows TCP off loopback without one.
-    on_refused is called, on the hub's thread, with why an engine was refused.
+    on_refused is called, on the hub's thread, with why an engine was refused. memory_bytes_max: for what peers send, as of
+    `capflow.budget`; None for a part of the machine's.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Hub:
         insecure: bool = False,
         message_bytes_max: int = limits.PAYLOAD_BYTES_MAX,
         on_refused: Callable[[str], None] | None = None,
+        memory_bytes_max: int | None = None,
     ) -> None:
         self.address = check_address(address, insecure=insecure or key is not None)
         if hub_key(address) is not None or (key is not None and not address.startswith("tcp://")):
@@ -77,6 +80,7 @@ class Hub:
             status=self.status,
             guard=self._guard,
             on_refused=on_refused,
+            memory_bytes_max=memory_bytes_max,
         )
         self.lanes = self._exchange.lanes
         self.counts = self._exchange.counts
@@ -211,6 +215,11 @@ class Hub:
         """Take a message of a peer in this process; those of one thread are taken in order."""
         self.post(functools.partial(self._exchange.receive, peer, parts))
 
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Return how much memory each part of the budget takes, and its bound."""
+        queues = (lane.queue.nbytes for lane in self.lanes if lane.policy in (Overload.DROP, Overload.SKIP))
+        return self._exchange.budget.status(sum(queues), self.ledger.kept)
+
     def uptime_s(self, now: float) -> float:
         """Return how many seconds ago the hub began; 0 when it has not."""
         return max(0.0, now - self._started) if self._started else 0.0
@@ -275,6 +284,7 @@ class Hub:
                 "failed": ledger.requests_failed,
                 "gapped": ledger.requests_gapped,
             },
+            "memory": {"bytes_max": self._exchange.budget.bytes_max, "parts": self.memory()},
             "dropped_rows": dict(ledger.dropped),
             "spilled": roster.frames_spilled(),
             "actions": {

@@ -18,6 +18,7 @@ from capflow.action import Answered
 from capflow.enginename import is_of, name_of
 from capflow.errors import RemoteProtocolError, UsageError, explain
 from capflow.frame import Acted, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, rows_of
+from capflow.kept import Kept
 from capflow.losses import Losses, described, note_frame
 from capflow.memo import Memo
 from capflow.message import ModelInfo
@@ -25,11 +26,19 @@ from capflow.positions import Positions
 from capflow.result import CaptureResult, RequestDone
 from capflow.rowformat import RowFormat
 from capflow.share import Groups, Share
+from capflow.shares import Shares
 from capflow.site import Site, mask_of
 from capflow.spec import Capture, CaptureByConsumer, CaptureSpec, Wanted
 
 _GROUPS_BYTES_MAX = 16 * limits.MIB  # of what blocks of frames hold of what consumers want
 _SPECS_BYTES_MAX = 16 * limits.MIB  # of specs that requests brought, for the next request that brings the same
+_ENGINE_BYTES, _SITE_BYTES = 2048, 144  # of memory
+_REQUEST_BYTES, _TALLY_BYTES, _NAME_BYTES = (
+    1024,
+    256,
+    96,
+)  # of memory, of a request, each consumer's part in it, and a name
+_DROPPED_BYTES, _GAP_BYTES, _GAP_SITE_BYTES = 320, 480, 96  # of memory, with their part in results
 _SPEC_BYTES = 512  # of memory, of a spec with its key, besides its shares
 _NOTHING: dict[int, Any] = {}  # of a request that is over and done with; never written to
 _NO_LOSSES = Losses()  # likewise
@@ -77,6 +86,17 @@ class Engine:
         self.format = RowFormat(model)
         self.tapped = mask_of(model.sites)
         self.step_last: dict[int, int] = {}  # the last step counted, by data-parallel replica
+        self.full = False  # whether requests of it had no room here, and were not opened
+
+    @property
+    def owner(self) -> str:
+        """Who has what it takes, as of `capflow.shares`."""
+        return self.user or f"engine {self.name}"
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes of memory it takes, besides its requests."""
+        return _ENGINE_BYTES + _SITE_BYTES * (len(self.model.sites) + len(self.model.fixed)) + 4 * len(self.model.name)
 
 
 class Request:
@@ -92,6 +112,7 @@ class Request:
         "first_stage",
         "id",
         "lost",
+        "nbytes",
         "prompt_length",
         "received",
         "replica",
@@ -132,6 +153,7 @@ class Request:
         self.finished: dict[int, Finished] = {}  # by pipeline stage
         self.lost = Losses()  # rows that did not reach this hub
         self.status: str | None = None  # set when it is over
+        self.nbytes = 0  # of memory that its engine's owner has for it, while it is open
 
     @property
     def key(self) -> tuple[str, str]:
@@ -232,16 +254,27 @@ class Delivery(NamedTuple):
 
 
 class Ledger:
-    """All requests of a hub, open ones and the latest `results_kept_max` that are over (None: `limits.RESULTS_KEPT_MAX`)."""
+    """All requests of a hub, open ones and the latest `results_kept_max` that are over (None: `limits.RESULTS_KEPT_MAX`).
 
-    def __init__(self, wishes: Sequence[Wish], results_kept_max: int | None = None) -> None:
+    state: the memory that open requests share. results_bytes_max: of those that are over.
+    """
+
+    def __init__(
+        self,
+        wishes: Sequence[Wish],
+        state: Shares,
+        results_kept_max: int | None = None,
+        results_bytes_max: int = limits.MIB,
+    ) -> None:
+        self.state = state
         self.wishes = tuple(wishes)
         self._groups: Memo[tuple[Share, tuple[Site, ...]], Groups] = Memo(_GROUPS_BYTES_MAX)
         self._specs: Memo[tuple[int, int, bytes], tuple[Share | None, ...]] = Memo(
             _SPECS_BYTES_MAX
         )  # by model and spec
         self._no_tags = ("",) * len(self.wishes)
-        self._results_kept_max = limits.RESULTS_KEPT_MAX if results_kept_max is None else results_kept_max
+        kept_max = limits.RESULTS_KEPT_MAX if results_kept_max is None else results_kept_max
+        self.kept = Kept(kept_max, results_bytes_max)  # of `_requests`, those that are over
         self._given = tuple(index for index, wish in enumerate(self.wishes) if not wish.keeps)
         self._keeping = tuple(index for index, wish in enumerate(self.wishes) if wish.keeps)
         self.requests_done = 0
@@ -251,8 +284,6 @@ class Ledger:
         self.dropped: Counter[str] = Counter()  # rows that did not reach this hub, by reason
         # The newest request of each engine's name and id, open or over.
         self._requests: dict[tuple[str, str], Request] = {}
-        # Of `_requests` those that are over, oldest first.
-        self._over: dict[tuple[str, str], Request] = {}
         # The names of the engines that have a request in `_requests`, by id.
         self._engines_of: dict[str, tuple[str, ...]] = {}
         # The engines and ids of requests that `lose` ended, oldest first, at most `limits.RESULTS_KEPT_MAX`.
@@ -266,17 +297,12 @@ class Ledger:
                 wish.spec.resolve(model.sites, num_layers=model.num_layers, where=where)
 
     def admit(self, header: FrameHeader, engine: Engine) -> None:
-        """Check that the requests of a frame can be opened, before anything of the frame is taken.
+        """Check that what the requests of a frame want fits the engine's model, before anything of the frame is taken.
 
-        `take`, `miss`, `keepers` and `finish` of an admitted frame raise nothing.
-
-        Raises RemoteProtocolError for a capture that does not fit the model, and when too many requests are open.
+        `take`, `miss`, `keepers` and `finish` of an admitted frame raise nothing. Raises RemoteProtocolError.
         """
         parts: tuple[RequestRows | Finished, ...] = (*header.requests, *header.finished)
-        new = {part.id: part.capture for part in parts if part.id not in engine.open}
-        if self.requests_open + len(new) > limits.REQUESTS_OPEN_MAX:
-            raise RemoteProtocolError(explain("open requests", expected=f"at most {limits.REQUESTS_OPEN_MAX}"))
-        for capture in new.values():
+        for capture in (part.capture for part in parts if part.id not in engine.open):
             self._shares(engine, None if capture is None else capture.untagged())
 
     def take(self, frame: Frame, engine: Engine) -> list[Delivery]:
@@ -336,7 +362,8 @@ class Ledger:
             for f in header.finished
             if not self.was_lost(f, engine)
         )
-        requests = [self._request(engine, part, header.rank) for part in (*header.requests, *ends)]
+        requests = [self._request(engine, part, header.rank) for part in header.requests]
+        requests += [self._request(engine, part, header.rank, ends=True) for part in ends]
         return [index for index in self._keeping if any(request.tallies[index] is not None for request in requests)]
 
     def recall(self, part: RequestRows, engine: Engine, rank: Rank, rows: Mapping[int, int]) -> Request:
@@ -352,7 +379,7 @@ class Ledger:
         """Note that nobody wants anything of a request, unless it is open."""
         if request not in engine.open:
             none = (None,) * len(self.wishes)
-            self._add(Request(engine.name, request, rank.dp, none, self._tags(None), (), rank.pp), engine)
+            self._add(Request(engine.name, request, rank.dp, none, self._no_tags, (), rank.pp), engine)
 
     def finish(self, header: FrameHeader, engine: Engine) -> list[Request]:
         """Note the ends that a frame tells of; return the requests that are over now."""
@@ -361,13 +388,19 @@ class Ledger:
             if self.was_lost(finished, engine):
                 continue
             part = RequestRows(finished.id, finished.prompt_length, 0, (), capture=finished.capture)
-            request = self._request(engine, part, header.rank)
+            request = self._request(engine, part, header.rank, ends=True)
+            finished = self._with_room(request, finished, engine)  # noqa: PLW2901
             request.prompt_length = finished.prompt_length
             request.finished[header.rank.pp] = finished
             request.lost.update(finished.dropped)
             missing = finished.rows - request.received.get(header.rank.pp, 0)
             if missing > 0 and any(request.tallies[index] is not None for index in self._given):
-                _count_earlier(request, header.rank.pp, missing)
+                if engine.full and header.rank.pp not in request.received:
+                    request.lost.count("hub_full", missing)
+                else:
+                    _count_earlier(request, header.rank.pp, missing)
+            if request.id not in engine.open:
+                continue  # it had no room
             if len(request.finished) >= engine.model.stages:
                 statuses = [f.status for f in request.finished.values()]
                 self._end(engine, request, max(statuses, key=lambda status: (status == "error", status == "abort")))
@@ -440,30 +473,60 @@ class Ledger:
         self.requests_done += 1
         self.dropped.update(request.lost.rows)
         self.requests_gapped += bool(request.lost)
+        self.state.give(engine.owner, request.nbytes)
         if self._requests.get(request.key) is request:
-            self._over[request.key] = request
-        while len(self._over) > self._results_kept_max:
-            oldest = next(iter(self._over))
-            del self._over[oldest], self._requests[oldest]
-            name, request_id = oldest
-            if names := tuple(each for each in self._engines_of[request_id] if each != name):
-                self._engines_of[request_id] = names
-            else:
-                del self._engines_of[request_id]
+            self.kept.add(engine.owner, request.key, max(request.nbytes, _REQUEST_BYTES))
+        for oldest in self.kept.excess():
+            self._forget(oldest)
 
-    def _request(self, engine: Engine, part: RequestRows, rank: Rank) -> Request:
+    def _forget(self, key: tuple[str, str]) -> None:
+        """Forget a request that is over."""
+        del self._requests[key]
+        name, request_id = key
+        if names := tuple(each for each in self._engines_of[request_id] if each != name):
+            self._engines_of[request_id] = names
+        else:
+            del self._engines_of[request_id]
+
+    def _request(self, engine: Engine, part: RequestRows, rank: Rank, *, ends: bool = False) -> Request:
+        """Return an open request, opened now if it is not.
+
+        A request that has no room is opened only to end at once: else what is returned is nobody's, and wants nothing.
+        """
         request = engine.open.get(part.id)
-        if request is None:
-            capture = part.capture
-            shares = self._shares(engine, None if capture is None else capture.untagged())
-            tags, strangers = self._tags(capture), self._strangers(capture)
-            request = Request(engine.name, part.id, rank.dp, shares, tags, strangers, rank.pp)
-            self._add(request, engine)
+        if request is not None:
+            return request
+        capture = part.capture
+        shares = self._shares(engine, None if capture is None else capture.untagged())
+        tags, strangers = self._tags(capture), self._strangers(capture)
+        nbytes = _REQUEST_BYTES + 2 * len(part.id) + _NAME_BYTES * len(strangers)
+        nbytes += sum(_TALLY_BYTES + (0 if capture is None else share.nbytes) for share in shares if share is not None)
+        if not self.state.offer(engine.owner, nbytes):
+            engine.full = True
+            nbytes = 0
+            if not (ends and engine.model.stages == 1):
+                return Request(engine.name, part.id, rank.dp, (None,) * len(self.wishes), self._no_tags, (), rank.pp)
+        request = Request(engine.name, part.id, rank.dp, shares, tags, strangers, rank.pp)
+        request.nbytes = nbytes
+        self._add(request, engine)
         return request
+
+    def _with_room(self, request: Request, finished: Finished, engine: Engine) -> Finished:
+        """Return the end of a request without the places of lost rows, if these have no room."""
+        sites = sum(len(gap.sites) for dropped in finished.dropped for gap in dropped.gaps)
+        gaps = sum(len(dropped.gaps) for dropped in finished.dropped)
+        if not gaps:
+            return finished
+        nbytes = _DROPPED_BYTES * len(finished.dropped) + _GAP_BYTES * gaps + _GAP_SITE_BYTES * sites
+        if self.state.offer(engine.owner, nbytes):
+            request.nbytes += nbytes
+            return finished
+        dropped = tuple(Dropped(each.rows, each.reason) for each in finished.dropped)
+        return msgspec.structs.replace(finished, dropped=dropped)
 
     def _add(self, request: Request, engine: Engine) -> None:
         engine.open[request.id] = self._requests[request.key] = request
-        self._over.pop(request.key, None)
+        self.kept.remove(request.key)
         self._lost.pop((engine.name, request.id), None)
         name, names = request.key[0], self._engines_of.get(request.id, ())
         if name not in names:

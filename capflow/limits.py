@@ -142,7 +142,10 @@ assert BODY_BYTES_DEFAULT <= BODY_BYTES_MAX
 # What a hub bears: beyond these a peer is refused, or cut off.
 STATE_PER_BYTE_MAX = 32  # bytes of memory that a hub keeps of a message, for each byte on the wire
 SESSIONS_MAX = 4_096
-REQUESTS_OPEN_MAX = 200_000
+MEMORY_BYTES_MIN = 256 * MIB  # of a hub, for what peers send; see `capflow.budget`
+MEMORY_BYTES_MAX = 64 * 1024 * 1024 * MIB
+MEMORY_PART = 4  # a hub takes one of so many parts of the machine's memory, unless it is given another bound
+OWNERS_MAX = 1_024  # keys, or without keys engines and clients, that share the bounds of a hub at once
 AWAITED_MAX = 100_000
 TAPS_MAX = 16
 TAP_BYTES_MAX = 64 * MIB  # on the way to one tap; what comes meanwhile it skips

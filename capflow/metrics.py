@@ -129,6 +129,11 @@ def _hub(hub: Hub) -> Iterator[Metric]:
     yield _gauge("credit_window_bytes", "What each worker may have under way now.", pool.window_bytes)
     yield _gauge("credit_committed_bytes", "What all workers may send and what is held of them.", pool.committed_bytes)
     yield _gauge("credit_limit_bytes", "The bound of that.", pool.bytes_max)
+    memory = hub.memory()
+    text = "Memory for what peers send, by part of the budget, as it is weighed."
+    yield _gauge("memory_bytes", text, [((part,), each["bytes"]) for part, each in memory.items()], ["part"])
+    bounds = [((part,), each["bytes_max"]) for part, each in memory.items()]
+    yield _gauge("memory_limit_bytes", "The bound of that: parts of `--memory-bytes-max`.", bounds, ["part"])
     taps = hub.taps
     yield _gauge("taps", "Hubs that tap this one.", len(taps))
     yield _counter("tap_frames", "Copies of frames that were sent to taps.", taps.frames)

@@ -18,13 +18,17 @@ import msgspec
 from capflow import limits
 from capflow.action import Action, Applied, Outcome, Rejected, Unknown
 from capflow.enginename import is_of, name_of
-from capflow.errors import explain
+from capflow.errors import RoomError, explain
 from capflow.ledger import Request
 from capflow.message import Act, Hello
+from capflow.shares import Shares
 
 NO_ENGINE = explain(
     "action: no engine is connected to this hub", do="start one with its hub set to this address, then try again"
 )
+
+
+_ACTION_BYTES, _DECODED = 2048, 4  # of memory, of an action that waits, and for each of its bytes on the wire
 
 
 @dataclass(slots=True)
@@ -35,6 +39,8 @@ class _Waiting:
     answer: Callable[[Outcome], None]
     asked: tuple[str, ...]  # boots of schedulers that have not answered
     until: float
+    owner: str  # of what it takes, as of `capflow.shares`
+    nbytes: int
     act: Act | None = None
     reason: str = ""  # the last rejection
 
@@ -42,7 +48,9 @@ class _Waiting:
 class Relay:
     """The actions that wait for their outcome, by the id that the hub gave them."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: Shares) -> None:
+        self._count = Shares("actions waiting for an engine", limits.ACTIONS_WAITING_MAX, unit="actions")
+        self._state = state  # the memory that actions share
         self.applied = 0
         self.rejected = 0
         self.unknown = 0
@@ -54,13 +62,29 @@ class Relay:
         return len(self._waiting)
 
     def ask(
-        self, own_id: str, action: Action, schedulers: Iterable[str], now: float, answer: Callable[[Outcome], None]
+        self,
+        own_id: str,
+        action: Action,
+        schedulers: Iterable[str],
+        now: float,
+        answer: Callable[[Outcome], None],
+        *,
+        owner: str = "",
+        nbytes: int = 0,
     ) -> Act | None:
-        """Return what to send to the schedulers, which are named by their boots; None when it was answered at once."""
-        waiting = _Waiting(own_id, answer, tuple(schedulers), now + limits.ACTION_S_MAX)
-        if len(self._waiting) >= limits.ACTIONS_WAITING_MAX:
-            reason = explain("actions waiting for an engine", got=len(self._waiting), expected="fewer; try again later")
-            self._answer(waiting, Rejected(own_id, reason))
+        """Return what to send to the schedulers, which are named by their boots; None when it was answered at once.
+
+        owner: who asks; nbytes: of the action, on the wire.
+        """
+        memory = _ACTION_BYTES + _DECODED * nbytes
+        waiting = _Waiting(own_id, answer, tuple(schedulers), now + limits.ACTION_S_MAX, owner, memory)
+        try:
+            self._state.take(owner, memory, what="actions waiting for an engine")
+            if not self._count.offer(owner, 1):
+                self._state.give(owner, memory)
+                self._count.take(owner, 1)
+        except RoomError as e:
+            self._answer(waiting, Rejected(own_id, str(e)))
             return None
         waiting.act = Act(f"{self._hub}-{next(self._ids)}", action, waiting.until)
         self._waiting[waiting.act.id] = waiting
@@ -68,7 +92,7 @@ class Relay:
 
     def refuse(self, own_id: str, reason: str, answer: Callable[[Outcome], None]) -> None:
         """Reject an action that no scheduler is asked to do."""
-        self._answer(_Waiting(own_id, answer, (), 0.0), Rejected(own_id, reason))
+        self._answer(_Waiting(own_id, answer, (), 0.0, "", 0), Rejected(own_id, reason))
 
     def again(self, scheduler: str, now: float) -> list[Act]:
         """Return what to send to a scheduler that is back: what it was asked, has not answered and may still do."""
@@ -84,7 +108,7 @@ class Relay:
         if isinstance(outcome, Rejected):
             waiting.reason = outcome.reason
         if isinstance(outcome, Applied) or not waiting.asked:
-            del self._waiting[outcome.id]
+            self._pop(outcome.id)
             self._answer(waiting, msgspec.structs.replace(outcome, id=waiting.own_id))
 
     def gone(self, scheduler: str) -> None:
@@ -97,12 +121,18 @@ class Relay:
         """Answer what no scheduler answered, a while after it expired."""
         due = now - limits.ACTION_ANSWER_S_MAX
         for hub_id in [hub_id for hub_id, waiting in self._waiting.items() if due >= waiting.until]:
-            waiting = self._waiting.pop(hub_id)
+            waiting = self._pop(hub_id)
             reason = explain(
                 f"action: the engine did not answer in {limits.ACTION_S_MAX:g} s; whether it did it is not known",
                 do="see `capflow status` for whether the engine runs",
             )
             self._answer(waiting, Unknown(waiting.own_id, reason))
+
+    def _pop(self, hub_id: str) -> _Waiting:
+        waiting = self._waiting.pop(hub_id)
+        self._count.give(waiting.owner, 1)
+        self._state.give(waiting.owner, waiting.nbytes)
+        return waiting
 
     def _answer(self, waiting: _Waiting, outcome: Outcome) -> None:
         match outcome:

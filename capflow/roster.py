@@ -16,12 +16,15 @@ import msgspec
 from capflow import limits
 from capflow.counts import age_s
 from capflow.enginename import name_of
-from capflow.errors import RemoteProtocolError, UsageError, explain
+from capflow.errors import UsageError, explain
 from capflow.frame import FrameHeader, Rank
 from capflow.ledger import Engine
 from capflow.message import Hello, ModelInfo, WorkerCounts
 from capflow.plugins import ConfiguredController
 from capflow.session import HubSession, Intake, Pool
+from capflow.shares import Shares
+
+SOURCE_BYTES = 4 * limits.KIB  # of memory, of a worker
 
 
 @dataclass(eq=False)
@@ -51,11 +54,12 @@ class Source:
 
 
 class Peer(NamedTuple):
-    """One connection that said Hello and was let in."""
+    """One connection that said Hello and was let in. owner: who has what it takes of the hub, as of `capflow.shares`."""
 
     session: HubSession
     hello: Hello
     source: Source | None  # a worker's
+    owner: str
 
     def status(self, now: float) -> dict[str, Any]:
         """Return what is shown of a session."""
@@ -96,6 +100,7 @@ class Roster:
     def __init__(
         self,
         pool: Pool,
+        state: Shares,
         controllers: Sequence[ConfiguredController],
         *,
         fits: Callable[[ModelInfo], None],
@@ -104,6 +109,8 @@ class Roster:
     ) -> None:
         self.pool = pool  # of credit, which the workers share
         self.controllers = tuple(controllers)
+        self.sessions = Shares("sessions", limits.SESSIONS_MAX, unit="sessions", do="close some, or try again later")
+        self.state = state  # of memory
         self.peers: dict[bytes, Peer] = {}  # by connection, until they leave
         self.engines: dict[str, Engine] = {}  # by name, while a worker or a scheduler of it is known
         self.resumed = 0  # workers that came back with the boot that they had
@@ -134,19 +141,24 @@ class Roster:
     def join(self, peer: bytes, session: HubSession, hello: Hello) -> Peer:
         """Let a peer in, in the place of any connection it had before.
 
-        Raises UsageError when consumers want what its model lacks, RemoteProtocolError when the hub is full.
+        Raises UsageError when consumers want what its model lacks, RoomError when the hub has no room for it.
         """
         self.leave(peer, for_good=False)
-        if len(self.peers) >= limits.SESSIONS_MAX:
-            expected = f"at most {limits.SESSIONS_MAX}"
-            raise RemoteProtocolError(explain("sessions", got=len(self.peers), expected=expected))
-        source = None
-        if hello.role != "client":
-            assert hello.model is not None
-            self._check_name(hello)
-            engine = self._engine(hello.engine, hello.model, session.user)
-            source = self._source(engine, hello, peer) if hello.role == "worker" else None
-        known = self.peers[peer] = Peer(session, hello, source)
+        owner = owner_of(session.user, hello, peer)
+        self.sessions.take(owner, 1)
+        try:
+            source = None
+            if hello.role != "client":
+                assert hello.model is not None
+                self._check_name(hello)
+                engine = self._engine(hello.engine, hello.model, session.user)
+                session.hello = hello = msgspec.structs.replace(hello, model=engine.model)  # kept once
+                source = self._source(engine, hello, peer) if hello.role == "worker" else None
+        except BaseException:
+            self.sessions.give(owner, 1)
+            self._forget_unexpected(hello.engine)
+            raise
+        known = self.peers[peer] = Peer(session, hello, source, owner)
         return known
 
     def leave(self, peer: bytes, *, for_good: bool) -> Peer | None:
@@ -158,18 +170,18 @@ class Roster:
         known = self.peers.pop(peer, None)
         if known is None:
             return None
+        self.sessions.give(known.owner, 1)
         name = known.hello.engine
         if known.source is not None:
             known.source.peer = None
             known.source.intake.revoke()
             if for_good:
-                self._sources.pop((name, known.hello.rank), None)
+                self._drop(known.source)
                 known.source.engine.stages_left.add(known.hello.rank.pp)
                 self._on_lost(known.source.engine, known.hello.rank.dp, known.hello.rank.pp)
         engine = self.engines.get(name)
-        if engine is not None and len(engine.stages_left) >= engine.model.stages and not self._expected(name):
-            del self.engines[name]
-            self._on_lost(engine)
+        if engine is not None and len(engine.stages_left) >= engine.model.stages:
+            self._forget_unexpected(name)
         return known
 
     def _check_name(self, hello: Hello) -> None:
@@ -201,8 +213,7 @@ class Roster:
             elif engine.missed_since is None:
                 engine.missed_since = now
             elif now - engine.missed_since >= limits.MISSED_S:
-                del self.engines[name]
-                self._on_lost(engine)
+                self._forget_unexpected(name)
 
     def _expected(self, engine: str) -> bool:
         """Return whether somebody of an engine is connected, or may resume."""
@@ -227,23 +238,26 @@ class Roster:
         for controller in self.controllers:
             controller.check(model)
         if engine is not None:
-            self._on_lost(engine)
-        engine = self.engines[name] = Engine(name, model, user)
-        self._on_engine(engine)
-        return engine
+            self._forget(engine)
+        new = Engine(name, model, user)
+        self._take(new, new.nbytes)
+        self.engines[name] = new
+        self._on_engine(new)
+        return new
 
     def _source(self, engine: Engine, hello: Hello, peer: bytes) -> Source:
         """Return what the hub has of a worker, new if it is a new boot of it."""
         key = engine.name, hello.rank
         source = self._sources.get(key)
         if source is not None and source.peer is not None:
-            self.peers.pop(source.peer, None)  # the connection that this one replaces
+            self._replace(source.peer)
         if source is None or source.boot != hello.boot:
             if source is not None:
                 source.intake.revoke()
+                self._drop(source)
                 self._on_lost(source.engine, hello.rank.dp, hello.rank.pp, anew=True)
-            self._prune()
-            source = self._sources[key] = Source(hello.boot, hello.rank, engine, Intake(self.pool))
+            self._take(engine, SOURCE_BYTES)
+            source = self._sources[key] = Source(hello.boot, hello.rank, engine, Intake(self.pool, engine.owner))
         else:
             self.resumed += 1
         source.engine = engine
@@ -251,8 +265,43 @@ class Roster:
         engine.stages_left.discard(hello.rank.pp)
         return source
 
-    def _prune(self) -> None:
-        """Forget the oldest workers that fell silent, when there are too many to wait for."""
-        if len(self._sources) >= limits.SESSIONS_MAX:
-            for key in [key for key, source in self._sources.items() if source.peer is None]:
-                del self._sources[key]
+    def _replace(self, peer: bytes) -> None:
+        """Forget a connection, its worker having another one."""
+        known = self.peers.pop(peer, None)
+        if known is not None:
+            self.sessions.give(known.owner, 1)
+
+    def _take(self, engine: Engine, nbytes: int) -> None:
+        """Take memory for an engine. When there is no room, its owner's workers that fell silent are forgotten. Raises RoomError."""
+        if nbytes > self.state.room(engine.owner):
+            for source in [each for each in self._sources.values() if each.peer is None]:
+                if source.engine.owner == engine.owner:
+                    self._drop(source)
+                    self._on_lost(source.engine, source.rank.dp, source.rank.pp)
+            for each in [each for each in self.engines.values() if each.owner == engine.owner]:
+                if each.name != engine.name:
+                    self._forget_unexpected(each.name)
+        self.state.take(engine.owner, nbytes, what="engines and workers")
+
+    def _drop(self, source: Source) -> None:
+        """Forget a worker."""
+        key = source.engine.name, source.rank
+        if self._sources.get(key) is source:
+            del self._sources[key]
+            self.state.give(source.engine.owner, SOURCE_BYTES)
+
+    def _forget_unexpected(self, name: str) -> None:
+        """Forget an engine of which nobody is connected or may resume; its open requests are over."""
+        engine = self.engines.get(name)
+        if engine is not None and not self._expected(name):
+            self._forget(engine)
+
+    def _forget(self, engine: Engine) -> None:
+        del self.engines[engine.name]
+        self._on_lost(engine)
+        self.state.give(engine.owner, engine.nbytes)
+
+
+def owner_of(user: str, hello: Hello, peer: bytes) -> str:
+    """Return who has what a peer takes: its key, and on a hub without keys its engine, or its connection if it is a client."""
+    return user or (f"client {peer.hex()}" if hello.role == "client" else f"engine {hello.engine}")

@@ -16,7 +16,15 @@ from capflow.consumer import POLICY_DEFAULT, Fallback, Policy
 from capflow.enginename import checked
 from capflow.errors import UsageError
 
-HUB_FLAGS = ("--consumer", "--consumer-config", "--address", "--drain-s", "--metrics-address", "--log-format")
+HUB_FLAGS = (
+    "--consumer",
+    "--consumer-config",
+    "--address",
+    "--drain-s",
+    "--memory-bytes-max",
+    "--metrics-address",
+    "--log-format",
+)
 """The options of the hub inside; without `--consumer` or `--consumer-config` there is none."""
 
 STEERING_KEY = "--steering-api-key"
@@ -68,6 +76,12 @@ def hub_options() -> Parser:
         type=_seconds(0.0, limits.SHUTDOWN_S_MAX),
         metavar="SECONDS",
         help=f"how long consumers that get on may take at the end (default: {limits.DRAIN_S_MAX:g})",
+    )
+    hub.add_argument(
+        "--memory-bytes-max",
+        type=_bytes(limits.MEMORY_BYTES_MAX, limits.MEMORY_BYTES_MIN),
+        metavar="BYTES",
+        help="the hub's memory for what peers send (default: a quarter of the machine's)",
     )
     hub.add_argument("--metrics-address", metavar="[HOST:]PORT", help="serve the hub's /metrics, /healthz and /readyz")
     hub.add_argument("--log-format", choices=["text", "json"], help="of the hub's log (default: text)")
@@ -179,12 +193,12 @@ def _add_server(parser: Parser) -> None:
     group.add_argument("--grpc-host", default="127.0.0.1", metavar="HOST", help="where (default: %(default)s)")
 
 
-def _bytes(high: int) -> Callable[[str], int]:
-    """Return what reads a number of bytes from 1 to a bound."""
+def _bytes(high: int, low: int = 1) -> Callable[[str], int]:
+    """Return what reads a number of bytes between two bounds."""
 
     def number_of_bytes(text: str) -> int:
-        if not text.isdigit() or not 1 <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"got {text or repr(text)}, expected 1..{high} bytes")
+        if not text.isdigit() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"got {text or repr(text)}, expected {low}..{high} bytes")
         return int(text)
 
     return number_of_bytes

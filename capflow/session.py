@@ -51,6 +51,7 @@ from capflow.message import (
     Welcome,
 )
 from capflow.rowformat import RowFormat
+from capflow.shares import Shares
 from capflow.site import HOOKS
 
 Parts = Sequence[Any]
@@ -310,22 +311,51 @@ class PeerSession:
 
 
 class Pool:
-    """The credit that the workers of a hub share: each that is connected an even part, and none more than `each_bytes_max`.
+    """The credit that the workers of a hub share: each owner an even part, of that each of its workers, and none more than `each_bytes_max`.
 
     What is committed, to be sent or held here, also of workers that are gone, is at most `bytes_max`, but for frames larger than their worker's
-    part, of which each may have one.
+    part, of which each may have one. shares: what each owner has of it; None where there is one owner.
     """
 
-    def __init__(self, each_bytes_max: int, bytes_max: int = limits.CREDIT_BYTES_TOTAL) -> None:
+    def __init__(
+        self, each_bytes_max: int, bytes_max: int = limits.CREDIT_BYTES_TOTAL, shares: Shares | None = None
+    ) -> None:
         self.each_bytes_max = each_bytes_max
         self.bytes_max = bytes_max
-        self.workers = 0  # that are connected
+        self.shares = shares
         self.committed_bytes = 0  # the credit of all of them, and the frames held
+        self._workers: dict[str, int] = {}  # that are connected, by owner
+
+    @property
+    def workers(self) -> int:
+        """How many workers are connected."""
+        return sum(list(self._workers.values()))
 
     @property
     def window_bytes(self) -> int:
-        """What each worker may have under way, as many as there are now."""
-        return min(self.each_bytes_max, self.bytes_max // max(1, self.workers))
+        """What the worker with the smallest part may have under way."""
+        return min(map(self.window_of, list(self._workers)), default=min(self.each_bytes_max, self.bytes_max))
+
+    def window_of(self, owner: str) -> int:
+        """Return what each worker of an owner may have under way, as many as there are now."""
+        return min(self.each_bytes_max, self.bytes_max // max(1, len(self._workers)) // max(1, self._workers[owner]))
+
+    def room(self, owner: str) -> int:
+        """Return how much more may be committed to an owner."""
+        left = self.bytes_max - self.committed_bytes
+        return left if self.shares is None else min(left, self.shares.room(owner))
+
+    def connect(self, owner: str, workers: int) -> None:
+        """Note that so many more workers are connected."""
+        self._workers[owner] = self._workers.get(owner, 0) + workers
+        if not self._workers[owner]:
+            del self._workers[owner]
+
+    def commit(self, owner: str, nbytes: int) -> None:
+        """Note that so many more bytes are committed."""
+        self.committed_bytes += nbytes
+        if self.shares is not None:
+            self.shares.force(owner, nbytes)
 
 
 class Intake:
@@ -335,8 +365,9 @@ class Intake:
     released frames, up to the worker's part of the pool: so what more workers need is taken of what the others have when they next send.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, owner: str = "") -> None:
         self.pool = pool
+        self.owner = owner
         self.connected = False  # from `grant` to `revoke`
         self.last_seq = 0  # the last frame taken
         self.acked = 0
@@ -354,7 +385,7 @@ class Intake:
         """Return the credit of a new connection: the worker's part, less what is held."""
         self.revoke()
         self.connected = True
-        self.pool.workers += 1
+        self.pool.connect(self.owner, 1)
         self._give()
         return self.credit_bytes
 
@@ -362,7 +393,7 @@ class Intake:
         """Take back the credit, the connection being gone; what is held stays so."""
         if self.connected:
             self.connected = False
-            self.pool.workers -= 1
+            self.pool.connect(self.owner, -1)
             self._credit(-self.credit_bytes)
 
     def has(self, seq: int) -> bool:
@@ -405,18 +436,18 @@ class Intake:
         pool = self.pool
         if not self.connected:
             return 0
-        part = pool.window_bytes - self._held_bytes - self.credit_bytes
-        given = max(0, min(part, pool.bytes_max - pool.committed_bytes))
+        part = pool.window_of(self.owner) - self._held_bytes - self.credit_bytes
+        given = max(0, min(part, pool.room(self.owner)))
         self._credit(given)
         return given
 
     def _credit(self, nbytes: int) -> None:
         self.credit_bytes += nbytes
-        self.pool.committed_bytes += nbytes
+        self.pool.commit(self.owner, nbytes)
 
     def _hold(self, nbytes: int) -> None:
         self._held_bytes += nbytes
-        self.pool.committed_bytes += nbytes
+        self.pool.commit(self.owner, nbytes)
 
 
 class HubSession:

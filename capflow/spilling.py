@@ -33,6 +33,7 @@ from capflow.losses import note_chunk
 from capflow.message import ModelInfo
 from capflow.plugins import ConfiguredConsumer
 from capflow.result import CaptureResult, RequestDone
+from capflow.shares import Shares
 from capflow.siblings import take_beside, tell_of_others
 from capflow.spool import FullError, Lost
 
@@ -106,10 +107,12 @@ class SpillingLane(Lane):
             spill.root / f"{spill.name}{SUFFIX}", min(limits.DEAD_BYTES_DEFAULT, spill.bytes_max)
         )
         self._wish = Wish(self.name, self.consumer.spec(), self.consumer.reads_requests)
+        self.state = Shares("memory of a consumer's inbox", limits.MEMORY_BYTES_MIN)  # until a hub gives it its part
         self.ledger = self._new_ledger()  # the consumer's thread's; results are the hub's
         self.writer = InboxWriter(self.name, self.inbox, self.queue, spill.fallback, self.dropped)
         self._lost_unknown = False  # as the writer's, of what was taken out
         self._engines: dict[str, Engine] = {}  # the consumer's thread's
+        self._full: set[str] = set()  # engines of which the hub had no room for requests; the hub's thread's
         self._boots: dict[tuple[str, Rank], str] = {}  # of workers, as of the last frame; the consumer's thread's
         self._open: dict[tuple[str, str], _Open] = {}  # not over, by first record; the consumer's thread's
         self._long: dict[
@@ -182,6 +185,11 @@ class SpillingLane(Lane):
         """Tell the consumer, after everything before, that an engine connected."""
         self._gone = {gone for gone in self._gone if gone.engine != engine}
         self.queue.force(Known(engine, model))
+
+    def note_full(self, engine: str) -> None:
+        """Note that the hub had no room for requests of an engine."""
+        if len(self._full) < limits.SESSIONS_MAX:
+            self._full.add(engine)
 
     def missed(self, here: set[tuple[str, int]], now: float) -> Iterator[tuple[str, int]]:
         """Yield the engines and replicas that were not connected for `limits.MISSED_S` while a hub ran, this or earlier.
@@ -299,7 +307,8 @@ class SpillingLane(Lane):
         self._handled = needless
 
     def _new_ledger(self) -> Ledger:
-        return Ledger([self._wish], results_kept_max=0)
+        self.state.clear()  # of what an earlier ledger had
+        return Ledger([self._wish], self.state, results_kept_max=0)
 
     def _place(self, method: str) -> int | str:
         return method if method == "on_idle" else self._at
@@ -545,6 +554,7 @@ class SpillingLane(Lane):
 
     def _finish_all(self, engine: Engine, header: FrameHeader, number: int) -> None:
         if header.finished:
+            engine.full = engine.full or engine.name in self._full
             for finished in header.finished:
                 if self.ledger.was_lost(finished, engine):  # the hub may have been another one then
                     again = Request(engine.name, finished.id, header.rank.dp, (None,), ("",))

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from capflow import limits
-from capflow.errors import RemoteProtocolError, explain
 from capflow.ledger import Engine
 from capflow.message import Tapped
 from capflow.peerlog import PeerLog
 from capflow.session import Parts
+from capflow.shares import Shares
 
 
 @dataclass
@@ -26,6 +26,7 @@ class _Tap:
     """One client that taps. credit_bytes: what may still be sent; all else counts since it joined."""
 
     name: str
+    owner: str
     credit_bytes: int = 0
     frames: int = 0
     bytes: int = 0
@@ -44,6 +45,7 @@ class Taps:
         self._say = say
         self._log = log
         self._taps: dict[bytes, _Tap] = {}  # until they leave
+        self._count = Shares("taps", limits.TAPS_MAX, owners_max=max(1, limits.TAPS_MAX // 4), unit="taps")
         # Counters over all taps, those that left too.
         self.frames = 0  # copies sent
         self.bytes = 0
@@ -56,16 +58,15 @@ class Taps:
         """Return whether a client taps."""
         return peer in self._taps
 
-    def take(self, peer: bytes, name: str, credit_bytes: int, engines: Iterable[Engine]) -> None:
+    def take(self, peer: bytes, name: str, owner: str, credit_bytes: int, engines: Iterable[Engine]) -> None:
         """Take what a tap says: it may be sent more. The first time it is told of the engines that there are.
 
-        Raises RemoteProtocolError when there are too many.
+        Raises RoomError when there are too many.
         """
         tap = self._taps.get(peer)
         if tap is None:
-            if len(self._taps) >= limits.TAPS_MAX:
-                raise RemoteProtocolError(explain("taps", got=len(self._taps), expected=f"at most {limits.TAPS_MAX}"))
-            tap = self._taps[peer] = _Tap(name)
+            self._count.take(owner, 1)
+            tap = self._taps[peer] = _Tap(name, owner)
             event = {"event": "tap_opened", "tap": name}
             self._log.say(logging.INFO, peer, time.monotonic(), "%s taps this hub", name, event=event)
             for engine in engines:
@@ -76,6 +77,7 @@ class Taps:
         """Forget a client."""
         tap = self._taps.pop(peer, None)
         if tap is not None:
+            self._count.give(tap.owner, 1)
             event = {"event": "tap_closed", "tap": tap.name, "skipped_frames": tap.skipped_frames}
             text = "%s left; it skipped %d frames"
             self._log.say(logging.INFO, peer, time.monotonic(), text, tap.name, tap.skipped_frames, event=event)

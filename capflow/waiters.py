@@ -4,36 +4,34 @@ from __future__ import annotations
 
 from collections import Counter
 
-from capflow import limits
-from capflow.errors import RemoteProtocolError, explain
+from capflow.shares import Shares
 
 Asked = tuple[str, str]
 """An engine as a client named it, empty for any, and the id of a request."""
 
 
-class Waiters:
-    """Clients by the request they wait for; a client leaves when it is answered or gone."""
+_WAIT_BYTES = 256  # of memory, of a name that is waited for
 
-    def __init__(self) -> None:
+
+class Waiters:
+    """Clients by the request they wait for; a client leaves when it is answered or gone. state: the memory that they share."""
+
+    def __init__(self, state: Shares) -> None:
+        self._state = state
         self._clients: dict[Asked, bytes | tuple[bytes, ...]] = {}  # by request: one client, or several
-        self._count = 0  # of all pairs
+        self._owners: dict[bytes, str] = {}  # of clients that wait
         self._waits: Counter[bytes] = Counter()  # for how many each client waits; none is 0
 
     def __contains__(self, client: bytes) -> bool:
         """Return whether a client waits for any request."""
         return client in self._waits
 
-    def add(self, request: Asked, client: bytes) -> None:
-        """Have a client wait.
-
-        Raises RemoteProtocolError when too much is waited for.
-        """
-        if self._count >= limits.AWAITED_MAX:
-            expected = f"at most {limits.AWAITED_MAX}"
-            raise RemoteProtocolError(explain("requests waited for", got=self._count + 1, expected=expected))
+    def add(self, request: Asked, client: bytes, owner: str) -> None:
+        """Have a client wait. Raises RoomError when it waits for too much."""
         waiting = self._of(request)
         if client not in waiting:
-            self._count += 1
+            self._state.take(owner, _cost(request), what="requests waited for")
+            self._owners[client] = owner
             self._waits[client] += 1
             self._clients[request] = (*waiting, client) if waiting else client
 
@@ -45,11 +43,8 @@ class Waiters:
         """Remove and return those who wait for the request."""
         clients = self._of(request)
         self._clients.pop(request, None)
-        self._count -= len(clients)
         for client in clients:
-            self._waits[client] -= 1
-            if not self._waits[client]:
-                del self._waits[client]
+            self._answered(client, request)
         return clients
 
     def gone(self, client: bytes) -> None:
@@ -57,10 +52,24 @@ class Waiters:
         if client not in self._waits:
             return
         for request in [request for request in self._clients if client in self._of(request)]:
-            for other in self.pop(request):
-                if other != client:
-                    self.add(request, other)
+            left = tuple(other for other in self._of(request) if other != client)
+            self._answered(client, request)
+            if left:
+                self._clients[request] = left
+            else:
+                del self._clients[request]
+
+    def _answered(self, client: bytes, request: Asked) -> None:
+        """Note that a client waits for one request less."""
+        self._state.give(self._owners[client], _cost(request))
+        self._waits[client] -= 1
+        if not self._waits[client]:
+            del self._waits[client], self._owners[client]
 
     def _of(self, request: Asked) -> tuple[bytes, ...]:
         clients = self._clients.get(request, ())
         return (clients,) if isinstance(clients, bytes) else clients
+
+
+def _cost(request: Asked) -> int:
+    return _WAIT_BYTES + 4 * len(request[1])

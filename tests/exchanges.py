@@ -16,7 +16,7 @@ from capflow.plugins import ConfiguredConsumer
 class Desk:
     """An exchange with consumers whose threads do not run: frames wait in their queues."""
 
-    def __init__(self, *consumers, guard=None, policy="block"):
+    def __init__(self, *consumers, guard=None, policy="block", memory_bytes_max=None):
         made = [ConfiguredConsumer.of(consumer, policy=policy) for consumer in consumers]
         self.sent = defaultdict(list)  # messages, by peer
         self._posted = deque()
@@ -28,6 +28,7 @@ class Desk:
             status=dict,
             guard=guard or Guard(),
             on_refused=None,
+            memory_bytes_max=memory_bytes_max,
         )
 
     def say(self, peer, said, user=""):

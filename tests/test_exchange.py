@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from exchanges import Desk
-from frames import BOOT, make_finished, make_frame
+from frames import BOOT, make_finished, make_frame, make_model
 from hubs import Recorder
 
-from capflow import limits
-from capflow.message import Refused
+from capflow import limits, shares
+from capflow.frame import Dropped, Gap
+from capflow.message import Await, Bye, Hello, Refused, Welcome
 from capflow.spec import CaptureSpec
 
 WRONG = CaptureSpec({"post_block": [99]})
@@ -56,3 +57,120 @@ class TestCredit:
 
 def _fail(*_):
     raise MemoryError
+
+
+MEMORY = 4 * limits.MIB
+"""Of a hub for tests: 512 KiB of it for open requests."""
+
+
+def opened(names, number, **fields):
+    return make_frame([(name, 1, 0, 1) for name in names], seq=number, **fields)
+
+
+class TestOneWhoTakesAllThereIs:
+    """Each of these has one peer take as much as it can; the others go on."""
+
+    @pytest.fixture(autouse=True)
+    def few_owners(self, monkeypatch):
+        monkeypatch.setitem(shares.Shares.__init__.__kwdefaults__, "owners_max", 4)
+
+    @pytest.mark.parametrize("policy", ["block", "drop"])
+    def test_of_open_requests_loses_rows_by_name_and_no_other_does(self, policy, caplog):
+        consumer = Recorder()
+        desk = Desk(consumer, policy=policy, memory_bytes_max=MEMORY)
+        desk.hello(b"bad", engine="bad")
+        desk.hello(b"good", engine="good")
+        for number in range(1, 30):
+            desk.say(b"bad", opened([f"{number}-{each}" for each in range(50)], number, engine="bad"))
+            desk.handle_all()
+        assert desk.exchange.counts.protocol_errors == 0
+        assert b"bad" in desk.exchange.roster.peers
+        assert 0 < len(desk.exchange.roster.engines["bad"].open) < 29 * 50
+        names = [f"good-{each}" for each in range(40)]
+        desk.say(b"good", opened(names, 1, engine="good"))
+        ends = [make_finished(name, 1, 1) for name in names]
+        desk.say(b"good", make_frame((), (), seq=2, engine="good", finished=ends))
+        desk.handle_all()
+        assert all(consumer.done[name].rows == 1 and not consumer.done[name].dropped for name in names)
+        (said,) = [record.message for record in caplog.records if getattr(record, "event", "") == "engine_full"]
+        assert said.startswith("engine bad: no room for more of its requests, whose rows are lost: got ")
+        assert said.endswith("start the hub with more --memory-bytes-max")
+        desk.say(b"bad", make_frame((), (), seq=30, engine="bad", finished=[make_finished("29-49", 1, 1)]))
+        desk.handle_all()
+        assert [(lost.reason, lost.rows) for lost in consumer.done["29-49"].dropped] == [("hub_full", 1)]
+
+    def test_of_open_requests_gives_all_of_it_back_at_their_ends(self):
+        desk = Desk(Recorder(), memory_bytes_max=MEMORY)
+        desk.hello(b"w")
+        before = desk.exchange.budget.state.used
+        names = [f"r{each}" for each in range(50)]
+        desk.say(b"w", opened(names, 1))
+        assert desk.exchange.budget.state.used > before
+        desk.say(b"w", make_frame((), (), seq=2, finished=[make_finished(name, 1, 1) for name in names]))
+        assert desk.exchange.budget.state.used == before
+        desk.say(b"w", Bye())
+        assert desk.exchange.budget.state.used == 0
+        assert desk.exchange.budget.state.owners == 0
+
+    def test_of_names_that_it_waits_for_is_told_so_and_may_come_back(self):
+        desk = Desk(Recorder(), memory_bytes_max=MEMORY)
+        desk.say(b"bad", Hello("client", "", "bad"))
+        desk.say(b"good", Hello("client", "", "good"))
+        for number in range(20):
+            desk.say(b"bad", Await(tuple(f"{number}-{each}" for each in range(100))))
+        refusal = next(said for said in desk.sent[b"bad"] if isinstance(said, Refused))
+        assert refusal.reason.startswith("requests waited for: got ")
+        assert refusal.reason.endswith("--memory-bytes-max")
+        assert desk.exchange.counts.protocol_errors == 0
+        desk.say(b"good", Await(("r1",)))
+        assert not any(isinstance(said, Refused) for said in desk.sent[b"good"])
+        desk.say(b"bad", Hello("client", "", "bad"))
+        assert isinstance(desk.sent[b"bad"][-1], Welcome)
+
+    def test_of_sessions_leaves_some_for_others(self, monkeypatch):
+        desk = Desk(Recorder(), memory_bytes_max=64 * limits.MIB)
+        answers = [desk.hello(b"%d" % number, "bad", engine=f"e{number}") for number in range(limits.SESSIONS_MAX)]
+        refused = [said for said in answers if isinstance(said, Refused)]
+        assert refused
+        assert desk.exchange.counts.protocol_errors == 0
+        assert isinstance(desk.hello(b"good", "good", engine="good"), Welcome)
+
+    def test_of_models_leaves_room_for_others(self):
+        desk = Desk(Recorder(), memory_bytes_max=MEMORY)
+        model = make_model(limits.LAYERS_MAX)
+        answers = [desk.hello(b"%d" % number, "bad", engine=f"e{number}", model=model) for number in range(8)]
+        assert isinstance(answers[-1], Refused)
+        assert desk.exchange.counts.protocol_errors == 0
+        assert isinstance(desk.hello(b"good", "good", engine="good"), Welcome)
+
+    def test_of_places_of_lost_rows_has_them_counted_only(self):
+        consumer = Recorder()
+        desk = Desk(consumer, memory_bytes_max=MEMORY)
+        desk.hello(b"w")
+        gaps = tuple(Gap(("post_block:0",), 2 * place, 2 * place + 1) for place in range(limits.GAPS_MAX))
+        dropped = tuple(Dropped(limits.GAPS_MAX, f"r{number}", gaps) for number in range(8))
+        desk.say(b"w", make_frame((), (), finished=[make_finished("r1", 1, 1, rows=0, dropped=dropped)]))
+        desk.handle_all()
+        (first, *_), every = consumer.done["r1"].dropped, consumer.done["r1"].dropped
+        assert [lost.rows for lost in every] == [limits.GAPS_MAX] * 8
+        assert first.gaps == ()
+
+    def test_of_credit_leaves_some_for_others(self):
+        desk = Desk(Recorder(), memory_bytes_max=64 * limits.MIB)
+        for number in range(100):
+            desk.hello(b"%d" % number, "bad", engine=f"e{number}")
+        given = desk.hello(b"good", "good", engine="good").credit_bytes
+        assert given >= desk.exchange.budget.frames.least > 0
+
+    def test_of_results_has_its_own_forgotten_first(self, monkeypatch):
+        monkeypatch.setattr(limits, "RESULTS_KEPT_MAX", 100)
+        desk = Desk(Recorder())
+        desk.hello(b"good", engine="good")
+        desk.say(b"good", make_frame((), (), engine="good", finished=[make_finished(f"g{n}") for n in range(20)]))
+        desk.hello(b"bad", engine="bad")
+        for number in range(1, 10):
+            ends = [make_finished(f"{number}-{each}") for each in range(100)]
+            desk.say(b"bad", make_frame((), (), seq=number, engine="bad", finished=ends))
+        desk.handle_all()
+        assert all(desk.exchange.ledger.named(f"g{n}") for n in range(20))
+        assert len(desk.exchange.ledger.kept) == 100

@@ -18,6 +18,7 @@ from capflow.client import Client
 from capflow.consumer import Consumer
 from capflow.fanout import Lane
 from capflow.ledger import Delivery, Engine, Ledger, Request, Wish
+from capflow.shares import Shares
 
 __all__ = ["address"]
 
@@ -140,7 +141,7 @@ def test_of_an_engine_that_it_could_not_be_told_of_a_consumer_is_given_nothing(p
     met = len(lane.queue)
     assert 0 < met < 64
     assert lane.notes.lost == {"session": 1000 - met}
-    ledger = Ledger([Wish("listener", EVERYTHING, reads_requests=False)])
+    ledger = Ledger([Wish("listener", EVERYTHING, reads_requests=False)], Shares("state", 2**30))
     for name in (names[0], names[-1]):
         engine = Engine(name, model)
         frame = make_frame([(name, 4, 0, 4)], finished=[make_finished(name)], engine=name)

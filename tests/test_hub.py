@@ -20,6 +20,7 @@ from capflow.frame import Dropped, Rank
 from capflow.message import Act, ActionOutcome, Hello
 from capflow.plugins import ConfiguredController
 from capflow.result import CaptureResult
+from capflow.shares import Shares
 from capflow.site import Site
 from capflow.spec import CaptureSpec
 
@@ -563,6 +564,22 @@ class TestWhatTheHubWants:
         ):
             eventually(lambda: link.refusal)
             assert "start the engine with --sites post_block:*" in link.refusal
+
+
+def test_a_worker_that_had_no_room_comes_back_and_loses_nothing(address, monkeypatch, caplog):
+    monkeypatch.setattr(limits, "REFUSED_S", 0.2)
+    consumer = Recorder()
+    with running_hub(address, consumer) as hub:
+        hub.roster.sessions = Shares("sessions", 2, unit="sessions")
+        with worker_link(address), worker_link(address, make_hello("engine-2", "b2"), wait=False) as link:
+            eventually(lambda: link.refusal)
+            assert link.refusal.startswith("sessions: got 1 more sessions beside 0, expected at most 0 now")
+            assert hub.counts.protocol_errors == 0
+        with worker_link(address, make_hello("engine-3", "b3"), wait=False) as link:
+            eventually(lambda: link.connected)
+            send_request(link, "r3", engine="engine-3", boot="b3")
+            eventually(lambda: consumer.done)
+    assert caplog.text.count("refuses this worker") == 1
 
 
 def test_status_counts_what_went_through(address):

@@ -9,6 +9,7 @@ from selectors_model import meant, specs
 from capflow.frame import Frame
 from capflow.ledger import Engine, Ledger, Wish
 from capflow.message import ModelInfo
+from capflow.shares import Shares
 from capflow.site import Site
 from capflow.spec import join
 from capflow_engine.orders import Ended
@@ -100,7 +101,7 @@ def run(wanted, parts, hubs=1, hub_of=(0,) * 3):
 
 def deliver(frames, asked):
     """Give the frames to a hub's ledger; return each consumer's rows, its counts, the ended requests, and rows in all."""
-    ledger = Ledger([Wish(f"c{n}", spec, reads) for n, (spec, reads) in enumerate(asked)])
+    ledger = Ledger([Wish(f"c{n}", spec, reads) for n, (spec, reads) in enumerate(asked)], Shares("state", 2**30))
     engine = Engine("e", INFO)
     got, counted, over, sent = [[] for _ in asked], [0] * len(asked), [], 0
     for frame in frames:

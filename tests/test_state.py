@@ -72,12 +72,12 @@ def frame(number, *, requests=(), finished=(), sites=FIRST_SITE):
 
 
 def open_requests():
-    return framed(batched(map(rows, NAMES), 4000))
+    return framed(batched(map(rows, NAMES), 500))
 
 
 def bare_open_requests():
     """Yield frames of requests with nothing that may be left out."""
-    for number, names in enumerate(batched(NAMES, 4000), 1):
+    for number, names in enumerate(batched(NAMES, 500), 1):
         whole, payload = frame(number, requests=tuple(map(rows, names)))[1].encode()
         header = msgspec.msgpack.decode(whole)
         header["requests"] = [{"id": name, "prompt_length": 1, "start": 0, "token_ids": [1]} for name in names]
@@ -85,7 +85,7 @@ def bare_open_requests():
 
 
 def ended_requests():
-    return framed(batched((end(name, capture=EVERY) for name in NAMES), 4000), ends=True)
+    return framed(batched((end(name, capture=EVERY) for name in NAMES), 500), ends=True)
 
 
 def spec_of_many_layers():
@@ -149,7 +149,7 @@ def beats():
 
 def hellos(role):
     model = None if role == "client" else ModelInfo("", 1, 1, "float32", (Site(0, "post_block"),))
-    return [(b"%d" % number, Hello(role, NAMES[number], "b", model=model)) for number in range(2000)]
+    return [(b"%d" % number, Hello(role, NAMES[number], "b", model=model)) for number in range(1000)]
 
 
 def hellos_of_refused():

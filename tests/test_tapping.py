@@ -281,7 +281,7 @@ class TestWhoMayTap:
         assert watcher.rows == {}
 
     def test_more_than_the_hub_bears_are_refused(self, address, monkeypatch):
-        monkeypatch.setattr(limits, "TAPS_MAX", 1)
+        monkeypatch.setattr(limits, "TAPS_MAX", 2)
         with running_hub(address, Recorder()), raw_peer(address) as first, raw_peer(address) as second:
             for peer in (first, second):
                 peer.send(message.encode(Hello("client", "", "tap")))
@@ -289,7 +289,9 @@ class TestWhoMayTap:
                 peer.send(message.encode(Tap(1000)))
                 if peer is first:
                     heard(first)
-            assert message.decode(answer(second)[0]) == Refused("taps: got 1, expected at most 1")
+            assert message.decode(answer(second)[0]) == Refused(
+                "taps: got 1 more taps beside 0, expected at most 0 now; try again later"
+            )
 
 
 class TestTheCommand:

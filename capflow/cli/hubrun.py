@@ -45,7 +45,8 @@ class HubRun:
 
     hub: the hub. refusals: why engines were refused, in the order in which they were. A first Ctrl-C or
     SIGTERM sets `stopped`, which `wait` returns on; a second one cuts the drain short. ends: the run is over when all is done, so consumers
-    that spill handle everything too; otherwise what they have not handled is left to the next hub. drain_s: by default as long as limits say. metrics: host and port to serve
+    that spill handle everything too; otherwise what they have not handled is left to the next hub. drain_s: by default as long as limits say.
+    memory_bytes_max: as of `Hub`. metrics: host and port to serve
     metrics and health at. log_format: `json` logs everything and prints nothing.
     """
 
@@ -58,6 +59,7 @@ class HubRun:
         key: str | None = None,
         insecure: bool = False,
         drain_s: float | None = None,
+        memory_bytes_max: int | None = None,
         ends: bool = False,
         metrics: tuple[str, int] | None = None,
         log_format: Format = "text",
@@ -75,7 +77,15 @@ class HubRun:
         self.stopped = self.signals.first
         self._owns_signals = signals is None
         self.controllers = tuple(controllers)
-        self.hub = Hub(address, consumers, controllers, key=key, insecure=insecure, on_refused=self.refusals.append)
+        self.hub = Hub(
+            address,
+            consumers,
+            controllers,
+            key=key,
+            insecure=insecure,
+            on_refused=self.refusals.append,
+            memory_bytes_max=memory_bytes_max,
+        )
         self.endpoint = None if metrics is None else Endpoint(self.hub, *metrics)
         self._drained = True  # whether the consumers handled everything
         self._recent: deque[tuple[float, Snapshot]] = deque()  # what was shown in the last `_RATE_S`, and just before

@@ -91,6 +91,11 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
     "--spill-fallback", type=click.Choice(["block", "drop"]), help="What holds when it is full. Default: block."
 )
 @click.option(
+    "--memory-bytes-max",
+    type=click.IntRange(limits.MEMORY_BYTES_MIN, limits.MEMORY_BYTES_MAX),
+    help="The memory for what peers send. Default: a quarter of the machine's.",
+)
+@click.option(
     "--metrics-address",
     metavar="[HOST:]PORT",
     help="Serve /metrics, /healthz and /readyz over HTTP; HOST is 127.0.0.1 unless given, PORT 0 is any free one.",
@@ -123,6 +128,7 @@ def run(
     spool_dir: str | None,
     spool_bytes: int | None,
     spill_fallback: Fallback | None,
+    memory_bytes_max: int | None,
     metrics_address: str | None,
     log_format: Format,
     until_eof: bool,
@@ -193,6 +199,7 @@ def run(
         key=key,
         insecure=insecure,
         drain_s=drain_s,
+        memory_bytes_max=memory_bytes_max,
         ends=job is not None or until_eof,
         metrics=metrics,
         log_format=log_format,

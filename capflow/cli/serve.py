@@ -91,6 +91,7 @@ def _hub_beside(hub: Namespace, engine: Namespace, signals: Signals) -> HubRun |
         key=engine.key,
         insecure=engine.insecure,
         drain_s=hub.drain_s,
+        memory_bytes_max=hub.memory_bytes_max,
         ends=True,
         metrics=None if hub.metrics_address is None else parse_listen(hub.metrics_address, "--metrics-address"),
         log_format=log_format,

@@ -93,12 +93,29 @@ def _sum(told: Told, rates: Rates | None) -> Text:
     for word in ("failed", "gapped"):
         if requests[word]:
             said.append(f", {human_count(requests[word])} {word}", "red")
+    said.append(f"   {memory}" if (memory := _memory(told)) else "")
     roles = [session["role"] for session in told["sessions"]]
     engines = len({session["engine"] for session in told["sessions"] if session["role"] != "client"})
     models = ", ".join(sorted({str(session["model"]) for session in told["sessions"] if "model" in session}))
     said.append(f"   {_plural(engines, 'engine')}, {_plural(roles.count('worker'), 'worker')}")
     said.append(f" of {clean(models, _MODELS_LENGTH)}" if models else "")
     return said
+
+
+def _memory(told: Told) -> str:
+    """Return how much of the hub's memory is taken, and what of each part that is half full."""
+    parts = told.get("memory", {}).get("parts", {})  # an earlier hub has none
+    taken = sum(part["bytes"] for part in parts.values())
+    full = [
+        f"{name} {part['bytes'] / part['bytes_max']:.0%}"
+        for name, part in parts.items()
+        if part["bytes"] > part["bytes_max"] // 2
+    ]
+    return (
+        ", ".join([f"memory {human_bytes(taken)} of {human_bytes(told['memory']['bytes_max'])}", *full])
+        if parts
+        else ""
+    )
 
 
 def _troubles(told: Told) -> Iterator[Text]:
