@@ -27,6 +27,7 @@ CAPTURE = {"hooks": {"post_block": [1, 3]}, "positions": "all"}
 CALL = {"model": "tiny", "max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
 PROMPT = "w5 w77 w123 w9 w250"
 LONG = 2500  # tokens, so many that a client can act while they come
+STEERED = 600  # of a request that is steered by who waits for it to begin
 PROMPTS = {
     "/v1/completions": {"prompt": PROMPT},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": PROMPT}]},
@@ -176,10 +177,11 @@ def test_an_answer_that_a_stop_string_ends_has_its_rows_and_no_more(served, stre
         assert capture[site].token_ids.tolist() == tokens[:-1]
 
 
-def steering(name, outcomes):
+def steering(name, outcomes, connected):
     """Steer a request as soon as it runs."""
     vector = SteeringVector.make(Site(1, "post_block"), np.ones(64, np.float32))
     with Client() as client:
+        connected.set()
         deadline = time.monotonic() + 60
         while not outcomes and time.monotonic() < deadline:
             outcome = client.act(Steer(name, (vector,)), timeout=60)
@@ -192,11 +194,12 @@ def steering(name, outcomes):
 def test_an_answer_that_was_steered_while_it_ran_does_not_say_that_nothing_did(served, monkeypatch, stream):
     client, _, root = served
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(root.parent))
-    name, outcomes = f"acted-{stream}", []
-    thread = threading.Thread(target=steering, args=(name, outcomes))
+    name, outcomes, connected = f"acted-{stream}", [], threading.Event()
+    thread = threading.Thread(target=steering, args=(name, outcomes, connected))
     thread.start()
+    assert connected.wait(60)
     extra = {"ignore_eos": True, "capture_id": name, "steering_report": True}
-    call = {"model": "tiny", "prompt": PROMPT, "max_tokens": LONG, "temperature": 0, "extra_body": extra}
+    call = {"model": "tiny", "prompt": PROMPT, "max_tokens": STEERED, "temperature": 0, "extra_body": extra}
     raw = client.completions.with_raw_response.create(**call, stream=stream)
     last = list(raw.parse())[-1] if stream else raw.parse()
     thread.join(60)
@@ -205,7 +208,7 @@ def test_an_answer_that_was_steered_while_it_ran_does_not_say_that_nothing_did(s
     assert said["key"] == "dynamic"
     assert said["controllers"] == []
     (action,) = said["actions"]
-    assert 5 <= action.pop("position") < 5 + LONG
+    assert 5 <= action.pop("position") < 5 + STEERED
     assert action == {"request": name, "kind": "steer", "sites": ["post_block:1"]}
     # The header of a stream goes out before it is known, and claims nothing.
     assert raw.headers.get("x-capflow-steering") == (None if stream else "dynamic")

@@ -20,6 +20,7 @@ def prompts(tmp_path):
     return write
 
 
+LONG = pytest.mark.long
 GOOD = '{"id": "a", "prompt": "x"}\n'
 
 
@@ -112,10 +113,14 @@ def test_a_wrong_job_is_refused_before_anything_starts(tmp_path, prompts, argume
     ("arguments", "words"),
     [
         (("--consumer", "filesystem:root={tmp}/rows,layers=99"), "layer 99"),
-        (("--consumer", "filesystem:root={tmp}/rows,hooks=mlp_in"), "--sites mlp_in"),
-        (("--consumer", "log", "--sites", "post_block:77"), "post_block:77"),
+        pytest.param(("--consumer", "filesystem:root={tmp}/rows,hooks=mlp_in"), "--sites mlp_in", marks=LONG),
+        pytest.param(("--consumer", "log", "--sites", "post_block:77"), "post_block:77", marks=LONG),
         (("--consumer", "log", "--engine-arg", "colour=red"), "colour"),
-        (("--consumer", "log", "--policy", "spill", "--spool-dir", "/dev/null/spool"), "--spool-dir: got /dev/null"),
+        pytest.param(
+            ("--consumer", "log", "--policy", "spill", "--spool-dir", "/dev/null/spool"),
+            "--spool-dir: got /dev/null",
+            marks=LONG,
+        ),
     ],
 )
 def test_what_the_model_does_not_have_is_refused_before_it_is_loaded(tmp_path, prompts, arguments, words):

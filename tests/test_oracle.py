@@ -16,6 +16,7 @@ from capflow_engine.step import Step
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(6 * 3600)]
 
+LONG = pytest.mark.long
 REQUESTS = int(os.environ.get("CAPFLOW_ORACLE_REQUESTS", "100"))
 SEED = int(os.environ.get("CAPFLOW_ORACLE_SEED", random.SystemRandom().getrandbits(32)))
 
@@ -87,7 +88,10 @@ def _regroup(plan, runs=lambda run: run, spans=lambda span: span):
     return dataclasses.replace(plan, groups=tuple(groups))
 
 
-@pytest.mark.parametrize("wrong", [by_one_row, by_one_layer, by_one_position, by_one_request])
+@pytest.mark.parametrize(
+    "wrong",
+    [by_one_row, *(pytest.param(wrong, marks=LONG) for wrong in (by_one_layer, by_one_position, by_one_request))],
+)
 def test_a_plan_that_is_wrong_by_one_is_noticed(tiny, tmp_path, wrong, monkeypatch):
     live = Live(tiny, tmp_path)
     scenario = [_request(10, 30), _request(60, 35), _request(100, 25)]
