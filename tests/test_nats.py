@@ -307,3 +307,30 @@ def test_the_reader_in_the_documentation_runs(tmp_path, capsys):
             assert each.on_request_done(done("r1", 4, rows_promised=8, rows=8)).status == "ok"
         exec(snippet.replace("nats://127.0.0.1:4222", server.url), {})  # noqa: S102  our own documentation
     assert capsys.readouterr().out == "r1 ok\n(4, 8)\n"
+
+
+def test_engines_of_different_widths_and_dtypes_share_a_stream(server, stream):
+    models = {"narrow": (8, "float32"), "wide": (24, "bfloat16")}
+    with opened(server, stream, sites=["post_block:0"], vectors=True) as consumer:
+        for engine, (hidden, dtype) in models.items():
+            consumer.on_session(engine, msgspec.structs.replace(make_model(hidden=hidden), dtype=dtype))
+        for seq in range(1, 4):
+            for engine, (hidden, dtype) in models.items():
+                span = ("r1", 4, 4 * seq - 4, 4)
+                consumer.on_frame(
+                    make_frame([span], [SITE], hidden=hidden, dtype=dtype, engine=engine, boot=engine, seq=seq)
+                )
+        for engine in models:
+            end = msgspec.structs.replace(done("r1", 12), engine=engine, rows=12, rows_promised=12)
+            assert consumer.on_request_done(end).status == "ok"
+    places = Counter()
+    for message in server.messages(stream):
+        if ".vectors." not in message.subject:
+            continue
+        engine = next(engine for engine in models if f".{engine}" in message.subject)
+        hidden, dtype = models[engine]
+        for chunk, rows in vectors_of(message):
+            for offset, row in enumerate(rows[0]):
+                assert row.tobytes() == row_of("r1", SITE, chunk["start"] + offset, hidden, dtype).tobytes()
+                places[engine, chunk["start"] + offset] += 1
+    assert places == Counter((engine, position) for engine in models for position in range(12))
