@@ -33,6 +33,18 @@ class Intervals:
             first, last = min(first, firsts[begin]), max(last, lasts[end - 1])
         firsts[begin:end], lasts[begin:end] = [first], [last]
 
+    def append(self, first: int, last: int) -> bool:
+        """Add the numbers `first ..= last`, one or more, if they are above all others; return whether they are."""
+        lasts = self._lasts
+        if not lasts or first > lasts[-1] + 1:
+            self._firsts.append(first)
+            lasts.append(last)
+            return True
+        if first == lasts[-1] + 1:
+            lasts[-1] = last
+            return True
+        return False
+
     def missing(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Yield the runs `(first, last)` of numbers of `first ..= last` that are not in the set."""
         index = bisect_left(self._lasts, first)

@@ -16,7 +16,8 @@ runs = st.lists(st.tuples(st.integers(0, 40), st.integers(-2, 6)), max_size=12)
 def test_it_is_a_set(runs, window):
     numbers, expected = Intervals(), set()
     for first, length in runs:
-        numbers.add(first, first + length)
+        if length < 0 or not numbers.append(first, first + length):
+            numbers.add(first, first + length)
         expected.update(range(first, first + length + 1))
     assert {n for n in range(60) if n in numbers} == expected
     assert bool(numbers) == bool(expected)

@@ -194,16 +194,14 @@ class DuckdbConsumer(Consumer):
 
     def _take(self, frame: Frame) -> None:
         header, pending, wants = frame.header, self._pending, frame.wants
-        worker, seq = (header.boot, header.rank), header.seq
+        worker = (header.boot, header.rank)
         owners: dict[str, tuple[ScoredRequest, bool]] = {}  # of this frame, and whether its rows are in the file
         for rows in header.requests:
             if wants is None or wants(rows):
                 request = self._request(header, rows.id)
-                stored = request.has(header)
+                stored = not request.take(worker, header)
                 owners[rows.id] = request, stored
                 pending.add_tokens(request, rows, stored=stored)
-                if not stored:
-                    request.pending.note(worker, seq, seq)
         if (
             wants is None
             and all(_tiled(block) for block in header.blocks)

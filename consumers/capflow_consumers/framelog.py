@@ -30,6 +30,17 @@ class FrameLog:
             frames = self._frames[worker] = Intervals()
         frames.add(first, last)
 
+    def take(self, worker: Worker, seq: int) -> bool:
+        """Note a frame; return whether it was not noted before."""
+        frames = self._frames.get(worker)
+        if frames is None:
+            frames = self._frames[worker] = Intervals()
+        if frames.append(seq, seq):
+            return True
+        new = seq not in frames
+        frames.add(seq, seq)
+        return new
+
     def update(self, other: FrameLog) -> None:
         """Note what another log has."""
         for worker, first, last in other.runs():

@@ -39,14 +39,20 @@ class PendingRows:
 
     def add_tokens(self, request: ScoredRequest, rows: RequestRows, *, stored: bool) -> None:
         """Keep the tokens not seen: every pipeline stage tells of them, and again after a preemption. stored: the file has them."""
-        start = rows.start
-        for first, last in request.known.missing(start, start + len(rows.token_ids) - 1):
-            count = last + 1 - first
-            request.tokens += count
-            request.known.add(first, last)
-            if not stored:
-                self._tokens.append((request, rows, first - start, last + 1 - start))
-                self.count += count
+        start, known = rows.start, request.known
+        stop = start + len(rows.token_ids)
+        if known.append(start, stop - 1):  # as nearly always
+            self._add_tokens(request, rows, 0, stop - start, stored=stored)
+            return
+        for first, last in list(known.missing(start, stop - 1)):
+            known.add(first, last)
+            self._add_tokens(request, rows, first - start, last + 1 - start, stored=stored)
+
+    def _add_tokens(self, request: ScoredRequest, rows: RequestRows, first: int, stop: int, *, stored: bool) -> None:
+        request.tokens += stop - first
+        if not stored:
+            self._tokens.append((request, rows, first, stop))
+            self.count += stop - first
 
     def add_rows(self, request: ScoredRequest, chunk: Chunk, *, stored: bool) -> None:
         """Keep the scores of a request's rows. stored: the file has them."""

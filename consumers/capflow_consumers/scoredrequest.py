@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from capflow.frame import FrameHeader
 from capflow.intervals import Intervals
-from capflow_consumers.framelog import FrameLog
+from capflow_consumers.framelog import FrameLog, Worker
 
 
 class ScoredRequest:
@@ -41,9 +41,11 @@ class ScoredRequest:
         self.tokens = 0
         self.scores = 0
 
-    def has(self, header: FrameHeader) -> bool:
-        """Return whether the rows of a frame are in the file or pending; of a request that is over, nothing more gets there."""
-        return self.status is not None or self.pending.has(header) or self.stored.has(header)
+    def take(self, worker: Worker, header: FrameHeader) -> bool:
+        """Note a frame as pending; return False when its rows are in the file or pending. A request that is over takes nothing more."""
+        if self.status is not None or (self.stored and self.stored.has(header)):
+            return False
+        return self.pending.take(worker, header.seq)
 
     def commit(self) -> None:
         """Note that what was pending is in the file."""
