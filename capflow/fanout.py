@@ -473,7 +473,7 @@ class Lane:
         if _is_unkept(request, place, result, judged):
             with self._lock:
                 self.unkept += 1
-        self._losses.tell(request.id, judged.dropped)
+        self._losses.tell(request.id, judged.dropped, engine=request.engine)
         self._on_result(request, self.index, judged)
         if settled is not None:
             settled()

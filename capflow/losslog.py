@@ -29,8 +29,8 @@ class LossLog:
         self._said = 0  # in it
         self._left_out = 0  # since a line was said
 
-    def tell(self, request: str, dropped: Sequence[Dropped]) -> None:
-        """Say what was lost of a request that is over; nothing when nothing was."""
+    def tell(self, request: str, dropped: Sequence[Dropped], **fields: Any) -> None:
+        """Say what was lost of a request that is over; nothing when nothing was. fields: of this record."""
         if not dropped:
             return
         with self._lock:
@@ -46,5 +46,6 @@ class LossLog:
         text = "; ".join(map(described, dropped))
         if left_out:
             text += f" ({left_out} requests before it are not told here)"
-        told = {"event": "rows_lost", "request": request, "dropped": msgspec.to_builtins(dropped), **self._fields}
+        told = {"event": "rows_lost", "request": request, "dropped": msgspec.to_builtins(dropped), **fields}
+        told |= self._fields
         self._logger.log(level, "%s: request %s: %s", self._who, request, text, extra=told)

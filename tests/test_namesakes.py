@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 
 import duckdb
 import msgspec
 import pytest
+from click.testing import CliRunner
 from frames import make_finished, make_frame, make_hello, make_model
 from hubs import Recorder, address, raw_peer, running_hub, scheduler_link, worker_link
 from waiting import eventually
@@ -14,6 +17,7 @@ from waiting import eventually
 import capflow
 from capflow import limits, message
 from capflow.action import Abort, Applied, Rejected
+from capflow.cli import cli
 from capflow.client import Client
 from capflow.enginename import is_of, name_of, new_engine
 from capflow.errors import UsageError
@@ -344,3 +348,35 @@ class TestOneEngineOfAName:
             with worker_link(address, second, wait=False) as link:
                 eventually(lambda: link.connected)
             assert hub.snapshot().engines <= 1
+
+
+def test_a_replay_of_two_starts_of_an_engine_keeps_the_request_of_each(tmp_path):
+    first, second = new_engine("prod"), new_engine("prod")
+    captured(tmp_path / "rows", [(first, 1), ("b", 2), (second, 3)], on_collision="suffix")
+    consumer = f"filesystem:root={tmp_path / 'again'},on_collision=suffix"
+    command = [sys.executable, "-m", "capflow", "replay", tmp_path / "rows", "--consumer", consumer]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 0
+    again = {capture.engine: len(capture["post_block:0"].rows) for capture in capflow.open(tmp_path / "again")}
+    assert again == {first: 1, "b": 2, second: 3}
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        (["result", "r1"], 2, "one of a, b"),
+        (["result", "r1", "--engine", "c"], 1, "request r1: unknown to the hub"),
+        (["result", "r1", "--engine", "x" * 600], 2, "--engine: got xxx"),
+        (["abort", "r1"], 1, "one of a, b; name it, e.g. with --engine"),
+        (["unsteer", "r1", "--engine", "c"], 1, "engine of the action: got c, expected one that is connected: a, b"),
+    ],
+)
+def test_a_command_says_in_one_line_which_engines_have_an_id(address, command, code, words):
+    with running_hub(address, Recorder()) as hub:
+        for name in ("a", "b"):
+            peer = MemoryPeers(hub).engine(name, boot=f"boot-{name}")
+            peer.step([("r1", 4, 0, 1)])
+            peer.settle()
+        found = CliRunner().invoke(cli, [*command, "--address", str(address)])
+        assert isinstance(found.exception, UsageError) == (code == 2)
+        assert words in str(found.exception)
+        assert len(str(found.exception).splitlines()) == 1

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from capflow.cli.hubat import hub_options
+from capflow.cli.hubat import engine_option, hub_options
 
 if TYPE_CHECKING:
     from capflow.action import Action
 
 
-_engine = click.option(
-    "--engine", metavar="NAME", default="", help="The engine that runs the request, where several are."
-)
+_engine = engine_option("The engine that runs the request, where several have its id.")
 
 
 @click.command()

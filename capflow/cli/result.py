@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from capflow import limits
-from capflow.cli.hubat import KEY_HELP
+from capflow.cli.hubat import KEY_HELP, engine_option
 from capflow.printable import printable
 
 if TYPE_CHECKING:
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 @click.option(
     "--wait", type=click.FloatRange(0, limits.CAPTURE_WAIT_S_MAX), default=0.0, metavar="SECONDS", help="Wait until every consumer is done, at most so long."
 )  # fmt: skip
-@click.option(
-    "--engine", metavar="NAME", default="", help="The engine of the requests, where several have one of an ID."
-)
+@engine_option("The engine of the requests, where several have one of an ID.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: by request, by consumer.")
 @click.option("--address", "addresses", multiple=True, metavar="ADDRESS", help="The hub's address; once for each of several hubs.")  # fmt: skip
 @click.option("--key", metavar="NAME|PATH", help=KEY_HELP)

@@ -199,7 +199,9 @@ class Promises:
 def read(directory: Path) -> Broken:
     """Return what a worker that is gone left in a directory; nothing where there is no such file, or none that can be read."""
     try:
-        content = (directory / NAME).read_bytes()
+        fd = os.open(directory / NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            content = file.read(limits.PROMISES_READ_BYTES_MAX)
     except OSError:
         return Broken([], [], 0)
     if len(content) < _HEAD.size or not content.startswith(_MAGIC):

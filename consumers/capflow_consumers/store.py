@@ -65,8 +65,7 @@ class Store:
 
     def captures(self, engine: str, request: str) -> Found:
         """Return where captures of an engine's request lie, and their sidecars."""
-        name = name_of(engine)
-        return [found for found in self._captures(request) if name_of(found[1].engine) == name]
+        return [found for found in self._captures(request) if found[1].engine == engine]
 
     def number(self, engine: str, request: str, on_collision: OnCollision) -> int | None:  # noqa: ARG002  shards have other names
         """Return which capture of its id the next one of a request is, where that is known; raises CapflowError when there may be none."""
