@@ -547,6 +547,9 @@ class HubSession:
         ):
             got = f"{model.num_layers} layers of {model.hidden_size} {model.dtype}"
             raise RemoteProtocolError(explain("hello.model", got=got, expected="sizes in bounds and a known dtype"))
+        if model is not None and hello.rank.pp >= model.stages:
+            expected = f"below {model.stages}, as many as the model has"
+            raise RemoteProtocolError(explain("hello.rank, pipeline stage", got=hello.rank.pp, expected=expected))
         for site in (*model.sites, *model.fixed) if model is not None else ():
             if site.hook not in HOOKS or not 0 <= site.layer < limits.LAYERS_MAX:
                 raise RemoteProtocolError(explain("hello.model.sites", got=tuple(site), expected="layers and hooks"))

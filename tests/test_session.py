@@ -486,6 +486,7 @@ class TestHello:
             make_hello(role="worker").__class__("worker", "e", "b"),
             msgspec.structs.replace(make_hello(), version=2),
             msgspec.structs.replace(make_hello(), engine="e" * 600),
+            make_hello(rank=Rank(1, 0, 0)),
             msgspec.structs.replace(make_hello(), model=msgspec.structs.replace(make_hello().model, stages=0)),
         ],
     )
