@@ -1,6 +1,9 @@
 """What capflow knows of vLLM's versions: which it takes, and what differs between them."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from fastapi import FastAPI
@@ -149,3 +152,39 @@ def test_a_model_that_cannot_be_read_is_one_line_that_says_why(monkeypatch, tmp_
     with pytest.raises(UsageError, match=words) as error, compat_model.explaining(model):
         EngineArgs(model=model, skip_tokenizer_init=True).create_engine_config()
     assert "\n" not in str(error.value)
+
+
+_STARTS = {
+    "LLM": "import capflow; capflow.LLM",
+    "serve": "from capflow_engine import serve; serve.main(['/none'])",
+    "doctor": "from capflow_engine import trial; trial.prepare_process()",
+    "vLLM alone": "import vllm",
+}
+
+
+@pytest.mark.parametrize(
+    ("start", "said", "sends"),
+    [
+        ("LLM", None, False),
+        ("LLM", "0", True),
+        ("serve", None, False),
+        ("doctor", None, False),
+        ("vLLM alone", None, True),
+    ],
+)
+def test_vllm_sends_usage_statistics_only_where_the_user_says_so(tmp_path, start, said, sends):
+    source = f"""
+import sys, msgspec
+try:
+    {_STARTS[start]}
+except (Exception, SystemExit) as e:
+    pass
+from vllm.usage.usage_lib import is_usage_stats_enabled
+print("sends", is_usage_stats_enabled())
+"""
+    environment = {k: v for k, v in os.environ.items() if "TRACK" not in k and k != "VLLM_NO_USAGE_STATS"}
+    environment |= {"VLLM_CONFIG_ROOT": str(tmp_path)} | ({} if said is None else {"VLLM_NO_USAGE_STATS": said})
+    done = subprocess.run(
+        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.stdout.splitlines()[-1:] == [f"sends {sends}"], done.stderr

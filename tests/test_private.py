@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from captured import run, write
-from frames import FIRST, make_finished, make_frame, make_hello
+from frames import make_finished, make_frame, make_hello
 from hubs import worker_link
 from waiting import eventually
 
@@ -64,7 +64,7 @@ def test_nothing_that_a_hub_and_its_consumers_write_can_be_read_by_others(short,
         f"filesystem@packed:root={root}/packed,buffer_bytes_max=0",
         f"filesystem@sharded:root={root}/sharded,layout=sharded,shard_bytes=1048576",
         f"filesystem@zstd:root={root}/zstd,layout=sharded,compression=zstd",
-        f"duckdb:path={root}/rows.duckdb,vectors=true,site={FIRST}",
+        f"duckdb:path={root}/rows.duckdb,vectors=true,site=post_block:0",
         f"record:path={root}/b/recording",
         f"log:spool_dir={root}/spools,policy=spill,queue_bytes_max=1",
     ]

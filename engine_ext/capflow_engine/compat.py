@@ -43,7 +43,11 @@ def vllm_version() -> tuple[str, str]:
 
 
 def require() -> None:
-    """Raise CapflowError, with what to install, unless the installed vLLM is one that this module knows."""
+    """Raise CapflowError, with what to install, unless the installed vLLM is one that this module knows.
+
+    From here on vLLM sends no usage statistics, unless the user set `VLLM_NO_USAGE_STATS` to 0.
+    """
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     name, version = vllm_version()
     parts = tuple(int(p) for p in version.split("+")[0].split(".")[:2] if p.isdigit())
     if not VERSION_MIN <= parts < VERSION_BELOW:

@@ -84,6 +84,7 @@ def prepare_process() -> None:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TQDM_DISABLE="1")
     for name, value in {
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }.items():
