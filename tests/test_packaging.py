@@ -86,10 +86,10 @@ def test_the_changelog_knows_the_version():
 
 
 @pytest.mark.parametrize("lock", ["cpu.lock", "core.lock"])
-def test_locks_pin_every_package(lock):
+def test_locks_pin_every_package_and_the_bytes_of_its_wheel(lock):
     lines = (ROOT / "requirements" / lock).read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
-    assert all(re.fullmatch(r"[a-z0-9][a-z0-9-]*==[A-Za-z0-9.]+", pin) for pin in pins)
+    assert all(re.fullmatch(r"[a-z0-9][a-z0-9-]*==[A-Za-z0-9.]+ --hash=sha256:[0-9a-f]{64}", pin) for pin in pins)
     assert pins == sorted(pins, key=lambda pin: pin.partition("==")[0])
     names = {pin.partition("==")[0] for pin in pins}
     core = {re.split(r"[^A-Za-z0-9_-]", line)[0].replace("_", "-").lower() for line in PROJECT["dependencies"]}
