@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Annotated
 
 import msgspec
 
@@ -18,8 +19,11 @@ class _Request(msgspec.Struct):
 
 
 class _Header(msgspec.Struct, tag="frame"):
-    requests: tuple[_Request, ...]
-    blocks: tuple[tuple[msgspec.Raw, msgspec.Raw, msgspec.Raw], ...]  # sites, rows, spans
+    requests: Annotated[tuple[_Request, ...], msgspec.Meta(max_length=limits.REQUESTS_PER_FRAME_MAX)]
+    # Of each its sites, rows and spans.
+    blocks: Annotated[
+        tuple[tuple[msgspec.Raw, msgspec.Raw, msgspec.Raw], ...], msgspec.Meta(max_length=limits.SITES_MAX)
+    ]
 
 
 _decoder = msgspec.msgpack.Decoder(_Header)
