@@ -47,7 +47,7 @@ class Hub:
     consumers and controllers come from `capflow.plugins.configure`. key: the hub's key, by name or path, for TCP: then only keys in
     the list beside it may connect, and everything is encrypted. insecure allows TCP off loopback without one.
     on_refused is called, on the hub's thread, with why an engine was refused. memory_bytes_max: for what peers send, as of
-    `capflow.budget`; None for a part of the machine's.
+    `capflow.budget`; None for a part of the machine's. log_lines_dropped: how many lines of the log nobody read.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Hub:
         message_bytes_max: int = limits.PAYLOAD_BYTES_MAX,
         on_refused: Callable[[str], None] | None = None,
         memory_bytes_max: int | None = None,
+        log_lines_dropped: Callable[[], int] = lambda: 0,
     ) -> None:
         self.address = check_address(address, insecure=insecure or key is not None)
         if hub_key(address) is not None or (key is not None and not address.startswith("tcp://")):
@@ -86,6 +87,7 @@ class Hub:
         self.counts = self._exchange.counts
         self.ledger, self.relay, self.roster = self._exchange.ledger, self._exchange.relay, self._exchange.roster
         self.taps = self._exchange.taps
+        self.log_lines_dropped = log_lines_dropped
         self._turns = Turns(self._exchange.handle)  # the thread's alone
         specs = (wish.spec for wish in self.ledger.wishes)
         costs = [notice(c.name, c.consumer, spec) for c, spec in zip(consumers, specs, strict=True)]
@@ -230,6 +232,11 @@ class Hub:
             return False
         return not self._thread.is_alive() or now - self._turned_at > limits.SILENCE_S_MAX
 
+    @property
+    def log_lines_left_out(self) -> int:
+        """How many lines about peers were not logged, because there were too many."""
+        return self._exchange.log.left_out
+
     def snapshot(self) -> Snapshot:
         """Return how things stand."""
         ledger = self.ledger
@@ -275,6 +282,8 @@ class Hub:
             "duplicate_frames": counts.duplicates,
             "protocol_errors": counts.protocol_errors,
             "ignored_messages": counts.ignored,
+            "log_lines_left_out": self.log_lines_left_out,
+            "log_lines_dropped": self.log_lines_dropped(),
             "sessions_lost": counts.sessions_lost,
             "sessions_resumed": roster.resumed,
             "refused": dict(counts.refused),

@@ -122,6 +122,8 @@ def _hub(hub: Hub) -> Iterator[Metric]:
     yield _counter("lost_sessions", "Workers and schedulers that fell silent.", counts.sessions_lost)
     yield _counter("refused_sessions", "Peers that were refused; the log says why.", sum(dict(counts.refused).values()))
     yield _counter("protocol_errors", "Peers that were cut off for what they sent.", counts.protocol_errors)
+    yield _counter("log_left_out_lines", "Lines about peers that were too many for the log.", hub.log_lines_left_out)
+    yield _counter("log_dropped_lines", "Lines of the log that nobody read in time.", hub.log_lines_dropped())
     actions = [(("applied",), relay.applied), (("rejected",), relay.rejected), (("unknown",), relay.unknown)]
     yield _counter("actions", "Actions that engines answered.", actions, ["outcome"])
     yield _gauge("waiting_actions", "Actions that engines have not answered.", len(relay))

@@ -14,6 +14,7 @@ LAYERS = (
         "enginename",
         "kept",
         "memo",
+        "outlet",
         "printable",
         "runtime",
         "shares",

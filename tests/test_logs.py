@@ -177,10 +177,27 @@ def test_an_error_has_its_traceback():
     assert line["event"] == "log"
 
 
-def test_nothing_that_a_peer_says_moves_the_terminal(capsys):
+HOSTILE = "\x1b[2J\x07evil\x9b31m\x7f\ncapflow: all is well\u2028\u2029\u202e\r\udc80é"
+
+
+def test_nothing_that_a_peer_says_moves_the_terminal_or_begins_a_line(capsys):
     with logs_to(Console(width=80), "text"):
-        logging.getLogger("capflow.hub").error("refused %s", "\x1b[2J\x07evil\x9b31m")
-    assert capsys.readouterr().out == "capflow: refused ?[2J?evil?31m\n"
+        logging.getLogger("capflow.hub").error("refused %s", HOSTILE)
+        logging.getLogger("capflow.hub").error("failed", exc_info=ValueError(HOSTILE))
+    refused, failed, *trace = capsys.readouterr().out.splitlines()
+    escaped = r"\x1b[2J\x07evil\x9b31m\x7f\ncapflow: all is well\u2028\u2029\u202e\r\udc80é"
+    assert refused == f"capflow: refused {escaped}"
+    assert failed == "capflow: failed"
+    assert all(line.startswith("  ") and line.isprintable() for line in trace)
+
+
+def test_a_line_of_json_is_ascii_whatever_peers_say(capfd):
+    with logs_to(Console(quiet=True), "json"):
+        logging.getLogger("capflow.hub").error("refused %s", HOSTILE, extra={"event": "log", "engine": HOSTILE})
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.isascii()
+    assert line.isprintable()
+    assert json.loads(line)["engine"] == HOSTILE
 
 
 def test_what_other_libraries_warn_of_is_in_it_too(capfd):

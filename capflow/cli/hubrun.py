@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO, cast
 
 import msgspec
 from rich.console import Console
@@ -18,14 +19,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from capflow import limits
-from capflow.cli.logs import Format, logger, logs_to
+from capflow import descriptors, limits
+from capflow.cli.logs import Format, dropped_as_json, dropped_as_text, logger, logs_to
 from capflow.cli.signals import Signals
 from capflow.cli.units import human_bytes
 from capflow.counts import Snapshot
 from capflow.endpoint import Endpoint
 from capflow.hub import Hub
 from capflow.losses import MEANT
+from capflow.outlet import Outlet
 from capflow.plugins import ConfiguredConsumer, ConfiguredController
 from capflow.printable import printable
 from capflow.private import private_umask
@@ -47,7 +49,7 @@ class HubRun:
     SIGTERM sets `stopped`, which `wait` returns on; a second one cuts the drain short. ends: the run is over when all is done, so consumers
     that spill handle everything too; otherwise what they have not handled is left to the next hub. drain_s: by default as long as limits say.
     memory_bytes_max: as of `Hub`. metrics: host and port to serve
-    metrics and health at. log_format: `json` logs everything and prints nothing.
+    metrics and health at. log_format: `json` logs everything and prints nothing. live: whether a terminal is shown a line that changes.
     """
 
     def __init__(
@@ -64,12 +66,14 @@ class HubRun:
         metrics: tuple[str, int] | None = None,
         log_format: Format = "text",
         console: Console | None = None,
+        live: bool = True,
         signals: Signals | None = None,
     ) -> None:
         self.log_format: Format = log_format
-        self.console = console or (
-            Console(stderr=True) if log_format == "text" else Console(file=io.StringIO(), quiet=True)
-        )
+        self._outlet = _outlet(log_format) if console is None else None
+        if console is None and log_format == "text":
+            console = Console(file=self._file, force_terminal=None if live else False)
+        self.console = console or Console(file=io.StringIO(), quiet=True)
         self.ends = ends
         self.drain_s = (limits.DRAIN_S_MAX if ends else limits.DRAIN_S_DEFAULT) if drain_s is None else drain_s
         self.refusals: list[str] = []
@@ -85,6 +89,7 @@ class HubRun:
             insecure=insecure,
             on_refused=self.refusals.append,
             memory_bytes_max=memory_bytes_max,
+            log_lines_dropped=lambda: 0 if self._outlet is None else self._outlet.lines_dropped,
         )
         self.endpoint = None if metrics is None else Endpoint(self.hub, *metrics)
         self._drained = True  # whether the consumers handled everything
@@ -98,9 +103,12 @@ class HubRun:
         with contextlib.ExitStack() as undo:
             if self._owns_signals:
                 undo.enter_context(self.signals)
+            descriptors.raise_limit()
             self.umask_before = undo.enter_context(private_umask())
             undo.enter_context(rare_collections())
-            undo.enter_context(logs_to(self.console, self.log_format))
+            if self._outlet is not None:
+                undo.callback(self._outlet.close)
+            undo.enter_context(logs_to(self.console, self.log_format, self._file))
             if self.endpoint is not None:
                 self.endpoint.start()  # before the consumers open, which may take long: it says that they do
                 undo.callback(self.endpoint.stop)
@@ -116,6 +124,10 @@ class HubRun:
             if not self.endpoint.is_local:
                 logger.warning("other machines can read the metrics", extra={"event": "metrics_open"})
         return self
+
+    @property
+    def _file(self) -> TextIO:
+        return sys.stderr if self._outlet is None else cast("TextIO", self._outlet)
 
     def tell(self, event: str, text: str, *, style: str = "", **fields: Any) -> None:
         """Say something to whoever runs the command: a line, or an event in the log."""
@@ -280,6 +292,15 @@ def _lost(now: Snapshot) -> str | None:
         ]:
             lines.append(f"rows {what}: {', '.join(rows)}")
     return "\n".join(lines) or None
+
+
+def _outlet(log_format: Format) -> Outlet | None:
+    """Return a way to standard error that never waits; None where that is no file of the system."""
+    try:
+        descriptor = sys.stderr.fileno()
+    except (OSError, AttributeError):
+        return None
+    return Outlet(descriptor, dropped_as_text if log_format == "text" else dropped_as_json)
 
 
 @contextlib.contextmanager

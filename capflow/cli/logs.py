@@ -2,6 +2,9 @@
 
 Each JSON line has `time` (UTC, RFC 3339), `level` (`info`, `warning`, `error`), `logger`, `event` and `message`. An event's name and its
 further fields are stable; messages are for people. What stands under `extra` of a record becomes a field; `exception` is a traceback.
+
+Invariant: nothing of a record begins a line of its own or moves a terminal, whoever chose it: a line of JSON is ASCII, and in text every character that
+cannot be printed is its escape, with the lines of a traceback indented.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from capflow.errors import CapflowError, UsageError
+from capflow.printable import printable
 
 Format = Literal["text", "json"]
 FORMATS: tuple[Format, ...] = ("text", "json")
@@ -27,6 +31,7 @@ logger = logging.getLogger("capflow.run")
 
 _OF_ANY_RECORD = {*logging.makeLogRecord({}).__dict__, "message", "asctime", "taskName"}
 _TRACEBACK_LENGTH_MAX = 16_384
+_DROPPED = "%d lines of the log are dropped: nobody read them in time"
 
 
 class JsonFormatter(logging.Formatter):
@@ -46,14 +51,42 @@ class JsonFormatter(logging.Formatter):
         line |= {key: value for key, value in record.__dict__.items() if key not in _OF_ANY_RECORD and key not in line}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)[-_TRACEBACK_LENGTH_MAX:]
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return _ascii(line)
+
+
+def _ascii(line: dict[str, Any]) -> str:
+    return json.dumps(line, default=str).replace("\x7f", r"\u007f")
+
+
+def dropped_as_json(lines: int) -> str:
+    """Return the line that says how many lines nobody read in time."""
+    record = logger.makeRecord(logger.name, logging.WARNING, __file__, 0, _DROPPED, (lines,), None)
+    record.__dict__ |= {"event": "log_dropped", "lines": lines}
+    return JsonFormatter().format(record) + "\n"
+
+
+def dropped_as_text(lines: int) -> str:
+    """As `dropped_as_json`, for people."""
+    return f"capflow: {_DROPPED % lines}\n"
+
+
+class TextFormatter(logging.Formatter):
+    """Makes a line for people of each record, and further ones, indented, of a traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the lines."""
+        lines = [f"capflow: {printable(record.getMessage())}"]
+        if record.exc_info:
+            trace = self.formatException(record.exc_info)[-_TRACEBACK_LENGTH_MAX:]
+            lines += [f"  {printable(line)}" for line in trace.split("\n")]
+        return "\n".join(lines)
 
 
 class _JsonHandler(logging.StreamHandler[TextIO]):
     """Writes to standard error, and lets nobody write between."""
 
-    def __init__(self) -> None:
-        super().__init__(sys.stderr)
+    def __init__(self, file: TextIO) -> None:
+        super().__init__(file)
         self.setFormatter(JsonFormatter())
 
 
@@ -63,19 +96,16 @@ class _TextHandler(logging.Handler):
     def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)
         self.console = console
-        self.setFormatter(logging.Formatter("capflow: %(message)s"))
+        self.setFormatter(TextFormatter())
 
     def emit(self, record: logging.LogRecord) -> None:
-        said = "".join(
-            c if c.isprintable() or c == "\n" else "?" for c in self.format(record)
-        )  # some of it peers chose
-        self.console.print(Text(said), soft_wrap=True)
+        self.console.print(Text(self.format(record)), soft_wrap=True)
 
 
 @contextlib.contextmanager
-def logs_to(console: Console, log_format: Format) -> Iterator[None]:
-    """Show what capflow logs, from information on; as JSON also what other libraries warn of."""
-    handler = _TextHandler(console) if log_format == "text" else _JsonHandler()
+def logs_to(console: Console, log_format: Format, file: TextIO | None = None) -> Iterator[None]:
+    """Show what capflow logs, from information on; as JSON, in `file` or standard error, also what other libraries warn of."""
+    handler = _TextHandler(console) if log_format == "text" else _JsonHandler(file or sys.stderr)
     ours, root = logging.getLogger("capflow"), logging.getLogger()
     target = ours if log_format == "text" else root
     level, hook = ours.level, threading.excepthook

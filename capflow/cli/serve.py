@@ -65,8 +65,6 @@ def _serve(hub: Namespace, engine: Namespace, arguments: list[str]) -> int:
 
 def _hub_beside(hub: Namespace, engine: Namespace, signals: Signals) -> HubRun | None:
     """Return the hub that is asked for, not yet started; None when none is."""
-    from rich.console import Console
-
     from capflow.address import check_address, private_address
     from capflow.cli.hubrun import HubRun
     from capflow.endpoint import parse_listen
@@ -96,6 +94,6 @@ def _hub_beside(hub: Namespace, engine: Namespace, signals: Signals) -> HubRun |
         metrics=None if hub.metrics_address is None else parse_listen(hub.metrics_address, "--metrics-address"),
         log_format=log_format,
         # Not a terminal: the server's log is written there too, over which no live line can be drawn.
-        console=Console(stderr=True, force_terminal=False) if log_format == "text" else None,
+        live=False,
         signals=signals,
     )
