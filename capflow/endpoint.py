@@ -1,8 +1,8 @@
 """The endpoint: HTTP for those who watch a hub: `/metrics`, `/healthz` and `/readyz`.
 
 Everything is read at the time of the request, on a thread of that request; the hub's thread and the consumers' never notice.
-A client that sends nothing, or nonsense, costs one thread for at most `limits.HTTP_S_MAX`; there are at most
-`limits.HTTP_CLIENTS_MAX` of them. Nothing that is said here was captured, and nothing can be changed here.
+A client that sends nothing, or nonsense, costs one thread for at most `limits.HTTP_HEAD_S_MAX`; there are at most
+`limits.HTTP_CLIENTS_MAX` of them, and the one that has waited longest with its request makes room for the next. Nothing that is said here was captured, and nothing can be changed here.
 """
 
 from __future__ import annotations
@@ -104,21 +104,49 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def __init__(self, host: str, port: int, hub: Hub, registry: CollectorRegistry) -> None:
         self.hub = hub
         self.registry = registry
-        self._places = threading.BoundedSemaphore(limits.HTTP_CLIENTS_MAX)  # taken while a request is served
+        self._places = threading.BoundedSemaphore(limits.HTTP_CLIENTS_MAX)  # taken while a request is read or served
+        self._asking: dict[socket.socket, None] = {}  # whose request is not read yet, oldest first
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
 
+    def get_request(self) -> tuple[Any, Any]:
+        """Return the next connection; wait a little when there is no descriptor for it, which leaves it where it is."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(limits.IDLE_S)
+            raise
+
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._places.acquire(blocking=False):
+            self._cut_oldest()
+            if not self._places.acquire(timeout=limits.IDLE_S):
+                self.shutdown_request(request)
+                return
+        self._asking[request] = None
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self.asked(request)
+            self._places.release()
             self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.asked(request)
             self._places.release()
+
+    def asked(self, request: socket.socket) -> None:
+        """Note that a request is read: it is served to its end."""
+        self._asking.pop(request, None)
+
+    def _cut_oldest(self) -> None:
+        """End the connection that has waited longest with its request."""
+        for request in list(self._asking)[:1]:
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002  socketserver's signature
         """Say nothing of a client that went away, or sent nothing in time."""
@@ -129,14 +157,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     """One request, and then the connection is closed."""
 
     server: _Server
-    timeout = limits.HTTP_S_MAX  # for each read
+    timeout = limits.HTTP_HEAD_S_MAX  # for each read
     server_version = "capflow"
     sys_version = ""
 
     def setup(self) -> None:
-        self._timer = threading.Timer(limits.HTTP_S_MAX, self._cut)  # for all of them
-        self._timer.daemon = True
-        self._timer.start()
+        self._limit(limits.HTTP_HEAD_S_MAX)
         super().setup()
 
     def finish(self) -> None:
@@ -145,6 +171,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer."""
+        self.server.asked(self.connection)
+        self._timer.cancel()
+        self._limit(limits.HTTP_S_MAX)
         path = self.path.partition("?")[0]
         if path == "/metrics":
             self._metrics()
@@ -186,6 +215,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+    def _limit(self, seconds: float) -> None:
+        self._timer = threading.Timer(seconds, self._cut)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _cut(self) -> None:
         """End a connection that takes too long, whatever it is at."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from capflow import limits
 from capflow.action import Answered
 from capflow.frame import Frame, FrameHeader, Source, rows_of
 from capflow.inbox import Gone, Inbox, Known, Missed
@@ -62,7 +64,8 @@ class InboxWriter:
         )  # rows that did not get in, by engine and request, until their end is told
         self._owed: deque[FrameHeader] = deque()  # the ends of requests without room
         self._pending_lock = threading.Lock()  # guards the next
-        self._pending: deque[tuple[int, Taken]] = deque()  # not durable, by number
+        self._pending: deque[tuple[int, Taken, float]] = deque()  # not durable: number, and when it was written
+        self._writing_since: float | None = None  # set by the thread while it writes
         self._thread = threading.Thread(target=self._run, name=f"capflow-{name}-inbox", daemon=True)
 
     def start(self, beside: Sequence[Inbox], here: Mapping[tuple[Source, int], int]) -> None:
@@ -84,9 +87,20 @@ class InboxWriter:
         """Return why the inbox is taken to have failed; None when it has not."""
         if self.failed:
             return "its inbox failed; see the log"
+        if self._inbox.is_open and not self._inbox.directory.is_dir():
+            return "the directory of its inbox is gone"
+        if self._stalled_s() > limits.HANG_S_MAX:
+            return f"the disk of its inbox has taken nothing for {limits.HANG_S_MAX:g} s or more"
         spools = [inbox.spool for inbox in (self._inbox, *self._beside) if inbox.is_open]
         said = next((spool.trouble for spool in spools if spool.trouble is not None), None)
         return None if said is None else f"the disk of its inbox: {said}"
+
+    def _stalled_s(self) -> float:
+        """Return for how long the disk has been at one write, or at making one durable."""
+        with self._pending_lock:
+            written = self._pending[0][2] if self._pending else None
+        begun = [since for since in (self._writing_since, written) if since is not None]
+        return time.monotonic() - min(begun) if begun else 0.0
 
     # The thread.
 
@@ -159,7 +173,7 @@ class InboxWriter:
             taken()
             return 0
         with self._pending_lock:
-            self._pending.append((number, taken))
+            self._pending.append((number, taken, time.monotonic()))
         self.synced(self._inbox.spool.synced_through)
         return number
 
@@ -175,6 +189,7 @@ class InboxWriter:
 
     def _try(self, put: Callable[[float], int], timeout_s: float) -> int:
         """Put something in, waiting for room for at most so long. Raises FullError, and nothing else, whatever went wrong."""
+        self._writing_since = time.monotonic()
         try:
             number = put(timeout_s)
         except FullError:
@@ -184,6 +199,8 @@ class InboxWriter:
             if timeout_s:
                 self.ended.wait(timeout_s)
             raise FullError("disk_failed", f"{type(e).__name__}: {e}") from e
+        finally:
+            self._writing_since = None
         self.failed = False
         return number
 

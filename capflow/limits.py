@@ -204,7 +204,8 @@ assert READ_AHEAD_EACH_BYTES_MIN * SESSIONS_MAX <= READ_AHEAD_BYTES_MAX
 
 # What the endpoint for metrics and health bears.
 HTTP_CLIENTS_MAX = 16
-HTTP_S_MAX = 10.0  # one request, whole
+HTTP_HEAD_S_MAX = 2.0  # until a request is read
+HTTP_S_MAX = 10.0  # until it is answered
 
 assert RECONNECT_S_MIN < RECONNECT_S_MAX < SILENCE_S_MAX <= DEAD_S_MAX
 

@@ -98,10 +98,17 @@ class SqlPort:
             self._room.acquire()
             try:
                 connection, _ = self._listening.accept()
-            except OSError:
-                return
+            except OSError:  # closed, or no descriptor is left for it: then the client waits
+                self._room.release()
+                time.sleep(0 if self._closed else limits.IDLE_S)
+                continue
             thread = threading.Thread(target=self._serve, args=(connection,), name="capflow-sql-query", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # no thread can be started
+                connection.close()
+                self._room.release()
+                continue
             self._threads = [known for known in self._threads if known.is_alive()] + [thread]
 
     def _serve(self, connection: socket.socket) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import socket
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from frames import make_frame
@@ -262,3 +265,111 @@ def test_where_to_listen(address, host, port):
 def test_where_not_to_listen(address):
     with pytest.raises(UsageError, match=r"--metrics-address: got .*expected PORT, HOST:PORT or"):
         parse_listen(address, "--metrics-address")
+
+
+def test_crowds_that_say_nothing_take_no_place_from_who_asks(address, serve):
+    """More of them than there are places, all of them there at once, and some that send a byte now and then."""
+    with running_hub(address, Recorder()) as hub, contextlib.ExitStack() as opened:
+        endpoint = serve(hub)
+        for _ in range(3 * limits.HTTP_CLIENTS_MAX):
+            idle = opened.enter_context(socket.create_connection((endpoint.host, endpoint.port), 20))
+            idle.sendall(b"GET /readyz HT")
+        for path in ("/healthz", "/readyz", "/metrics"):
+            began = time.monotonic()
+            assert ask(endpoint, path)[0] == 200
+            assert time.monotonic() - began < 5
+        eventually(lambda: endpoint._server._places._value == limits.HTTP_CLIENTS_MAX)
+        assert not endpoint._server._asking
+
+
+def test_an_inbox_that_is_removed_is_a_problem(address, serve, tmp_path):
+    with running_hub(address, configured(Recorder(), "spill", spool_dir=tmp_path / "inbox")) as hub:
+        endpoint = serve(hub)
+        assert health(endpoint, "/readyz")[0] == 200
+        directory = hub.lanes[0].inbox.directory
+        directory.rename(tmp_path / "elsewhere")
+        status, told = health(endpoint, "/readyz")
+        assert (status, told["problems"]) == (503, ["consumer recorder: the directory of its inbox is gone"])
+        (tmp_path / "elsewhere").rename(directory)
+        assert health(endpoint, "/readyz")[0] == 200
+
+
+def test_an_inbox_whose_disk_does_not_answer_is_a_problem(address, serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "HANG_S_MAX", 0.5)
+    frozen, sync = threading.Event(), os.fdatasync
+    go = threading.Event()
+
+    def hang(descriptor):
+        frozen.set()
+        assert go.wait(60)
+        sync(descriptor)
+
+    with (
+        running_hub(address, configured(Recorder(), "spill", spool_dir=tmp_path / "inbox")) as hub,
+        worker_link(address) as link,
+    ):
+        endpoint = serve(hub)
+        send(link)
+        eventually(lambda: not link.counters["unacked_frames"])
+        monkeypatch.setattr(os, "fdatasync", hang)
+        try:
+            send(link, step=1)
+            assert frozen.wait(20)
+            eventually(lambda: health(endpoint, "/readyz")[0] == 503)
+            assert "has taken nothing for" in health(endpoint, "/readyz")[1]["problems"][0]
+        finally:
+            monkeypatch.setattr(os, "fdatasync", sync)
+            go.set()
+        eventually(lambda: health(endpoint, "/readyz")[0] == 200)
+
+
+WITHOUT_DESCRIPTORS = """
+import http.client, os, resource, sys, tempfile, threading, time
+from hubs import Recorder, running_hub
+from capflow.endpoint import Endpoint
+from capflow.sqlport import SqlPort, port_path
+from pathlib import Path
+
+with tempfile.TemporaryDirectory() as directory, running_hub(f"ipc://{directory}/h", Recorder()) as hub:
+    endpoint = Endpoint(hub, "127.0.0.1", 0)
+    endpoint.start()
+    port = SqlPort(Path(directory, "rows.duckdb"), lambda sql: None)
+    port.open()
+    free = os.dup(0)
+    os.close(free)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    print(endpoint.port, port.path, flush=True)
+    sys.stdin.readline()
+    used = time.process_time()
+    time.sleep(1)
+    used = time.process_time() - used
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    print(used, port._threads[0].is_alive(), flush=True)
+    sys.stdin.readline()
+    port.close()
+    endpoint.stop()
+"""
+
+
+def test_a_process_without_descriptors_does_not_spin_and_answers_later():
+    command = [sys.executable, "-c", WITHOUT_DESCRIPTORS]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=Path(__file__).parent, **pipes) as process, contextlib.ExitStack() as opened:
+        port, path = process.stdout.readline().split()
+        for _ in range(5):
+            opened.enter_context(socket.create_connection(("127.0.0.1", int(port)), 20))
+        unix = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        unix.connect(path)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        used, lives = process.stdout.readline().split()
+        assert float(used) < 0.5
+        assert lives == "True"
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=20)
+        connection.request("GET", "/healthz")
+        assert connection.getresponse().status == 200
+        unix.settimeout(20)
+        unix.sendall(b"nonsense\n")
+        assert b"error" in unix.recv(4096)
+        process.communicate("\n", timeout=30)
