@@ -7,7 +7,7 @@ RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
 	--consumer dashboard:probes=examples/code.safetensors
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test proof simulate fuzz chaos soak soak-requests conformance lint format bench proto env system compiler lock clean
+.PHONY: help demo test proof simulate fuzz chaos soak soak-requests conformance lint format bench proto env system compiler lock sbom audit clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -76,6 +76,12 @@ compiler:
 lock: env  ## renew requirements/*.lock from pyproject.toml and requirements/cpu.in
 	$(PYTHON) requirements/lock.py
 
+sbom: env  ## write a CycloneDX bill of materials of each lock to dist/
+	@bash requirements/tools.sh sbom
+
+audit: env  ## look up known vulnerabilities of every package in the locks; needs the network, and says so without it
+	@bash requirements/tools.sh audit
+
 clean:  ## remove what was built and captured, .venv included; the model cache stays
-	rm -rf .venv demo-data build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .tools demo-data build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

