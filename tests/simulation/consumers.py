@@ -44,7 +44,6 @@ class Filing(Consumer):
 
     name: ClassVar[str] = "filing"
     policy: ClassVar = "spill"
-    reads_requests: ClassVar[bool] = False
 
     def __init__(self, world, oracle, shelf):
         super().__init__(None)
@@ -96,7 +95,6 @@ class Listening(Consumer):
     """Has the rows in memory, and takes its time."""
 
     name: ClassVar[str] = "listening"
-    reads_requests: ClassVar[bool] = False
 
     def __init__(self, world, oracle, name, policy, life, slow_s=0.0):
         super().__init__(None)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 
+from capflow import limits
 from capflow.frame import DTYPES, Block, Finished, FrameHeader, Rank, RequestRows, Span
 from capflow.message import Hello, ModelInfo
 from capflow.site import Site
+from capflow.transport.formerlink import FormerLink
+from capflow.transport.outbox import Outbox, left_behind
 from capflow.transport.workerlink import WorkerLink
 from tests.simulation.oracle import Sent, rows_of
 
@@ -22,12 +27,16 @@ def model_of(layers, hidden, stages, dtype="float32"):
 class Engine:
     """One life of an engine: a worker for each pipeline stage."""
 
-    def __init__(self, world, oracle, process, name, boot, model, *, policy, outbound_bytes, steps, pause_s, ends):
+    def __init__(
+        self, world, oracle, process, name, boot, model, *, policy, outbound_bytes, steps, pause_s, ends, root
+    ):
         self.world, self.oracle, self.process = world, oracle, process
         self.name, self.boot, self.model = name, boot, model
         self.policy, self.outbound_bytes, self.steps, self.pause_s = policy, outbound_bytes, steps, pause_s
         self.ends = ends  # how likely a request ends in a step
+        self.root = root  # of what it spills
         self.links = []
+        self.former = []  # links for what earlier lives left there
         self.running = []
         self.requests = []  # of this life
         self.ended = False  # everything was sent, and the links are closed
@@ -38,10 +47,19 @@ class Engine:
     def main(self):
         """Serve requests, then end well."""
         world, choose = self.world, self.world.choose
+        for outbox in left_behind(self.root):
+            self.former.append(FormerLink(ADDRESS, outbox))
+            self.former[-1].start()
         for stage in range(self.model.stages):
             hello = Hello("worker", self.name, self.boot, Rank(stage, 0, 0), self.model)
+            outbox = Outbox.of(self.root, hello, limits.MIB) if self.policy == "spill" else None
             link = WorkerLink(
-                ADDRESS, hello, outbound_bytes_max=self.outbound_bytes, policy=self.policy, block_s_max=2.0
+                ADDRESS,
+                hello,
+                outbound_bytes_max=self.outbound_bytes,
+                policy=self.policy,
+                block_s_max=2.0,
+                outbox=outbox,
             )
             link.start()
             self.links.append(link)
@@ -59,14 +77,22 @@ class Engine:
             link.close(600.0)
             if not link.drained:
                 self.oracle.fail(f"{self.name}: its link was not drained in 600 s")
+        for link in self.former:
+            while link._thread.is_alive():
+                link._thread.join(1.0)
         self.ended = True
 
     def died(self):
         """Note what went with the process."""
+        for link in self.links:
+            if link.outbox is not None and link.outbox.promises._fd >= 0:
+                os.close(link.outbox.promises._fd)  # what is in the file stays
+                link.outbox.promises._fd = -1
         for request in self.requests:
             acked = [link.acked for link in self.links]
             if any(request.ends.get(stage, 1 << 60) > acked[stage] for stage in self.sites):
                 request.cut = True
+                request.kept = self.policy == "spill"
 
     def _turn(self, step):
         choose = self.world.choose

@@ -113,10 +113,10 @@ class Hostile:
         """Open as many requests as a hub bears, or more, and keep them."""
         self._hello()
         site = Site(0, "post_block")
-        for turn in range(limits.REQUESTS_OPEN_MAX // 50 + self.world.choose.randrange(2)):
-            named = [self._request(f"{turn}.{number}", 1) for number in range(50)]
-            spans = tuple(Span(number, 0, 1, number) for number in range(50))
-            self._frame(named, [Block((site,), 50, spans)])
+        for turn in range(self.world.choose.choice([1, 4, 14])):
+            named = [self._request(f"{turn}.{number}", 1) for number in range(100)]
+            spans = tuple(Span(number, 0, 1, number) for number in range(100))
+            self._frame(named, [Block((site,), 100, spans)])
         for _ in range(3):
             self._say(Beat())
             self.world.sleep(1.0)

@@ -10,6 +10,8 @@ from capflow.errors import RemoteProtocolError, RetryError
 from capflow.exchange import Exchange
 from capflow.inbox import Inbox
 from capflow.session import cost
+from capflow.shares import Shares
+from capflow.transport.promises import Promises
 from capflow_consumers.duckdb import DuckdbConsumer
 from capflow_consumers.pendingrows import PendingRows
 from tests.simulation.volume import Volume
@@ -78,6 +80,16 @@ def _overlap():
     return frames, "_checked_rows", lambda header: sum(len(block.sites) * block.rows for block in header.blocks)
 
 
+def _first_come():
+    """Let whoever comes first have all of a bound."""
+    return Shares, "_room", lambda self, _: self.total - self.used
+
+
+def _promise_nothing():
+    """Leave nothing of the rows that a worker has in memory."""
+    return Promises, "add", lambda self, seq, header: None
+
+
 def _forget_marks():
     """Take every frame that comes again for a new one."""
     return Inbox, "has", lambda self, header: False
@@ -93,7 +105,9 @@ MUTATIONS = {
     "D3": _one_width,
     "D4": _overlap,
     "D5": _acknowledge_errors,
+    "D7": _first_come,
     "D8": _leak_credit,
+    "D12": _promise_nothing,
     "frames-again": _forget_marks,
     "sync": _sync_nothing,
 }

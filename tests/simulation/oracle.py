@@ -53,6 +53,7 @@ class Sent:
     lasts: dict = field(default_factory=dict)  # by stage, the number of the last frame with rows
     ends: dict = field(default_factory=dict)
     cut: bool = False
+    kept: bool = False  # a worker that died left on disk what it had promised of it
 
     @property
     def key(self):
@@ -154,18 +155,17 @@ class Oracle:
     def _check_lasting(self, consumer, sent, had, computed):
         name = f"{consumer}: {sent.engine}/{sent.id}"
         missing = computed - had.rows.keys()
+        named = Counter()
+        for result in had.results:
+            for dropped in result.dropped:
+                named[dropped.reason] = max(named[dropped.reason], dropped.rows)
         if sent.cut:
-            if any(result.status == "ok" for result in had.results) and not sent.ends:
-                self.fail(f"{name}: ok, and its worker died before its end")
+            self._check_cut(name, sent, had, computed, named)
             return
         if not had.results:
             self.fail(f"{name}: no result")
             return
         own = sum((losses.rows for losses in sent.lost.values()), Counter())
-        named = Counter()
-        for result in had.results:
-            for dropped in result.dropped:
-                named[dropped.reason] = max(named[dropped.reason], dropped.rows)
         failed = any(result.status in ("error", "partial_error") for result in had.results)
         if missing and not failed:
             self.fail(f"{name}: {len(missing)} rows are missing, and results are {[r.status for r in had.results]}")
@@ -178,3 +178,14 @@ class Oracle:
                 self.fail(f"{name}: {count} rows lost for {reason}, without a cause: {had.results[-1].error}")
         if failed and not missing and not self.excused:
             self.fail(f"{name}: {had.results[-1].status}, though nothing is missing: {had.results[-1].error}")
+
+    def _check_cut(self, name, sent, had, computed, named):
+        """Check what is left of a request whose worker died."""
+        if any(result.status == "ok" for result in had.results) and not sent.ends:
+            self.fail(f"{name}: ok, and its worker died before its end")
+        if sent.kept and sum(sent.sent.values()) and not had.results:
+            self.fail(f"{name}: nothing tells of it, and its worker left what it promised")
+        elif sent.kept and len(computed) == len(sent.rows()):
+            short = sum(sent.sent.values()) - len(computed & had.rows.keys())
+            if short > named.total():
+                self.fail(f"{name}: {short} rows died with their worker, of which {dict(named)} are named")

@@ -8,13 +8,17 @@ import logging
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import capflow.hub
 import capflow.transport.link
+import capflow.transport.outbox
 from capflow import limits
 from capflow.errors import CapflowError
 from capflow.hub import Hub
 from capflow.plugins import ConfiguredConsumer
+from capflow.shares import Shares
+from capflow.spool import Spool
 from tests.simulation.consumers import Filing, Listening, Shelf
 from tests.simulation.database import SITE, Base
 from tests.simulation.engine import ADDRESS, Engine, model_of
@@ -23,16 +27,17 @@ from tests.simulation.network import Dealer, Network, Router, Waker
 from tests.simulation.oracle import Oracle
 from tests.simulation.scheduler import LivelockError, Process, Scheduler
 from tests.simulation.threads import installed
-from tests.simulation.volume import Volume
+from tests.simulation.volume import Kept, Volume
 
 STAGES_MAX = 2
 LIMITS = {  # small, so that they are reached
-    "REQUESTS_OPEN_MAX": 200,
     "SESSIONS_MAX": 100,
     "AWAITED_MAX": 1000,
     "MESSAGES_UNSENT_MAX": 1500,
     "RESULTS_KEPT_MAX": 400,
 }
+OWNERS_MAX = 64
+MEMORY_BYTES_MAX = 16 * limits.MIB  # of a hub: 16 KiB of its state for each owner, and 1 MiB for whoever comes first
 DUCKDB, HOSTILE = 0.2, 0.4  # how likely they take part
 QUIET_S_MAX = 600.0  # of virtual time, until everything is handled once faults have ended
 
@@ -125,7 +130,7 @@ class Simulation:
             consumers.append(
                 ConfiguredConsumer.of(listening, queue_bytes_max=8 * limits.KIB if policy != "block" else None)
             )
-        hub = Hub(ADDRESS, consumers)
+        hub = Hub(ADDRESS, consumers, memory_bytes_max=MEMORY_BYTES_MAX)
         for lane in hub.lanes:
             if lane.keeps:
                 lane.inbox._files = lane.dead._files = self.volumes.setdefault(lane.name, Volume(world))
@@ -183,9 +188,12 @@ class Simulation:
     def start_engine(self, slot):
         """Start an engine, again under the name of its slot."""
         choose, world = self.world.choose, self.world
-        name, model = slot
-        boot = f"b{choose.getrandbits(32):08x}"
+        name, model, policy = slot
+        boot, root = f"b{choose.getrandbits(32):08x}", self.root / "spilled" / name
+        if policy == "spill":  # what an earlier life left is sent beside this one, in its name
+            name += f"-{boot}"
         process = Process(world, f"{name}-{boot}")
+        process.files = Kept(process)
         engine = Engine(
             world,
             self.oracle,
@@ -193,7 +201,8 @@ class Simulation:
             name,
             boot,
             model,
-            policy=choose.choice(["block", "drop"]),
+            policy=policy,
+            root=root,
             outbound_bytes=choose.choice([4, 64, 1024]) * limits.KIB,
             steps=choose.randrange(5, 45),
             pause_s=choose.choice([0.001, 0.02, 0.2]),
@@ -280,19 +289,34 @@ class Simulation:
 
     def do_engine(self):
         """Kill an engine, and start it again."""
+        slot = self.kill_engine()
+        if slot is not None:
+            self.world.sleep(self.world.choose.choice([0.0, 1.0, 8.0]))
+            self.start_engine(slot)
+
+    def kill_engine(self):
+        """Kill an engine that has not ended; return its slot, None when all have."""
         alive = [one for one in self.engines if not one[1].ended]
         if not alive:
-            return
+            return None
         slot, engine = self.world.choose.choice(alive)
         engine.process.kill()
         self.engines.remove((slot, engine))
-        self.world.sleep(self.world.choose.choice([0.0, 1.0, 8.0]))
-        self.start_engine(slot)
+        return slot
 
     def do_both(self):
-        """Kill the hub and an engine."""
-        self.do_engine()
-        self.do_kill()
+        """Kill the hub and an engine at the same moment, and start them again."""
+        self.await_hub()
+        slot = self.kill_engine()
+        self.hub_process.kill()
+        self.end_hub(power=self.world.choose.random() < 0.5)
+        self.world.sleep(self.world.choose.choice([0.0, 1.0]))
+        if slot is not None and self.world.choose.random() < 0.5:
+            self.start_engine(slot)
+            slot = None
+        self.start_hub()
+        if slot is not None:
+            self.start_engine(slot)
 
     def do_cut(self):
         """Cut a connection."""
@@ -381,11 +405,17 @@ class Simulation:
             for module, name, value in (
                 *((limits, name, value) for name, value in LIMITS.items()),
                 (capflow.hub, "Router", router),
+                (
+                    capflow.transport.outbox,
+                    "Spool",
+                    lambda *args, **kwargs: Spool(*args, files=world.process.files, **kwargs),
+                ),
                 (capflow.transport.link, "Dealer", dealer),
                 (capflow.transport.link, "Waker", lambda: Waker(world)),
             ):
                 stack.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, value)
+            stack.enter_context(mock.patch.dict(Shares.__init__.__kwdefaults__, owners_max=OWNERS_MAX))
             if self.base is not None:
                 stack.enter_context(self.base.installed())
             stack.enter_context(installed(world))
@@ -395,6 +425,7 @@ class Simulation:
                     (
                         f"e{number}",
                         model_of(choose.choice([2, 4]), choose.choice([8, 16]), choose.choice([1, 1, STAGES_MAX])),
+                        choose.choice(["block", "drop", "spill"]),
                     )
                 )
             for number, way in enumerate(self.ways):

@@ -1,4 +1,4 @@
-"""Disks on a scheduler: directories of `tests.disks.Disk`, each operation of which is a scheduling point and may fail."""
+"""Disks on a scheduler: directories of `tests.disks.Disk`, each operation of which is a scheduling point and may fail; and the machine's own."""
 
 from __future__ import annotations
 
@@ -152,3 +152,61 @@ class Volume(Files):
     def _of(self, fd):
         index, number = divmod(fd, _DESCRIPTORS)
         return list(self._directories.values())[index], number
+
+
+class Kept(Files):
+    """The machine's own file system, for one process: what was written outlives its kill. Nothing is synced, for no power is cut."""
+
+    def __init__(self, process):
+        self._process = process
+        self._fds = set()
+        process.on_kill.append(self._end)
+
+    def _end(self):
+        """Close what the process had open, which lets go of its locks."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+
+    def _opened(self, fd):
+        if fd is not None:
+            self._fds.add(fd)
+        return fd
+
+    def lock(self, path):
+        """Lock a directory."""
+        return self._opened(super().lock(path))
+
+    def create(self, path):
+        """Make a file."""
+        self._process.world.point("disk")
+        return self._opened(super().create(path))
+
+    def change(self, path):
+        """Open a file to write."""
+        self._process.world.point("disk")
+        return self._opened(super().change(path))
+
+    def open(self, path):
+        """Open a file to read."""
+        self._process.world.point("disk")
+        return self._opened(super().open(path))
+
+    def close(self, fd):
+        """Close a descriptor, unless the kill did."""
+        if fd in self._fds:
+            self._fds.discard(fd)
+            super().close(fd)
+
+    def write(self, fd, parts, offset):
+        """Write."""
+        self._process.world.point("disk")
+        super().write(fd, parts, offset)
+
+    def fdatasync(self, fd):
+        """Take it for synced."""
+        self._process.world.point("disk")
+
+    def fsync_dir(self, path):
+        """Take it for synced."""
+        self._process.world.point("disk")
