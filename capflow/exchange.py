@@ -511,7 +511,7 @@ class Exchange:
         wanted = self.ledger.keepers(frame.header, engine)
         for lane in self._keepers:
             if lane.index in wanted:
-                lane.keep(frame, taken)
+                lane.keep(frame, engine.model, taken)
                 hold.left += 1  # only now: `taken` is posted, not called
 
     def _count(self, source: Source, header: FrameHeader, now: float) -> None:

@@ -11,10 +11,12 @@ A directory of its own below the one that it is given, named after the consumer 
 | `D` | consumer is done with a request: no record of it before this one is given again | `[engine, request]` | |
 | `M` | for how long hubs ran without an engine that the inbox has frames of | `[engine, seconds]` | |
 | `A` | action that was answered | `Answered` of `capflow.action` | |
-| `C` | checkpoint | `{engines, marks, unkept}` | |
+| `C` | checkpoint | `{engines, marks, unkept, models, of}` | |
 
 A checkpoint says what records before it may have said and still holds: the engines with their models; `marks`, the number of the last
-frame of each boot of each worker; and `unkept`, the open requests of which frames were forgotten, with how many rows. What always holds: records are forgotten only when a checkpoint behind them is durable, and the latest
+frame of each boot of each worker; and `unkept`, the open requests of which frames were forgotten, with how many rows. A checkpoint takes at most
+one of `CHECKPOINT_PARTS` parts of the inbox, and only it may lie beyond `bytes_max`, so that there is always room for one: engines that no open request and no
+unread frame needs are left out when it would be larger, and come in again before their next frame. What always holds: records are forgotten only when a checkpoint behind them is durable, and the latest
 one is never forgotten. So whoever opens the inbox knows every engine, and which frames were here, also of those that are forgotten.
 """
 
@@ -25,7 +27,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +50,9 @@ _WAIT_PAUSE_S = 0.05
 _SPARE_BYTES = 128 * limits.KIB  # of the disk, for a checkpoint when it is full
 _CLOSE_S = 10.0  # for a disk that works
 _CLOSE_PAUSE_S = 0.25  # for one that does not
+
+CHECKPOINT_PARTS = 16
+"""A checkpoint is at most one of so many parts of an inbox."""
 
 INBOXES_MAX = 64
 """Of hubs that run at once with the same consumer."""
@@ -108,6 +113,13 @@ class Checkpoint(msgspec.Struct, frozen=True):
     engines: list[Known]
     marks: list[Mark]
     unkept: list[Unkept] = []
+    models: list[ModelInfo] = []
+    of: list[tuple[str, int]] = []
+
+    @property
+    def known(self) -> list[Known]:
+        """The engines. `engines` has those of an earlier version; else each of `of` has its model's place in `models`."""
+        return [*self.engines, *(Known(engine, self.models[place]) for engine, place in self.of)]
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -195,9 +207,12 @@ class Inbox:
         self._own: deque[int] = deque()  # the numbers of checkpoints that are not forgotten
         self._forgotten = 0  # up to which a checkpoint was made
         self._stuck = False  # whether the last one had no room, which is said once
+        self._cut = False  # whether the last one had no room for what runs, which is said once
         self._checkpoint_at = 0.0  # when the latest was
         self._checkpoint_bytes = 0  # that were put in by then
         self._put_bytes = 0  # by this process
+        self._put_engines: dict[str, ModelInfo] = {}  # that records here tell of, as of what was put in
+        self._frame_last: dict[str, int] = {}  # the last frame of each engine, as of what was put in
 
     @property
     def is_open(self) -> bool:
@@ -299,6 +314,7 @@ class Inbox:
                     case _Place(engine, boot, rank, seq):
                         self.frames_left += 1
                         self.left.setdefault((engine, rank.dp), 0.0)
+                        self._frame_last[engine] = number
                         self._mark((engine, boot, rank), seq)
                     case Known() as known:
                         self._engines[known.engine] = known
@@ -311,15 +327,17 @@ class Inbox:
                         self._miss(engine, seconds)
                     case Done(engine, request, through):
                         self.done[engine, request] = through or number
-                    case Checkpoint(engines, marks, unkept):
+                    case Checkpoint() as said:
+                        marks, unkept = said.marks, said.unkept
                         self._own.append(number)
                         self.unkept = unkept
                         for long in unkept:
                             self.left.setdefault((long.engine, long.rank.dp), 0.0)
-                        self._engines |= {known.engine: known for known in engines}
+                        self._engines |= {known.engine: known for known in said.known}
                         for mark in marks:
                             self._mark((mark.engine, mark.boot, mark.rank), mark.seq)
         self._frames_found = self.frames_left
+        self._put_engines = {known.engine: known.model for known in self._engines.values()}
 
     def _miss(self, engine: str, seconds: float) -> None:
         self.left |= dict.fromkeys([key for key in self.left if key[0] == engine], seconds)
@@ -375,6 +393,7 @@ class Inbox:
         ends = bool(frame.header.finished)  # of requests, without which their frames could not go
         number = self.spool.put(b"F" + header, payload, timeout_s, spare_bytes=spare_bytes, needed=ends)
         self.skip(frame.header)
+        self._frame_last[frame.header.engine] = number
         self.frames += 1
         self._put_bytes += len(header) + frame.nbytes
         return number
@@ -385,7 +404,18 @@ class Inbox:
 
     def put(self, what: Known | Gone | Done | Missed | Answered, timeout_s: float = 0.0) -> int:
         """Take anything else; return its record's number. Raises FullError."""
-        return self.spool.put(_bytes[type(what)] + _encoder.encode(what), b"", timeout_s)
+        head = _bytes[type(what)] + _encoder.encode(what)
+        number = self.spool.put(head, b"", timeout_s)
+        self._put_bytes += len(head)
+        if isinstance(what, Known):
+            self._put_engines[what.engine] = what.model
+        elif isinstance(what, Gone) and what.replica is None:
+            self._put_engines.pop(what.engine, None)
+        return number
+
+    def tells_of(self, engine: str, model: ModelInfo) -> bool:
+        """Return whether a record here says that an engine has a model."""
+        return self._put_engines.get(engine) == model
 
     def _mark(self, source: Source, seq: int) -> None:
         had = self._marks.pop(source, 0)
@@ -457,10 +487,17 @@ class Inbox:
             return header
         return None
 
-    def forget(self, number: int, unkept: Callable[[int], list[Unkept]], *, at_once: bool = False) -> None:
+    def forget(
+        self,
+        number: int,
+        unkept: Callable[[int], list[Unkept]],
+        *,
+        needed: Callable[[], Collection[str]] = tuple,
+        at_once: bool = False,
+    ) -> None:
         """Note that nothing up to a record is needed any more; on the disk, when that is worth a checkpoint, or at once.
 
-        unkept: gives the open requests of which frames up to a record are forgotten.
+        unkept: gives the open requests of which frames up to a record are forgotten. needed: gives the engines of open requests.
         """
         while self._own and self._own[0] <= self._forgotten:
             self._own.popleft()
@@ -471,10 +508,10 @@ class Inbox:
         if not (at_once or much or now >= self._checkpoint_at + _CHECKPOINT_S):
             return
         self._checkpoint_at, self._checkpoint_bytes = now, self._put_bytes
-        marks = [Mark(*source, seq) for source, seq in list(self._marks.items())]
-        said = Checkpoint(list(self._engines.values()), marks, unkept(number))
+        bytes_max = self.bytes_max // CHECKPOINT_PARTS
+        head = self._checkpoint(number, unkept(number), needed, bytes_max)
         try:
-            made = self.spool.append(b"C" + _encoder.encode(said), needed=True)
+            made = self.spool.append(head, spare_bytes=-bytes_max, needed=True)
         except FullError as e:
             if not self._stuck:
                 event = {"event": "inbox_full", "directory": str(self.directory), "reason": e.reason}
@@ -488,6 +525,42 @@ class Inbox:
         self._acknowledge(self.spool.synced_through)
         for key in [key for key, last in list(self.done.items()) if last <= number]:
             del self.done[key]
+        for engine, last in dict(self._frame_last).items():
+            if last <= number and engine not in self._engines:
+                del self._frame_last[engine]
+
+    def _checkpoint(
+        self, number: int, unkept: list[Unkept], needed: Callable[[], Collection[str]], bytes_max: int
+    ) -> bytes:
+        """Return the head of a checkpoint of at most so many bytes.
+
+        What goes when it would be larger: engines that nothing needs, then the oldest marks, then the oldest open requests, then engines.
+        """
+        marks = [Mark(*source, seq) for source, seq in list(self._marks.items())]
+        head = _checkpoint_head(self._engines, marks, unkept)
+        if len(head) <= bytes_max:
+            return head
+        frames, runs = dict(self._frame_last), needed()
+        for name in [name for name in self._engines if name not in runs and frames.get(name, 0) <= number]:
+            self._put_engines.pop(name, None)  # before the checkpoint: it is put in again before a frame that comes now
+            self._frame_last.pop(name, None)
+            del self._engines[name]
+        head, lost = _checkpoint_head(self._engines, marks, unkept), False
+        while len(head) > bytes_max and (marks or unkept or self._engines):
+            lost = True
+            if marks:
+                marks = marks[(len(marks) + 1) // 2 :]
+            elif unkept:
+                unkept = unkept[(len(unkept) + 1) // 2 :]
+            else:
+                del self._engines[next(iter(self._engines))]
+            head = _checkpoint_head(self._engines, marks, unkept)
+        if lost and not self._cut:
+            event = {"event": "inbox_small", "directory": str(self.directory)}
+            text = "spool %s: it is too small for what runs: a hub that ends now loses rows; give it more spool_bytes"
+            logger.warning(text, self.directory, extra=event)
+        self._cut = lost
+        return head
 
     def _acknowledge(self, synced: int) -> None:
         """Forget what checkpoints allow that are durable. Called by the thread that made one, which may be late, and by the spool's."""
@@ -499,14 +572,21 @@ class Inbox:
         self._acknowledge(number)
         self._on_synced(number)
 
-    def close(self, needless: int, unkept: Callable[[int], list[Unkept]], *, keep: bool) -> bool:
+    def close(
+        self,
+        needless: int,
+        unkept: Callable[[int], list[Unkept]],
+        *,
+        keep: bool,
+        needed: Callable[[], Collection[str]] = tuple,
+    ) -> bool:
         """Give the directory back; return whether every record is durable.
 
         needless: nothing up to this record is needed any more. When that is everything, and `keep` does not hold, the directory goes too.
         """
         empty = needless >= self.spool.last and not keep
         if not empty:
-            self.forget(needless, unkept, at_once=True)
+            self.forget(needless, unkept, needed=needed, at_once=True)
             if self._wait(self.spool.wait_synced, self.spool.last):
                 self._acknowledge(self.spool.last)
                 self._wait(self.spool.wait_acknowledged, self._forgotten)
@@ -523,3 +603,10 @@ class Inbox:
             if self.spool.trouble is not None or time.monotonic() > deadline:
                 return False
         return True
+
+
+def _checkpoint_head(engines: Mapping[str, Known], marks: list[Mark], unkept: list[Unkept]) -> bytes:
+    """Return the head of a checkpoint, in which each model is written once."""
+    models: dict[ModelInfo, int] = {}
+    of = [(known.engine, models.setdefault(known.model, len(models))) for known in engines.values()]
+    return b"C" + _encoder.encode(Checkpoint([], marks, unkept, list(models), of))

@@ -6,6 +6,7 @@ one without room: frames wait, or their rows are lost, as the fallback says, and
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -21,6 +22,7 @@ from capflow.action import Answered
 from capflow.frame import Frame, FrameHeader, Source, rows_of
 from capflow.inbox import Gone, Inbox, Known, Missed
 from capflow.losses import Losses, lessened, note_frame
+from capflow.message import ModelInfo
 from capflow.queue import ByteQueue, Overload
 from capflow.spool import FullError, Lost
 
@@ -32,10 +34,18 @@ Taken = Callable[[], None]
 
 
 class Kept(NamedTuple):
-    """A frame on its way into the inbox."""
+    """A frame on its way into the inbox. model: its engine's."""
 
     frame: Frame
     taken: Taken
+    model: ModelInfo
+
+
+class Greeting(NamedTuple):
+    """An engine that connected, on its way into the inbox; done: called when it is through."""
+
+    known: Known
+    done: Callable[[], None]
 
 
 class InboxWriter:
@@ -152,20 +162,30 @@ class InboxWriter:
 
     def _put(self, item: Any) -> None:
         match item:
-            case Kept(frame, taken) if self._inbox.has(frame.header):  # and is durable: it came from an earlier hub
+            case Kept(frame, taken, _) if self._inbox.has(frame.header):  # and is durable: it came from an earlier hub
                 taken()
-            case Kept(frame, taken):
-                self._put_frame(frame, taken, self._fallback)
-            case Known() | Gone() | Missed() | Answered():
+            case Kept(frame, taken, model):
+                self._put_frame(frame, taken, self._fallback, model)
+            case Greeting(known, done):
+                done()
+                if not self._inbox.tells_of(known.engine, known.model):
+                    with contextlib.suppress(FullError):  # it comes before its first frame
+                        self._try(functools.partial(self._inbox.put, known), 0.0)
+            case Gone() | Missed() | Answered():
                 self._insist(functools.partial(self._inbox.put, item))
 
-    def _put_frame(self, frame: Frame, taken: Taken, fallback: Overload) -> int:
-        """Put a frame in; return the number of its record, 0 of one that has no room and is not to wait for it."""
+    def _put_frame(self, frame: Frame, taken: Taken, fallback: Overload, model: ModelInfo | None = None) -> int:
+        """Put a frame in; return the number of its record, 0 of one that has no room and is not to wait for it.
+
+        model: its engine's, which is put in too where the inbox does not tell of it.
+        """
         if frame.header.finished:
             frame = Frame(self._lessened(frame.header), frame.payload)
         put = functools.partial(self._inbox.put_frame, frame)
         try:
+            self._put_engine(frame, fallback, model)
             number = self._insist(put) if fallback is Overload.BLOCK else self._try(put, 0.0)
+            behind = self._put_engine(frame, fallback, model) or number  # when it was forgotten meanwhile
         except FullError as e:
             if fallback is Overload.BLOCK:
                 raise
@@ -173,9 +193,17 @@ class InboxWriter:
             taken()
             return 0
         with self._pending_lock:
-            self._pending.append((number, taken, time.monotonic()))
+            self._pending.append((behind, taken, time.monotonic()))
         self.synced(self._inbox.spool.synced_through)
         return number
+
+    def _put_engine(self, frame: Frame, fallback: Overload, model: ModelInfo | None) -> int:
+        """Put in which model the engine of a frame has, unless the inbox tells of it; return the number of the record, 0 of none. Raises FullError."""
+        engine = frame.header.engine
+        if model is None or self._inbox.tells_of(engine, model):
+            return 0
+        put = functools.partial(self._inbox.put, Known(engine, model))
+        return self._insist(put) if fallback is Overload.BLOCK else self._try(put, 0.0)
 
     def _insist(self, put: Callable[[float], int]) -> int:
         """Put something in, however long it takes; put is given how long to wait. Raises FullError when the hub stops before there is room."""

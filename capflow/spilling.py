@@ -27,10 +27,11 @@ from capflow.errors import CapflowError, RemoteProtocolError, kind_of
 from capflow.fanout import Lane, LeftError
 from capflow.frame import Frame, FrameHeader, Rank, RequestRows, rows_of
 from capflow.inbox import Done, Gone, Inbox, Item, Known, Missed, Unkept
-from capflow.inboxwriter import InboxWriter, Kept, Taken
+from capflow.inboxwriter import Greeting, InboxWriter, Kept, Taken
 from capflow.ledger import NOT_ENDED, Delivery, Engine, Ledger, Request, Wish
 from capflow.losses import note_chunk
 from capflow.message import ModelInfo
+from capflow.notes import weight
 from capflow.plugins import ConfiguredConsumer
 from capflow.result import CaptureResult, RequestDone
 from capflow.shares import Shares
@@ -168,11 +169,11 @@ class SpillingLane(Lane):
             raise
         self.writer.start(beside, here)
 
-    def keep(self, frame: Frame, taken: Taken) -> None:
-        """Take a frame; `taken` is called, on any thread, when it is durable."""
+    def keep(self, frame: Frame, model: ModelInfo, taken: Taken) -> None:
+        """Take a frame of an engine with this model; `taken` is called, on any thread, when it is durable."""
         if self._gone:
             self._gone = {gone for gone in self._gone if gone.engine != frame.header.engine}
-        self.queue.force(Kept(frame, taken), frame.nbytes)
+        self.queue.force(Kept(frame, taken, model), frame.nbytes)
 
     def lose(self, engine: str, replica: int | None, stage: int | None = None, *, anew: bool = False) -> None:
         """Tell the consumer, after everything before, that a part of an engine is gone, as `Ledger.lose` takes it."""
@@ -182,9 +183,13 @@ class SpillingLane(Lane):
             self.queue.force(gone)
 
     def greet(self, engine: str, model: ModelInfo) -> None:
-        """Tell the consumer, after everything before, that an engine connected."""
+        """Tell the consumer, after everything before, that an engine connected; without room for that, before its first frame."""
         self._gone = {gone for gone in self._gone if gone.engine != engine}
-        self.queue.force(Known(engine, model))
+        nbytes = weight(model)
+        if self.notes.admit(nbytes):
+            self.queue.force(Greeting(Known(engine, model), functools.partial(self.notes.taken, nbytes)))
+        else:
+            self.notes.lost["session"] += 1
 
     def note_full(self, engine: str) -> None:
         """Note that the hub had no room for requests of an engine."""
@@ -264,7 +269,7 @@ class SpillingLane(Lane):
             self._pass_notes()
         self.dead.close()
         keep = bool(self.inbox.engines or self._long or self.inbox.unkept)
-        self.inbox.close(self._needless(), self._unkept_by, keep=keep)
+        self.inbox.close(self._needless(), self._unkept_by, keep=keep, needed=self._engines_open)
 
     def _take_all(self) -> bool:
         """Handle what comes; return True when everything was handled, False when it is to be discarded."""
@@ -354,6 +359,10 @@ class SpillingLane(Lane):
                 self._long[long.engine, long.request.id] = known
             del self.inbox.unkept[0]
 
+    def _engines_open(self) -> set[str]:
+        """Return the engines that have requests that are not over."""
+        return {engine for engine, _ in [*self._open, *self._long]}
+
     def _unkept_by(self, number: int) -> list[Unkept]:
         """Return the open requests of which records up to a number are forgotten."""
         return [*self.inbox.unkept, *(long.unkept(number) for long in list(self._long.values()))]
@@ -371,7 +380,7 @@ class SpillingLane(Lane):
                 text = "consumer %s: the spool is too small for the requests that run; a hub that ends now loses rows of the oldest"
                 logger.warning(text, self.name, extra={"event": "inbox_small", "consumer": self.name})
         needless = self._needless()
-        self.inbox.forget(needless, self._unkept_by)
+        self.inbox.forget(needless, self._unkept_by, needed=self._engines_open)
         while self._done and self._done[key := next(iter(self._done))] <= needless:
             del self._done[key]
 
