@@ -15,7 +15,7 @@ from frames import make_frame, make_model, row_of, token_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capflow.errors import RetryError, UsageError
+from capflow.errors import FatalError, RetryError, UsageError
 from capflow.frame import Dropped, Frame, Rank
 from capflow.positions import Positions
 from capflow.probe import Probe
@@ -549,3 +549,30 @@ def test_the_snippets_in_the_documentation_write_probes(tmp_path, monkeypatch):
         exec(compile(body, "querying.md", "exec"), {})  # noqa: S102
     names = [load_probe(path).names for path in sorted(tmp_path.glob("*.safetensors"))]
     assert names == [("emotions.17", "emotions.2048"), ("happy",)]
+
+
+@pytest.mark.parametrize("reopened", [True, False])
+def test_a_frame_of_which_a_part_was_taken_is_not_vouched_for(tmp_path, monkeypatch, reopened):
+    probe_file(tmp_path, "p", SITES[0])
+    probe_file(tmp_path, "q", SITES[1])
+    consumer = opened(tmp_path, "p", "q")
+    frames = [make_frame([("r1", 4, 4 * n, 4)], SITES, seq=n + 1) for n in range(2)]
+    consumer.on_frame(frames[0])
+    stage = consumer._pending._stages[SITES[1], 8, np.dtype(np.float32)]
+    with monkeypatch.context() as patched:
+        patched.setattr(stage, "add", lambda *_: 1 / 0)
+        with pytest.raises(FatalError, match="part of a frame was taken: got ZeroDivisionError"):
+            consumer.on_frame(frames[1])
+    if reopened:
+        consumer.close()
+        consumer.open(Counts())
+        consumer.on_session("engine-1", make_model())
+        for frame in frames:
+            consumer.on_frame(frame)
+    result = consumer.on_request_done(done(computed_length=8, rows=24))
+    consumer.close()
+    assert result.status == ("ok" if reopened else "error"), result
+    rows = 8 if reopened else 0
+    assert query(tmp_path, "SELECT count(*), count(DISTINCT position) FROM tokens") == [(rows, rows)]
+    assert query(tmp_path, "SELECT count(*), count(DISTINCT (position, probe)) FROM scores") == [(4 * rows, 4 * rows)]
+    assert query(tmp_path, "SELECT sum(last_frame + 1 - first_frame) FROM marks") == [(2 if reopened else None,)]

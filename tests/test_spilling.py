@@ -11,9 +11,10 @@ from frames import make_finished, make_frame, make_hello, make_model
 from hubs import Later, Recorder, address, configured, running_hub, worker_link
 from waiting import eventually
 
-from capflow import inbox, limits
+from capflow import inbox, inboxwriter, limits
 from capflow.client import Client
 from capflow.frame import Acted, Rank
+from capflow.inboxwriter import InboxWriter
 from capflow.plugins import Spill
 from capflow.result import CaptureResult
 from capflow.site import Site
@@ -318,6 +319,30 @@ def test_an_engine_that_comes_back_with_another_model_ends_its_requests(address,
         eventually(lambda: second.events.count(("done", "r1")) == 2)
         assert second.rows["r1"] == 3 * ROWS
         assert second.done["r1"].rows == 2 * ROWS
+
+
+def test_a_frame_at_which_the_writer_of_an_inbox_fails_goes_in_before_those_behind_it(address, spills, monkeypatch):
+    """Or else their marks would vouch for it: its worker would be told, when it sends it again, that it is there."""
+    put = InboxWriter._put_frame
+    failing = [MemoryError(), MemoryError()]
+
+    def fails(self, frame, taken, fallback):
+        if frame.header.seq == 2 and failing:
+            raise failing.pop()
+        return put(self, frame, taken, fallback)
+
+    monkeypatch.setattr(InboxWriter, "_put_frame", fails)
+    monkeypatch.setattr(inboxwriter, "_RETRY_S", 0.05)
+    recorder = Recorder()
+    with running_hub(address, spills(recorder)), worker_link(address) as link:
+        worker = Sender(link)
+        for _ in range(4):
+            worker.rows("r1")
+        worker.end("r1")
+        eventually(lambda: worker.acknowledged)
+        eventually(lambda: "r1" in recorder.done)
+    assert recorder.seqs == [1, 2, 3, 4]
+    assert recorder.done["r1"].problems == []
 
 
 @pytest.mark.parametrize("fallback", ["block", "drop"])

@@ -21,7 +21,7 @@ from test_duckdb import Clock, Counts
 
 import capflow
 from capflow import limits, recording
-from capflow.errors import CapflowError
+from capflow.errors import CapflowError, FatalError
 from capflow.frame import Frame
 from capflow.site import Site
 from capflow_consumers.duckdb import DuckdbConfig, DuckdbConsumer
@@ -66,6 +66,8 @@ class DuckdbStore:
         def guarded(tables):
             with files_that_do_not_grow() if self._refusing else contextlib.nullcontext():
                 append(tables)
+            if self._chance.random() < 0.05:
+                raise FatalError("nobody knows whether that was committed; it was")
 
         consumer._database.append = guarded
         return consumer
@@ -261,3 +263,4 @@ def test_the_model_refuses_and_kills(tmp_path):
         lanes.append(run(DuckdbStore(root, random.Random(seed)), random.Random(seed)))
     assert sum(lane.refused for lane in lanes) > 5
     assert sum(lane.kills for lane in lanes) > 2
+    assert sum(lane.fatal for lane in lanes) > 2

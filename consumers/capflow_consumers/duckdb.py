@@ -42,6 +42,7 @@ from capflow.site import Site, layers_by_hook
 from capflow.spec import CaptureSpec
 from capflow.sqlport import SqlPort
 from capflow_consumers.database import Database, Stored
+from capflow_consumers.framelog import FrameLog
 from capflow_consumers.pendingrows import PendingRows
 from capflow_consumers.scoredrequest import ScoredRequest
 from capflow_consumers.stacking import stacked
@@ -186,6 +187,7 @@ class DuckdbConsumer(Consumer):
         try:
             self._take(frame)
         except Exception as e:
+            self._abandon(f"{type(e).__name__}: {e}")
             do = "the hub opens the file anew and gives the rows again"
             raise FatalError(explain("part of a frame was taken", got=f"{type(e).__name__}: {e}", do=do)) from e
         if self._full:
@@ -232,9 +234,11 @@ class DuckdbConsumer(Consumer):
             self._count("requests_again")
             return CaptureResult(cast("Status", request.status), None, payload)
         problems = done.problems
+        if request.error is not None:  # not opened anew since
+            problems.append(request.error)
         if request.rows != done.rows:
             problems.append(explain("rows seen", got=request.rows, expected=f"{done.rows} as delivered"))
-        status: Status = "ok" if not problems else "partial_error" if request.rows else "error"
+        status: Status = "ok" if not problems else "partial_error" if request.rows and not request.error else "error"
         model = self._models.get(done.engine)
         line = {
             "capture": [request.capture],
@@ -331,9 +335,20 @@ class DuckdbConsumer(Consumer):
         except RetryError:
             self._count("flush_errors")
             raise
+        except FatalError as e:
+            self._abandon(str(e))
+            raise
         self._pending.clear()
         for request in requests:
             request.commit()
+
+    def _abandon(self, error: str) -> None:
+        """Forget what is pending, of which nobody knows whether it is whole or in the file: `open` finds out, and what is not is given again."""
+        self._pending = PendingRows(self._by_site, vectors=self.config.vectors)
+        for request in self._requests.values():
+            if request.pending:
+                request.pending = FrameLog()
+                request.error = request.error or error
 
 
 def _tiled(block: Block) -> bool:

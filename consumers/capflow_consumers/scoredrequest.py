@@ -11,12 +11,13 @@ class ScoredRequest:
     """One request from its first row to its result.
 
     known: positions whose tokens are in the file or pending. stored: frames whose rows are in the file; pending: frames whose rows wait
-    for the next transaction. status: the request's `capture_status` in the file, None while it is not there.
+    for the next transaction. error: why frames that were pending are not known to be in the file. status: the request's `capture_status` in the file, None while it is not there.
     """
 
     __slots__ = (
         "capture",
         "engine",
+        "error",
         "id",
         "known",
         "pending",
@@ -34,6 +35,7 @@ class ScoredRequest:
         self.stored = FrameLog()
         self.pending = FrameLog()
         self.status: str | None = None
+        self.error: str | None = None
         self.id = request_id
         self.started_ns = started_ns
         self.known = Intervals()
