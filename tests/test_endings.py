@@ -15,7 +15,7 @@ from test_filesystem import Counts, done, names
 from waiting import eventually
 
 import capflow
-from capflow.result import CaptureResult
+from capflow.errors import RetryError
 from capflow.site import Site
 from capflow_consumers import disk, shardfile
 from capflow_consumers.endings import Endings
@@ -77,7 +77,7 @@ def test_requests_that_end_during_a_sync_share_the_next(tmp_path, layout, held):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sync_that_fails_takes_its_own_requests_only(tmp_path, layout, monkeypatch, held):
+def test_after_a_sync_that_fails_its_requests_are_written_again(tmp_path, layout, monkeypatch, held):
     go, begun = held
     go.set()
     consumer = opened(tmp_path, layout)
@@ -86,7 +86,7 @@ def test_a_sync_that_fails_takes_its_own_requests_only(tmp_path, layout, monkeyp
     count = begun.total()
     first = give(consumer, "first", 2)
     eventually(lambda: begun.total() == count + 1)
-    lost = [give(consumer, f"lost{n}", 3 + n) for n in range(3)]
+    late = [give(consumer, f"late{n}", 3 + n) for n in range(3)]
     module, name = (shardfile.os, "fdatasync") if layout == "sharded" else (disk, "sync_trees")
     whole = getattr(module, name)
 
@@ -96,17 +96,17 @@ def test_a_sync_that_fails_takes_its_own_requests_only(tmp_path, layout, monkeyp
     monkeypatch.setattr(module, name, broken)
     go.set()
     assert first.result(20).status == "ok"
-    for future in lost:
-        assert future.result(20) == CaptureResult(
-            "error",
-            f"{tmp_path} cannot be written: got Input/output error, expected a file system that takes the request's rows; "
-            "see what the kernel says of it; requests that end later are tried again",
-        )
+    eventually(lambda: consumer._parts.endings.trouble)
+    for call in (consumer.on_idle, lambda: consumer.on_frame(make_frame([("r1", 4, 0, 5)], SITES, seq=9, boot="b"))):
+        with pytest.raises(RetryError, match="cannot be written: got Input/output error"):
+            call()
+    assert not any(future.done() for future in late)
     monkeypatch.setattr(module, name, whole)
-    assert give(consumer, "lost1", 9).result(20).status == "ok"  # as if there had been none
+    assert [future.result(20).status for future in late] == ["ok"] * 3
+    consumer.on_idle()
     consumer.close()
     dataset = capflow.open(tmp_path)
-    assert sorted(dataset.requests()) == ["before", "first", "lost1"]
+    assert sorted(dataset.requests()) == ["before", "first", "late0", "late1", "late2"]
     dataset.verify()
 
 

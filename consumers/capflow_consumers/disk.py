@@ -77,13 +77,13 @@ def refused(root: Path, error: OSError) -> str:
     return explain(f"{root} cannot be written", got=got, expected=expected, do=_DO.get(error.errno or 0, _DO_ELSE))
 
 
-_DO_ELSE = "see what the kernel says of it; requests that end later are tried again"
+_DO_ELSE = "see what the kernel says of it; it is tried again"
 _DO = {
-    errno.ENOSPC: "make room on it; requests that end later are tried again",
-    errno.EDQUOT: "make room on it, or have a larger quota; requests that end later are tried again",
+    errno.ENOSPC: "make room on it; it is tried again",
+    errno.EDQUOT: "make room on it, or have a larger quota; it is tried again",
     errno.ENOENT: "start the hub again, which makes the directory",
     errno.EACCES: "let the hub write to it",
-    errno.EROFS: "mount it for writing",
+    errno.EROFS: "mount it for writing; it is tried again",
 }
 
 

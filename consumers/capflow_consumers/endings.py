@@ -9,11 +9,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Generic, NamedTuple, TypeVar
 
 from capflow import limits
+from capflow.errors import RetryError, kind_of
 from capflow.result import CaptureResult
 
 T = TypeVar("T")  # a request that is over
@@ -34,17 +35,23 @@ class Endings(Generic[T, W]):
     """The thread, from `open` to `close`.
 
     write(what) writes one and returns what `publish` is given, with others, to get onto the disk and to return their results in order; or a result at
-    once. An exception of either is in the Futures.
+    once. What the disk refuses for now, as an exception of `write` of the kind `retry` or in the place of a result, is written again until it takes it; other
+    exceptions are in the Futures. At `close` each that waits is written once more.
     """
 
     def __init__(
-        self, write: Callable[[T], W | CaptureResult], publish: Callable[[Sequence[W]], Sequence[CaptureResult]]
+        self,
+        write: Callable[[T], W | CaptureResult],
+        publish: Callable[[Sequence[W]], Sequence[CaptureResult | BaseException]],
     ) -> None:
+        self.trouble: BaseException | None = None  # why the disk took nothing, the last time; written by the thread
         self._write = write
         self._publish = publish
         self._queue: SimpleQueue[_Ending[T] | None] = SimpleQueue()  # None: that was all
         self._under_way: deque[_Ending[T]] = deque()  # oldest first; the consumer's thread's
         self._nbytes = 0  # of these
+        self._closing = threading.Event()
+        self._pause_s = 0.0  # the last one; the thread's
         self._thread = threading.Thread(target=self._run, name="capflow-filesystem-endings", daemon=True)
 
     def open(self) -> None:
@@ -60,23 +67,31 @@ class Endings(Generic[T, W]):
     def put(self, what: T, key: str, nbytes: int) -> Future[CaptureResult]:
         """Begin to write a request; return what becomes of it."""
         self._reap()
-        if len(self._under_way) >= _UNDER_WAY_MAX:
-            self.wait()
         ending = _Ending(what, key, nbytes, Future[CaptureResult]())
         self._under_way.append(ending)
         self._nbytes += nbytes
         self._queue.put(ending)
         return ending.result
 
+    def make_room(self) -> None:
+        """Wait until one more request may be under way. Raises RetryError while the disk takes nothing."""
+        self._reap()
+        if len(self._under_way) >= _UNDER_WAY_MAX:
+            self.wait()
+
     def wait(self, key: str | None = None) -> None:
-        """Wait for the requests of a key, or for the oldest, to have results."""
+        """Wait for the requests of a key, or for the oldest, to have results. Raises RetryError while the disk takes nothing."""
         self._reap()
         found = [ending for ending in self._under_way if key in (None, ending.key)]
         for ending in found if key is not None else found[:1]:
-            ending.result.exception()
+            while not ending.result.done():
+                if (trouble := self.trouble) is not None:
+                    raise RetryError(str(trouble)) from trouble
+                wait([ending.result], limits.IDLE_S)
 
     def close(self) -> None:
-        """Have every request get its result."""
+        """Have every request get its result, or the exception for which it has none."""
+        self._closing.set()
         self._queue.put(None)
         self._thread.join()
         self._reap()
@@ -86,37 +101,61 @@ class Endings(Generic[T, W]):
             self._nbytes -= self._under_way.popleft().nbytes
 
     def _run(self) -> None:
-        more = True
-        while more:
-            group: list[tuple[Future[CaptureResult], W]] = []
+        more, waiting = True, deque[_Ending[T]]()
+        while more or waiting:
+            more = self._fetch(waiting, more=more)
+            group: list[tuple[_Ending[T], W]] = []
+            again: list[_Ending[T]] = []
             nbytes = 0
-            while more and nbytes < _GROUP_BYTES_MAX and not (group and self._queue.empty()):
-                ending = self._queue.get()
-                more = ending is not None
-                if ending is not None:
-                    nbytes += ending.nbytes
-                    self._begin(ending, group)
-            self._publish_all(group)
+            while waiting and nbytes < _GROUP_BYTES_MAX and not again:
+                ending = waiting.popleft()
+                nbytes += ending.nbytes
+                self._begin(ending, group, again)
+            self._publish_all(group, again)
+            waiting.extendleft(reversed(again))
+            if again:
+                self._pause_s = min(max(2 * self._pause_s, limits.RETRY_S_MIN), limits.RETRY_S_MAX)
+                self._closing.wait(self._pause_s)
+            else:
+                self.trouble, self._pause_s = None, 0.0
 
-    def _begin(self, ending: _Ending[T], group: list[tuple[Future[CaptureResult], W]]) -> None:
+    def _fetch(self, waiting: deque[_Ending[T]], *, more: bool) -> bool:
+        """Take what came, waiting for the first where nothing waits; return whether more may come."""
+        while more and not (waiting and self._queue.empty()):
+            ending = self._queue.get()
+            if ending is None:
+                return False
+            waiting.append(ending)
+        return more
+
+    def _begin(self, ending: _Ending[T], group: list[tuple[_Ending[T], W]], again: list[_Ending[T]]) -> None:
         try:
             written = self._write(ending.what)
         except BaseException as e:  # noqa: BLE001  it is the request's
-            ending.result.set_exception(e)
+            self._fail(ending, e, again)
             return
         if isinstance(written, CaptureResult):
             ending.result.set_result(written)
         else:
-            group.append((ending.result, written))
+            group.append((ending, written))
 
-    def _publish_all(self, group: Sequence[tuple[Future[CaptureResult], W]]) -> None:
+    def _publish_all(self, group: Sequence[tuple[_Ending[T], W]], again: list[_Ending[T]]) -> None:
         if not group:
             return
         try:
             results = self._publish([written for _, written in group])
         except BaseException as e:  # noqa: BLE001  it is theirs
-            for future, _ in group:
-                future.set_exception(e)
-            return
-        for (future, _), result in zip(group, results, strict=True):
-            future.set_result(result)
+            results = [e] * len(group)
+        for (ending, _), result in zip(group, results, strict=True):
+            if isinstance(result, BaseException):
+                self._fail(ending, result, again)
+            else:
+                ending.result.set_result(result)
+
+    def _fail(self, ending: _Ending[T], error: BaseException, again: list[_Ending[T]]) -> None:
+        """Have a request written again if that may work, else let its Future have the exception."""
+        if kind_of(error) == "retry" and not self._closing.is_set():
+            self.trouble = error
+            again.append(ending)
+        else:
+            ending.result.set_exception(error)

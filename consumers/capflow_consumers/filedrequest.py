@@ -10,7 +10,7 @@ from capflow.spec import Wanted
 from capflow_consumers import layout
 from capflow_consumers.framelog import FrameLog
 from capflow_consumers.requestfiles import RequestFiles
-from capflow_consumers.rowbuffer import RowBuffer
+from capflow_consumers.rowbuffer import Piece, RowBuffer
 from capflow_consumers.storeddtype import converted
 from capflow_consumers.tokenlog import TokenLog
 
@@ -22,12 +22,27 @@ class FiledRequest:
     it is given once more, and its rows are not taken either.
     """
 
-    __slots__ = ("buffer", "dtypes", "error", "files", "frames", "published", "tokens", "wanted")
+    __slots__ = (
+        "appended",
+        "appending",
+        "appending_bytes",
+        "buffer",
+        "dtypes",
+        "error",
+        "files",
+        "frames",
+        "published",
+        "tokens",
+        "wanted",
+    )
 
     def __init__(self, files: RequestFiles, wanted: Wanted | None) -> None:
         self.files = files
         self.wanted = wanted
         self.buffer = RowBuffer()
+        self.appending: dict[Site, list[Piece]] = {}  # rows out of the buffer that the disk refused for now
+        self.appending_bytes = 0  # of these, as the buffer counted them
+        self.appended = True  # whether nothing is to be appended again
         self.tokens = TokenLog()
         self.error: str | None = None
         self.frames = FrameLog()

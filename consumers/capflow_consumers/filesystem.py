@@ -9,6 +9,7 @@ made of; a hub that gives them again after a kill finds it there.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import tempfile
@@ -21,7 +22,7 @@ import msgspec
 
 from capflow import limits
 from capflow.consumer import Consumer, ConsumerPolicy, Context
-from capflow.errors import UsageError, explain
+from capflow.errors import RetryError, UsageError, explain, kind_of
 from capflow.frame import Frame, FrameHeader, RequestRows
 from capflow.hookspecs import hookimpl
 from capflow.message import ModelInfo
@@ -189,7 +190,16 @@ class FilesystemConsumer(Consumer):
         self._models[engine] = model
 
     def on_frame(self, frame: Frame) -> None:
-        """Copy the rows into the buffers of their requests; write the largest out when all exceed the bound."""
+        """Copy the rows into the buffers of their requests; write the largest out when all exceed the bound.
+
+        Raises RetryError, having taken nothing of the frame, while the disk takes nothing.
+        """
+        self._wait_for_disk()
+        if self._buffered_bytes + self._parts.endings.nbytes > self.config.buffer_bytes_max:
+            self._make_room()
+        for rows in frame.header.requests:
+            if (frame.header.engine, rows.id) not in self._requests:
+                self._parts.endings.wait(rows.id)
         previous: RequestRows | None = None
         endings = self._parts.endings
         frame_bytes = frame.nbytes
@@ -203,16 +213,33 @@ class FilesystemConsumer(Consumer):
             if request.error is None and request.published is None:
                 self._buffered_bytes += request.add(chunk, frame_bytes if 2 * chunk.rows.nbytes > frame_bytes else None)
                 if self._buffered_bytes + endings.nbytes > self.config.buffer_bytes_max:
-                    self._make_room()
+                    with contextlib.suppress(RetryError):  # the next call tries again, before it takes anything
+                        self._make_room()
 
     def on_request_done(self, done: RequestDone) -> CaptureResult | Future[CaptureResult]:
-        """Begin to write what is left; what comes of it says what is in the data set."""
-        _, _, publisher, endings = self._parts
-        request = self._requests.pop((done.engine, done.request), None)
+        """Begin to write what is left; what comes of it says what is in the data set. Raises RetryError while the disk takes nothing."""
+        endings = self._parts.endings
+        endings.make_room()
+        key = done.engine, done.request
+        request = self._requests.get(key)
         if request is None:
             endings.wait(done.request)
-            request = self._empty(done.engine)
+            request = self._requests[key] = self._empty(done.engine)
+        if not request.appended:
+            self._append(request)
+        if request.published is None and request.error is None:
+            expected = expected_of(request.wanted, done)
+            counts = {site: sum(stop - start for start, stop in spans) for site, spans in expected.items()}
+            pieces = request.buffer.pieces()
+            try:
+                request.files.prepare(pieces, request.tokens, counts)
+            except OSError as e:
+                if kind_of(e) == "retry":
+                    raise
+                self._fail(request, disk.refused(self._root, e))
         nbytes = request.buffer.nbytes
+        request.buffer.take()
+        del self._requests[key]
         self._buffered_bytes -= nbytes
         if request.published is not None:
             self._count("requests_again")
@@ -220,12 +247,6 @@ class FilesystemConsumer(Consumer):
         if request.error is not None:
             self._count("requests_failed")
             return CaptureResult("error", request.error)
-        expected = expected_of(request.wanted, done)
-        counts = {site: sum(stop - start for start, stop in spans) for site, spans in expected.items()}
-        try:
-            request.files.prepare(request.buffer.take(), request.tokens, counts)
-        except OSError as e:
-            return publisher.give_up(request.files, e)
         return endings.put(Over(request, done, expected, self._model(done.engine)), done.request, nbytes)
 
     def close(self) -> None:
@@ -243,13 +264,20 @@ class FilesystemConsumer(Consumer):
                 opened.workers.shutdown()
 
     def on_idle(self) -> None:
-        """Write the rows of running requests out, for who reads along."""
+        """Write the rows of running requests out, for who reads along. Raises RetryError while the disk takes nothing."""
+        self._wait_for_disk()
         now = time.monotonic()
         if self.config.layout == "per_file" and 0 < self.config.tail_s <= now - self._told_at:
             self._told_at = now
             for request in list(self._requests.values()):
-                if request.buffer.nbytes:
+                if request.buffer.nbytes or not request.appended:
                     self._append(request)
+
+    def _wait_for_disk(self) -> None:
+        """Raise RetryError while requests that are over cannot be written."""
+        if (trouble := self._parts.endings.trouble) is not None:
+            told = disk.refused(self._root, trouble) if isinstance(trouble, OSError) else str(trouble)
+            raise RetryError(told) from trouble
 
     def _request(self, frame: Frame, rows: RequestRows) -> FiledRequest:
         header = frame.header
@@ -330,12 +358,19 @@ class FilesystemConsumer(Consumer):
             self._append(request)
 
     def _append(self, request: FiledRequest) -> None:
-        """Move a request's rows to files."""
-        self._buffered_bytes -= request.buffer.nbytes
+        """Move a request's rows to files. Raises RetryError while the disk takes none; those that it did not take are kept."""
+        if request.appended:
+            request.appending_bytes = request.buffer.nbytes
+            request.appending, request.appended = request.buffer.take(), False
         try:
-            request.files.append(request.buffer.take(), request.tokens)
+            request.files.append(request.appending, request.tokens)
         except OSError as e:  # this request's, and not the one's whose frame is being handled
-            self._fail(request, disk.refused(self._root, e))
+            told = disk.refused(self._root, e)
+            if kind_of(e) == "retry":
+                raise RetryError(told) from e
+            self._fail(request, told)
+        self._buffered_bytes -= request.appending_bytes
+        request.appending, request.appended = {}, True
 
     def _fail(self, request: FiledRequest, error: str) -> None:
         request.error = error

@@ -23,8 +23,11 @@ class PackedFile(RequestFiles):
     _parts: list[Any]  # of the file, from `prepare` to `write`, as are these
     _entries: list[layout.SiteFile]
 
-    def prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
-        """Take the last rows, the tokens of all, and how many rows each site was promised; raises OSError."""
+    def release(self) -> None:
+        """Let go of what was prepared: it is written."""
+        self._parts = []
+
+    def _prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
         sites = list(self._gathered(pieces, tokens))
         shapes = [(s.site, self.dtype_of(s.site), len(s.positions), self.row_bytes(s.site)) for s in sites]
         header, begins = layout.packed_header(shapes, self.hidden_size)
@@ -53,7 +56,6 @@ class PackedFile(RequestFiles):
             write(fd, self._parts, 0)
         finally:
             os.close(fd)
-        self._parts = []
         if self.early:
             for entry in self._entries:
                 (self.path / layout.file_name(entry.site)).unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import capflow
-from capflow.errors import CapflowError
+from capflow.errors import CapflowError, FatalError, explain, kind_of
 from capflow.result import CaptureResult, RequestDone, Status
 from capflow.site import Site
 from capflow_consumers import disk, layout
@@ -34,20 +34,46 @@ class Publisher:
         self._store = store
         self._on_collision = on_collision
         self._failed = failed
+        self._placed: dict[Path, Written] = {}  # those that have their names, and are not known to be on the disk
 
     def write(self, over: Over) -> Written | CaptureResult:
-        """Write a request; return the result where that failed."""
+        """Write a request; return the result where that can never be. What was prepared stays, so that it can be written again.
+
+        Raises what the disk refuses for now.
+        """
+        files = over.request.files
+        if (placed := self._placed.get(files.path)) is not None:
+            return placed
         try:
             return self._put(*over)
+        except MemoryError:
+            files.undo()
+            raise
         except (OSError, CapflowError) as e:
-            return self.give_up(over.request.files, e)
+            if kind_of(e) == "retry":
+                files.undo()
+                raise
+            return self.give_up(files, e)
 
-    def publish(self, group: Sequence[Written]) -> list[CaptureResult]:
-        """Give requests that are written their names; return their results."""
-        return [
-            result_of(found, written.sidecar) if isinstance(found, Path) else self.give_up(written.files, found)
-            for written, found in zip(group, self._store.publish(group), strict=True)
-        ]
+    def publish(self, group: Sequence[Written]) -> list[CaptureResult | BaseException]:
+        """Give requests that are written their names; return their results, or for which reason they are to be written again."""
+        found = self._store.publish(group)
+        return [self._judged(*each) for each in zip(group, found, strict=True)]
+
+    def _judged(self, written: Written, found: Path | OSError | CapflowError) -> CaptureResult | BaseException:
+        files = written.files
+        if isinstance(found, Path):
+            self._placed.pop(files.path, None)
+            files.release()
+            return result_of(found, written.sidecar)
+        if kind_of(found) != "retry":
+            return self.give_up(files, found)
+        if self._store.is_named(files):
+            self._placed[files.path] = written
+        elif files.early:  # what was written long ago may be gone from the disk, and is not in memory
+            do = "the hub opens the data set anew and gives the rows again"
+            return FatalError(explain("rows that were written early", got=str(found), do=do))
+        return found
 
     def give_up(self, files: RequestFiles, error: OSError | CapflowError) -> CaptureResult:
         """Remove what was written of a request; return its result."""

@@ -82,13 +82,14 @@ class RequestFiles:
         self.runs: dict[Site, Runs] = {}
         self.early = False  # whether rows were written before the end
         self.rows_overflowed: Counter[Site] = Counter()  # counted by who converts the rows
-        self._prepared: list[_File] = []
+        self._prepared: list[_File] = []  # until `release`
+        self._untold: dict[Site, list[Piece]] = {}  # rows that are in files, and that nobody was told of
 
-    def append(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog) -> None:
-        """Write rows behind those already in the files, and tell of them; raises OSError."""
+    def append(self, pieces: dict[Site, list[Piece]], tokens: TokenLog) -> None:
+        """Write rows behind those already in the files, and tell of them; raises OSError, and then what is not written is left in `pieces`."""
         private.make_directory(self.path, self.mode, parents=False)
         self.early = True
-        for site, parts in pieces.items():
+        for site, parts in list(pieces.items()):
             offset = layout.HEADER_BYTES + self.rows(site) * self.row_bytes(site)
             fd = private.create(self.path / layout.file_name(site), os.O_WRONLY, self.mode)
             try:
@@ -96,11 +97,31 @@ class RequestFiles:
             finally:
                 os.close(fd)
             self._extend(site, parts)
-        if self.about is not None:
-            tell(self.path, self.about, pieces, tokens, self.mode)
+            del pieces[site]
+            if self.about is not None:
+                self._untold.setdefault(site, []).extend(parts)
+        if self.about is not None and self._untold:
+            tell(self.path, self.about, self._untold, tokens, self.mode)
+            self._untold = {}
 
     def prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
-        """Take the last rows, the tokens of all, and how many rows each site was promised; raises OSError."""
+        """Take the last rows, the tokens of all, and how many rows each site was promised; raises OSError, having taken nothing."""
+        runs = {site: list(spans) for site, spans in self.runs.items()}
+        try:
+            self._prepare(pieces, tokens, expected)
+        except BaseException:
+            self.runs = runs
+            self.release()
+            raise
+
+    def undo(self) -> None:
+        """Make what was written of it nothing, where it would be in the way when it is written again."""
+
+    def release(self) -> None:
+        """Let go of what was prepared: it is written."""
+        self._prepared = []
+
+    def _prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
         for before, found in self._all(pieces, tokens):
             site, body = found.site, [*found.parts, found.positions, found.token_ids]
             name = layout.file_name(site)
@@ -116,7 +137,7 @@ class RequestFiles:
     def write(self) -> list[layout.SiteFile]:
         """Write the last rows, the positions, token ids and headers; return what is in the files. Raises OSError."""
         private.make_directory(self.path, self.mode, parents=False)
-        prepared, self._prepared = self._prepared, []
+        prepared = self._prepared
         list(map(self._write_file, prepared) if self.workers is None else self.workers.map(self._write_file, prepared))
         return [file.entry for file in prepared]
 
@@ -124,7 +145,7 @@ class RequestFiles:
         """Write the sidecar; raises OSError."""
         private.make_directory(self.path, self.mode, parents=False)
         (self.path / layout.RUNNING_NAME).unlink(missing_ok=True)
-        fd = private.create(self.path / layout.SIDECAR_NAME, os.O_WRONLY | os.O_EXCL, self.mode)
+        fd = private.create(self.path / layout.SIDECAR_NAME, os.O_WRONLY | os.O_TRUNC, self.mode)
         try:
             write(fd, [sidecar], 0)
         finally:

@@ -93,6 +93,14 @@ class RowBuffer:
 
     def take(self) -> dict[Site, list[Piece]]:
         """Return the rows of each site in the order of their positions, and forget them."""
+        pieces = self.pieces()
+        self._runs = []
+        self._last = {}
+        self.nbytes = 0
+        return pieces
+
+    def pieces(self) -> dict[Site, list[Piece]]:
+        """Return the rows of each site in the order of their positions."""
         runs_of: dict[Site, list[tuple[_Run, int]]] = {}
         for run in self._runs:
             for index, site in enumerate(run.sites):
@@ -107,9 +115,6 @@ class RowBuffer:
                 Piece(part.spans, found[part.run][0].rows[found[part.run][1], part.offset : part.offset + part.length])
                 for part in orders[key]
             ]
-        self._runs = []
-        self._last = {}
-        self.nbytes = 0
         return pieces
 
 

@@ -10,6 +10,7 @@ sees whole rows only. The file is gone before the request has a name in the data
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,11 +101,15 @@ def tell(directory: Path, about: About, pieces: Mapping[Site, Sequence[Piece]], 
         groups.setdefault(spans, []).append(str(site))
     fd = private.create(directory / layout.RUNNING_NAME, os.O_WRONLY | os.O_APPEND, mode)
     try:
-        lines = [] if os.fstat(fd).st_size else [_encoder.encode(about)]
+        size = os.fstat(fd).st_size
+        lines = [] if size else [_encoder.encode(about)]
         for spans, sites in groups.items():
             token_ids = [int(token) for span in spans for token in tokens.ids(*span)]
             lines.append(_encoder.encode(Added(sites, spans, token_ids)))
-        os.write(fd, b"".join(line + b"\n" for line in lines))
+        said = b"".join(line + b"\n" for line in lines)
+        if os.write(fd, said) < len(said):
+            os.ftruncate(fd, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
     finally:
         os.close(fd)
 

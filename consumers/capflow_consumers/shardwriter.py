@@ -183,8 +183,7 @@ class ShardRows(RequestFiles):
         self.shard: ShardFile | None = None  # that has rows of it, which are not committed
         self._shards = shards
 
-    def prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
-        """Take the last rows, the tokens of all, and how many rows each site was promised; raises OSError."""
+    def _prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
         sites = list(self._gathered(pieces, tokens))
         dtypes = {self.dtype_of(found.site) for found in sites} or {self.dtype}
         dtype = dtypes.pop() if len(dtypes) == 1 else "float32"  # which holds every number of the others
@@ -209,14 +208,21 @@ class ShardRows(RequestFiles):
     def write(self) -> list[layout.SiteFile]:
         """Put the rows into a shard; return what they are. Raises OSError."""
         shard = self.shard = self._shards.shard(self._kind)
-        batches, self._batches = self._batches, []
-        for batch in batches:
+        for batch in self._batches:
             shard.put(batch)
         return [msgspec.structs.replace(entry, file=shard.path.name) for entry in self._entries]
+
+    def release(self) -> None:
+        """Let go of what was prepared: it is written."""
+        self._batches = []
 
     def discard(self) -> None:
         """Take the rows out of the shard."""
         super().discard()
+        self.undo()
+
+    def undo(self) -> None:
+        """Take the rows out of the shard that are not committed."""
         if self.shard is not None:
             self._shards.cut(self.shard)
             self.shard = None

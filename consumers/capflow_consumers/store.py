@@ -48,6 +48,7 @@ class Store:
         self._files = files
         self._workers = workers
         self._sealed = ShardSet(work.root, sealed_only=True)
+        self._named: dict[Path, Path] = {}  # requests that have their names; until the root is on the disk
 
     def open(self) -> None:
         """Make the root, and put in order what dead writers left; raises OSError."""
@@ -77,16 +78,31 @@ class Store:
         return Written(files, sidecar, on_collision)
 
     def publish(self, group: Sequence[Written]) -> list[Path | OSError | CapflowError]:
-        """Make requests part of the data set, which `fsync` has on the disk then; return of each where it is, or why it is not."""
+        """Make requests part of the data set, which `fsync` has on the disk then; return of each where it is, or why it is not yet."""
+        new = [written for written in group if written.files.path not in self._named]
+        failed: dict[Path, OSError | CapflowError] = {}
         try:
-            if self.work.fsync:
-                disk.sync_trees([written.files.path for written in group])
-            found = [self._rename(written) for written in group]
+            if self.work.fsync and new:
+                disk.sync_trees([written.files.path for written in new])
+        except OSError as e:
+            failed = {written.files.path: e for written in new}
+            new = []
+        for written in new:
+            found = self._rename(written)
+            if isinstance(found, Path):
+                self._named[written.files.path] = found
+            else:
+                failed[written.files.path] = found
+        try:
             if self.work.fsync:
                 disk.sync(self.work.root)
         except OSError as e:
-            return [e] * len(group)
-        return found
+            return [failed.get(written.files.path, e) for written in group]
+        return [failed.get(path) or self._named.pop(path) for path in (written.files.path for written in group)]
+
+    def is_named(self, files: RequestFiles) -> bool:
+        """Return whether a request has its name, and nobody knows whether that is on the disk."""
+        return files.path in self._named
 
     def _rename(self, written: Written) -> Path | OSError | CapflowError:
         try:
