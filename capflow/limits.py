@@ -65,6 +65,7 @@ SEGMENT_BYTES_MAX = 64 * MIB  # a larger record has a segment of its own
 SPOOL_UNSYNCED_BYTES_MAX = 64 * MIB  # in memory until it is on the disk
 PROMISES_BYTES_MIN = 1 * MIB  # written to the file of a worker's promises before it is written anew
 PROMISES_READ_BYTES_MAX = 1024 * MIB  # of the promises of a worker that is gone; what is behind them is not looked at
+PROMISES_KEPT_S = 7 * 86400.0  # of a worker that is gone, for a hub that does not come
 SYNC_PAUSE_S = 0.005  # between two syncs, so that one is for many records
 SEGMENTS_BAD_MAX = 2  # damaged ones that are kept to be looked at
 

@@ -1,4 +1,4 @@
-"""A worker that sends requests over a real link until it is killed: `promises_child.py ADDRESS ROOT COUNT`.
+"""A worker that sends requests over a real link until it is killed: `promises_child.py ADDRESS ROOT COUNT POLICY`.
 
 It writes a line `REQUEST ROWS` for each frame that the link took, before the next one.
 """
@@ -20,7 +20,7 @@ def main():
     address, root, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     hello = make_hello(boot="killed", model=make_model(1, HIDDEN))
     link = WorkerLink(
-        address, hello, policy="spill", outbox=Outbox.of(root, hello, limits.SPOOL_BYTES_DEFAULT, address)
+        address, hello, policy=sys.argv[4], outbox=Outbox.of(root, hello, limits.SPOOL_BYTES_DEFAULT, address)
     )
     link.start()
     assert link.wait_welcome(20)

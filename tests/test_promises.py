@@ -64,14 +64,14 @@ def former(address, root):
         eventually(lambda link=link: not link._thread.is_alive())
 
 
-def killed_together(address, tmp_path, *, stopped, root=None):
+def killed_together(address, tmp_path, *, stopped, root=None, policy="spill"):
     """Kill a worker and its hub at once; return the rows that the worker promised, by request.
 
     stopped: whether the hub takes nothing from the fourth request on, so that all of the others are in the worker's memory.
     """
     promised = Counter()
     with Hub(address, tmp_path) as hub:
-        command = [sys.executable, HERE / "promises_child.py", str(address), root or tmp_path / "outbox", "40"]
+        command = [sys.executable, HERE / "promises_child.py", str(address), root or tmp_path / "outbox", "40", policy]
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         lines = lines_until(worker.stdout, "go")
         if stopped:
@@ -91,9 +91,9 @@ def killed_together(address, tmp_path, *, stopped, root=None):
     return promised
 
 
-@pytest.mark.parametrize("stopped", [True, False])
-def test_every_row_that_dies_with_its_worker_and_its_hub_is_named(address, tmp_path, stopped):
-    promised = killed_together(address, tmp_path, stopped=stopped)
+@pytest.mark.parametrize(("stopped", "policy"), [(True, "spill"), (False, "spill"), (True, "block")])
+def test_every_row_that_dies_with_its_worker_and_its_hub_is_named(address, tmp_path, stopped, policy):
+    promised = killed_together(address, tmp_path, stopped=stopped, policy=policy)
     assert len(promised) == 40
     with Hub(address, tmp_path), Client(str(address), 20) as client:
         former(address, tmp_path / "outbox")
@@ -273,3 +273,39 @@ def test_the_next_hub_on_a_machine_names_what_died_with_the_last_without_an_engi
     assert hub.returncode == 1
     assert b"rows lost: earlier_hub" in log
     assert not list(root.glob("engine-1-*"))
+
+
+class TestLeftBehind:
+    HUB = "ipc:///run/mine"
+
+    def left(self, root, hub):
+        hello = make_hello(boot="killed")
+        outbox = Outbox.of(root, hello, limits.SPOOL_BYTES_DEFAULT, hub)
+        outbox.open()
+        outbox.promise(1, frame_of("r1", 0))
+        outbox._spool.close()  # as the kernel does when a worker is killed
+
+    def test_promises_are_for_the_hub_that_they_were_made_to(self, tmp_path):
+        self.left(tmp_path, "ipc:///run/other")
+        assert left_behind(tmp_path, self.HUB) == []
+        assert left_behind(tmp_path, self.HUB, only=True) == []
+        (found,) = left_behind(tmp_path, "ipc:///run/other", only=True)
+        assert [one.id for one in found.broken.running] == ["r1"]
+        found.close()
+
+    def test_promises_to_a_hub_that_does_not_come_are_forgotten_with_a_word(self, tmp_path, monkeypatch, caplog):
+        self.left(tmp_path, "ipc:///run/other")
+        monkeypatch.setattr(limits, "PROMISES_KEPT_S", -1.0)
+        assert left_behind(tmp_path, self.HUB, only=True) == []
+        assert "promised of 1 requests to a hub that does not come" in caplog.text
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_that_cannot_note_its_promises_works_without(address, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    outbox = Outbox.of(tmp_path / "file", make_hello(), limits.SPOOL_BYTES_DEFAULT)
+    with running_hub(address, Recorder()) as hub, worker_link(address, outbox=outbox) as link:
+        made = make_frame([("r1", 4, 0, 4)])
+        assert link.send(made.header, made.payload) is None
+        eventually(lambda: hub.counts.frames)
+    assert "what this worker promises is not noted" in caplog.text

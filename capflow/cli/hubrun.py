@@ -325,7 +325,7 @@ def _former_links(address: str) -> list[FormerLink]:
     """Begin to send a hub on a socket of this machine what workers left for it in the usual place that are gone; return what sends it."""
     if not address.startswith("ipc://"):
         return []
-    links = [FormerLink(address, outbox) for outbox in left_behind(default_root(), address)]
+    links = [FormerLink(address, outbox) for outbox in left_behind(default_root(), address, only=True)]
     for link in links:
         link.start()
     return links

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -161,15 +162,18 @@ class Outbox:
             logger.error("spool %s: not everything is on the disk", self.directory, extra=event)
 
 
-def left_behind(root: Path, hub: str = "") -> list[Outbox]:
+def left_behind(root: Path, hub: str = "", *, only: bool = False) -> list[Outbox]:
     """Return, opened, what workers that are gone left below a directory; what is empty is removed, what cannot be used is left alone, and said.
 
-    hub: only what is for the hub at this address, whichever of its engine's hubs that is.
+    hub: the address of the hub that it goes to. Promises without frames are for the hub that they were made to; those of a hub that does
+    not come for `limits.PROMISES_KEPT_S` are removed.
+    only: nothing that is for another hub, but all that is for this one, whichever of its engine's hubs that is.
     """
     found = []
-    paths = [*root.glob(f"*/{_HELLO}"), *(root.glob(f"hub-*/*/{_HELLO}") if hub else ())]
+    paths = [*root.glob(f"*/{_HELLO}"), *(root.glob(f"hub-*/*/{_HELLO}") if only else ())]
     for path in sorted(paths):
-        if hub and _hub_of(path.parent) != hub:
+        others = hub != "" and _hub_of(path.parent) not in ("", hub)
+        if only and _hub_of(path.parent) != hub and not (others and _is_old(path)):
             continue
         try:
             outbox = Outbox(path.parent, _hello_of(path), limits.SPOOL_BYTES_MAX)
@@ -180,11 +184,25 @@ def left_behind(root: Path, hub: str = "") -> list[Outbox]:
             event = {"event": "spool_left", "directory": str(path.parent)}
             logger.error("what a worker that is gone left is not sent: %s", e, extra=event)
             continue
-        if outbox.unacknowledged or outbox.broken.ends or outbox.broken.running:
+        broken = bool(outbox.broken.ends or outbox.broken.running)
+        if (outbox.unacknowledged and not (only and others)) or (broken and not others):
             found.append(outbox)
-        else:
-            outbox.close()
+            continue
+        if broken and others and not outbox.unacknowledged and _is_old(path):
+            event = {"event": "spool_left", "directory": str(path.parent)}
+            requests = sum(len(ends) for _, ends in outbox.broken.ends) + len(outbox.broken.running)
+            text = "what %s promised of %d requests to a hub that does not come is forgotten"
+            logger.error(text, outbox.hello.engine, requests, extra=event)
+            outbox.keep_promises()
+        outbox.close()
     return found
+
+
+def _is_old(hello: Path) -> bool:
+    try:
+        return time.time() - (hello.parent / promises.NAME).stat().st_mtime > limits.PROMISES_KEPT_S
+    except OSError:
+        return False
 
 
 def _hub_of(directory: Path) -> str:

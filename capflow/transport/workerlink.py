@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 from capflow import limits
 from capflow.consumer import FALLBACK_DEFAULT, POLICY_DEFAULT, Fallback, Policy
+from capflow.errors import CapflowError
 from capflow.frame import Frame, FrameHeader
 from capflow.message import Beat, Hello, Message, Welcome, WorkerCounts
 from capflow.queue import ByteQueue, Overload
@@ -17,6 +19,8 @@ from capflow.session import Parts, State
 from capflow.transport.link import Link
 from capflow.transport.outbox import Outbox
 from capflow.transport.sockets import Dealer
+
+logger = logging.getLogger("capflow.link")
 
 _SPILL_AT = 4  # with an outbox, memory holds this part of its bound: the rest is for steps under way, and for what is being synced
 _FRAME_OVERHEAD_BYTES = 512  # what a queued frame weighs besides its payload
@@ -41,8 +45,8 @@ class WorkerLink(Link):
 
     `send` answers `None`, or why the frame was dropped: `no_hub`, no hub was ever there; `hub_gone`, there was one
     and the queue is full; `queue_full`, the hub is there and takes less than is sent; `refused`, the hub
-    refused this worker; `too_large`, the payload is above `limits.PAYLOAD_BYTES_MAX`; `closed`. With an outbox, which is
-    for policy `spill`, what has no room goes there, as does everything while the hub is gone; when it takes nothing, `fallback` holds
+    refused this worker; `too_large`, the payload is above `limits.PAYLOAD_BYTES_MAX`; `closed`. With policy `spill`, which needs an
+    outbox, what has no room goes there, as does everything while the hub is gone; when it takes nothing, `fallback` holds
     and the reason is the spool's: `spool_full`, `disk_full`, `disk_failed`. The outbox is opened and closed by the link.
     """
 
@@ -61,10 +65,11 @@ class WorkerLink(Link):
         fallback: Fallback = FALLBACK_DEFAULT,
     ) -> None:
         super().__init__(address, hello, key=key)
-        assert (policy == "spill") == (outbox is not None)
+        assert policy != "spill" or outbox is not None
         self.policy = Overload(policy)
         self.fallback = Overload(fallback)
         self.outbox = outbox
+        self._spills = policy == "spill"
         self.block_s_max = block_s_max
         self.on_welcome = on_welcome
         self._staged = staged
@@ -108,13 +113,20 @@ class WorkerLink(Link):
             "credit_bytes": self._session.credit_bytes,
             "reconnects": self.reconnects,
             "dropped_frames": dict(self._dropped),
-            "spool": self.outbox.status() if self.outbox is not None else None,
+            "spool": self._spool_status(),
         }
 
     def start(self) -> None:
-        """Start connecting. Raises CapflowError when the outbox cannot be opened."""
+        """Start connecting. Raises CapflowError when the outbox is needed for frames and cannot be opened."""
         if self.outbox is not None:
-            self.outbox.open()
+            try:
+                self.outbox.open()
+            except CapflowError as e:
+                if self._spills:
+                    raise
+                event = {"event": "promises_failed", "path": str(self.outbox.promises.path)}
+                logger.warning("what this worker promises is not noted: %s", e, extra=event)
+                self.outbox = None
         super().start()
 
     def send(self, header: FrameHeader, payload: Any) -> str | None:
@@ -144,7 +156,7 @@ class WorkerLink(Link):
             return "refused"
         if not self.ever_connected:
             return "no_hub"
-        if self.outbox is not None:
+        if self._spills and self.outbox is not None:
             return self._offer_or_spill(self.outbox, header, view)
         item, nbytes = (self._frames + 1, header, view), len(view) + _FRAME_OVERHEAD_BYTES
         if len(view) == 0 and self._queue.nbytes <= self._queue.bytes_max + limits.HEADER_BYTES_MAX:
@@ -231,8 +243,11 @@ class WorkerLink(Link):
             staged_bytes_max=staged.bytes_max,
             dropped_rows=dict(staged.dropped_rows),
             reconnects=self.reconnects,
-            spool=None if self.outbox is None else self.outbox.status(),
+            spool=self._spool_status(),
         )
+
+    def _spool_status(self) -> dict[str, Any] | None:
+        return self.outbox.status() if self._spills and self.outbox is not None else None
 
     def _drained(self) -> bool:
         waiting = len(self._queue) or self._session.unacked or (self.outbox is not None and self.outbox.waiting)

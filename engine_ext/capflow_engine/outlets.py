@@ -21,6 +21,7 @@ from capflow.address import without_key
 from capflow.frame import Rank
 from capflow.message import Hello, ModelInfo
 from capflow.site import Site
+from capflow.spool import default_root
 from capflow.transport import FormerLink, Outbox, Staged, WorkerLink, left_behind
 from capflow_engine.hubs import HubAt
 from capflow_engine.ring import Ring
@@ -112,11 +113,12 @@ class Outlets:
         closing.join(limits.GIVE_UP_S)
 
     def _link(self, number: int, hub: HubAt, hello: Hello) -> WorkerLink:
-        settings, outbound, outbox = self._settings, self._settings.outbound, None
-        if outbound.policy == "spill":
-            root = _directory(Path(outbound.spool_dir), number)
-            self.former += [FormerLink(hub.address, left, key=hub.key) for left in left_behind(root)]
-            outbox = Outbox.of(root, hello, outbound.spool_bytes, without_key(hub.address))
+        settings, outbound = self._settings, self._settings.outbound
+        spills, address = outbound.policy == "spill", without_key(hub.address)
+        root = _directory(Path(outbound.spool_dir) if spills else default_root(), number)
+        left = left_behind(root, address, only=not spills)
+        self.former += [FormerLink(hub.address, outbox, key=hub.key) for outbox in left]
+        outbox = Outbox.of(root, hello, outbound.spool_bytes, address)
         return WorkerLink(
             hub.address,
             hello,
