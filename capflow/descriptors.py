@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+from pathlib import Path
 
 from capflow import limits
 
@@ -18,8 +19,15 @@ def raise_limit() -> None:
 
 
 def connections_max() -> int:
-    """Return how many connections a hub takes, so that descriptors are left for its files and consumers."""
+    """Return how many connections a hub that begins now takes, so that descriptors are left for its files and consumers."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     have = limits.DESCRIPTORS_WANTED if soft == resource.RLIM_INFINITY else min(soft, limits.DESCRIPTORS_WANTED)
     kept = max(limits.DESCRIPTORS_KEPT_MIN, int(have * limits.DESCRIPTORS_KEPT_SHARE))
-    return max(1, have - kept)
+    return max(1, have - _open_now() - kept)
+
+
+def _open_now() -> int:
+    """Return how many descriptors this process has; 0 where the system does not say."""
+    with contextlib.suppress(OSError):
+        return len(list(Path("/proc/self/fd").iterdir()))
+    return 0

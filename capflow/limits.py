@@ -43,9 +43,9 @@ VECTORS_BYTES_MAX = 1024 * MIB  # that a compressed file of vectors may hold
 HEADER_BYTES_MAX = 32 * MIB
 # Of a frame; while its header is read nobody else is served.
 FRAME_HEADER_BYTES_MAX = 8 * MIB
-SPANS_PER_FRAME_MAX = 131_072
+SPANS_PER_FRAME_MAX = 65_536
 TOKENS_PER_FRAME_MAX = 1_048_576
-FINISHED_PER_FRAME_MAX = 512  # ends of requests in one frame; a worker sends more in several
+FINISHED_PER_FRAME_MAX = 256  # ends of requests in one frame; a worker sends more in several
 PAYLOAD_BYTES_MAX = 1024 * MIB
 MESSAGE_PARTS_MAX = 2
 

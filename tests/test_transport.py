@@ -605,3 +605,15 @@ def test_that_a_hub_went_away_is_told_with_what_to_do(address, caplog):
     expected = f"the hub at {address} went away: got "  # its goodbye, or the end of the connection
     (said,) = {record.message for record in caplog.records if record.message.startswith(expected)}
     assert "expected one that answers; connecting again" in said
+
+
+@pytest.mark.parametrize("what", ["SPANS_PER_FRAME_MAX", "TOKENS_PER_FRAME_MAX"])
+def test_a_worker_counts_a_frame_that_no_hub_would_take_and_goes_on(address, monkeypatch, what):
+    with running_hub(address, Recorder()) as hub, worker_link(address) as link:
+        monkeypatch.setattr(limits, what, 3)
+        frame = make_frame([(f"r{number}", 4, 0, 1) for number in range(4)])
+        assert link.send(frame.header, frame.payload) == "too_large"
+        frame = make_frame([("r", 4, 0, 1)])
+        assert link.send(frame.header, frame.payload) is None
+        eventually(lambda: hub.counts.frames == 1)
+        assert hub.counts.protocol_errors == 0

@@ -55,6 +55,7 @@ class Connections:
         """Note under which name, and with which key, a connection speaks."""
         connection = self._connections.get(descriptor)
         if connection is not None:
+            connection.since = None  # until the next sweep knows better
             connection.peers[peer] = user
             self._speakers[peer] = descriptor
 

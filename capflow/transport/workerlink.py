@@ -148,7 +148,7 @@ class WorkerLink(Link):
         return None
 
     def _offer(self, header: FrameHeader, view: memoryview) -> str | None:
-        if len(view) > limits.PAYLOAD_BYTES_MAX:
+        if _is_too_large(header, view):
             return "too_large"
         if self._closing.is_set():
             return "closed"
@@ -259,6 +259,17 @@ class WorkerLink(Link):
             self._told_at = 0.0
             if self.on_welcome is not None:
                 self.on_welcome(said)
+
+
+def _is_too_large(header: FrameHeader, view: memoryview) -> bool:
+    """Return whether a frame has more than a hub takes."""
+    spans = sum(len(block.spans) for block in header.blocks)
+    tokens = sum(len(request.token_ids) for request in header.requests)
+    return (
+        len(view) > limits.PAYLOAD_BYTES_MAX
+        or spans > limits.SPANS_PER_FRAME_MAX
+        or tokens > limits.TOKENS_PER_FRAME_MAX
+    )
 
 
 def empty_header(hello: Hello) -> FrameHeader:

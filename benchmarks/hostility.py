@@ -1,0 +1,77 @@
+"""How long a well-behaved worker waits for its acknowledgements while others attack its hub.
+
+One hub in a process of its own, one honest worker that sends a small frame each 20 ms, never waiting for the one before; attacks in processes of their
+own (`tests/attacks.py` has them). Rounds are interleaved: in each, every attack once and a quiet time before each. Times are from sending to
+acknowledgement, over all rounds.
+
+    python benchmarks/hostility.py --rounds 3 --seconds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path.insert(0, str(TESTS))
+
+from attacks import ATTACKS, acknowledged_s, attacking, percentile  # noqa: E402
+from hubs import worker_link  # noqa: E402
+
+QUIET = "quiet"
+
+
+def measure(attack: str, seconds: float) -> list[float]:
+    """Return the sorted seconds of each acknowledgement under an attack, with a hub of its own."""
+    command = [sys.executable, str(TESTS / "hostile_hub_child.py"), "tcp://127.0.0.1:0"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as hub:
+        try:
+            assert hub.stdout is not None
+            address = hub.stdout.readline().strip()
+            names = [] if attack == QUIET else [attack]
+            with worker_link(address) as link, attacking(address, seconds, *names) as begin:
+                begin()
+                took: list[float] = acknowledged_s(link, seconds)
+            if hub.poll() is not None:
+                raise SystemExit(f"{attack}: the hub ended with {hub.returncode}")
+            return took
+        finally:
+            hub.kill()
+
+
+def main() -> None:
+    """Measure, and print a line of JSON for each attack."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each attack in each round")
+    parser.add_argument("attacks", nargs="*", choices=[*ATTACKS, []], help="default: all")
+    asked = parser.parse_args()
+    names = asked.attacks or list(ATTACKS)
+    found: dict[str, list[float]] = {name: [] for name in (QUIET, *names)}
+    for _ in range(asked.rounds):
+        for name in names:
+            found[QUIET] += measure(QUIET, asked.seconds / len(names))
+            found[name] += measure(name, asked.seconds)
+    quiet_ms_p99 = percentile(sorted(found[QUIET]), 0.99) * 1000
+    for name, took in found.items():
+        took.sort()
+        p99_ms = percentile(took, 0.99) * 1000
+        told = {
+            "attack": name,
+            "frames": len(took),
+            "median_ms": round(statistics.median(took) * 1000, 1),
+            "p99_ms": round(p99_ms, 1),
+            "max_ms": round(took[-1] * 1000, 1),
+            "p99_of_quiet": round(p99_ms / quiet_ms_p99, 1),
+        }
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()
