@@ -144,3 +144,28 @@ def test_a_response_that_waits_has_the_results_of_a_hub_that_is_back_soon(addres
             return await asking
 
     assert asyncio.run(asyncio.wait_for(later(), 60))["r1"]["recorder"].status == "ok"
+
+
+def test_many_requests_that_do_not_end_are_asked_about_at_a_bounded_rate(address):
+    """And one that ends meanwhile is answered soon."""
+    asked = []
+
+    class Counting(Client):
+        def results(self, names, **how):
+            asked.append(len(list(names)))
+            return super().results(names, **how)
+
+    async def ask():
+        asker = Asker(lambda timeout_s: Counting(address, timeout_s))
+        many = asyncio.create_task(asker.ask([f"never-{n}" for n in range(16_384)], captures=True, wait_s=3.0))
+        found = await asyncio.wait_for(asker.ask(["r1"], captures=True, wait_s=20.0), 20)
+        waited = await asyncio.wait_for(many, 20)
+        return found, waited
+
+    with running_hub(address, Recorder()), worker_link(address) as link:
+        made = make_frame([("r1", 4, 0, 4)], finished=[make_finished("r1")])
+        assert link.send(made.header, made.payload) is None
+        found, waited = asyncio.run(ask())
+    assert found["r1"]["recorder"].status == "ok"
+    assert len(waited) == 16_384
+    assert sum(asked) < 8 * 16_384

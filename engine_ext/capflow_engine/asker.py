@@ -1,7 +1,8 @@
 """The asker: asks the hub, for a server's event loop, what became of requests.
 
-One thread of its own has one connection for all the requests that wait, and asks for all of them at once. What always
-holds: an answer comes in time, whatever the hub does; the event loop waits for no socket.
+One thread of its own has one connection for all the requests that wait, and asks for those that are due at once. Invariants: an answer
+comes in time, whatever the hub does; the event loop waits for no socket; the hub is asked about `_NAMES_PER_S` requests in a second, of which
+each question has an even part, or about those of few questions every `_EVERY_S`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from capflow import limits
 from capflow.client import Client
@@ -31,11 +32,13 @@ HUB = "hub"
 
 _CONNECT_S = 1.0  # how long the hub has to answer
 _EVERY_S = 0.02
+_LOOK_S = 0.2  # so long a question that comes meanwhile may wait
+_NAMES_PER_S = 20_000
 _UNKNOWN = "no hub answers; what became of the capture is not known"
 _AWAY = "no hub is there; what became of the capture is not known"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Ask:
     """A question about some requests.
 
@@ -45,6 +48,8 @@ class _Ask:
     patient: as of `Asker.ask`.
     deadline: when it is answered at the latest.
     known_by: of `Asker.find`: until when a request that the hub does not know is waited for; None of `Asker.ask`.
+    due: when the hub is asked next; asked: when it was last; the thread's.
+    final: results that do not change any more; their requests are asked about no more; the thread's.
     """
 
     names: tuple[str, ...]
@@ -55,6 +60,14 @@ class _Ask:
     answer: asyncio.Future[Results]
     engine: str
     known_by: float | None = None
+    due: float = 0.0
+    asked: float = 0.0
+    final: Results = field(default_factory=dict)
+
+    def due_at(self, over_at: float) -> float:
+        """Return when the hub is asked next. over_at: as of `waits`."""
+        until = self.deadline if self.known_by is None else min(self.deadline, self.known_by)
+        return min(self.due, over_at, until) if until > self.asked else min(self.due, over_at, self.deadline)
 
     def waits(self, found: Results, now: float, over_at: float) -> bool:
         """Return whether what the hub knows is not enough yet. over_at: when every question is answered at the latest."""
@@ -148,23 +161,31 @@ class Asker:
                     client.close()
                 client = self._client(_CONNECT_S)
             if waiting:
-                time.sleep(_EVERY_S)
+                due_s = min(ask.due_at(self._over_at) for ask in waiting) - time.monotonic()
+                time.sleep(max(_EVERY_S, min(_LOOK_S, due_s)))
 
     def _turn(self, client: Client, waiting: list[_Ask]) -> list[_Ask]:
-        """Ask once for all; answer those that are done or over, and return the others."""
+        """Ask once for all that are due; answer those that are done or over, and return the others."""
         now = time.monotonic()
+        due = [ask for ask in waiting if now >= ask.due_at(self._over_at)]
+        left = [ask for ask in waiting if now < ask.due_at(self._over_at)]
+        if not due:
+            return left
         connects = not client.connected or now - self._turned_at > limits.HEARTBEAT_S
         if connects and not self._is_listening():
             raise HubUnreachableError(_AWAY)
         self._turned_at = now
         names: dict[str, dict[str, None]] = {}
-        for ask in waiting:
-            names.setdefault(ask.engine, {}).update(dict.fromkeys(ask.names))
+        for ask in due:
+            unknown = (name for name in ask.names if name not in ask.final)
+            names.setdefault(ask.engine, {}).update(dict.fromkeys(unknown))
         found = {engine: client.results(its, wait=False, engine=engine) for engine, its in names.items()}
         consumers: list[str] | None = None
-        left = []
-        for ask in waiting:
-            mine = {name: found[ask.engine].get(name, {}) for name in ask.names}
+        for ask in due:
+            mine = {name: ask.final.get(name) or found[ask.engine].get(name, {}) for name in ask.names}
+            ask.final |= {name: results for name, results in mine.items() if _final(results)}
+            ask.asked = now
+            ask.due = now + (len(ask.names) - len(ask.final)) * len(waiting) / _NAMES_PER_S
             wanted = ask.captures or bool(client.captures)
             if wanted and ask.waits(mine, time.monotonic(), self._over_at):
                 left.append(ask)
