@@ -35,7 +35,7 @@ simulate: env  ## 10,000 seeds of the simulated hub, workers, disks and connecti
 fuzz: env  ## an hour of inputs that are nearly right, for every reader of messages and files
 	$(PYTHON) -m tests.fuzz --seconds 3600
 
-chaos: env  ## kill the hub and the engine side 80 times under load, and check every row; then kill at each named point, 20 times; half an hour
+chaos: env  ## kill the hub and the engine side 80 times under load, fill the data's disk 10 times, and check every row; then kill at each named point, 20 times; half an hour
 	$(PYTHON) tests/chaos.py
 	$(PYTHON) -m pytest -m long tests/test_spool_crash.py tests/test_hub_crash.py tests/test_files_crash.py
 

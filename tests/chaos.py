@@ -1,8 +1,9 @@
 """Kills the hub and the engine side at random moments under load, and checks that nothing was lost, repeated or changed.
 
-    make chaos          (or: python tests/chaos.py [--kills-hub N] [--kills-engine N] [--kills-both N] [--rate N] [--seed N] …)
+    make chaos          (or: python tests/chaos.py [--kills-hub N] [--kills-engine N] [--kills-both N] [--disk-full N] [--rate N] [--seed N] …)
 
-Three processes: a worker over a real link that spills (`chaos_engine.py`), `capflow run` with the consumers, and this one, which kills, starts again,
+Four processes: a worker over a real link that spills (`chaos_engine.py`), another beside it whose rows have another width and which nobody kills, `capflow run` with the
+consumers, and this one, which kills, starts again, fills the disk that the consumers write to for some seconds (a file system of its own, where one can be mounted),
 and, from the log that the worker writes before it sends, knows what must be there (`chaos_oracle.py`). After each restart a frame that was sent after it
 must be acknowledged within 5 seconds. While hubs are killed all the time nobody ends the requests of engines that are gone, and consumers' inboxes hold
 all of them: before one is full, the killing rests. Ends with exit code 1 when anything is off. The same seed makes the same choices.
@@ -11,6 +12,7 @@ all of them: before one is full, the killing rests. Ends with exit code 1 when a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import shutil
 import signal
@@ -25,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 from chaos_oracle import DuckdbCheck, FilesystemCheck, Log, Oracle
-from chaos_rows import HIDDEN, SITES
+from chaos_rows import BESIDE_HIDDEN, HIDDEN, SITES
 
 from capflow import limits
 from capflow.client import Client
@@ -36,6 +38,7 @@ HERE = Path(__file__).parent
 DRAIN_S_MAX = 180.0
 POLL_S = 0.02
 QUIET_S = 2.0
+DATA_BYTES_MAX = 512 * limits.MIB  # of the consumers' file system
 INBOX_BYTES_MAX = limits.SPOOL_BYTES_DEFAULT // 4  # of a consumer; above, nobody is killed until it is half of that
 OFF = ("lost", "repeated", "wrong", "unnamed", "late", "failed")
 
@@ -45,11 +48,13 @@ class Options:
     """How often who is killed, and under what load. consumers: `filesystem`, `duckdb` or both."""
 
     kills: dict[str, int] = field(default_factory=lambda: {"hub": 50, "engine": 20, "both": 10})
+    disk_full: int = 10  # times that the consumers' disk is full for some seconds
     rate: float = 2000.0
     seed: int = 0
     consumers: tuple[str, ...] = ("filesystem",)
     policy: str = "spill"
     pause_s: tuple[float, float] = (0.3, 3.0)  # between a return and the next kill
+    full_s: tuple[float, float] = (1.0, 6.0)  # for which the disk is full
     down_s: tuple[float, float] = (0.0, 0.5)  # between a kill and the restart
     return_s_max: float = 5.0  # from a restart until a frame that was sent after it is acknowledged
     keep: bool = False
@@ -67,8 +72,14 @@ class Chaos:
         self.oracle = Oracle(self.log)
         self.checks: list[FilesystemCheck | DuckdbCheck] = []
         self.specs: list[str] = []
+        self.data = directory / "data"
+        self.data.mkdir(mode=0o700)
+        self.mounted = bool(options.disk_full) and self._mount()
         for name in options.consumers:
             self._configure(name)
+        self.beside: subprocess.Popen[bytes] | None = (
+            None  # the other engine, for consumers that take rows of any width
+        )
         self.hub: subprocess.Popen[bytes] | None = None
         self.engine: subprocess.Popen[bytes] | None = None
         self.lives = 0
@@ -81,7 +92,7 @@ class Chaos:
         if self.options.policy == "spill":
             policy += f",spool_dir={self.directory}/spool-{name}"
         if name == "filesystem":
-            root = self.directory / "rows"
+            root = self.data / "rows"
             self.checks.append(FilesystemCheck(root, self.oracle, keep=self.options.keep))
             self.specs.append(f"filesystem:root={root},on_collision=suffix,{policy}")
         else:
@@ -89,8 +100,19 @@ class Chaos:
             weight[0, 0] = 1
             probe = self.directory / "first.safetensors"
             Probe.make(SITES[DuckdbCheck.site], weight, names=("first",)).save(probe)
-            self.checks.append(DuckdbCheck(self.directory / "scores.duckdb", self.oracle))
-            self.specs.append(f"duckdb:path={self.directory}/scores.duckdb,probes={probe},{policy}")
+            self.checks.append(DuckdbCheck(self.data / "scores.duckdb", self.oracle))
+            self.specs.append(f"duckdb:path={self.data}/scores.duckdb,probes={probe},{policy}")
+
+    def _mount(self) -> bool:
+        """Give the consumers' data a file system of its own; return whether that can be done."""
+        command = ["mount", "-t", "tmpfs", "-o", f"size={DATA_BYTES_MAX}", "none", str(self.data)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            self.options.tell("no file system can be mounted here: the consumers' disk is never full")
+            return False
+        self.data.chmod(0o700)
+        return True
 
     @property
     def name(self) -> str:
@@ -106,15 +128,16 @@ class Chaos:
 
     def start_engine(self) -> None:
         self.lives += 1
-        command = [sys.executable, str(HERE / "chaos_engine.py"), self.address, str(self.directory / "spill")]
-        command += [
-            str(self.directory / "engine.log"),
-            self.name,
-            str(self.options.rate),
-            str(self.choose.getrandbits(32)),
-        ]
+        self.engine = self._engine(self.name, "spill", self.options.rate, HIDDEN)
+
+    def start_beside(self) -> None:
+        self.beside = self._engine("beside", "spill-beside", self.options.rate / 8, BESIDE_HIDDEN)
+
+    def _engine(self, name: str, spill: str, rate: float, hidden: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(HERE / "chaos_engine.py"), self.address, str(self.directory / spill)]
+        command += [str(self.directory / "engine.log"), name, str(rate), str(self.choose.getrandbits(32)), str(hidden)]
         with (self.directory / "engine.err").open("ab") as said:
-            self.engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
 
     def kill(self, which: str) -> None:
         """Kill the hub, the engine side or both, and start them again."""
@@ -164,23 +187,47 @@ class Chaos:
         """Kill as often as was asked for."""
         self.start_hub()
         self.start_engine()
+        if "duckdb" not in self.options.consumers:  # whose probes have one width
+            self.start_beside()
         self.await_return("start")
         order = [which for which, count in self.options.kills.items() for _ in range(count)]
+        order += ["disk"] * (self.options.disk_full if self.mounted else 0)
         self.choose.shuffle(order)
         for which in order:
             self.watch_for(self.choose.uniform(*self.options.pause_s))
             self.await_room()
-            self.kill(which)
+            self.fill_disk() if which == "disk" else self.kill(which)
+
+    def fill_disk(self) -> None:
+        """Have the consumers' disk full for some seconds."""
+        seconds = self.choose.uniform(*self.options.full_s)
+        fill = self.data / ".fill"
+        block = bytes(limits.MIB)
+        with fill.open("wb", buffering=0) as file:
+            with contextlib.suppress(OSError):
+                while file.write(block):
+                    pass
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:  # what consumers remove is taken too
+                with contextlib.suppress(OSError):
+                    file.write(block)
+                self.turn()
+        fill.unlink()
+        self.killed["disk"] += 1
+        self.await_return(f"disk full for {seconds:.1f} s")
 
     def stop(self) -> None:
         """Let everything drain, end the processes well, and check all there is."""
         assert self.engine is not None
         assert self.hub is not None
-        self.engine.terminate()
-        self.await_end("engine", self.engine, DRAIN_S_MAX)
+        engines = {self.name: self.engine} | ({} if self.beside is None else {"beside": self.beside})
+        for engine in engines.values():
+            engine.terminate()
+        for engine in engines.values():
+            self.await_end("engine", engine, DRAIN_S_MAX)
         self.log.read()
-        if self.name not in self.log.ended:
-            self.oracle.off("failed", "the last engine did not get everything acknowledged")
+        for name in engines.keys() - self.log.ended:
+            self.oracle.off("failed", f"engine {name} did not get everything acknowledged")
         self.await_quiet()
         self.hub.send_signal(signal.SIGINT)
         self.await_end("hub", self.hub, DRAIN_S_MAX)
@@ -252,10 +299,13 @@ class Chaos:
 
     def end(self) -> None:
         """Leave no process behind."""
-        for process in (self.hub, self.engine):
+        for process in (self.hub, self.engine, self.beside):
             if process is not None and process.poll() is None:
                 process.kill()
                 process.wait()
+        if self.mounted and not self.options.keep:
+            subprocess.run(["umount", "-l", str(self.data)], check=False)
+            self.mounted = False
 
     def report(self, seconds: float) -> Iterable[tuple[str, object]]:
         """Yield what came of it, line by line."""
@@ -290,6 +340,7 @@ def run(options: Options, directory: Path | None = None) -> tuple[dict[str, int]
             options.tell(f"| {name} | {value} |")
         off = {kind: chaos.oracle.counts[kind] for kind in OFF if chaos.oracle.counts[kind]}
         if not off and not options.keep:
+            chaos.end()
             shutil.rmtree(where)
         else:
             options.tell(f"what was written lies in {where}")
@@ -303,6 +354,9 @@ def main() -> int:
     defaults = Options()
     for which, count in defaults.kills.items():
         parser.add_argument(f"--kills-{which}", type=int, default=count, help=f"(default: {count})")
+    parser.add_argument(
+        "--disk-full", type=int, default=defaults.disk_full, help=f"times (default: {defaults.disk_full})"
+    )
     parser.add_argument("--rate", type=float, default=defaults.rate, help="frames a second (default: 2000)")
     parser.add_argument("--seed", type=int, default=defaults.seed)
     parser.add_argument("--consumer", action="append", choices=["filesystem", "duckdb"], help="(default: filesystem)")
@@ -312,6 +366,7 @@ def main() -> int:
     arguments = parser.parse_args()
     options = Options(
         kills={which: getattr(arguments, f"kills_{which}") for which in defaults.kills},
+        disk_full=arguments.disk_full,
         rate=arguments.rate,
         seed=arguments.seed,
         consumers=tuple(arguments.consumer or defaults.consumers),

@@ -1,6 +1,6 @@
 """The engine side of `chaos.py`: a worker that sends frames over a real link, and writes down what it sends before it does.
 
-Run as `chaos_engine.py ADDRESS SPOOL LOG ENGINE RATE SEED`; SIGTERM ends it well. It sends RATE frames a second, and none while `WAITING_MAX` wait on
+Run as `chaos_engine.py ADDRESS SPOOL LOG ENGINE RATE SEED HIDDEN`; SIGTERM ends it well. It sends RATE frames a second, and none while `WAITING_MAX` wait on
 disk, or while there is a file LOG.hold: on a machine that does not keep up with the rate it goes as fast as that can. Its lines in the log, each written whole:
 
     send ENGINE SEQ TIME ID:PROMPT:START:LENGTH,… ID:COMPUTED:STATUS,…   a frame with rows and ends of requests is about to be sent
@@ -24,7 +24,7 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from chaos_rows import HIDDEN, MODEL, SITES, hashes, seed_of, token_of, write_rows
+from chaos_rows import SITES, hashes, model_of, seed_of, token_of, write_rows
 
 from capflow import limits
 from capflow.frame import Block, Dropped, Finished, FrameHeader, Rank, RequestRows, Span
@@ -100,7 +100,9 @@ class Engine:
     def send(self, parts: list[tuple[Request, int, int]], over: list[Request], status: str) -> None:
         self.step += 1
         total = sum(length for _, _, length in parts)
-        rows = np.empty((len(SITES), total, HIDDEN), np.float32)
+        model = self.hello.model
+        assert model is not None
+        rows = np.empty((len(SITES), total, model.hidden_size), np.float32)
         spans, row = [], 0
         for index, (request, start, length) in enumerate(parts):
             for site in range(len(SITES)):
@@ -116,8 +118,8 @@ class Engine:
             seq=0,
             step=self.step,
             time_ns=time.time_ns(),
-            dtype=MODEL.dtype,
-            hidden_size=HIDDEN,
+            dtype=model.dtype,
+            hidden_size=model.hidden_size,
             requests=tuple(request.part(start, length) for request, start, length in parts),
             blocks=(Block(SITES, total, tuple(spans)),) if parts else (),
             finished=ends,
@@ -169,7 +171,7 @@ def noted(outbox: Outbox, log: Log) -> Outbox:
 
 
 def main() -> None:
-    address, spool, path, engine, rate, seed = sys.argv[1:7]
+    address, spool, path, engine, rate, seed, hidden = sys.argv[1:8]
     log, root, hold = Log(path), Path(spool), Path(f"{path}.hold")
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
@@ -177,7 +179,7 @@ def main() -> None:
     former = [FormerLink(address, noted(outbox, log)) for outbox in left_behind(root)]
     for one in former:
         one.start()
-    hello = Hello("worker", engine, uuid.uuid4().hex, RANK, MODEL)
+    hello = Hello("worker", engine, uuid.uuid4().hex, RANK, model_of(int(hidden)))
     outbox = Outbox.of(root, hello, limits.SPOOL_BYTES_DEFAULT)
     link = WorkerLink(address, hello, policy="spill", outbox=outbox)
     link.start()

@@ -206,7 +206,7 @@ class FilesystemCheck:
             if not len(at):
                 continue
             first = int(at[0])
-            expected = rows_of(seed, number, first, int(at.max()) + 1)[at - first]
+            expected = rows_of(seed, number, first, int(at.max()) + 1, rows.shape[1])[at - first]
             bad = (rows.view(np.uint32) != expected.view(np.uint32)).any(1)
             bad |= tokens != np.array([token_of(seed, position) for position in at.tolist()])
             if bad.any():

@@ -16,10 +16,15 @@ from capflow.site import Site
 
 HIDDEN = 4096
 SITES = (Site(0, "post_block"), Site(1, "post_block"))
-MODEL = ModelInfo("chaos", len(SITES), HIDDEN, "float32", SITES)
+BESIDE_HIDDEN = 1024  # of the engine beside
 ROW_BYTES = HIDDEN * 4
 
 _POOL = np.random.default_rng(7).standard_normal(1 << 18, dtype=np.float32)
+
+
+def model_of(hidden: int) -> ModelInfo:
+    """Return the model of an engine of this width."""
+    return ModelInfo("chaos", len(SITES), hidden, "float32", SITES)
 
 
 def seed_of(request: str) -> int:
@@ -35,10 +40,10 @@ def hashes(seed: int, site: int, start: int, stop: int) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def rows_of(seed: int, site: int, start: int, stop: int) -> np.ndarray:
-    """Return the rows of positions `start..stop` of a request, `[stop - start, HIDDEN]` float32."""
+def rows_of(seed: int, site: int, start: int, stop: int, hidden: int = HIDDEN) -> np.ndarray:
+    """Return the rows of positions `start..stop` of a request, `[stop - start, hidden]` float32."""
     mixed = hashes(seed, site, start, stop)
-    rows = np.empty((stop - start, HIDDEN), np.float32)
+    rows = np.empty((stop - start, hidden), np.float32)
     write_rows(rows, mixed)
     return rows
 
@@ -47,7 +52,7 @@ def write_rows(rows: np.ndarray, mixed: np.ndarray) -> None:
     """Write the rows that belong to these hashes."""
     for row, value in zip(rows, mixed.tolist(), strict=True):
         begin = value % (len(_POOL) - HIDDEN)
-        row[:] = _POOL[begin : begin + HIDDEN]
+        row[:] = _POOL[begin : begin + len(row)]
         row[0] = value >> 40
         row[1] = value >> 8 & 0xFFFFFF
 
