@@ -128,7 +128,10 @@ class Lane:
         self._given_of = ""
         self._fatal: Counter[int | str] = Counter()  # restarts by item, until it is handled; the thread's, as are these
         self._is_open = False
-        self._met: dict[str, ModelInfo] = {}  # engines that the consumer was told of; at most 2 * `limits.SESSIONS_MAX`
+        self._met: dict[
+            str, ModelInfo
+        ] = {}  # engines that the consumer was told of; the latest, of `limits.NOTES_BYTES_MAX` by weight
+        self._met_bytes = 0  # of these
         self._discarded = threading.Event()  # set by `discard`: rows are thrown away, ends are still told
         self.backoff = Backoff(logger, self.name, self._discarded)
         self._opened = threading.Event()  # set by the thread when `open` is through
@@ -391,11 +394,13 @@ class Lane:
                 self._guard("on_action", self.consumer.on_action, answered)
 
     def _meet(self, engine: str, model: ModelInfo) -> None:
-        self._met.pop(engine, None)
+        if (before := self._met.pop(engine, None)) is not None:
+            self._met_bytes -= weight(before)
         self._guard("on_session", self.consumer.on_session, engine, model)
         self._met[engine] = model
-        if len(self._met) > 2 * limits.SESSIONS_MAX:
-            del self._met[next(iter(self._met))]
+        self._met_bytes += weight(model)
+        while self._met_bytes > limits.NOTES_BYTES_MAX and len(self._met) > 1:
+            self._met_bytes -= weight(self._met.pop(next(iter(self._met))))
 
     def _give(self, delivery: Delivery) -> None:
         header = delivery.frame.header

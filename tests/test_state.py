@@ -19,7 +19,7 @@ from hubs import Recorder
 from capflow import limits, message
 from capflow.action import Abort
 from capflow.frame import Block, Dropped, Finished, Frame, FrameHeader, Gap, Rank, RequestRows, Span
-from capflow.message import Act, Await, Beat, Hello, ModelInfo, Refused, WorkerCounts
+from capflow.message import Act, Await, Beat, Bye, Hello, ModelInfo, Refused, WorkerCounts
 from capflow.site import HOOKS, Site
 from capflow.spec import CaptureByConsumer, CaptureSpec
 
@@ -239,3 +239,51 @@ class Nobody(dict):
     def append(self, said):
         if isinstance(said, Refused):
             self.refusal = self.refusal or said.reason
+
+
+def test_is_flat_while_engines_clients_and_requests_of_ever_new_names_come_and_go(caplog, monkeypatch):
+    caplog.set_level(logging.CRITICAL)
+    monkeypatch.setattr(limits, "RESULTS_KEPT_MAX", 100)
+    monkeypatch.setattr(limits, "NOTES_BYTES_MAX", 256 * limits.KIB)
+    desk = Desk(Quiet("reader", None, reads_requests=True))
+    desk.sent = Nobody()
+    model = make_model(8, hidden=1)
+
+    def visit(number):
+        """Have an engine come and leave, by Bye or without a word, and a client with it."""
+        engine, boot, peer = f"engine {number}", f"boot {number}", b"w%d" % number
+        desk.say(peer, make_hello(engine, boot, model=model))
+        for seq, ends in ((1, False), (2, True)):
+            names = [f"{number}-{each}" for each in range(20)]
+            parts = [end(name, capture=EVERY) if ends else rows(name, capture=EVERY) for name in names[ends:]]
+            made = frame(seq, **{"finished" if ends else "requests": tuple(parts)})[1]
+            header = msgspec.structs.replace(made.header, engine=engine, boot=boot)
+            desk.say(peer, Frame(header, made.payload))
+        desk.say(b"c%d" % number, Hello("client", "", f"c{number}"))
+        desk.say(b"c%d" % number, Await((f"unknown {number}",)))
+        for left in (peer, b"c%d" % number):
+            desk.say(left, Bye())
+        desk.handle_all()
+
+    for number in range(150):
+        visit(number)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for number in range(150, 450):
+            visit(number)
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(450, 750):
+            visit(number)
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    print(f"{grown} bytes more after 300 visits")
+    assert not desk.sent.refusal
+    assert desk.exchange.budget.state.used == 0
+    assert len(desk.exchange.ledger.kept) <= 100
+    assert not desk.exchange.roster.peers
+    assert not desk.exchange.roster.engines
+    assert grown < 192 * limits.KIB
