@@ -24,12 +24,12 @@ from typing import Any, Self
 import msgspec
 
 from capflow import limits
-from capflow.errors import CapflowError, UsageError, explain
+from capflow.errors import CapflowError, RetryError, UsageError, explain
 from capflow.frame import Frame, FrameHeader, Source
 from capflow.intervals import Intervals
 from capflow.message import ModelInfo
 from capflow.result import RequestDone
-from capflow.spool import Lost, Spool, records
+from capflow.spool import FullError, Lost, Spool, records
 
 
 class Engine(msgspec.Struct, frozen=True, array_like=True):
@@ -41,6 +41,8 @@ class Engine(msgspec.Struct, frozen=True, array_like=True):
 
 Said = Engine | Frame | RequestDone | Lost
 """What a recording says, one after another."""
+
+_SYNC_S = 5.0  # how long the disk may take for the end of a request before it is tried again
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[bytes, Any] = {
@@ -54,19 +56,28 @@ class Recorder:
     """Writes a recording, from `open` to `close`; one thread at a time. One that is there is gone on with.
 
     bytes_max bounds the files together. Methods raise CapflowError when the disk does not take what is to be written; `done` and `close`
-    also when somebody removed the recording.
+    also when somebody removed the recording; RetryError, having written nothing, when it may take that later. After `close` it may be opened again.
     """
 
     def __init__(self, path: Path, bytes_max: int = limits.SPOOL_BYTES_MAX) -> None:
         self.path = path
-        self._spool = Spool(path, bytes_max=bytes_max, segment_bytes=min(limits.SEGMENT_BYTES_MAX, bytes_max))
+        self._bytes_max = bytes_max
+        self._spool = self._new_spool()
+        self._ended: tuple[RequestDone, int] | None = None  # the last end, and its record, until that is on the disk
         self._frames: defaultdict[Source, Intervals] = defaultdict(Intervals)  # those that are there
         self._done: set[tuple[str, str]] = (
             set()
         )  # engine and request: ends from before it was opened, which may be told again
 
+    def _new_spool(self) -> Spool:
+        segment_bytes = min(limits.SEGMENT_BYTES_MAX, self._bytes_max)
+        return Spool(self.path, bytes_max=self._bytes_max, segment_bytes=segment_bytes)
+
     def open(self) -> None:
         """Take the directory, which is made when missing. Raises CapflowError when another process writes it, or it cannot be read."""
+        self._spool, self._ended = self._new_spool(), None
+        self._frames.clear()
+        self._done.clear()
         self._spool.open()
         try:
             self._recall()
@@ -85,14 +96,14 @@ class Recorder:
 
     def engine(self, name: str, model: ModelInfo) -> None:
         """Note that an engine connected."""
-        self._spool.append(b"E" + _encoder.encode(Engine(name, model)))
+        self._append(b"E" + _encoder.encode(Engine(name, model)))
 
     def frame(self, frame: Frame) -> bool:
         """Take a frame, all of it; return False when it is there already. Its payload must not change any more."""
         if frame.header.seq in self._frames[frame.header.source]:
             return False
         header, payload = frame.encode()
-        self._spool.append(b"F" + header, payload)
+        self._append(b"F" + header, payload)
         self._frame(frame.header)
         return True
 
@@ -102,10 +113,21 @@ class Recorder:
         if key in self._done:
             self._done.remove(key)
             return
-        number = self._spool.append(b"D" + _encoder.encode(done))
-        if sync and not self._spool.wait_synced(number, limits.BLOCK_S_MAX):
-            raise CapflowError(explain(f"recording {self.path}", got="a disk that does not answer"))
+        if self._ended is None or self._ended[0] != done:
+            self._ended = done, self._append(b"D" + _encoder.encode(done))
+        if sync and not self._spool.wait_synced(self._ended[1], _SYNC_S):
+            raise RetryError(explain(f"recording {self.path}", got="a disk that does not answer"))
         self._spool.check()
+        self._ended = None
+
+    def _append(self, head: bytes, body: Any = b"") -> int:
+        """Put a record down; return its number. Raises RetryError when the disk takes nothing now, CapflowError when the recording is full."""
+        try:
+            return self._spool.append(head, body)
+        except FullError as e:
+            if e.reason == "spool_full":
+                raise
+            raise RetryError(str(e)) from e
 
     def _frame(self, header: FrameHeader) -> None:
         self._frames[header.source].add(header.seq, header.seq)

@@ -199,3 +199,22 @@ def test_no_request_is_lost_while_there_are_no_descriptors(address, tmp_path, ki
                 link.close(5)
                 assert hub.stop() == 0
     assert kept(kind, data) == EXPECTED
+
+
+def test_a_recording_waits_for_room_on_its_disk(address, tmp_path):
+    data, log = tmp_path / "data", tmp_path / "log"
+    data.mkdir()
+    with (
+        mounted(data, "8M"),
+        running(address, f"record:path={data / 'recording'}", log) as hub,
+        worker_link(address) as link,
+    ):
+        send(link, 0, 2)
+        eventually(lambda: statuses(address, 2) == ["ok"] * 2)
+        ballast = fill(data)
+        send(link, 2, REQUESTS - 2)
+        eventually(lambda: hub.problems()[0] == 503)
+        ballast.unlink()
+        eventually(lambda: statuses(address, REQUESTS) == ["ok"] * REQUESTS)
+        link.close(5)
+        assert hub.stop() == 0

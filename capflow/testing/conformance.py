@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from capflow.consumer import Consumer
-from capflow.errors import CapflowError, UsageError
+from capflow.errors import CapflowError, FatalError, UsageError
 from capflow.frame import Frame
 from capflow.message import ModelInfo
 from capflow.queue import Overload
@@ -117,6 +117,31 @@ class Conformance(RowRules):
             run.result("r0")
             self._same(alone, run, "a request that was not in a frame at which on_frame raised")
         self._kept_same(tmp_path, "torn")
+
+    def test_an_opening_after_a_fatal_error_begins_anew(self, tmp_path: Path) -> None:
+        """After `FatalError` it is closed and opened again: what comes again is kept once, and the requests behind it are whole."""
+        alone = self._alone(tmp_path)
+        with trial(self.subject, tmp_path / "fatal") as run:
+            consumer = run.hub.hub.consumers[0].consumer
+            handle = consumer.on_frame
+            raised: list[FatalError] = []
+
+            def on_frame(frame: Frame) -> None:
+                handle(frame)
+                if not raised:
+                    raised.append(FatalError("this opening is over"))
+                    raise raised[0]
+
+            consumer.on_frame = on_frame  # type: ignore[method-assign]
+            engine = run.engine()
+            engine.step([("r0", 4, 0, 4)], texts=True)
+            engine.finish("r0")
+            status = run.result("r0").status
+            if run.hub.hub.consumers[0].spill is not None:
+                assert status == "ok", f"every row was given, some again, and the result says {run.result('r0')}"
+            self._whole(engine)
+            self._same(alone, run, "a request after the consumer was opened again")
+        self._kept_same(tmp_path, "fatal")
 
     # Time, ends and beginnings.
 
