@@ -324,7 +324,11 @@ class Exchange:
         return False
 
     def _check_rights(self, now: float) -> None:
-        """Refuse every peer that may not have any more what it has: its session, its tap, or results that it waits for."""
+        """Refuse every peer that may not have any more what it has: its session, its tap, or results that it waits for.
+
+        Who was refused before is to come again: it may have the right now. Its connection is closed for having no session.
+        """
+        self._refused.clear()
         for peer, known in list(self.roster.peers.items()):
             rights: tuple[str, ...] = ("capture",)
             if known.hello.role == "client":

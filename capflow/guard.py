@@ -44,8 +44,12 @@ class Guard:
             self._allowed.refresh()
 
     def admits(self, public: str) -> bool:
-        """Return whether a key may connect."""
+        """Return whether a key may connect, by the list as it is now."""
         self.refresh()
+        return self.allows(public)
+
+    def allows(self, public: str) -> bool:
+        """Return whether a key may be connected, by the list as it was at the last `refresh`: whose peers were refused before."""
         return public == self.own or (self._allowed is not None and self._allowed.find(public) is not None)
 
     def refusal(self, user: str, *rights: str) -> str | None:

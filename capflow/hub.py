@@ -353,7 +353,7 @@ class Hub:
                 router.connections.cut(peer)
 
     def _tick(self, router: Router, now: float) -> None:
-        router.sweep(self._exchange.settled)
+        router.sweep(self._exchange.settled, self._guard.allows)  # whom the tick before refused has heard it by now
         for peer in self._attached.keys() & self.roster.peers.keys():  # who is in this process is alive
             self._exchange.receive(peer, [encode(Beat())])
         self._exchange.tick(now, self._turns)

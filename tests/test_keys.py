@@ -305,6 +305,15 @@ class TestChangesWhileTheHubRuns:
             assert isinstance(outcome, Rejected)
             assert "no engine is connected" in outcome.reason
 
+    def test_a_right_that_is_given_back_lets_a_peer_in_again(self, keys, monkeypatch):
+        monkeypatch.setattr(limits, "HANDSHAKE_S_MAX", 0.5)
+        with keyed_hub() as hub, worker_link(hub.address, key="gpu") as link:
+            allow(keys, "gpu", "read")
+            eventually(lambda: link.refusal)
+            assert not link.connected
+            allow(keys, "gpu", "capture")
+            eventually(lambda: link.connected)
+
     def test_who_may_read_no_more_is_told_no_result(self, keys):
         with keyed_hub() as hub, closing(Dealer(hub.address, key=read_key(find_key("ann")))) as client:
             greet(client, Hello("client", "", "c"))

@@ -72,13 +72,13 @@ class Connections:
         for descriptor in without[: max(0, too_many)]:
             self._close(descriptor)
 
-    def sweep(self, now: float, settled: Callable[[bytes], bool], admits: Callable[[str], bool]) -> None:
+    def sweep(self, now: float, settled: Callable[[bytes], bool], allows: Callable[[str], bool]) -> None:
         """Close the connections whose key is not allowed any more, and those that are without a session for too long.
 
-        settled: whether a name has a session, or may stay without one. admits: whether a key may be connected; not asked about "".
+        settled: whether a name has a session, or may stay without one. allows: whether a key may be connected; not asked about "".
         """
         for descriptor, connection in list(self._connections.items()):
-            if any(user and not admits(user) for user in connection.peers.values()):
+            if any(user and not allows(user) for user in connection.peers.values()):
                 self._close(descriptor)
             elif any(map(settled, connection.peers)):
                 connection.since = None

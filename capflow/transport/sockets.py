@@ -222,7 +222,6 @@ class Router:
         self._monitor.set(zmq.LINGER, 0)
         self._socket.monitor(_MONITOR, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._monitor.connect(_MONITOR)
-        self._admit = admit
         self._zap: Zap | None = None  # from here to `close`
         if key is not None:
             self._zap = Zap(self._context, admit)
@@ -255,10 +254,10 @@ class Router:
         if self._zap is not None:
             self._zap.answer()
 
-    def sweep(self, settled: Callable[[bytes], bool]) -> None:
+    def sweep(self, settled: Callable[[bytes], bool], allows: Callable[[str], bool]) -> None:
         """Close connections that are without a session for too long, and those of keys that are not allowed any more."""
         self._look_at_connections()
-        self.connections.sweep(time.monotonic(), settled, self._admit)
+        self.connections.sweep(time.monotonic(), settled, allows)
 
     def send(self, peer: bytes, parts: Parts) -> bool:
         """Send a message to a peer; return False when it takes no more: it is to be given up.
