@@ -263,7 +263,11 @@ def test_wire_names_every_message_and_every_key_of_a_frame():
     assert tags == set(re.findall(r"^\| `(\w+)` \| (?:peer|hub|worker|both|client|scheduler)", text, re.MULTILINE))
     for kind in (FrameHeader, RequestRows, Finished):
         assert all(f"`{field.name}" in text for field in msgspec.structs.fields(kind)), kind
-    assert f"{limits.HEADER_BYTES_MAX // limits.MIB} MiB of header" in text
+    assert f"{limits.HEADER_BYTES_MAX // limits.MIB} MiB for any other message" in text
+    assert f"{limits.FRAME_HEADER_BYTES_MAX // limits.MIB} MiB for a frame's header" in text
+    assert f"{limits.FINISHED_PER_FRAME_MAX} `finished`" in text
+    assert f"{limits.SPANS_PER_FRAME_MAX:,} spans" in text
+    assert f"{limits.TOKENS_PER_FRAME_MAX:,} token ids" in text
     assert f"{limits.REQUESTS_PER_FRAME_MAX:,} requests" in text
 
 
