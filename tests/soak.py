@@ -1,10 +1,10 @@
-"""Runs the transport for long, and holds its memory and its descriptors against bounds.
+"""Runs the transport for long, and holds its memory, its descriptors and its threads against bounds.
 
     make soak          (or: python tests/soak.py [--minutes N] [--rate N] [--seed N])
 
 The worker of `chaos.py`, `capflow run` with the filesystem consumer, and this process, which checks every row as it is published. Every
-few seconds the resident memory and the descriptors of both are noted; over the second half the memory must grow by less than 1 MB a minute (least squares), and
-the descriptors must not. Ends with exit code 1 when anything is off.
+few seconds the resident memory, the descriptors and the threads of both are noted; over the second half the memory must grow by less than 1 MB a minute (least
+squares), and the others must not. Ends with exit code 1 when anything is off.
 """
 
 from __future__ import annotations
@@ -24,26 +24,33 @@ EVERY_S = 2.0
 
 
 class Watched:
-    """One process: its resident bytes and its descriptors, over time."""
+    """One process: its resident bytes, its descriptors and its threads, over time."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.at: list[float] = []
         self.resident: list[int] = []
         self.descriptors: list[int] = []
+        self.threads: list[int] = []
 
     def note(self, now: float) -> None:
         resident_pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         self.at.append(now)
         self.resident.append(resident_pages * os.sysconf("SC_PAGE_SIZE"))
         self.descriptors.append(sum(1 for _ in Path(f"/proc/{self.pid}/fd").iterdir()))
+        self.threads.append(sum(1 for _ in Path(f"/proc/{self.pid}/task").iterdir()))
 
-    def second_half(self) -> tuple[float, int, int]:
-        """Return by how many MB a minute the memory grew, and the least and most descriptors of either half of the time left."""
+    def slope(self) -> float:
+        """Return by how many MB a minute the memory grew over the second half."""
         half = len(self.at) // 2
-        slope = np.polyfit(np.array(self.at[half:]) / 60, np.array(self.resident[half:]) / 1e6, 1)[0]
-        quarter = half + (len(self.at) - half) // 2
-        return float(slope), max(self.descriptors[half:quarter]), max(self.descriptors[quarter:])
+        return float(np.polyfit(np.array(self.at[half:]) / 60, np.array(self.resident[half:]) / 1e6, 1)[0])
+
+    @staticmethod
+    def peaks(counts: list[int]) -> tuple[int, int]:
+        """Return the most of something in the third quarter of the time, and in the last."""
+        half = len(counts) // 2
+        quarter = half + (len(counts) - half) // 2
+        return max(counts[half:quarter]), max(counts[quarter:])
 
 
 def run(minutes: float, options: Options, directory: Path) -> bool:
@@ -67,12 +74,13 @@ def run(minutes: float, options: Options, directory: Path) -> bool:
         for name, value in soak.report(now - begun):
             options.tell(f"| {name} | {value} |")
         for name, one in watched.items():
-            slope, before, after = one.second_half()
-            peak = max(one.resident) / 1e6
-            options.tell(
-                f"| {name} | {slope:+.2f} MB a minute, {peak:.0f} MB at most, {before} then {after} descriptors at most |"
+            slope, peak = one.slope(), max(one.resident) / 1e6
+            descriptors, threads = one.peaks(one.descriptors), one.peaks(one.threads)
+            counts = (
+                f"descriptors at most {descriptors[0]} then {descriptors[1]}, threads {threads[0]} then {threads[1]}"
             )
-            good = good and slope < SLOPE_MB_MAX and after <= before
+            options.tell(f"| {name} | {slope:+.2f} MB a minute, {peak:.0f} MB at most, {counts} |")
+            good = good and slope < SLOPE_MB_MAX and descriptors[1] <= descriptors[0] and threads[1] <= threads[0]
         for trouble in soak.oracle.troubles:
             options.tell(trouble)
         return good and not any(soak.oracle.counts[kind] for kind in OFF)
@@ -86,7 +94,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=300.0, help="frames a second (default: 300)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    options = Options(rate=arguments.rate, seed=arguments.seed, tell=lambda text: print(text, flush=True))
+    options = Options(disk_full=0, rate=arguments.rate, seed=arguments.seed, tell=lambda text: print(text, flush=True))
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         return 0 if run(arguments.minutes, options, Path(directory)) else 1
 

@@ -99,7 +99,7 @@ class Simulation:
         self.ways = choose.sample(WAYS, choose.randrange(1, 4)) if choose.random() < HOSTILE else []
         self.queue_bytes = choose.choice([4 * limits.KIB, 64 * limits.KIB, None])
         self.slow_s = choose.choice([0.0, 0.0, 0.01, 0.2])
-        self.inbox_bytes = choose.choice([256, 1024]) * limits.KIB
+        self.inbox_bytes = choose.choice([64, 256, 1024]) * limits.KIB
 
     # Processes.
 
