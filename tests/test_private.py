@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,13 @@ import pytest
 from captured import run, write
 from frames import make_finished, make_frame, make_hello
 from hubs import worker_link
+from rich.console import Console
 from waiting import eventually
 
 from capflow import limits
+from capflow.cli.hubrun import HubRun
+from capflow.cli.job import ModelJob
+from capflow.plugins import configure, load_plugins
 from capflow.probefile import write_file
 from capflow.transport import Outbox
 
@@ -184,3 +189,24 @@ def test_a_mode_that_would_let_anybody_write_is_refused(tmp_path):
     done = run("replay", write(tmp_path / "rows"), "--consumer", f"filesystem:root={tmp_path}/x,mode=0666")
     assert done.returncode == 2
     assert "consumers.filesystem.mode: got 0666, expected 0600 or 0640 or 0644 or 0660 or 0664" in done.stderr
+
+
+def test_an_engine_beside_a_hub_has_the_umask_of_its_user(short, at_umask, monkeypatch):
+    """What it fetches may be for a group, as a cache of models is."""
+    engine, said = short / "engine", short / "umask"
+    engine.write_text(f"#!/bin/sh\numask > {said}.new && mv {said}.new {said}\n")
+    engine.chmod(0o700)
+    inside = short / "h"
+    inside.mkdir(0o700)
+    monkeypatch.setattr(sys, "executable", str(engine))
+    at_umask(0o027)
+    consumer = configure("log", {}, load_plugins())
+    with HubRun(f"ipc://{inside}/h", [consumer], console=Console(quiet=True)) as running:
+        assert os.umask(0o077) == 0o077
+        job = ModelJob("tiny", [], (), 1)
+        job.start(running.umask_before)
+        eventually(said.exists)
+        job.stop(threading.Event())
+        job.forget_log()
+    assert said.read_text().strip() == "0027"
+    assert os.umask(0o027) == 0o027
