@@ -353,7 +353,10 @@ class Lane:
         try:
             self._handle(item)
         except LeftError:
-            self._leave(item, _STOPPED)
+            if isinstance(item, _Rows):  # not taken, as those behind it
+                self._lose(item.delivery, "shutdown")
+            else:
+                self._leave(item, _STOPPED)
         except Exception as e:  # noqa: BLE001  without this thread nothing of the consumer's would be acknowledged any more
             self._leave(item, self._failed("lane", e))
 
@@ -372,14 +375,14 @@ class Lane:
     def _handle(self, item: _Rows | _Done | _Session | _Told) -> None:
         match item:
             case _Rows(delivery, taken, at):
-                if self._discarded.is_set():
+                if self._discarded.is_set():  # not taken: a worker that is waited for keeps it for the next hub
                     self._lose(delivery, "shutdown")
                 else:
                     self.pace.waited_since = at
                     self._give(delivery)
                     self.pace.waited_since = None
-                if taken is not None:
-                    taken()
+                    if taken is not None:
+                        taken()
             case _Done(request, taken, nbytes):
                 self.notes.taken(nbytes)
                 self._finish(request, self.index, taken)

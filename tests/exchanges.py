@@ -53,7 +53,7 @@ class Desk:
         """Have each consumer take all that waits for it, as its thread would."""
         for lane in self.exchange.lanes:
             while (item := lane.queue.get(0)) is not None:
-                lane._handle(item)
+                lane._safely_handle(item)
         self.turn()
 
     def _send(self, peer, parts):

@@ -8,8 +8,9 @@ from frames import BOOT, make_finished, make_frame, make_model
 from hubs import Recorder
 
 from capflow import limits, shares
+from capflow.errors import RetryError
 from capflow.frame import Dropped, Gap
-from capflow.message import Await, Bye, Hello, Refused, Welcome
+from capflow.message import Ack, Await, Bye, Hello, Refused, Welcome
 from capflow.spec import CaptureSpec
 
 WRONG = CaptureSpec({"post_block": [99]})
@@ -53,6 +54,29 @@ class TestCredit:
         desk.say(b"w", wrong_in_rows(BOOT))
         assert (source.intake.last_seq, source.frames, desk.exchange.counts.frames) == (0, 0, 0)
         assert not desk.exchange.lanes[0].queue.nbytes
+
+
+class Stuck(Recorder):
+    """Its disk is full, and the hub stops while it waits."""
+
+    def on_frame(self, frame):
+        self.lane.discard()
+        raise RetryError("no room")
+
+
+@pytest.mark.parametrize("consumer", [Recorder, Stuck])
+def test_a_frame_that_no_consumer_took_when_the_hub_stops_is_not_acknowledged(consumer):
+    consumer = consumer()
+    desk = Desk(consumer)
+    (consumer.lane,) = desk.exchange.lanes
+    desk.hello(b"w")
+    if not isinstance(consumer, Stuck):
+        consumer.lane.discard()
+    desk.say(b"w", make_frame())
+    desk.handle_all()
+    assert consumer.lane.dropped["shutdown"] == 4
+    assert not any(isinstance(said, Ack) and said.seq for said in desk.sent[b"w"])
+    assert desk.exchange.roster.peers[b"w"].source.intake.acked == 0
 
 
 def _fail(*_):
