@@ -82,7 +82,7 @@ def test_what_is_sent_while_the_hub_is_gone_comes_in_order_when_it_is_back(addre
 def test_what_has_no_room_in_memory_goes_to_disk_and_nothing_is_lost(address, tmp_path):
     consumer = Recorder(held=True)
     made = configured(consumer, queue_bytes_max=1500)
-    with running_hub(address, made), Spilling(address, tmp_path, outbound_bytes_max=2000) as worker:
+    with running_hub(address, made), Spilling(address, tmp_path, outbound_bytes_max=5000) as worker:
         assert worker.link.wait_welcome(20)
         before = time.monotonic()
         assert worker.send(200) == [None] * 200
@@ -183,6 +183,46 @@ def left_by_a_worker(root, boot):
     return outbox.directory
 
 
+def test_a_frame_that_comes_by_memory_before_one_on_disk_is_sent_before_it(address, tmp_path):
+    """Although the link found memory empty a moment before it looked at the disk."""
+    consumer = Recorder()
+    with running_hub(address, consumer), Spilling(address, tmp_path, outbound_bytes_max=5000) as worker:
+        assert worker.link.wait_welcome(20)
+        take, said = worker.outbox.take, []
+
+        def late():
+            if not said:
+                said.extend([*worker.send(2), len(worker.link._queue), worker.outbox.waiting])
+            return take()
+
+        worker.outbox.take = late
+        worker.link._waker.wake()
+        eventually(lambda: consumer.rows["r1"] == 8)
+        assert said == [None, None, 1, 1]
+        assert consumer.seqs == [1, 2]
+
+
+def test_what_a_worker_left_is_gone_before_its_hub_forgets_the_worker(address, tmp_path, monkeypatch):
+    """Or the next process would send it again, to a hub that takes it for something new."""
+    left_by_a_worker(tmp_path, "boot-1")
+    (outbox,) = left_behind(tmp_path)
+    known = []
+    with running_hub(address, Recorder()) as hub:
+        close = outbox.close
+
+        def slow_close():
+            time.sleep(0.3)
+            close()
+            known.extend(hub.roster.engines)
+
+        outbox.close = slow_close
+        link = FormerLink(str(address), outbox)
+        link.start()
+        eventually(lambda: not link._thread.is_alive())
+        assert known == ["engine-1"]
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_what_dead_workers_left_and_cannot_be_sent_is_said_and_the_rest_is_sent(tmp_path, caplog):
     good, gone, strange = (left_by_a_worker(tmp_path, f"boot-{n}") for n in range(3))
     (gone / "cursor").unlink()
@@ -195,7 +235,7 @@ def test_what_dead_workers_left_and_cannot_be_sent_is_said_and_the_rest_is_sent(
     outbox.close()
     said = [(record.event, record.directory) for record in caplog.records if record.levelname == "ERROR"]
     assert said == [("spool_left", str(gone)), ("spool_left", str(strange))]
-    assert "boot-1 cannot be used: got Is a directory, expected a directory that can be" in caplog.text
+    assert "boot-1 cannot be used: got Not a regular file, expected a directory that can be" in caplog.text
     assert "expected the hello of its worker; see what is there with `capflow spool inspect" in caplog.text
     assert len(list(gone.glob("*.spool"))) == len(list(strange.glob("*.spool"))) == 1
 

@@ -38,6 +38,7 @@ class FormerLink(Link):
         if outbox.broken.running:
             self._ends.append((outbox.broken.seq + 1, tuple(running.lost() for running in outbox.broken.running)))
         self._spilled: Spilled | None = None  # taken from the outbox, and not sent
+        self._is_outbox_open = True
 
     def _fill(self, dealer: Dealer, now: float) -> None:
         session, outbox = self._session, self.outbox
@@ -46,6 +47,8 @@ class FormerLink(Link):
         if self._drained():
             outbox.acknowledge(_SEQ_MAX)
             outbox.keep_promises()
+            # Before the Bye, after which the hub would take what the next process finds here for something new.
+            self._close_outbox()
             logger.info("what engine %s left on disk was delivered", session.hello.engine)
             self._closing.set()
 
@@ -77,7 +80,12 @@ class FormerLink(Link):
 
     def _run(self) -> None:
         super()._run()
-        self.outbox.close()
+        self._close_outbox()
+
+    def _close_outbox(self) -> None:
+        if self._is_outbox_open:
+            self._is_outbox_open = False
+            self.outbox.close()
 
     def _drained(self) -> bool:
         return not (self.outbox.waiting or self._spilled or self._ends or self._session.unacked)

@@ -204,17 +204,23 @@ class WorkerLink(Link):
         super()._fill(dealer, now)
 
     def _push(self) -> bool:
-        session = self._session
         if (item := self._queue.get(timeout_s=0)) is not None:  # older than what is spilled
-            seq, header, view = item
-            self._skip(seq - 1)
-            session.push(self.outbox.amended(header) if self.outbox is not None else header, view)
+            self._push_queued(*item)
         elif self.outbox is not None and (spilled := self.outbox.take()) is not None:
+            # Frames that came by memory since the queue was empty may be older than this one.
+            while (item := self._queue.get(timeout_s=0)) is not None and item[0] < spilled.seq:
+                self._push_queued(*item)
             self._skip(spilled.seq - 1)
-            session.push_sealed(*spilled)
+            self._session.push_sealed(*spilled)
+            if item is not None:
+                self._push_queued(*item)
         else:
             return False
         return True
+
+    def _push_queued(self, seq: int, header: FrameHeader, view: memoryview) -> None:
+        self._skip(seq - 1)
+        self._session.push(self.outbox.amended(header) if self.outbox is not None else header, view)
 
     def _skip(self, seq: int) -> None:
         """Say an empty frame for each that the disk did not give back: the hub counts their rows as missing."""
