@@ -237,7 +237,8 @@ class Exchange:
         known = self.roster.peers.get(peer)
         if known is None:
             return limits.HELLO_BYTES_MAX, 0
-        paid_bytes = known.source.intake.credit_bytes if known.source is not None else 0
+        # Below 0 while a frame is held that was larger than all credit.
+        paid_bytes = max(0, known.source.intake.credit_bytes) if known.source is not None else 0
         return limits.READ_AHEAD_EACH_BYTES_MAX, paid_bytes
 
     def overrun(self, peer: bytes) -> None:

@@ -4,7 +4,8 @@ It belongs to the hub's thread and does no I/O. Each peer has a line of messages
 whose messages have taken the least time so far; a step is one message, or a slice of one that takes longer. Invariant: a peer that sends
 little waits for at most one step of another peer, however much the others send.
 
-What is read and not handled is bounded: a worker's frames by its credit, all else by a share of `limits.READ_AHEAD_BYTES_MAX`. Who sends more
+What is read and not handled is bounded: a worker's frames by its credit, all else by a share of `limits.READ_AHEAD_BYTES_MAX`, and one large
+message beside: a frame that costs more than all credit is sent unpaid when nothing else is under way. Who sends more
 at once is to be cut off: the library has no way to read from some connections only.
 """
 
@@ -32,7 +33,8 @@ class _Line:
     """What one peer sent and the hub has not handled."""
 
     messages: deque[tuple[Parts, str]] = field(default_factory=deque)
-    weight_bytes: int = 0  # of the messages
+    weight_bytes: int = 0  # of the messages but `large`
+    large: Parts | None = None  # one of the messages, more than half of what may wait
     step: Iterator[None] | None = None  # the message that is being handled, when it is in slices
 
 
@@ -69,10 +71,14 @@ class Turns:
         if line is None:
             line = self._lines[peer] = _Line()
             self._queue(peer)
-        elif line.weight_bytes + weight > paid_bytes + self._share(share_bytes):
+        bound = paid_bytes + self._share(share_bytes)
+        if line.large is None and 2 * weight > bound:
+            line.large = parts
+        elif line.weight_bytes + weight > bound:
             return False
+        else:
+            line.weight_bytes += weight
         line.messages.append((parts, user))
-        line.weight_bytes += weight
         return True
 
     def drop(self, peer: bytes) -> None:
@@ -80,7 +86,7 @@ class Turns:
         line = self._lines.get(peer)
         if line is not None:
             line.messages.clear()
-            line.weight_bytes = 0
+            line.weight_bytes, line.large = 0, None
 
     def run(self, seconds: float) -> None:
         """Handle what waits, for that long or until nothing waits; one step at least."""
@@ -117,7 +123,10 @@ class Turns:
         step, line.step = line.step, None
         if step is None:
             parts, user = line.messages.popleft()
-            line.weight_bytes -= _weight(parts)
+            if parts is line.large:
+                line.large = None
+            else:
+                line.weight_bytes -= _weight(parts)
             step = self._handle(peer, parts, user)
         with contextlib.suppress(StopIteration):
             next(step)

@@ -10,8 +10,9 @@ from hubs import Recorder
 from capflow import limits, shares
 from capflow.errors import RetryError
 from capflow.frame import Dropped, Gap
-from capflow.message import Ack, Await, Bye, Hello, Refused, Welcome
+from capflow.message import Ack, Await, Beat, Bye, Hello, Refused, Welcome, encode
 from capflow.spec import CaptureSpec
+from capflow.turns import Turns
 
 WRONG = CaptureSpec({"post_block": [99]})
 """Of a model with more layers than those of the tests."""
@@ -54,6 +55,22 @@ class TestCredit:
         desk.say(b"w", wrong_in_rows(BOOT))
         assert (source.intake.last_seq, source.frames, desk.exchange.counts.frames) == (0, 0, 0)
         assert not desk.exchange.lanes[0].queue.nbytes
+
+    def test_does_not_cut_off_who_beats_while_a_frame_larger_than_all_of_it_is_held(self, monkeypatch):
+        monkeypatch.setattr(limits, "CREDIT_BYTES_DEFAULT", limits.MIB)
+        monkeypatch.setattr(limits, "READ_AHEAD_EACH_BYTES_MAX", limits.MIB)
+        desk = Desk(Recorder())
+        model = make_model(hidden=4096)
+        desk.hello(b"w", model=model)
+        frame = make_frame([("r1", 1000, 0, 1000)], seq=1, hidden=4096)
+        assert frame.nbytes > 3 * limits.MIB
+        turns = Turns(desk.exchange.handle)
+        beat = [encode(Beat())]
+        for messages in ([beat, frame.encode(), beat], [beat, beat]):  # it is not handled; it is held by its consumer
+            assert all(turns.put(b"w", parts, "", *desk.exchange.share_bytes(b"w")) for parts in messages)
+            turns.run(60)
+            assert not turns.waiting
+        assert desk.exchange.lanes[0].queue.nbytes > 3 * limits.MIB
 
 
 class Stuck(Recorder):

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import pytest
 
-from capflow import limits
+from capflow import limits, turns
 from capflow.turns import Turns
-
-
-def spend(seconds):
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        pass
 
 
 class Desk:
     """Handles messages that say how many slices they take, each of a few milliseconds, and notes whose turn it was."""
 
     def __init__(self):
+        self.now = 0.0  # seconds, on the clock of the turns
         self.turns = Turns(self.handle)
         self.order = []
         self.done = []
@@ -28,7 +23,7 @@ class Desk:
         slices = parts[0][0]
         for number in range(slices):
             self.order.append(peer)
-            spend(0.002)
+            self.now += 0.002
             if number < slices - 1:
                 yield
         self.done.append((peer, bytes(parts[1]), user))
@@ -38,8 +33,10 @@ class Desk:
 
 
 @pytest.fixture
-def desk():
-    return Desk()
+def desk(monkeypatch):
+    made = Desk()
+    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    return made
 
 
 def test_messages_of_a_peer_are_handled_in_order_and_whole(desk):
@@ -75,9 +72,8 @@ def test_who_waited_for_nothing_for_long_has_no_more_than_its_share_afterwards(d
 
 def test_a_run_takes_no_longer_than_it_may_and_one_step(desk):
     desk.put(b"a", 200)
-    began = time.perf_counter()
     desk.turns.run(0.02)
-    assert time.perf_counter() - began < 0.2
+    assert 0.02 <= desk.now < 0.03
     assert b"a" in desk.turns
 
 
@@ -90,14 +86,14 @@ def test_a_message_that_fails_is_over_and_the_next_one_is_handled():
         done.append(parts[0])
         yield
 
-    turns = Turns(handle)
-    turns.put(b"a", [b"bad"], "", 100_000, 0)
-    turns.put(b"a", [b"good"], "", 100_000, 0)
+    made = Turns(handle)
+    made.put(b"a", [b"bad"], "", 100_000, 0)
+    made.put(b"a", [b"good"], "", 100_000, 0)
     with pytest.raises(ValueError, match="bad"):
-        turns.run(1)
-    turns.run(1)
+        made.run(1)
+    made.run(1)
     assert done == [b"good"]
-    assert not turns.waiting
+    assert not made.waiting
 
 
 def test_who_sends_more_at_once_than_its_share_is_found_out(desk):
@@ -109,6 +105,17 @@ def test_who_sends_more_at_once_than_its_share_is_found_out(desk):
     desk.turns.run(1)
     assert {peer for peer, _, _ in desk.done} == {b"little", b"worker"}
     assert not desk.turns.waiting
+
+
+@pytest.mark.parametrize("first", ["beat", "frame"])
+def test_a_frame_larger_than_all_credit_waits_beside_a_beat_of_its_worker(desk, first):
+    beat, frame = [bytes([1]), bytes(200)], [bytes([1]), bytes(50_000)]
+    messages = [beat, frame, beat] if first == "beat" else [frame, beat, beat]
+    assert all(desk.turns.put(b"worker", parts, "", 10_000, 1_000) for parts in messages)
+    assert not desk.turns.put(b"worker", frame, "", 10_000, 1_000), "one at a time"
+    desk.turns.run(1)
+    assert len(desk.done) == 3
+    assert all(desk.turns.put(b"worker", parts, "", 10_000, 1_000) for parts in messages)
 
 
 def test_a_crowd_shares_what_may_be_read_ahead(monkeypatch, desk):
