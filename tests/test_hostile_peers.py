@@ -71,6 +71,27 @@ def test_a_connection_without_a_session_is_closed(address, monkeypatch):
         assert peer
 
 
+_ZMTP_1 = b"\x01\0" + b"\x02\x01a" + b"\x02\0b"  # an empty identity, then a message of two parts
+_ZMTP_2 = b"\xff" + bytes(7) + b"\x01\x7f\x01\x05" + b"\0\0" + b"\x01\x01a" + b"\0\x01b"
+
+
+@pytest.mark.parametrize("data", [_ZMTP_1, _ZMTP_2], ids=["1.0", "2.0"])
+def test_a_peer_of_an_old_version_of_zmtp_is_disconnected_and_the_others_are_served(monkeypatch, caplog, data):
+    monkeypatch.setattr(limits, "HANDSHAKE_S_MAX", 0.5)
+    with running_hub("tcp://127.0.0.1:0", Recorder()) as hub, worker_link(hub.address) as link:
+        with socket.create_connection(("127.0.0.1", int(hub.address.rpartition(":")[2]))) as old:
+            old.sendall(data)
+            old.settimeout(20)
+            with contextlib.suppress(ConnectionResetError):
+                while old.recv(4096):
+                    pass
+        frame = make_frame()
+        assert link.send(frame.header, frame.payload) is None
+        eventually(lambda: not link.counters["unacked_frames"])
+        assert not link.reconnects
+    assert not [record for record in caplog.records if getattr(record, "event", "") == "hub_failed"]
+
+
 def test_who_is_refused_stays_connected_until_it_is_let_in(monkeypatch):
     monkeypatch.setattr(limits, "HANDSHAKE_S_MAX", 0.5)
     wants = CaptureSpec({"post_block": [99]}, "all")

@@ -281,7 +281,7 @@ class Router:
         part = self._socket.recv(copy=False)  # the rest of a message is there when its first part is
         user = str(part.get("User-Id")) if self._zap is not None else ""
         if not self.connections.knows(peer):
-            self.connections.speaks(peer, part.get(zmq.SRCFD), user)
+            self.connections.speaks(peer, _descriptor(part), user)
         parts = [part.buffer]
         while part.more:
             part = self._socket.recv(copy=False)
@@ -314,6 +314,14 @@ class Router:
                 self.connections.gone(descriptor)
         if came:
             self.connections.close_most()
+
+
+def _descriptor(part: zmq.Frame) -> int:
+    """Return the descriptor that a message came from; -1 when the library does not know it: the peer speaks ZMTP 1 or 2."""
+    try:
+        return int(part.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 def _watch(over: zmq.Socket[bytes]) -> None:
