@@ -163,12 +163,21 @@ def test_every_block_says_what_becomes_of_it(page):
     )
 
 
+def headings(page):
+    """Return what a link to each heading of a page ends with."""
+    lines = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not target.startswith("https://"):
-            assert (page.parent / target.partition("#")[0]).is_file(), target
+            name, _, heading = target.partition("#")
+            there = page.parent / name if name else page
+            assert there.is_file(), target
+            assert not heading or heading in headings(there), target
 
 
 def test_every_page_is_in_the_index():
@@ -186,8 +195,9 @@ def test_the_commands_and_options_that_are_named_exist(page):
     for words in re.findall(r"(?:^|`|\s)capflow (\w+)([^`\n]*)", text):
         if words[0] in COMMANDS and words[0] != "serve":  # which takes vLLM's options too
             command = cli.get_command(click.Context(cli), words[0])
-            if isinstance(command, click.Group):
-                command = command.commands[words[1].split()[0]]
+            names = iter(words[1].split())
+            while isinstance(command, click.Group):
+                command = command.commands[next(names)]
             have = {option for parameter in command.params for option in parameter.opts}
             used = {
                 word.partition("=")[0]

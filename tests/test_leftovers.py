@@ -169,7 +169,7 @@ def test_a_hub_for_one_process_leaves_nothing_behind(directory, tmp_path, monkey
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    process = HubProcess([f"filesystem:root={tmp_path / 'rows'}"])
+    process = HubProcess([f"filesystem:root={tmp_path / 'rows'},layers=0"])  # of which the worker sends rows
     process.start(60)
     with worker_link(process.address, make_hello()) as link:
         worker = Sender(link)
