@@ -211,8 +211,10 @@ class PeerSession:
         if self.state is not State.OPEN or not self._waiting:
             return None
         kept = self._waiting[0]
+        assert self.welcome is not None
         too_much = self._sent_bytes + kept.cost > limits.UNACKED_BYTES_MAX
-        if self._sent and (kept.cost > self.credit_bytes or too_much):
+        held = self._sent or self.acked < self.welcome.last_seq  # the hub may hold frames of a process that is gone
+        if (self._sent and too_much) or (held and kept.cost > self.credit_bytes):
             return None
         self._waiting.popleft()
         self._sent.append(kept)

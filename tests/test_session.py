@@ -537,3 +537,16 @@ def test_a_refused_peer_says_nothing_until_the_connection_is_new():
     assert peer.next_frame(0.0) is None
     peer.connected(1.0)
     assert (peer.state, peer.refusal) == (State.HELLO, None)
+
+
+def test_what_a_hub_holds_of_a_process_that_is_gone_counts_against_the_credit():
+    """Else the next process would send a frame beyond its credit, as the only one under way, and be refused."""
+    peer = PeerSession(HELLOS["worker"], seq=9)
+    peer.connected(0.0)
+    peer.receive(said(Welcome("hub", 1, last_seq=9)), 0.0)
+    push(peer)
+    assert peer.next_frame(0.0) is None
+    peer.receive(said(Ack(8, 1)), 0.0)
+    assert peer.next_frame(0.0) is None
+    peer.receive(said(Ack(9, 1)), 0.0)
+    assert peer.next_frame(0.0) is not None
