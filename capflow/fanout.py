@@ -507,6 +507,8 @@ class Lane:
                 self._restart(method, error)
             else:
                 self.backoff.over(works=False)
+                if place == method:  # what comes next may open it again
+                    del self._fatal[place]
                 return self._failed(method, error)
 
     def _call(self, call: Callable[..., Any], *args: Any) -> BaseException | None:

@@ -304,6 +304,31 @@ def test_what_is_fatal_again_and_again_becomes_a_dead_letter(hub_of, tmp_path):
     assert len(letters(tmp_path)) == 2
 
 
+class Breaks(Store):
+    """Breaks at a frame, and is of no use then until it is opened again."""
+
+    def open(self, context):
+        super().open(context)
+        self.broken = False
+
+    def on_frame(self, frame):
+        self.broken = self.broken or frame.header.seq == 2
+        if self.broken:
+            raise FatalError("broken")
+        super().on_frame(frame)
+
+
+@pytest.mark.parametrize("policy", ["spill", "block"])
+def test_a_frame_that_breaks_every_opening_costs_no_other(hub_of, policy):
+    consumer = Breaks()
+    with hub_of(consumer, policy) as hub:
+        engine = hub.engine()
+        request(engine, "r1")
+        assert hub.result("r1").status != "ok"
+        request(engine, "r2")
+        assert hub.result("r2").status == "ok"
+
+
 def test_a_consumer_without_an_inbox_names_what_an_opening_lost(hub_of):
     consumer = Store({("on_frame", 2): [FatalError("no")]})
     with hub_of(consumer, "block") as hub:
