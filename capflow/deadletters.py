@@ -85,6 +85,7 @@ class DeadLetters:
         self._ends: set[bytes] = set()
         self._spool: Spool | None = None  # while letters come
         self._put_at = 0.0  # when the last one did, on the monotonic clock
+        self._pending: tuple[Letter, int] | None = None  # put in, and not known to be durable; and its number
 
     def open(self) -> None:
         """Find what an earlier hub put there. Raises CapflowError when that cannot be read."""
@@ -106,23 +107,31 @@ class DeadLetters:
         """
         if self._is_here(letter):
             return True
-        if self.letters >= limits.DEAD_LETTERS_MAX:
+        number = self._append(letter, payload)
+        if number is None:
             self.refused += 1
             return False
+        self._pending = letter, number
+        if not self._opened().wait_synced(number, _SYNC_S):
+            raise RetryError(explain(f"spool {self.directory}", got="a disk that does not take a dead letter"))
+        self._pending = None
+        self._note(letter)
+        return True
+
+    def _append(self, letter: Letter, payload: Any) -> int | None:
+        """Return the number of a letter, which is put in unless that was done at an earlier try; None when there is no room. Raises RetryError."""
+        if self._pending is not None and self._pending[0] is letter:
+            return self._pending[1]
+        if self.letters >= limits.DEAD_LETTERS_MAX:
+            return None
         try:
-            spool = self._opened()
-            number = spool.append(_KIND + _encoder.encode(letter), payload)
+            return self._opened().append(_KIND + _encoder.encode(letter), payload)
         except FullError as e:
             if e.reason != "spool_full":
                 raise RetryError(str(e)) from e
-            self.refused += 1
-            return False
+            return None
         except InUseError as e:
             raise RetryError(str(e)) from e
-        if not spool.wait_synced(number, _SYNC_S):
-            raise RetryError(explain(f"spool {self.directory}", got="a disk that does not take a dead letter"))
-        self._note(letter)
-        return True
 
     def rest(self) -> None:
         """Give the spool back if nothing has come for a moment."""
@@ -131,7 +140,7 @@ class DeadLetters:
 
     def close(self) -> None:
         """Give the spool back."""
-        spool, self._spool = self._spool, None
+        spool, self._spool, self._pending = self._spool, None, None
         if spool is not None:
             spool.close()
 

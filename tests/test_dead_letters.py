@@ -9,9 +9,10 @@ from click.testing import CliRunner
 from hubs import EVERYTHING
 
 import capflow
+from capflow import deadletters, limits
 from capflow.cli import cli
 from capflow.consumer import Consumer
-from capflow.errors import UsageError
+from capflow.errors import RetryError, UsageError
 from capflow.plugins import ConfiguredConsumer
 from capflow.testing.frames import row_of
 from capflow.testing.hub import MemoryHub
@@ -105,3 +106,20 @@ def test_what_is_no_dead_letter_is_refused(dead, tmp_path):
     refused = invoke("list", tmp_path)
     assert refused.exit_code != 0
     assert "Traceback" not in refused.output
+
+
+def test_a_letter_for_which_the_disk_takes_long_is_there_once(dead, tmp_path, monkeypatch):
+    letter = next(found.letter for found in deadletters.read(dead) if found.frame is None)
+    monkeypatch.setattr(deadletters, "_SYNC_S", 0.0)
+    letters = deadletters.DeadLetters(tmp_path / "slow.dead", limits.DEAD_BYTES_DEFAULT)
+    tries = 0
+    while True:
+        tries += 1
+        try:
+            assert letters.put(letter)
+        except RetryError:
+            continue
+        break
+    letters.close()
+    assert tries > 1
+    assert letters.letters == len(list(deadletters.read(tmp_path / "slow.dead"))) == 1
