@@ -15,7 +15,7 @@ A directory of its own below the one that it is given, named after the consumer 
 
 A checkpoint says what records before it may have said and still holds: the engines with their models; `marks`, the number of the last
 frame of each boot of each worker; and `unkept`, the open requests of which frames were forgotten, with how many rows. A checkpoint takes at most
-one of `CHECKPOINT_PARTS` parts of the inbox, and only it may lie beyond `bytes_max`, so that there is always room for one: engines that no open request and no
+one of `CHECKPOINT_PARTS` parts of the inbox, and only it may lie beyond `bytes_max`, so that there is always room for one: engines that no request without a result and no
 unread frame needs are left out when it would be larger, and come in again before their next frame. What always holds: records are forgotten only when a checkpoint behind them is durable, and the latest
 one is never forgotten. So whoever opens the inbox knows every engine, and which frames were here, also of those that are forgotten.
 """
@@ -27,7 +27,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -307,6 +307,7 @@ class Inbox:
     def _recover(self) -> None:
         spool = self.spool
         self._forgotten = spool.last - len(spool)
+        gone = set()  # engines whose going is here, to be taken out
         for number, head in spool.heads():
             kind = head[:1]
             with contextlib.suppress(msgspec.MsgspecError, KeyError):
@@ -319,7 +320,10 @@ class Inbox:
                     case Known() as known:
                         self._engines[known.engine] = known
                         self._miss(known.engine, 0.0)
+                        gone.discard(known.engine)
                     case Gone(engine, replica, None):
+                        if replica is None:
+                            gone.add(engine)
                         self.left = {
                             k: s for k, s in self.left.items() if k[0] != engine or replica not in (None, k[1])
                         }
@@ -337,7 +341,7 @@ class Inbox:
                         for mark in marks:
                             self._mark((mark.engine, mark.boot, mark.rank), mark.seq)
         self._frames_found = self.frames_left
-        self._put_engines = {known.engine: known.model for known in self._engines.values()}
+        self._put_engines = {name: known.model for name, known in self._engines.items() if name not in gone}
 
     def _miss(self, engine: str, seconds: float) -> None:
         self.left |= dict.fromkeys([key for key in self.left if key[0] == engine], seconds)
@@ -492,12 +496,13 @@ class Inbox:
         number: int,
         unkept: Callable[[int], list[Unkept]],
         *,
-        needed: Callable[[], Collection[str]] = tuple,
+        needed: Callable[[], Mapping[str, ModelInfo]] = dict,
         at_once: bool = False,
     ) -> None:
         """Note that nothing up to a record is needed any more; on the disk, when that is worth a checkpoint, or at once.
 
-        unkept: gives the open requests of which frames up to a record are forgotten. needed: gives the engines of open requests.
+        unkept: gives the open requests of which frames up to a record are forgotten.
+        needed: gives the engines of open requests, with the model that the next hub is to begin with.
         """
         while self._own and self._own[0] <= self._forgotten:
             self._own.popleft()
@@ -530,31 +535,36 @@ class Inbox:
                 del self._frame_last[engine]
 
     def _checkpoint(
-        self, number: int, unkept: list[Unkept], needed: Callable[[], Collection[str]], bytes_max: int
+        self, number: int, unkept: list[Unkept], needed: Callable[[], Mapping[str, ModelInfo]], bytes_max: int
     ) -> bytes:
         """Return the head of a checkpoint of at most so many bytes.
 
         What goes when it would be larger: engines that nothing needs, then the oldest marks, then the oldest open requests, then engines.
         """
         marks = [Mark(*source, seq) for source, seq in list(self._marks.items())]
-        head = _checkpoint_head(self._engines, marks, unkept)
+        runs = needed()
+        open_engines = {name: Known(name, model) for name, model in runs.items()}  # also those that are gone
+        head = _checkpoint_head(self._engines | open_engines, marks, unkept)
         if len(head) <= bytes_max:
             return head
-        frames, runs = dict(self._frame_last), needed()
+        frames = dict(self._frame_last)
         for name in [name for name in self._engines if name not in runs and frames.get(name, 0) <= number]:
             self._put_engines.pop(name, None)  # before the checkpoint: it is put in again before a frame that comes now
             self._frame_last.pop(name, None)
             del self._engines[name]
-        head, lost = _checkpoint_head(self._engines, marks, unkept), False
-        while len(head) > bytes_max and (marks or unkept or self._engines):
+        engines = self._engines | open_engines
+        head, lost = _checkpoint_head(engines, marks, unkept), False
+        while len(head) > bytes_max and (marks or unkept or engines):
             lost = True
             if marks:
                 marks = marks[(len(marks) + 1) // 2 :]
             elif unkept:
                 unkept = unkept[(len(unkept) + 1) // 2 :]
             else:
-                del self._engines[next(iter(self._engines))]
-            head = _checkpoint_head(self._engines, marks, unkept)
+                name = next(iter(engines))
+                del engines[name]
+                self._engines.pop(name, None)
+            head = _checkpoint_head(engines, marks, unkept)
         if lost and not self._cut:
             event = {"event": "inbox_small", "directory": str(self.directory)}
             text = "spool %s: it is too small for what runs: a hub that ends now loses rows; give it more spool_bytes"
@@ -578,7 +588,7 @@ class Inbox:
         unkept: Callable[[int], list[Unkept]],
         *,
         keep: bool,
-        needed: Callable[[], Collection[str]] = tuple,
+        needed: Callable[[], Mapping[str, ModelInfo]] = dict,
     ) -> bool:
         """Give the directory back; return whether every record is durable.
 

@@ -359,9 +359,13 @@ class SpillingLane(Lane):
                 self._long[long.engine, long.request.id] = known
             del self.inbox.unkept[0]
 
-    def _engines_open(self) -> set[str]:
-        """Return the engines that have requests that are not over."""
-        return {engine for engine, _ in [*self._open, *self._long]}
+    def _engines_open(self) -> dict[str, ModelInfo]:
+        """Return the engines of requests without a result, gone or not, each with the model that the next hub is to begin with."""
+        models = {known.request.engine: known.model for known in reversed(self._open.values())}  # of the oldest
+        for known in self._long.values():
+            engine = known.request.engine
+            models.setdefault(engine, self.inbox.model(engine) or known.model)
+        return {engine: model for engine, model in models.items() if model is not None}
 
     def _unkept_by(self, number: int) -> list[Unkept]:
         """Return the open requests of which records up to a number are forgotten."""

@@ -52,7 +52,7 @@ def test_models_of_many_engines_leave_room_for_frames(tmp_path, kind):
         assert inbox.tells_of("engine-1", model)
         frame = make_frame()
         inbox.put_frame(frame, 5.0)
-        inbox.forget(taken(inbox), nothing, needed=lambda: {"engine-1"}, at_once=True)
+        inbox.forget(taken(inbox), nothing, needed=lambda: {"engine-1": model}, at_once=True)
     finally:
         inbox.spool.close()
     again = Inbox(tmp_path, "keep", 4 * limits.MIB, on_synced=lambda _: None)

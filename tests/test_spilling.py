@@ -157,6 +157,47 @@ def test_a_request_without_a_result_is_given_again(address, spills):
             assert third.rows == {}
 
 
+def test_a_request_without_a_result_is_given_again_although_its_engine_is_gone(address, spills):
+    first, second = Forgetful(), Recorder()
+    with running_hub(address, spills(first)) as hub:
+        with worker_link(address) as link:
+            worker = Sender(link)
+            worker.rows("told")
+            worker.rows("untold")
+            worker.end("told", "untold")
+            eventually(lambda: len(first.futures) == 2)
+        eventually(lambda: hub.lanes[0].inbox.engines == [])
+        first.futures["told"].set_result(
+            CaptureResult("ok")
+        )  # its frames are forgotten, by a checkpoint that is made now
+        hub.stop(5)
+    with running_hub(address, spills(second)):
+        eventually(lambda: "untold" in second.done)
+        assert second.rows == {"untold": ROWS}
+        assert second.done["untold"].dropped == ()
+
+
+def test_what_an_engine_sends_that_was_gone_is_given_also_when_its_going_is_in_the_inbox(address, spills):
+    first, second = Recorder(held=True), Recorder(held=True)
+    with running_hub(address, spills(first)) as hub:
+        with worker_link(address) as link:
+            Sender(link).rows("r1")
+            eventually(first.waiting.is_set)
+            known = hub.lanes[0].inbox.spool.last
+        eventually(lambda: hub.lanes[0].inbox.spool.last > known)
+        hub.lanes[0]._discarded.set()
+        first.go.set()
+        hub.stop(5)
+    with running_hub(address, spills(second)) as hub, worker_link(address, make_hello(boot="boot-2")) as link:
+        worker = Sender(link, boot="boot-2")
+        worker.rows("r2")
+        worker.end("r2")
+        eventually(lambda: worker.acknowledged)
+        second.go.set()
+        eventually(lambda: "r2" in second.done)
+        assert second.rows == {"r1": ROWS, "r2": ROWS}
+
+
 class Told(Forgetful):
     """Keeps what actions it is told of, and how many results it had been asked for by then."""
 
@@ -326,10 +367,10 @@ def test_a_frame_at_which_the_writer_of_an_inbox_fails_goes_in_before_those_behi
     put = InboxWriter._put_frame
     failing = [MemoryError(), MemoryError()]
 
-    def fails(self, frame, taken, fallback):
+    def fails(self, frame, taken, fallback, model=None):
         if frame.header.seq == 2 and failing:
             raise failing.pop()
-        return put(self, frame, taken, fallback)
+        return put(self, frame, taken, fallback, model)
 
     monkeypatch.setattr(InboxWriter, "_put_frame", fails)
     monkeypatch.setattr(inboxwriter, "_RETRY_S", 0.05)
