@@ -496,7 +496,7 @@ class Lane:
             error = self._call(call, *args)
             if error is None:
                 self.backoff.over()
-                if place == method:
+                if self._fatal and place == method:
                     del self._fatal[place]
                 return None
             kind = kind_of(error)

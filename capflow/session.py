@@ -342,11 +342,6 @@ class Pool:
         """Return what each worker of an owner may have under way, as many as there are now."""
         return min(self.each_bytes_max, self.bytes_max // max(1, len(self._workers)) // max(1, self._workers[owner]))
 
-    def room(self, owner: str) -> int:
-        """Return how much more may be committed to an owner."""
-        left = self.bytes_max - self.committed_bytes
-        return left if self.shares is None else min(left, self.shares.room(owner))
-
     def connect(self, owner: str, workers: int) -> None:
         """Note that so many more workers are connected."""
         self._workers[owner] = self._workers.get(owner, 0) + workers
@@ -358,6 +353,14 @@ class Pool:
         self.committed_bytes += nbytes
         if self.shares is not None:
             self.shares.force(owner, nbytes)
+
+    def trade(self, owner: str, back_bytes: int, wanted_bytes: int) -> int:
+        """Note that so much is committed no longer, then commit as much as there is room for of what is wanted; return it."""
+        given = max(0, min(wanted_bytes, self.bytes_max - self.committed_bytes + back_bytes))
+        if self.shares is not None:
+            given = self.shares.trade(owner, back_bytes, given)
+        self.committed_bytes += given - back_bytes
+        return given
 
 
 class Intake:
@@ -388,7 +391,7 @@ class Intake:
         self.revoke()
         self.connected = True
         self.pool.connect(self.owner, 1)
-        self._give()
+        self._give(0)
         return self.credit_bytes
 
     def revoke(self) -> None:
@@ -412,43 +415,41 @@ class Intake:
             raise RemoteProtocolError(explain("credit", got=got, expected=f"at most {self.credit_bytes} bytes"))
         if seq < 1 or (self.last_seq and seq > self.last_seq + 1):
             raise RemoteProtocolError(explain("frame number", got=seq, expected=str(self.last_seq + 1)))
-        self._credit(-nbytes)
         if self.has(seq):
+            self._credit(-nbytes)
             return False
         if not self.last_seq:
             self.acked = seq - 1  # an earlier hub has those before
         self.last_seq = seq
         self._held[seq] = nbytes
-        self._hold(nbytes)
+        self.credit_bytes -= nbytes  # what was committed as credit is committed as held
+        self._held_bytes += nbytes
         self.held_bytes_peak = max(self.held_bytes_peak, self._held_bytes)
         return True
 
     def refund(self) -> Ack:
         """Return the Ack that gives back what a frame cost that `take` did not take."""
-        return Ack(self.acked, self._give())
+        return Ack(self.acked, self._give(0))
 
     def release(self, seq: int) -> Ack:
         """Note that nothing needs the frame any more; return the Ack that says so."""
-        self._hold(-self._held.pop(seq))
+        nbytes = self._held.pop(seq)
+        self._held_bytes -= nbytes
         self.acked = next(iter(self._held)) - 1 if self._held else self.last_seq
-        return Ack(self.acked, self._give())
+        return Ack(self.acked, self._give(nbytes))
 
-    def _give(self) -> int:
-        """Return the credit that the worker is given now: what its part and the pool allow, perhaps nothing."""
-        pool = self.pool
-        if not self.connected:
-            return 0
-        part = pool.window_of(self.owner) - self._held_bytes - self.credit_bytes
-        given = max(0, min(part, pool.room(self.owner)))
-        self._credit(given)
+    def _give(self, back_bytes: int) -> int:
+        """Return the credit that the worker is given now: what its part and the pool allow, perhaps nothing.
+
+        back_bytes: what was held before and comes back to the pool first.
+        """
+        part = self.pool.window_of(self.owner) - self._held_bytes - self.credit_bytes if self.connected else 0
+        given = self.pool.trade(self.owner, back_bytes, max(0, part))
+        self.credit_bytes += given
         return given
 
     def _credit(self, nbytes: int) -> None:
         self.credit_bytes += nbytes
-        self.pool.commit(self.owner, nbytes)
-
-    def _hold(self, nbytes: int) -> None:
-        self._held_bytes += nbytes
         self.pool.commit(self.owner, nbytes)
 
 

@@ -74,6 +74,14 @@ class Shares:
         with self._lock:
             self._change(owner, amount)
 
+    def trade(self, owner: str, back: int, wanted: int) -> int:
+        """Give back what an owner had, then take as much as there is room for of what it wants; return that."""
+        with self._lock:
+            self._change(owner, -back)
+            taken = max(0, min(wanted, self._room(owner)))
+            self._change(owner, taken)
+            return taken
+
     def give(self, owner: str, amount: int) -> None:
         """Give back what was taken."""
         with self._lock:
@@ -87,6 +95,8 @@ class Shares:
             self.used = self._common_used = 0
 
     def _change(self, owner: str, amount: int) -> None:
+        if not amount:
+            return
         before = self._held.get(owner, 0)
         after = before + amount
         self.used += amount

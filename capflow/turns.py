@@ -11,7 +11,6 @@ at once is to be cut off: the library has no way to read from some connections o
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import time
@@ -32,7 +31,7 @@ Handle = Callable[[bytes, Parts, str], Iterator[None]]
 class _Line:
     """What one peer sent and the hub has not handled."""
 
-    messages: deque[tuple[Parts, str]] = field(default_factory=deque)
+    messages: deque[tuple[Parts, str, int]] = field(default_factory=deque)  # with the user, and what each weighs
     weight_bytes: int = 0  # of the messages but `large`
     large: Parts | None = None  # one of the messages, more than half of what may wait
     step: Iterator[None] | None = None  # the message that is being handled, when it is in slices
@@ -66,7 +65,7 @@ class Turns:
 
         share_bytes: how much may wait of any peer of its kind, in a crowd less. paid_bytes: how much more, by a worker's credit.
         """
-        weight = _weight(parts)
+        weight = cost(parts) + _MESSAGE_BYTES
         line = self._lines.get(peer)
         if line is None:
             line = self._lines[peer] = _Line()
@@ -78,7 +77,7 @@ class Turns:
             return False
         else:
             line.weight_bytes += weight
-        line.messages.append((parts, user))
+        line.messages.append((parts, user, weight))
         return True
 
     def drop(self, peer: bytes) -> None:
@@ -93,21 +92,32 @@ class Turns:
         now = time.perf_counter()
         until = now + seconds
         while self._next:
-            self._served_s, _, peer = heapq.heappop(self._next)
-            line = self._lines[peer]
-            try:
-                if line.messages or line.step is not None:
-                    self._take_step(peer, line)
-            finally:
-                then, now = now, time.perf_counter()
-                self._used_s[peer] = self._served_s + now - then
-                if line.messages or line.step is not None:
-                    self._queue(peer)
-                else:
-                    del self._lines[peer]
+            now = self._serve(now, until)
             if now >= until:
                 break
         self._forget()
+
+    def _serve(self, now: float, until: float) -> float:
+        """Take steps of the peer whose turn it is, until that of another comes or the time is over; return when that is."""
+        used, _, peer = heapq.heappop(self._next)
+        line = self._lines[peer]
+        try:
+            while line.messages or line.step is not None:
+                self._served_s = used
+                try:
+                    self._take_step(peer, line)
+                finally:
+                    then, now = now, time.perf_counter()
+                    used += now - then
+                if now >= until or (self._next and self._next[0][0] <= used):
+                    break
+        finally:
+            self._used_s[peer] = used
+            if line.messages or line.step is not None:
+                self._queue(peer)
+            else:
+                del self._lines[peer]
+        return now
 
     def _forget(self) -> None:
         """Forget how much time peers have had that are owed nothing by it; of too many, all."""
@@ -122,15 +132,15 @@ class Turns:
     def _take_step(self, peer: bytes, line: _Line) -> None:
         step, line.step = line.step, None
         if step is None:
-            parts, user = line.messages.popleft()
+            parts, user, weight = line.messages.popleft()
             if parts is line.large:
                 line.large = None
             else:
-                line.weight_bytes -= _weight(parts)
+                line.weight_bytes -= weight
             step = self._handle(peer, parts, user)
-        with contextlib.suppress(StopIteration):
-            next(step)
+        for _ in step:
             line.step = step  # it yielded: there is more of it
+            break
 
     def _share(self, share_bytes: int) -> int:
         """Return how much may wait in each line beside what is paid for."""
@@ -140,7 +150,3 @@ class Turns:
     def _queue(self, peer: bytes) -> None:
         used = max(self._used_s.get(peer, 0.0), self._served_s)
         heapq.heappush(self._next, (used, next(self._order), peer))
-
-
-def _weight(parts: Parts) -> int:
-    return cost(parts) + _MESSAGE_BYTES

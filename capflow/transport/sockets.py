@@ -249,8 +249,9 @@ class Router:
 
     def poll(self, timeout_s: float) -> None:
         """Wait until there is something to read, someone wants to connect, or a wake-up."""
-        self._poller.poll(max(0, int(timeout_s * 1000) + 1) if timeout_s else 0)
-        self._look_at_connections()
+        ready = dict(self._poller.poll(max(0, int(timeout_s * 1000) + 1) if timeout_s else 0))
+        if self._monitor in ready:
+            self._look_at_connections()
         if self._zap is not None:
             self._zap.answer()
 
