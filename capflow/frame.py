@@ -24,6 +24,7 @@ what a frame makes a consumer write is bounded by the bytes of the frame.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -239,6 +240,8 @@ Wants = Callable[[RequestRows], Wanted]
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(FrameHeader)
+_id_of = operator.attrgetter("id")
+_request_of = operator.itemgetter(0)  # of a span
 
 
 class Frame:
@@ -359,9 +362,9 @@ def _checked_rows(header: FrameHeader) -> int:
     total = sum(len(block.sites) * _checked_block(block, header) for block in header.blocks)
     if total > limits.ROWS_PER_FRAME_MAX:
         raise _broken("rows", total, f"at most {limits.ROWS_PER_FRAME_MAX} over all sites")
-    if len({request.id for request in header.requests}) != len(header.requests):
+    if len(set(map(_id_of, header.requests))) != len(header.requests):
         raise _broken("requests", "an id twice", "each id once")
-    numbers = [span.request for block in header.blocks for span in block.spans]
+    numbers = list(map(_request_of, itertools.chain.from_iterable(block.spans for block in header.blocks)))
     named = set(numbers)
     if len(named) != len(header.requests):
         raise _broken("requests", f"{len(header.requests)}, {len(named)} of them with spans", "a span of each request")
@@ -379,25 +382,28 @@ def _checked_block(block: Block, header: FrameHeader) -> int:
             raise _broken("site", tuple(site), "a layer and a hook")
     if not 0 <= block.rows <= limits.ROWS_PER_FRAME_MAX:
         raise _broken("block rows", block.rows, f"0..{limits.ROWS_PER_FRAME_MAX}")
+    requests, count, rows = header.requests, len(header.requests), block.rows
     end, in_order = 0, True
     for span in block.spans:
         number, start, length, row = span
-        if not (0 <= number < len(header.requests) and length > 0):
-            raise _broken("span", tuple(span), f"a request below {len(header.requests)} and a length above 0")
-        request = header.requests[number]
+        if not (0 <= number < count and length > 0):
+            raise _broken("span", tuple(span), f"a request below {count} and a length above 0")
+        request = requests[number]
         first = start - request.start
         if first < 0 or first + length > len(request.token_ids):
             raise _broken("span", tuple(span), f"positions of request {request.id}")
-        if row < 0 or row + length > block.rows:
-            raise _broken("span", tuple(span), f"rows below {block.rows}")
-        in_order = in_order and row >= end
-        end = row + length
+        stop = row + length
+        if row < 0 or stop > rows:
+            raise _broken("span", tuple(span), f"rows below {rows}")
+        if row < end:
+            in_order = False
+        end = stop
     if not in_order:
         ordered = sorted(block.spans, key=lambda span: span.row)
         for before, span in itertools.pairwise(ordered):
             if span.row < before.row + before.length:
                 raise _broken("spans", f"{tuple(before)} and {tuple(span)}", "each row of a block in one span")
-    return block.rows
+    return rows
 
 
 def _check_positions(header: FrameHeader) -> None:
