@@ -272,7 +272,7 @@ class InboxWriter:
                     last = max(last, number)
                 case Frame() as frame:
                     taken = functools.partial(other.spool.acknowledge, item.number)
-                    last = self._put_frame(frame, taken, Overload.BLOCK)
+                    last = self._put_frame(frame, taken, Overload.BLOCK, other.model(frame.header.engine))
                 case Known() | Gone() | Answered() as what:
                     self._insist(functools.partial(self._inbox.put, what))
                 case Lost() as lost:

@@ -8,20 +8,24 @@ import os
 import shutil
 import threading
 import time
+from collections import Counter
 
 import pytest
 from disks import mounted
-from frames import make_finished, make_frame, make_hello
+from frames import make_finished, make_frame, make_hello, make_model
 from hubs import Recorder, address, configured, running_hub, worker_link
 from test_spilling import ROWS, Sender, once, spills, waiting
 from waiting import eventually
 
 from capflow import inbox as inboxes
 from capflow.errors import CapflowError
+from capflow.frame import Frame
 from capflow.hub import Hub
-from capflow.inbox import Inbox
+from capflow.inbox import Gone, Inbox, Known
+from capflow.inboxwriter import InboxWriter
 from capflow.plugins import ConfiguredConsumer, Spill
-from capflow.spool import Files, Spool, heads
+from capflow.queue import ByteQueue, Overload
+from capflow.spool import Files, FullError, Spool, heads
 from capflow.spool.report import in_use
 
 __all__ = ["address", "spills"]
@@ -476,3 +480,44 @@ def test_rows_that_a_damaged_inbox_beside_it_lost_are_counted(address, spills, m
         eventually(lambda: "r1" in recorder.done)
         assert told(recorder.done["r1"]) == {"spool_damaged": ROWS}
         assert recorder.done["r1"].rows == recorder.rows["r1"] == ROWS
+
+
+def test_what_lies_beside_an_inbox_that_is_full_comes_with_its_engine(tmp_path):
+    """The engine is known by a checkpoint alone: its record was forgotten."""
+
+    def opened(number):
+        inbox = Inbox(tmp_path, "n", 400_000, on_synced=lambda _: None)
+        inbox.open_at(inbox.place(number))
+        return inbox
+
+    frames = [make_frame([("r1", ROWS, step * ROWS, ROWS)], seq=step + 1, engine="other") for step in range(2)]
+    beside = opened(2)
+    beside.put(Known("other", make_model()))
+    beside.put_frame(frames[0], 0.0)
+    while beside.unread:
+        beside.take(0.0)
+    beside.forget(2, lambda _: [], needed=lambda: {"other"}, at_once=True)
+    beside.put_frame(frames[1], 0.0)
+    beside.close(2, lambda _: [], keep=True, needed=lambda: {"other"})
+
+    inbox, beside = opened(1), opened(2)
+    large = make_frame([("r2", 8, 0, 8)], seq=1, hidden=512)
+    with contextlib.suppress(FullError):
+        while True:
+            inbox.put_frame(large, 0.0, spared=True)
+    with contextlib.suppress(FullError):
+        while True:
+            inbox.put(Gone("nobody", None))
+    inbox.join(beside, {})
+    writer = InboxWriter("n", inbox, ByteQueue(1), Overload.BLOCK, Counter())
+    writer.start([beside], {})
+    found = []
+    while "other" not in found:
+        if (item := inbox.take(5.0)) is not None and isinstance(item.what, Frame):
+            found.append(item.what.header.engine)
+            inbox.forget(item.number - 1, lambda _: [], at_once=True)
+    model = inbox.model("other")
+    writer._queue.close()
+    assert writer.ended.wait(10)
+    inbox.close(0, lambda _: [], keep=True)
+    assert model is not None
