@@ -81,6 +81,7 @@ LAYERS = (
         "fanout",
         "inbox",
         "inboxwriter",
+        "inboxrequests",
         "siblings",
         "spilling",
         "guard",

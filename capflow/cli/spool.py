@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,18 @@ spool.add_command(dead)
 @_json
 def inspect(directory: Path, as_json: bool) -> None:
     """Show what the spool in DIRECTORY holds; one that is written meanwhile is only read."""
-    from capflow.spool.report import inspect
-
-    _show(inspect(directory), as_json)
+    _show(_report(directory), as_json)
 
 
 @spool.command()
 @_directory
 @_json
 def verify(directory: Path, as_json: bool) -> None:
-    """Read every record in DIRECTORY; the exit code is 1 when one that should be there cannot be read."""
-    from capflow.spool.report import inspect
-
-    told = inspect(directory, verify=True)
-    _show(told, as_json)
-    sys.exit(1 if told["lost"] else 0)
+    """Read every record in DIRECTORY; the exit code is 1 when one cannot be read, or an inbox that no hub has lacks rows of a request."""
+    report = _report(directory, verify=True)
+    _show(report, as_json)
+    requests = report["requests"]
+    sys.exit(1 if report["lost"] or (requests and requests["incomplete"] and not report["in_use"]) else 0)
 
 
 @spool.command()
@@ -59,6 +57,14 @@ def purge(directory: Path, yes: bool) -> None:
             raise UsageError(explain(f"spool {directory}", got=got, do="--yes removes them"))
         click.confirm(f"Remove {told['records']} records that were not delivered?", abort=True)
     click.echo(f"removed {purge(directory)} bytes")
+
+
+def _report(directory: Path, *, verify: bool = False) -> dict[str, Any]:
+    """Return what a spool holds, and of an inbox which requests."""
+    from capflow.inboxrequests import requests_in
+    from capflow.spool.report import inspect
+
+    return {**inspect(directory, verify=verify), "requests": requests_in(directory)}
 
 
 def _show(told: dict[str, Any], as_json: bool) -> None:
@@ -81,9 +87,23 @@ def _show(told: dict[str, Any], as_json: bool) -> None:
         markup=False,
         soft_wrap=True,
     )
+    if told["requests"] is not None:
+        for line in _request_lines(told["requests"]):
+            console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     for name in told["set_aside"]:
         console.print(f"set aside: {printable(name)}", highlight=False, markup=False, soft_wrap=True)
     table = Table("segment", "records left", "bytes", "damaged bytes")
     for row in told["segments"]:
         table.add_row(row["name"], *(str(row[key]) for key in ("records", "bytes", "damaged_bytes")))
     console.print(table)
+
+
+def _request_lines(requests: dict[str, Any]) -> Iterator[str]:
+    """Yield what to print of the requests of an inbox."""
+    yield f"requests {requests['waiting']} waiting, {requests['split']} split, {requests['incomplete']} incomplete"
+    for row in requests["named"]:
+        also = f", also in {', '.join(row['also_in'])}" if row["also_in"] else ""
+        missing = f", {row['rows_missing']} missing" if row["incomplete"] else ""
+        yield f"  {row['request']} of {row['engine']}: {row['rows']} rows{missing}{also}"
+    if (unnamed := requests["unnamed"]) > 0:
+        yield f"  and {unnamed} more"
