@@ -37,7 +37,7 @@ ROWS_PER_FRAME_MAX = 8 * 1024 * 1024
 
 # What is read of a file that says what others hold: the sidecar of a request, the settings of an export.
 SIDECAR_BYTES_MAX = 256 * MIB
-VECTORS_BYTES_MAX = 1024 * MIB  # that a compressed file of vectors may hold
+VECTORS_BYTES_MAX = 1024 * MIB  # that an archive of vectors may expand to
 
 # One message on the wire.
 HEADER_BYTES_MAX = 32 * MIB

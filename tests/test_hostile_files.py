@@ -15,6 +15,7 @@ import zipfile
 import duckdb
 import numpy as np
 import pytest
+import torch
 import xxhash
 from captured import run, write
 from frames import make_frame, make_model
@@ -124,6 +125,20 @@ def test_a_compressed_file_of_vectors_is_expanded_within_bounds(tmp_path):
             entry.write(zeros)
     assert path.stat().st_size < 4 << 20
     with pytest.raises(UsageError, match=r"bomb\.npz: got [\d,]+ bytes once they are expanded, expected at most"):
+        load_vectors(path)
+
+
+def test_a_compressed_checkpoint_of_vectors_is_expanded_within_bounds(tmp_path, monkeypatch):
+    from capflow_engine.vectorfile import load_vectors
+
+    monkeypatch.setattr(limits, "VECTORS_BYTES_MAX", 1 << 20)
+    path, stored = tmp_path / "bomb.pt", io.BytesIO()
+    torch.save({"layer.1": torch.zeros(1 << 19)}, stored)
+    with zipfile.ZipFile(stored) as right, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for entry in right.infolist():
+            archive.writestr(entry.filename, right.read(entry))
+    assert path.stat().st_size < 1 << 14
+    with pytest.raises(UsageError, match=r"bomb\.pt: got [\d,]+ bytes once they are expanded, expected at most"):
         load_vectors(path)
 
 

@@ -119,20 +119,26 @@ def _safetensors(where: str) -> Found:
     return found
 
 
-def _torch(where: str) -> Found:
-    import torch
-
-    found = torch.load(where, map_location="cpu", weights_only=True)
-    return _by_name(found, where)
-
-
-def _numpy(where: str) -> Found:
+def _check_archive(where: str) -> None:
+    """Raise UsageError when a file is an archive whose entries expand to more than `limits.VECTORS_BYTES_MAX`."""
     if zipfile.is_zipfile(where):
         with zipfile.ZipFile(where) as archive:
             nbytes = sum(entry.file_size for entry in archive.infolist())
         if nbytes > limits.VECTORS_BYTES_MAX:
             got, expected = f"{nbytes:,} bytes once they are expanded", f"at most {limits.VECTORS_BYTES_MAX:,}"
             raise UsageError(explain(where, got=got, expected=expected))
+
+
+def _torch(where: str) -> Found:
+    import torch
+
+    _check_archive(where)
+    found = torch.load(where, map_location="cpu", weights_only=True)
+    return _by_name(found, where)
+
+
+def _numpy(where: str) -> Found:
+    _check_archive(where)
     found = np.load(where, allow_pickle=False)
     return _by_name(found if isinstance(found, np.ndarray) else dict(found), where)
 

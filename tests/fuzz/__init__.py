@@ -5,6 +5,7 @@
 | `mutator` | what is made of an input that is right: bits, lengths, pieces |
 | `messages` | targets that read messages: the wire, raw ZMTP, the dashboard's pages, JSON of bodies |
 | `files` | targets that read files: spools, inboxes, recordings, data sets, probes, keys, options |
+| `served` | targets that need vLLM: bodies over HTTP, messages over gRPC, files of vectors |
 | `corpus/TARGET` | inputs that once did harm, or lie near: they are read first, in each run |
 
 `python -m tests.fuzz` runs for a while; an input that does harm is put into the corpus, and its file is named.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import logging
 import os
 import random
@@ -20,8 +22,11 @@ from tests.fuzz.files import FILES
 from tests.fuzz.messages import MESSAGES
 
 TARGETS = MESSAGES | FILES
+SERVED = ("http", "rpc", "vectors") if importlib.util.find_spec("vllm") else ()  # imported for them alone
+NAMES = (*TARGETS, *SERVED)
 CORPUS = Path(__file__).parent / "corpus"
 ROOT = Path(__file__).parents[2]
+WAIT_FACTOR = 3  # wall time that a target may take for each second of CPU time it is given
 INPUT_S_MAX = 10  # of one input
 MEMORY_BYTES_MAX = 1 << 30  # that reading may take besides what the process has
 _LAST = "last-input"  # in a directory of its own: what is read now, for when the process does not come back
@@ -34,15 +39,17 @@ class SlowError(Exception):
 def main():
     """Run what was asked for; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for all targets together (default: 60)")
-    parser.add_argument("--target", choices=sorted(TARGETS), help="this one alone")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="of CPU time, for all targets together (default: 60)"
+    )
+    parser.add_argument("--target", choices=sorted(NAMES), help="this one alone")
     parser.add_argument("--seed", type=int, default=time.time_ns() // 1000, help="(default: the time)")
     parser.add_argument("--corpus", action="store_true", help="read what is kept, and nothing else")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child is not None:
         return work(arguments)
-    names = [arguments.target] if arguments.target is not None else list(TARGETS)
+    names = [arguments.target] if arguments.target is not None else list(NAMES)
     return max([share(name, arguments, len(names)) for name in names])
 
 
@@ -71,14 +78,15 @@ def work(arguments):
     logging.getLogger("capflow").addHandler(logging.NullHandler())
     logging.getLogger("capflow").propagate = False
     last = Path(arguments.child, _LAST)
-    target = TARGETS[arguments.target](arguments.child)
+    targets = importlib.import_module("tests.fuzz.served").SERVED if arguments.target in SERVED else TARGETS
+    target = targets[arguments.target](arguments.child)
     kept = [path.read_bytes() for path in sorted((CORPUS / arguments.target).glob("*"))]
     inputs = [*target.inputs, *kept]
     choose = random.Random(f"{arguments.target} {arguments.seed}")
     signal.signal(signal.SIGALRM, _too_slow)
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES_MAX,) * 2)
-    deadline = time.monotonic() + arguments.seconds
+    cpu_end, end = time.process_time() + arguments.seconds, time.monotonic() + WAIT_FACTOR * arguments.seconds
     count, refused, slowest = 0, 0, 0.0
     for data in inputs:
         last.write_bytes(data)
@@ -86,7 +94,7 @@ def work(arguments):
         assert not (was_refused and target.taken and data in target.inputs), "what is right is refused"
         refused += was_refused
         count += 1
-    while not arguments.corpus and time.monotonic() < deadline:
+    while not arguments.corpus and time.process_time() < cpu_end and time.monotonic() < end:
         data = target.mutate(choose, choose.choice(inputs), inputs)
         last.write_bytes(data)
         begun = time.monotonic()

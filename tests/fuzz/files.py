@@ -35,7 +35,7 @@ NAME = b"\n"
 _BYTES_MAX = 1 << 20
 
 
-class _Files:
+class Files:
     """A directory that is right, made once, and how it is read."""
 
     taken = True
@@ -74,7 +74,7 @@ class _Files:
             shutil.rmtree(self.here)
 
 
-class SpoolFiles(_Files):
+class SpoolFiles(Files):
     """A spool of a worker or a consumer."""
 
     def make(self, directory):
@@ -99,7 +99,7 @@ class SpoolFiles(_Files):
             spool.append(b"more", b"")
 
 
-class InboxFiles(_Files):
+class InboxFiles(Files):
     """An inbox of a consumer."""
 
     def _inbox(self, directory):
@@ -128,7 +128,7 @@ class InboxFiles(_Files):
             inbox.close(0, lambda _: [], keep=True)
 
 
-class Recording(_Files):
+class Recording(Files):
     """A recording."""
 
     def make(self, directory):
@@ -147,7 +147,7 @@ class Recording(_Files):
             recorder.engine("engine-2", make_model(1))
 
 
-class Dataset(_Files):
+class Dataset(Files):
     """A data set in one layout."""
 
     layout = "packed"
@@ -202,7 +202,7 @@ class Sharded(Dataset):
     layout = "sharded"
 
 
-class Probes(_Files):
+class Probes(Files):
     """Probe files."""
 
     def make(self, directory):
@@ -217,7 +217,7 @@ class Probes(_Files):
             scorer.scores(np.ones((3, scorer.hidden_size), np.float32))
 
 
-class Keys(_Files):
+class Keys(Files):
     """A key, and the list of who may connect."""
 
     def make(self, directory):
@@ -234,7 +234,7 @@ class Keys(_Files):
         read_key(directory / "k.key")
 
 
-class Options(_Files):
+class Options(Files):
     """A file of consumers' options."""
 
     def make(self, directory):

@@ -52,7 +52,7 @@ class _Failures(logging.Handler):
         raise  # noqa: PLE0704  what `emit` raised
 
 
-class _Messages:
+class Messages:
     """One message. taken: whether each of the inputs is to be taken; else some are for another reader than some of those that look."""
 
     taken = False
@@ -62,7 +62,7 @@ class _Messages:
         return mutated(choose, data, others)
 
 
-class Wire(_Messages):
+class Wire(Messages):
     """What a hub does with a message of a peer of each role, and a peer with one of its hub."""
 
     def __init__(self, _):
@@ -106,7 +106,7 @@ class Wire(_Messages):
         peer.receive(parts, 1.0)
 
 
-class Zmtp(_Messages):
+class Zmtp(Messages):
     """Bytes as they come to a hub's socket, before ZMQ makes messages of them."""
 
     GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\0" + bytes(31)
@@ -134,7 +134,7 @@ class Zmtp(_Messages):
                 self.router.send(received.peer, [b"x"])
 
 
-class Page(_Messages):
+class Page(Messages):
     """What a page of the dashboard says over its websocket."""
 
     taken = True
@@ -150,7 +150,7 @@ class Page(_Messages):
             wire.decode(data.decode("utf-8", "replace"))
 
 
-class Body(_Messages):
+class Body(Messages):
     """What a request over HTTP or gRPC, or a file of prompts, asks for, in JSON."""
 
     READERS = (
