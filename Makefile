@@ -39,7 +39,7 @@ chaos: env  ## kill the hub and the engine side 80 times under load, fill the da
 	$(PYTHON) tests/chaos.py
 	$(PYTHON) -m pytest -m long tests/test_spool_crash.py tests/test_hub_crash.py tests/test_files_crash.py
 
-soak: env  ## half an hour of frames through a worker's link, a hub and files; memory, descriptors and threads must not grow
+soak: env  ## an hour of frames through a worker's link, a hub and files beside hostile peers; memory, descriptors and threads must not grow
 	$(PYTHON) tests/soak.py
 
 soak-requests: env  ## 5,000 random requests against the oracle; a quarter of an hour

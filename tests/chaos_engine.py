@@ -1,6 +1,6 @@
 """The engine side of `chaos.py`: a worker that sends frames over a real link, and writes down what it sends before it does.
 
-Run as `chaos_engine.py ADDRESS SPOOL LOG ENGINE RATE SEED HIDDEN`; SIGTERM ends it well. It sends RATE frames a second, and none while `WAITING_MAX` wait on
+Run as `chaos_engine.py ADDRESS SPOOL LOG ENGINE RATE SEED HIDDEN LENGTH_MAX`; SIGTERM ends it well. It sends RATE frames a second, and none while `WAITING_MAX` wait on
 disk, or while there is a file LOG.hold: on a machine that does not keep up with the rate it goes as fast as that can. Its lines in the log, each written whole:
 
     send ENGINE SEQ TIME ID:PROMPT:START:LENGTH,… ID:COMPUTED:STATUS,…   a frame with rows and ends of requests is about to be sent
@@ -47,11 +47,11 @@ class Log:
 
 
 class Request:
-    def __init__(self, name: str, choose: random.Random) -> None:
+    def __init__(self, name: str, choose: random.Random, length_max: int) -> None:
         self.id = name
         self.seed = seed_of(name)
         self.prompt_length = choose.randrange(2, 17)
-        self.length = self.prompt_length + choose.randrange(1, 200)
+        self.length = self.prompt_length + choose.randrange(1, length_max)
         self.hashes = [hashes(self.seed, site, 0, self.length) for site in range(len(SITES))]
         self.next = 0
         self.rows = 0  # sent
@@ -69,8 +69,9 @@ class Request:
 class Engine:
     """Makes frames of requests that overlap, and sends them as a worker does."""
 
-    def __init__(self, link: WorkerLink, log: Log, hello: Hello, choose: random.Random) -> None:
+    def __init__(self, link: WorkerLink, log: Log, hello: Hello, choose: random.Random, length_max: int) -> None:
         self.link, self.log, self.hello, self.choose = link, log, hello, choose
+        self.length_max = length_max
         self.made = 0
         self.seq = 0
         self.step = 0
@@ -78,7 +79,7 @@ class Engine:
 
     def request(self) -> Request:
         self.made += 1
-        return Request(f"{self.hello.engine}-{self.made}", self.choose)
+        return Request(f"{self.hello.engine}-{self.made}", self.choose, self.length_max)
 
     def turn(self) -> None:
         """Send a step: two tokens of one request, or one of each of two; whoever reaches its length ends with it or after it."""
@@ -171,7 +172,7 @@ def noted(outbox: Outbox, log: Log) -> Outbox:
 
 
 def main() -> None:
-    address, spool, path, engine, rate, seed, hidden = sys.argv[1:8]
+    address, spool, path, engine, rate, seed, hidden, length_max = sys.argv[1:9]
     log, root, hold = Log(path), Path(spool), Path(f"{path}.hold")
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
@@ -188,7 +189,7 @@ def main() -> None:
     watcher.start()
     while not link.ever_connected and not stopped.wait(0.005):
         pass
-    sender = Engine(link, log, hello, random.Random(seed))
+    sender = Engine(link, log, hello, random.Random(seed), int(length_max))
     begun, sent = time.monotonic(), 0
     while not stopped.is_set():
         due = int((time.monotonic() - begun) * float(rate))

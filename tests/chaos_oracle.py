@@ -173,10 +173,14 @@ class Oracle:
 
 
 class FilesystemCheck:
-    """Checks each request's files when they are published, and removes those of rows, so that they do not fill the disk."""
+    """Checks each request's files when they are published, and removes those of rows, so that they do not fill the disk.
 
-    def __init__(self, root: Path, oracle: Oracle, *, keep: bool = False) -> None:
-        self.root, self.oracle, self.keep = root, oracle, keep
+    keep: remove none.
+    forget: remove the whole directory of a request.
+    """
+
+    def __init__(self, root: Path, oracle: Oracle, *, keep: bool = False, forget: bool = False) -> None:
+        self.root, self.oracle, self.keep, self.forget = root, oracle, keep, forget
         self.found: dict[str, Found] = {}
         self._seen: set[str] = set()
 
@@ -188,11 +192,14 @@ class FilesystemCheck:
             self._seen.add(name)
             assert dataset is not None
             self._check(name, dataset)
+            if self.forget:
+                shutil.rmtree(self.root / name)
+                self._seen.discard(name)
 
     def _check(self, name: str, dataset: capflow.Dataset) -> None:
         request_id, again, _ = name.partition("~")
         capture = dataset.captures(request_id, look=False)[-1 if again else 0]
-        if again:
+        if again or request_id in self.found:
             self.oracle.off("repeated", f"filesystem: {name}", capture.sidecar.rows)
             return
         capture.verify()
