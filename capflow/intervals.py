@@ -20,13 +20,9 @@ class Intervals:
 
     def add(self, first: int, last: int) -> None:
         """Add the numbers `first ..= last`; none when `last` is below `first`."""
+        if last < first or self.append(first, last):
+            return
         firsts, lasts = self._firsts, self._lasts
-        if last < first:
-            return
-        if not lasts or first > lasts[-1] + 1:
-            firsts.append(first)
-            lasts.append(last)
-            return
         begin = bisect_left(lasts, first - 1)  # the runs begin..end meet or touch the new one
         end = bisect_right(firsts, last + 1)
         if begin < end:
