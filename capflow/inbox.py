@@ -35,7 +35,7 @@ import msgspec
 
 from capflow import limits
 from capflow.action import Answered
-from capflow.errors import CapflowError
+from capflow.errors import CapflowError, explain
 from capflow.frame import Frame, FrameHeader, Rank, RequestRows, Source
 from capflow.message import ModelInfo
 from capflow.spool import Files, FullError, InUseError, Lost, Spool
@@ -53,6 +53,9 @@ _CLOSE_PAUSE_S = 0.25  # for one that does not
 
 CHECKPOINT_PARTS = 16
 """A checkpoint is at most one of so many parts of an inbox."""
+
+TOO_LARGE = "too_large"
+"""Why a frame is refused that takes more than half of an inbox, however much room there is."""
 
 INBOXES_MAX = 64
 """Of hubs that run at once with the same consumer."""
@@ -194,6 +197,7 @@ class Inbox:
         self._joining: set[tuple[str, str]] = set()  # such requests of which frames are to come from another inbox
         self._joined_from = 0  # behind this record
         self._spare_bytes = min(limits.MIB, bytes_max // 8)  # kept free of frames, for what makes room
+        self._segment_bytes = min(limits.SEGMENT_BYTES_MAX, bytes_max // 8)
         self._on_synced = on_synced
         self._files = files
         self._spool: Spool | None = None  # from `open`
@@ -388,11 +392,15 @@ class Inbox:
         return header.seq <= self._marks.get(header.source, 0)
 
     def put_frame(self, frame: Frame, timeout_s: float, *, spared: bool = False) -> int:
-        """Take a frame, waiting for room for at most so long; return its record's number. Raises FullError.
+        """Take a frame, waiting for room for at most so long; return its record's number. Raises FullError, with `TOO_LARGE` where waiting is in vain.
 
         spared: also where only room is left that is kept free of rows.
         """
         header, payload = frame.encode()
+        if len(header) + len(payload) > self.bytes_max // 2:
+            got, expected = f"a frame of {len(header) + len(payload)} bytes", f"at most {self.bytes_max // 2}"
+            text = explain(f"spool {self.directory}", got=got, expected=expected, do="give it more spool_bytes")
+            raise FullError(TOO_LARGE, text)
         spare_bytes = 0 if spared else self._spare_bytes
         ends = bool(frame.header.finished)  # of requests, without which their frames could not go
         number = self.spool.put(b"F" + header, payload, timeout_s, spare_bytes=spare_bytes, needed=ends)
@@ -401,6 +409,10 @@ class Inbox:
         self.frames += 1
         self._put_bytes += len(header) + frame.nbytes
         return number
+
+    def held_bytes_max(self, wanted_bytes: int) -> int:
+        """Return how much open requests may hold of the inbox where a frame of so many bytes waits for room."""
+        return self.bytes_max - self._spare_bytes - 2 * self._segment_bytes - wanted_bytes
 
     def skip(self, header: FrameHeader) -> None:
         """Note that a frame is not needed here if it comes again."""

@@ -20,7 +20,7 @@ import msgspec
 from capflow import limits
 from capflow.action import Answered
 from capflow.frame import Frame, FrameHeader, Source, rows_of
-from capflow.inbox import Gone, Inbox, Known, Missed
+from capflow.inbox import TOO_LARGE, Gone, Inbox, Known, Missed
 from capflow.losses import Losses, lessened, note_frame
 from capflow.message import ModelInfo
 from capflow.queue import ByteQueue, Overload
@@ -62,6 +62,7 @@ class InboxWriter:
         self.ended = threading.Event()  # set when the thread has
         self.failed = False  # whether something went wrong, the last time, that is no disk without room
         self.failures = 0  # how often something went wrong that is no disk without room
+        self.wanted_bytes = 0  # of the frame that waits for room, 0 while none does
         self.lost_unknown = False  # whether a record was lost of which nobody knows what it held
         self._inbox = inbox
         self._queue = queue
@@ -184,14 +185,17 @@ class InboxWriter:
         put = functools.partial(self._inbox.put_frame, frame)
         try:
             self._put_engine(frame, fallback, model)
+            self.wanted_bytes = frame.nbytes
             number = self._insist(put) if fallback is Overload.BLOCK else self._try(put, 0.0)
             behind = self._put_engine(frame, fallback, model) or number  # when it was forgotten meanwhile
         except FullError as e:
-            if fallback is Overload.BLOCK:
+            if fallback is Overload.BLOCK and e.reason != TOO_LARGE:
                 raise
             self._refuse(frame.header, e.reason)
             taken()
             return 0
+        finally:
+            self.wanted_bytes = 0
         with self._pending_lock:
             self._pending.append((behind, taken, time.monotonic()))
         self.synced(self._inbox.spool.synced_through)
@@ -206,13 +210,16 @@ class InboxWriter:
         return self._insist(put) if fallback is Overload.BLOCK else self._try(put, 0.0)
 
     def _insist(self, put: Callable[[float], int]) -> int:
-        """Put something in, however long it takes; put is given how long to wait. Raises FullError when the hub stops before there is room."""
+        """Put something in, however long it takes; put is given how long to wait.
+
+        Raises FullError when the hub stops before there is room, and when there never will be.
+        """
         while True:
             stopping = self._queue.closed
             try:
                 return self._try(put, 0.0 if stopping else _RETRY_S)
-            except FullError:
-                if stopping:
+            except FullError as e:
+                if stopping or e.reason == TOO_LARGE:
                     raise
 
     def _try(self, put: Callable[[float], int], timeout_s: float) -> int:

@@ -288,6 +288,8 @@ class Ledger:
         self._engines_of: dict[str, tuple[str, ...]] = {}
         # The engines and ids of requests that `lose` ended, oldest first, at most `limits.RESULTS_KEPT_MAX`.
         self._lost: dict[tuple[str, str], None] = {}
+        # The ends, by stage, of requests that had no room and that other stages have not ended, oldest first; bounded so too.
+        self._unopened: dict[tuple[str, str], dict[int, Finished]] = {}
 
     def check(self, model: ModelInfo) -> None:
         """Raise UsageError when a consumer's own spec names a site that the model does not have or tap."""
@@ -362,9 +364,14 @@ class Ledger:
             for f in header.finished
             if not self.was_lost(f, engine)
         )
-        requests = [self._request(engine, part, header.rank) for part in header.requests]
-        requests += [self._request(engine, part, header.rank, ends=True) for part in ends]
-        return [index for index in self._keeping if any(request.tallies[index] is not None for request in requests)]
+        wanted = [self._request(engine, part, header.rank).shares for part in header.requests]
+        for part in ends:
+            request = self._request(engine, part, header.rank, ends=True)
+            if request.id in engine.open:
+                wanted.append(request.shares)
+            else:  # it had no room here; its end is told all the same
+                wanted.append(self._shares(engine, None if part.capture is None else part.capture.untagged()))
+        return [index for index in self._keeping if any(shares[index] is not None for shares in wanted)]
 
     def recall(self, part: RequestRows, engine: Engine, rank: Rank, rows: Mapping[int, int]) -> Request:
         """Return a request of which an earlier hub had rows that are lost, by pipeline stage; it is open."""
@@ -389,23 +396,50 @@ class Ledger:
                 continue
             part = RequestRows(finished.id, finished.prompt_length, 0, (), capture=finished.capture)
             request = self._request(engine, part, header.rank, ends=True)
-            finished = self._with_room(request, finished, engine)  # noqa: PLW2901
-            request.prompt_length = finished.prompt_length
-            request.finished[header.rank.pp] = finished
-            request.lost.update(finished.dropped)
-            missing = finished.rows - request.received.get(header.rank.pp, 0)
-            if missing > 0 and any(request.tallies[index] is not None for index in self._given):
-                if engine.full and header.rank.pp not in request.received:
-                    request.lost.count("hub_full", missing)
-                else:
-                    _count_earlier(request, header.rank.pp, missing)
-            if request.id not in engine.open:
-                continue  # it had no room
+            if request.id in engine.open:
+                self._note_end(request, header.rank.pp, self._with_room(request, finished, engine), engine)
+            elif (late := self._end_unopened(engine, part, header.rank, finished)) is not None:
+                request = late
+            else:
+                continue  # it had no room, and other stages have not ended it
             if len(request.finished) >= engine.model.stages:
                 statuses = [f.status for f in request.finished.values()]
                 self._end(engine, request, max(statuses, key=lambda status: (status == "error", status == "abort")))
                 over.append(request)
         return over
+
+    @staticmethod
+    def _bare(finished: Finished) -> Finished:
+        """Return the end of a request with little that takes memory."""
+        dropped = tuple(Dropped(each.rows, each.reason) for each in finished.dropped)
+        return msgspec.structs.replace(finished, dropped=dropped, acted=(), capture=None)
+
+    def _note_end(self, request: Request, stage: int, finished: Finished, engine: Engine) -> None:
+        """Note that a pipeline stage ended a request, and which of its rows did not come."""
+        request.prompt_length = finished.prompt_length
+        request.finished[stage] = finished
+        request.lost.update(finished.dropped)
+        missing = finished.rows - request.received.get(stage, 0)
+        if missing > 0 and any(request.tallies[index] is not None for index in self._given):
+            if engine.full and stage not in request.received:
+                request.lost.count("hub_full", missing)
+            else:
+                _count_earlier(request, stage, missing)
+
+    def _end_unopened(self, engine: Engine, part: RequestRows, rank: Rank, finished: Finished) -> Request | None:
+        """Note the end of a request that had no room; return it, opened, when each pipeline stage has ended it."""
+        key = engine.name, part.id
+        ends = self._unopened.setdefault(key, {})
+        ends[rank.pp] = self._bare(finished)
+        if len(ends) < engine.model.stages:
+            while len(self._unopened) > limits.RESULTS_KEPT_MAX:
+                del self._unopened[next(iter(self._unopened))]
+            return None
+        del self._unopened[key]
+        request = self._open(engine, part, rank, 0)
+        for stage, end in ends.items():
+            self._note_end(request, stage, end, engine)
+        return request
 
     def lose(
         self, engine: Engine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
@@ -424,6 +458,8 @@ class Ledger:
         for request in lost:
             self._end(engine, request, "error")
             self._lost[engine.name, request.id] = None
+        if self._unopened:
+            self._unopened = {key: ends for key, ends in self._unopened.items() if key[0] != engine.name}
         while len(self._lost) > limits.RESULTS_KEPT_MAX:
             del self._lost[next(iter(self._lost))]
         self.requests_failed += len(lost)
@@ -498,14 +534,19 @@ class Ledger:
             return request
         capture = part.capture
         shares = self._shares(engine, None if capture is None else capture.untagged())
-        tags, strangers = self._tags(capture), self._strangers(capture)
-        nbytes = _REQUEST_BYTES + 2 * len(part.id) + _NAME_BYTES * len(strangers)
+        nbytes = _REQUEST_BYTES + 2 * len(part.id) + _NAME_BYTES * len(self._strangers(capture))
         nbytes += sum(_TALLY_BYTES + (0 if capture is None else share.nbytes) for share in shares if share is not None)
-        if not self.state.offer(engine.owner, nbytes):
+        if (engine.name, part.id) in self._unopened or not self.state.offer(engine.owner, nbytes):
             engine.full = True
             nbytes = 0
             if not (ends and engine.model.stages == 1):
                 return Request(engine.name, part.id, rank.dp, (None,) * len(self.wishes), self._no_tags, (), rank.pp)
+        return self._open(engine, part, rank, nbytes)
+
+    def _open(self, engine: Engine, part: RequestRows, rank: Rank, nbytes: int) -> Request:
+        capture = part.capture
+        shares = self._shares(engine, None if capture is None else capture.untagged())
+        tags, strangers = self._tags(capture), self._strangers(capture)
         request = Request(engine.name, part.id, rank.dp, shares, tags, strangers, rank.pp)
         request.nbytes = nbytes
         self._add(request, engine)

@@ -376,9 +376,10 @@ class SpillingLane(Lane):
         return next((known.first for known in self._open.values()), self._handled + 1) - 1
 
     def _forget(self) -> None:
-        oldest = next(iter(self._open.items()), None)
-        if oldest is not None and self.inbox.taken_bytes - oldest[1].taken_bytes > _PINNED_MAX * self.inbox.bytes_max:
-            self._long[oldest[0]] = self._open.pop(oldest[0])
+        held_max = min(_PINNED_MAX * self.inbox.bytes_max, self.inbox.held_bytes_max(self.writer.wanted_bytes))
+        while self._open and self.inbox.taken_bytes - next(iter(self._open.values())).taken_bytes > held_max:
+            key = next(iter(self._open))
+            self._long[key] = self._open.pop(key)
             self.requests_unkept += 1
             if self.requests_unkept == 1:
                 text = "consumer %s: the spool is too small for the requests that run; a hub that ends now loses rows of the oldest"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from exchanges import Desk
 from frames import BOOT, make_finished, make_frame, make_model
-from hubs import Recorder
+from hubs import EVERYTHING, Recorder
 
 from capflow import limits, shares
 from capflow.errors import RetryError
-from capflow.frame import Dropped, Gap
+from capflow.frame import Dropped, Gap, Rank
+from capflow.ledger import Engine as LedgerEngine
+from capflow.ledger import Ledger, Wish
 from capflow.message import Ack, Await, Beat, Bye, Hello, Refused, Welcome, encode
 from capflow.spec import CaptureSpec
 from capflow.turns import Turns
@@ -140,6 +144,39 @@ class TestOneWhoTakesAllThereIs:
         desk.handle_all()
         assert [(lost.reason, lost.rows) for lost in consumer.done["29-49"].dropped] == [("hub_full", 1)]
 
+    @pytest.mark.parametrize("room_again", [False, True])
+    def test_of_open_requests_loses_rows_by_name_though_stages_end_them_apart(self, room_again):
+        consumer, many = Recorder(), [str(number) for number in range(500)]
+        desk, seqs = Desk(consumer, memory_bytes_max=MEMORY), (itertools.count(1), itertools.count(1))
+
+        def say(stage, names=(), ends=()):
+            parts = [(name, 1, 0, 1) for name in names]
+            for batch in [ends[at : at + 200] for at in range(0, len(ends), 200)] or [()]:
+                finished = [make_finished(name, 1, rows) for name, rows in batch]
+                frame = make_frame(parts, seq=next(seqs[stage]), rank=Rank(stage, 0, 0), finished=finished)
+                desk.say(str(stage).encode(), frame)
+                desk.handle_all()
+
+        for stage in range(2):
+            desk.hello(str(stage).encode(), model=make_model(stages=2), rank=Rank(stage, 0, 0))
+        say(0, many)
+        say(0, ["late"])
+        open_requests = desk.exchange.roster.engines["engine-1"].open
+        assert 0 < len(open_requests) < len(many)
+        say(0, ends=[("late", 1)])
+        if room_again:
+            names = list(open_requests)
+            for stage in range(2):
+                say(stage, ends=[(name, 1 - stage) for name in names])
+            assert not open_requests
+        say(1, ["late"])
+        say(1, ends=[("late", 1)])
+        assert [(lost.reason, lost.rows) for lost in consumer.done["late"].dropped] == [("hub_full", 2)]
+        assert "late" not in open_requests
+        assert desk.exchange.counts.protocol_errors == 0
+        say(0, ["late"])  # another of this id
+        assert ("late" in open_requests) == room_again
+
     def test_of_open_requests_gives_all_of_it_back_at_their_ends(self):
         desk = Desk(Recorder(), memory_bytes_max=MEMORY)
         desk.hello(b"w")
@@ -215,3 +252,16 @@ class TestOneWhoTakesAllThereIs:
         desk.handle_all()
         assert all(desk.exchange.ledger.named(f"g{n}") for n in range(20))
         assert len(desk.exchange.ledger.kept) == 100
+
+
+def test_a_consumer_that_spills_is_given_every_end_of_a_request_without_room():
+    ledger = Ledger([Wish("w", EVERYTHING, reads_requests=False, keeps=True)], shares.Shares("state", 0))
+    engine = LedgerEngine("engine-1", make_model(stages=2))
+    rows = make_frame([("r1", 1, 0, 1)]).header
+    ends = [
+        make_frame((), (), rank=Rank(stage, 0, 0), finished=[make_finished("r1", 1, 1)]).header for stage in range(2)
+    ]
+    assert ledger.keepers(rows, engine) == []
+    given = [(ledger.keepers(end, engine), len(ledger.finish(end, engine))) for end in ends]
+    assert given == [([0], 0), ([0], 1)]
+    assert ledger.requests_open == 0

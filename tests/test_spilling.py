@@ -430,22 +430,59 @@ def test_an_inbox_that_is_full_blocks_or_drops(address, spills, fallback):
 
 def test_behind_a_frame_without_room_nothing_is_taken_when_the_hub_stops(address, spills):
     """A smaller one would have had room; the worker would be believed to have sent what was before it, too."""
-    first, second = Recorder(), Recorder()
+    first, second = Recorder(held=True), Recorder()
     with worker_link(address, wait=False) as link:
         with running_hub(address, spills(first, spool_bytes=10_000)) as hub:
             assert link.wait_welcome(20)
-            for start, length in ((0, 4), (4, 400), (404, 4)):
+            start = 0
+            for length in (4, 130, 130, 4):
                 frame = make_frame([("r1", 4, start, length)])
                 assert link.send(frame.header, frame.payload) is None
-            eventually(lambda: first.rows["r1"] == 4 and hub.counts.frames == 3)
+                start += length
+            eventually(lambda: first.waiting.is_set() and hub.counts.frames == 4)
+            assert hub.lanes[0].inbox.frames < 4
             hub.stop(5)
         with running_hub(address, spills(second)):
-            frame = make_frame(finished=[make_finished("r1", 4, 408)], requests=())
+            frame = make_frame(finished=[make_finished("r1", 4, 268)], requests=())
             assert link.send(frame.header, frame.payload) is None
             eventually(lambda: "r1" in second.done)
-            assert second.done["r1"].rows == 408
+            assert second.done["r1"].rows == 268
             assert second.done["r1"].dropped == ()
             once(second.positions)
+
+
+def test_a_frame_that_no_inbox_of_its_size_can_hold_is_refused_and_named(address, spills):
+    recorder = Recorder()
+    with (
+        running_hub(address, spills(recorder, spool_bytes=64 * limits.KIB, spill_fallback="block")) as hub,
+        worker_link(address) as link,
+    ):
+        for start, length in ((0, 4), (4, 1000), (1004, 4)):
+            frame = make_frame([("r1", 4, start, length)])
+            assert link.send(frame.header, frame.payload) is None
+        frame = make_frame(finished=[make_finished("r1", 4, 1008)], requests=())
+        assert link.send(frame.header, frame.payload) is None
+        eventually(lambda: "r1" in recorder.done)
+        (dropped,) = recorder.done["r1"].dropped
+        assert (dropped.reason, dropped.rows) == ("too_large", 1000)
+        assert recorder.rows["r1"] == 8
+        assert hub.lanes[0].dropped == {"too_large": 1000}
+
+
+def test_open_requests_make_room_for_a_frame_that_waits_for_it(address, spills):
+    recorder = Recorder()
+    with (
+        running_hub(address, spills(recorder, spool_bytes=64 * limits.KIB, spill_fallback="block")),
+        worker_link(address) as link,
+    ):
+        for start, length in ((0, 4), (4, 900), (904, 900)):  # twice 28.8 KB, and the first is held by its request
+            frame = make_frame([("r1", 4, start, length)])
+            assert link.send(frame.header, frame.payload) is None
+        eventually(lambda: recorder.rows["r1"] == 1804)
+        frame = make_frame(finished=[make_finished("r1", 4, 1804)], requests=())
+        assert link.send(frame.header, frame.payload) is None
+        eventually(lambda: "r1" in recorder.done)
+        assert recorder.done["r1"].dropped == ()
 
 
 def test_a_consumer_that_spills_tells_of_what_waits_for_its_inbox(address, spills):

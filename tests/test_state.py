@@ -85,7 +85,7 @@ def bare_open_requests():
 
 
 def ended_requests():
-    return framed(batched((end(name, capture=EVERY) for name in NAMES), 500), ends=True)
+    return framed(batched((end(name, capture=EVERY) for name in NAMES), limits.FINISHED_PER_FRAME_MAX), ends=True)
 
 
 def spec_of_many_layers():
