@@ -309,3 +309,18 @@ def test_a_worker_that_cannot_note_its_promises_works_without(address, tmp_path,
         assert link.send(made.header, made.payload) is None
         eventually(lambda: hub.counts.frames)
     assert "what this worker promises is not noted" in caplog.text
+
+
+def test_more_requests_than_a_frame_has_ends_are_ended_of_a_worker_that_is_gone(address, tmp_path):
+    recorder, names = Recorder(), [f"r{number}" for number in range(2 * limits.FINISHED_PER_FRAME_MAX + 1)]
+    outbox = Outbox.of(tmp_path, make_hello(), limits.SPOOL_BYTES_DEFAULT)
+    outbox.open()
+    for seq, name in enumerate(names, 1):
+        outbox.promise(seq, frame_of(name, 0))
+    outbox.close()
+    with running_hub(address, configured(recorder)) as hub:
+        former(address, tmp_path)
+        eventually(lambda: set(recorder.done) == set(names))
+        assert all(done.status == "error" and done.dropped for done in recorder.done.values())
+        assert hub.counts.protocol_errors == 0
+    assert not list(tmp_path.glob("engine-*"))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from capflow import limits
 from capflow.frame import Finished, Frame
 from capflow.transport.link import Link
 from capflow.transport.outbox import Outbox, Spilled
@@ -23,7 +24,7 @@ class FormerLink(Link):
     """Sends what a worker that is gone left on disk, in its name, and ends when the hub has all of it.
 
     What the worker had in memory went with it. Of that the ends of its requests are sent, by its promises, each with the number of its
-    rows: a hub counts those that never came as missing. A request that had no end ends with status `error`, in a frame behind all others.
+    rows: a hub counts those that never came as missing. A request that had no end ends with status `error`, in frames behind all others.
 
     outbox: opened; its thread closes it at the end.
     """
@@ -35,8 +36,10 @@ class FormerLink(Link):
         self._begun = False  # set with the first frame, from which on numbers are without a gap
         # Ends of requests that are not sent, by the numbers of their frames; the thread's, as is the next.
         self._ends = deque(outbox.broken.ends)
-        if outbox.broken.running:
-            self._ends.append((outbox.broken.seq + 1, tuple(running.lost() for running in outbox.broken.running)))
+        lost = [running.lost() for running in outbox.broken.running]
+        count = limits.FINISHED_PER_FRAME_MAX
+        batches = [tuple(lost[at : at + count]) for at in range(0, len(lost), count)]
+        self._ends.extend(enumerate(batches, outbox.broken.seq + 1))
         self._spilled: Spilled | None = None  # taken from the outbox, and not sent
         self._is_outbox_open = True
 
