@@ -496,9 +496,9 @@ def test_what_lies_beside_an_inbox_that_is_full_comes_with_its_engine(tmp_path):
     beside.put_frame(frames[0], 0.0)
     while beside.unread:
         beside.take(0.0)
-    beside.forget(2, lambda _: [], needed=lambda: {"other"}, at_once=True)
+    beside.forget(2, lambda _: [], needed=lambda: {"other": make_model()}, at_once=True)
     beside.put_frame(frames[1], 0.0)
-    beside.close(2, lambda _: [], keep=True, needed=lambda: {"other"})
+    beside.close(2, lambda _: [], keep=True, needed=lambda: {"other": make_model()})
 
     inbox, beside = opened(1), opened(2)
     large = make_frame([("r2", 8, 0, 8)], seq=1, hidden=512)
