@@ -178,6 +178,16 @@ class TestFile:
         promises.acknowledge(2)
         assert [record.message for record in caplog.records if "not noted any more" in record.message] != []
 
+    def test_a_disk_that_takes_a_part_of_a_record_is_one_that_refuses_it(self, promises, tmp_path, monkeypatch, caplog):
+        promises.add(1, frame_of("r1", 0))
+        write = os.pwrite
+        monkeypatch.setattr(os, "pwrite", lambda fd, content, at: write(fd, content[: len(content) // 2], at))
+        promises.add(2, frame_of("r2", 0))
+        monkeypatch.undo()
+        promises.add(3, frame_of("r3", 0))
+        assert [one.id for one in read(tmp_path).running] == ["r1"]
+        assert [record.message for record in caplog.records if "not noted any more" in record.message] != []
+
 
 def test_nothing_is_left_of_a_worker_that_ended_well(address, tmp_path):
     outbox = Outbox.of(tmp_path, make_hello(), limits.SPOOL_BYTES_DEFAULT)

@@ -15,6 +15,7 @@ of the worker leaves it whole, a power cut may not.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import struct
@@ -120,7 +121,7 @@ class Promises:
             self._seq = seq
             encoded = _framed(self._record(seq, header))
             try:
-                self._size += os.pwrite(self._fd, encoded, self._size)
+                self._size += _write(self._fd, encoded, self._size)
                 if self._size - self._written_anew > max(limits.PROMISES_BYTES_MIN, self._written_anew):
                     self._write_anew()
             except OSError as e:
@@ -181,7 +182,7 @@ class Promises:
         new = self.path.with_suffix(".new")
         fd = private.create(new, os.O_RDWR | os.O_TRUNC)
         try:
-            os.pwrite(fd, content, 0)
+            _write(fd, content, 0)
             new.replace(self.path)
         except OSError:
             os.close(fd)
@@ -216,6 +217,13 @@ def read(directory: Path) -> Broken:
         if record.finished and record.seq > acked:
             ends.append((record.seq, record.finished))
     return Broken(ends, list(running.values()), seq)
+
+
+def _write(fd: int, content: bytes, at: int) -> int:
+    """Write all of it; return its length. Raises OSError, also when the disk took a part: what followed could not be read."""
+    if os.pwrite(fd, content, at) < len(content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return len(content)
 
 
 def _framed(record: _Record) -> bytes:
