@@ -163,8 +163,8 @@ class InboxWriter:
 
     def _put(self, item: Any) -> None:
         match item:
-            case Kept(frame, taken, _) if self._inbox.has(frame.header):  # and is durable: it came from an earlier hub
-                taken()
+            case Kept(frame, taken, _) if self._inbox.has(frame.header):  # perhaps it is not durable yet
+                self._take_when_durable(self._inbox.spool.last, taken)
             case Kept(frame, taken, model):
                 self._put_frame(frame, taken, self._fallback, model)
             case Greeting(known, done):
@@ -196,10 +196,14 @@ class InboxWriter:
             return 0
         finally:
             self.wanted_bytes = 0
-        with self._pending_lock:
-            self._pending.append((behind, taken, time.monotonic()))
-        self.synced(self._inbox.spool.synced_through)
+        self._take_when_durable(behind, taken)
         return number
+
+    def _take_when_durable(self, number: int, taken: Taken) -> None:
+        """Call `taken` when every record up to here is durable."""
+        with self._pending_lock:
+            self._pending.append((number, taken, time.monotonic()))
+        self.synced(self._inbox.spool.synced_through)
 
     def _put_engine(self, frame: Frame, fallback: Overload, model: ModelInfo | None) -> int:
         """Put in which model the engine of a frame has, unless the inbox tells of it; return the number of the record, 0 of none. Raises FullError."""

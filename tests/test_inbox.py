@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
 import threading
@@ -22,7 +23,7 @@ from capflow.errors import CapflowError
 from capflow.frame import Frame
 from capflow.hub import Hub
 from capflow.inbox import Gone, Inbox, Known
-from capflow.inboxwriter import InboxWriter
+from capflow.inboxwriter import InboxWriter, Kept
 from capflow.plugins import ConfiguredConsumer, Spill
 from capflow.queue import ByteQueue, Overload
 from capflow.spool import Files, FullError, Spool, heads
@@ -521,3 +522,35 @@ def test_what_lies_beside_an_inbox_that_is_full_comes_with_its_engine(tmp_path):
     assert writer.ended.wait(10)
     inbox.close(0, lambda _: [], keep=True)
     assert model is not None
+
+
+def test_a_frame_that_comes_again_before_it_is_durable_is_acknowledged_when_it_is(tmp_path):
+    class Slow(Files):
+        def __init__(self):
+            self.go = threading.Event()
+            self.go.set()
+
+        def fdatasync(self, fd):
+            self.go.wait(20)
+            super().fdatasync(fd)
+
+    disk, taken, queue = Slow(), [], ByteQueue(1 << 20)
+    writers = []
+    inbox = Inbox(
+        tmp_path, "n", 400_000, on_synced=lambda number: [each.synced(number) for each in writers], files=disk
+    )
+    writer = InboxWriter("n", inbox, queue, Overload.BLOCK, Counter())
+    writers.append(writer)
+    inbox.open_at(inbox.place(1))
+    writer.start([], {})
+    disk.go.clear()
+    frame = make_frame([("r1", ROWS, 0, ROWS)], seq=1)
+    for number in range(2):
+        queue.force(Kept(frame, functools.partial(taken.append, number), make_model()), frame.nbytes)
+    eventually(lambda: len(writer._pending) == 2)
+    assert taken == []
+    disk.go.set()
+    eventually(lambda: taken == [0, 1])
+    queue.close()
+    assert writer.ended.wait(10)
+    inbox.close(0, lambda _: [], keep=True)

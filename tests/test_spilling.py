@@ -486,13 +486,18 @@ def test_open_requests_make_room_for_a_frame_that_waits_for_it(address, spills):
 
 
 def test_a_consumer_that_spills_tells_of_what_waits_for_its_inbox(address, spills):
-    with running_hub(address, spills(Recorder(), spool_bytes=10_000)) as hub, worker_link(address) as link:
-        frame = make_frame([("r1", 4, 0, 400)])
-        assert link.send(frame.header, frame.payload) is None
-        assert link.send(frame.header, frame.payload) is None
-        eventually(lambda: hub.counts.frames == 2)
-        eventually(lambda: hub.snapshot().queued_bytes == frame.nbytes)  # the other is at the inbox, which has no room
-        assert hub.status()["consumers"]["recorder"]["queued_bytes"] == frame.nbytes
+    held = Recorder(held=True)
+    frame = make_frame([("r1", 4, 0, 400)])
+    spilling = spills(held, spool_bytes=4 * frame.nbytes)
+    with running_hub(address, spilling) as hub, worker_link(address) as link:
+        for _ in range(6):
+            assert link.send(frame.header, frame.payload) is None
+        (lane,) = hub.lanes
+        # One frame is at the inbox, which has no room for it; the others wait behind it.
+        eventually(lambda: hub.snapshot().queued_bytes == (5 - lane.inbox.frames) * frame.nbytes > 0)
+        assert lane.inbox.frames > 0
+        assert hub.status()["consumers"]["recorder"]["queued_bytes"] == hub.snapshot().queued_bytes
+        held.go.set()
 
 
 def test_an_engine_that_was_there_is_missed_from_when_it_went(spills, monkeypatch):
