@@ -90,6 +90,7 @@ HEARTBEAT_S = 1.0
 SILENCE_S_MAX = 10.0
 NAME_KEPT_S = 3.0  # since an engine was last heard of, in which no other one may have its name
 REFUSED_S = 2.0  # until a peer that was refused says Hello again
+RESUME_S_MAX = 3600.0  # of a worker that fell silent: after that a hub does not know which of its frames it has
 MISSED_S = 5.0  # of hubs that run, in which an engine that an earlier one had may come back
 HUB_WAIT_S_DEFAULT = 5.0
 BLOCK_S_MAX = 30.0

@@ -36,6 +36,7 @@ class Source:
     engine: Engine
     intake: Intake
     peer: bytes | None = None  # its connection, while it has one
+    silent_since: float | None = None  # since when it has none, as the hub last looked; on the monotonic clock
     frames: int = 0
     rows: int = 0
     bytes: int = 0
@@ -204,7 +205,18 @@ class Roster:
                 self._on_lost(known.source.engine, other.rank.dp)
 
     def forget_missed(self, now: float) -> None:
-        """Forget the engines of which nobody was connected or expected for `limits.MISSED_S`; their open requests are over."""
+        """Forget workers that have been silent for `limits.RESUME_S_MAX`, and engines of which nobody was connected or expected for `limits.MISSED_S`.
+
+        The open requests of such an engine are over.
+        """
+        for source in list(self._sources.values()):
+            if source.peer is not None:
+                source.silent_since = None
+            elif source.silent_since is None:
+                source.silent_since = now
+            elif now - source.silent_since >= limits.RESUME_S_MAX:
+                self._drop(source)
+                self._on_lost(source.engine, source.rank.dp, source.rank.pp)
         here = {known.hello.engine for known in self.peers.values() if known.hello.role != "client"}
         here |= {name for name, _ in self._sources}
         for name, engine in list(self.engines.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 from exchanges import Desk
@@ -265,3 +266,21 @@ def test_a_consumer_that_spills_is_given_every_end_of_a_request_without_room():
     given = [(ledger.keepers(end, engine), len(ledger.finish(end, engine))) for end in ends]
     assert given == [([0], 0), ([0], 1)]
     assert ledger.requests_open == 0
+
+
+def test_workers_that_were_killed_are_forgotten_in_the_end_and_take_no_part_of_anything():
+    desk = Desk(Recorder(), memory_bytes_max=MEMORY)
+    exchange, now = desk.exchange, time.monotonic()
+    for number in range(3):
+        desk.hello(b"%d" % number, engine=f"e{number}")
+        desk.say(b"%d" % number, make_frame(engine=f"e{number}"))
+    desk.handle_all()
+    for _ in range(2):
+        exchange.tick(now + limits.SILENCE_S_MAX + 1)
+    assert not exchange.roster.peers
+    exchange.tick(now + limits.RESUME_S_MAX)
+    assert len(exchange.roster.engines) == 3  # they may resume
+    for more in (2, 3):
+        exchange.tick(now + limits.RESUME_S_MAX + more * limits.SILENCE_S_MAX)
+    assert exchange.roster.engines == {}
+    assert exchange.budget.state.owners == 0
