@@ -55,7 +55,7 @@ CHECKPOINT_PARTS = 16
 """A checkpoint is at most one of so many parts of an inbox."""
 
 TOO_LARGE = "too_large"
-"""Why a frame is refused that takes more than half of an inbox, however much room there is."""
+"""Why a record is refused that takes more than half of an inbox, however much room there is."""
 
 INBOXES_MAX = 64
 """Of hubs that run at once with the same consumer."""
@@ -198,6 +198,7 @@ class Inbox:
         self._joined_from = 0  # behind this record
         self._spare_bytes = min(limits.MIB, bytes_max // 8)  # kept free of frames, for what makes room
         self._segment_bytes = min(limits.SEGMENT_BYTES_MAX, bytes_max // 8)
+        self._wanted_bytes = 0  # of the record that waits for room, 0 while none does
         self._on_synced = on_synced
         self._files = files
         self._spool: Spool | None = None  # from `open`
@@ -397,32 +398,43 @@ class Inbox:
         spared: also where only room is left that is kept free of rows.
         """
         header, payload = frame.encode()
-        if len(header) + len(payload) > self.bytes_max // 2:
-            got, expected = f"a frame of {len(header) + len(payload)} bytes", f"at most {self.bytes_max // 2}"
-            text = explain(f"spool {self.directory}", got=got, expected=expected, do="give it more spool_bytes")
-            raise FullError(TOO_LARGE, text)
         spare_bytes = 0 if spared else self._spare_bytes
         ends = bool(frame.header.finished)  # of requests, without which their frames could not go
-        number = self.spool.put(b"F" + header, payload, timeout_s, spare_bytes=spare_bytes, needed=ends)
+        number = self._append(b"F" + header, payload, timeout_s, spare_bytes=spare_bytes, needed=ends)
         self.skip(frame.header)
         self._frame_last[frame.header.engine] = number
         self.frames += 1
-        self._put_bytes += len(header) + frame.nbytes
         return number
 
-    def held_bytes_max(self, wanted_bytes: int) -> int:
-        """Return how much open requests may hold of the inbox where a frame of so many bytes waits for room."""
-        return self.bytes_max - self._spare_bytes - 2 * self._segment_bytes - wanted_bytes
+    def _append(self, head: bytes, body: Any, timeout_s: float, *, spare_bytes: int = 0, needed: bool = False) -> int:
+        nbytes = HEADER_BYTES + len(head) + len(body)
+        if nbytes > self.bytes_max // 2:
+            got, expected = f"a record of {nbytes} bytes", f"at most {self.bytes_max // 2}"
+            text = explain(f"spool {self.directory}", got=got, expected=expected, do="give it more spool_bytes")
+            raise FullError(TOO_LARGE, text)
+        if timeout_s:
+            self._wanted_bytes = nbytes
+        try:
+            number = self.spool.put(head, body, timeout_s, spare_bytes=spare_bytes, needed=needed)
+        finally:
+            if timeout_s:
+                self._wanted_bytes = 0
+        self._put_bytes += nbytes
+        return number
+
+    @property
+    def held_bytes_max(self) -> int:
+        """How much open requests may hold of the inbox, beside a record that waits for room; for any thread."""
+        return self.bytes_max - self._spare_bytes - 2 * self._segment_bytes - self._wanted_bytes
 
     def skip(self, header: FrameHeader) -> None:
         """Note that a frame is not needed here if it comes again."""
         self._mark(header.source, header.seq)
 
     def put(self, what: Known | Gone | Done | Missed | Answered, timeout_s: float = 0.0) -> int:
-        """Take anything else; return its record's number. Raises FullError."""
+        """Take anything else; return its record's number. Raises FullError as `put_frame` does."""
         head = _bytes[type(what)] + _encoder.encode(what)
-        number = self.spool.put(head, b"", timeout_s)
-        self._put_bytes += len(head)
+        number = self._append(head, b"", timeout_s)
         if isinstance(what, Known):
             self._put_engines[what.engine] = what.model
         elif isinstance(what, Gone) and what.replica is None:

@@ -62,7 +62,6 @@ class InboxWriter:
         self.ended = threading.Event()  # set when the thread has
         self.failed = False  # whether something went wrong, the last time, that is no disk without room
         self.failures = 0  # how often something went wrong that is no disk without room
-        self.wanted_bytes = 0  # of the frame that waits for room, 0 while none does
         self.lost_unknown = False  # whether a record was lost of which nobody knows what it held
         self._inbox = inbox
         self._queue = queue
@@ -173,7 +172,7 @@ class InboxWriter:
                     with contextlib.suppress(FullError):  # it comes before its first frame
                         self._try(functools.partial(self._inbox.put, known), 0.0)
             case Gone() | Missed() | Answered():
-                self._insist(functools.partial(self._inbox.put, item))
+                self._note(item)
 
     def _put_frame(self, frame: Frame, taken: Taken, fallback: Overload, model: ModelInfo | None = None) -> int:
         """Put a frame in; return the number of its record, 0 of one that has no room and is not to wait for it.
@@ -185,7 +184,6 @@ class InboxWriter:
         put = functools.partial(self._inbox.put_frame, frame)
         try:
             self._put_engine(frame, fallback, model)
-            self.wanted_bytes = frame.nbytes
             number = self._insist(put) if fallback is Overload.BLOCK else self._try(put, 0.0)
             behind = self._put_engine(frame, fallback, model) or number  # when it was forgotten meanwhile
         except FullError as e:
@@ -194,8 +192,6 @@ class InboxWriter:
             self._refuse(frame.header, e.reason)
             taken()
             return 0
-        finally:
-            self.wanted_bytes = 0
         self._take_when_durable(behind, taken)
         return number
 
@@ -212,6 +208,15 @@ class InboxWriter:
             return 0
         put = functools.partial(self._inbox.put, Known(engine, model))
         return self._insist(put) if fallback is Overload.BLOCK else self._try(put, 0.0)
+
+    def _note(self, what: Known | Gone | Missed | Answered) -> None:
+        """Put in what is no frame, however long it takes; what never fits is left out, and logged. Raises FullError when the hub stops before there is room."""
+        try:
+            self._insist(functools.partial(self._inbox.put, what))
+        except FullError as e:
+            if e.reason != TOO_LARGE:
+                raise
+            self._note_failure(e)
 
     def _insist(self, put: Callable[[float], int]) -> int:
         """Put something in, however long it takes; put is given how long to wait.
@@ -285,7 +290,7 @@ class InboxWriter:
                     taken = functools.partial(other.spool.acknowledge, item.number)
                     last = self._put_frame(frame, taken, Overload.BLOCK, other.model(frame.header.engine))
                 case Known() | Gone() | Answered() as what:
-                    self._insist(functools.partial(self._inbox.put, what))
+                    self._note(what)
                 case Lost() as lost:
                     self._miss(other, lost)
         for key, _ in done:

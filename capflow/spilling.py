@@ -376,7 +376,7 @@ class SpillingLane(Lane):
         return next((known.first for known in self._open.values()), self._handled + 1) - 1
 
     def _forget(self) -> None:
-        held_max = min(_PINNED_MAX * self.inbox.bytes_max, self.inbox.held_bytes_max(self.writer.wanted_bytes))
+        held_max = min(_PINNED_MAX * self.inbox.bytes_max, self.inbox.held_bytes_max)
         while self._open and self.inbox.taken_bytes - next(iter(self._open.values())).taken_bytes > held_max:
             key = next(iter(self._open))
             self._long[key] = self._open.pop(key)

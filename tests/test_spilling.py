@@ -13,7 +13,7 @@ from waiting import eventually
 
 from capflow import inbox, inboxwriter, limits
 from capflow.client import Client
-from capflow.frame import Acted, Rank
+from capflow.frame import Acted, Dropped, Gap, Rank
 from capflow.inboxwriter import InboxWriter
 from capflow.plugins import Spill
 from capflow.result import CaptureResult
@@ -480,6 +480,50 @@ def test_open_requests_make_room_for_a_frame_that_waits_for_it(address, spills):
             assert link.send(frame.header, frame.payload) is None
         eventually(lambda: recorder.rows["r1"] == 1804)
         frame = make_frame(finished=[make_finished("r1", 4, 1804)], requests=())
+        assert link.send(frame.header, frame.payload) is None
+        eventually(lambda: "r1" in recorder.done)
+        assert recorder.done["r1"].dropped == ()
+
+
+def test_open_requests_make_room_for_a_frame_of_which_only_the_header_is_large(address, spills):
+    recorder = Recorder()
+    sites = ("post_block:0", "post_block:1")
+    gaps = tuple(Gap(sites, 100_000 + at, 100_001 + at) for at in range(0, 2 * limits.GAPS_MAX, 2))
+    dropped = tuple(Dropped(len(gaps), reason, gaps) for reason in ("queue_full", "spool_full"))
+    with (
+        running_hub(address, spills(recorder, spool_bytes=64 * limits.KIB, spill_fallback="block")) as hub,
+        worker_link(address) as link,
+    ):
+        for parts in ([("r1", 4, 0, 4), ("r2", 4, 0, 4)], [("r1", 4, 4, 840)]):
+            frame = make_frame(parts)
+            assert link.send(frame.header, frame.payload) is None
+        eventually(lambda: recorder.rows["r1"] == 844)
+        frame = make_frame(finished=[make_finished("r2", 4, 4, dropped=dropped)], requests=())
+        assert hub.lanes[0].inbox.bytes_max * 3 // 8 < len(frame.encode()[0]) < hub.lanes[0].inbox.bytes_max // 2
+        assert link.send(frame.header, frame.payload) is None
+        eventually(lambda: "r2" in recorder.done)
+        assert recorder.done["r2"].dropped == dropped
+
+
+@pytest.mark.parametrize(("layers", "lost"), [(400, 0), (700, 8)])
+def test_open_requests_make_room_for_an_engine_of_a_large_model_unless_it_never_fits(address, spills, layers, lost):
+    recorder = Recorder()
+    large = make_hello("engine-2", model=make_model(layers))
+    size = len(msgspec.msgpack.encode(large.model))
+    with (
+        running_hub(address, spills(recorder, spool_bytes=64 * limits.KIB, spill_fallback="block")) as hub,
+        worker_link(address) as link,
+    ):
+        for parts in ([("r1", 4, 0, 4)], [("r1", 4, 4, 840)]):
+            frame = make_frame(parts)
+            assert link.send(frame.header, frame.payload) is None
+        eventually(lambda: recorder.rows["r1"] == 844)
+        assert (size > hub.lanes[0].inbox.bytes_max // 2) == bool(lost)
+        with worker_link(address, large) as other:
+            frame = make_frame([("r2", 4, 0, 8)], engine="engine-2")
+            assert other.send(frame.header, frame.payload) is None
+            eventually(lambda: recorder.rows["r2"] == 8 - lost and hub.lanes[0].dropped["too_large"] == lost)
+        frame = make_frame(finished=[make_finished("r1", 4, 844)], requests=())
         assert link.send(frame.header, frame.payload) is None
         eventually(lambda: "r1" in recorder.done)
         assert recorder.done["r1"].dropped == ()
