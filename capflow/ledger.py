@@ -286,8 +286,8 @@ class Ledger:
         self._requests: dict[tuple[str, str], Request] = {}
         # The names of the engines that have a request in `_requests`, by id.
         self._engines_of: dict[str, tuple[str, ...]] = {}
-        # The engines and ids of requests that `lose` ended, oldest first, at most `limits.RESULTS_KEPT_MAX`.
-        self._lost: dict[tuple[str, str], None] = {}
+        # The rows that had come, by stage, of requests that `lose` ended, by engine and id, oldest first, at most `limits.RESULTS_KEPT_MAX`.
+        self._lost: dict[tuple[str, str], dict[int, int]] = {}
         # The ends, by stage, of requests that had no room and that other stages have not ended, oldest first; bounded so too.
         self._unopened: dict[tuple[str, str], dict[int, Finished]] = {}
 
@@ -457,7 +457,7 @@ class Ledger:
         ]
         for request in lost:
             self._end(engine, request, "error")
-            self._lost[engine.name, request.id] = None
+            self._lost[engine.name, request.id] = dict(request.received)
         if self._unopened:
             self._unopened = {key: ends for key, ends in self._unopened.items() if key[0] != engine.name}
         while len(self._lost) > limits.RESULTS_KEPT_MAX:
@@ -469,6 +469,15 @@ class Ledger:
         """Return whether an end is of a request that `lose` ended, of which nothing came since: consumers know that it did not end."""
         lost = finished.status == "error" and finished.id not in engine.open
         return lost and (engine.name, finished.id) in self._lost
+
+    def losses_of(self, finished: Finished, engine: Engine, stage: int) -> Losses:
+        """Return what an end of a pipeline stage says to be lost of a request that `was_lost`, and which of its rows never came."""
+        losses = Losses()
+        losses.update(finished.dropped)
+        missing = finished.rows - self._lost[engine.name, finished.id].get(stage, 0)
+        if missing > 0:
+            losses.count("earlier_hub", missing)
+        return losses
 
     def settle(self, over: Request, consumer: int, result: CaptureResult) -> Request | None:
         """Note the result of a lane that keeps, told by its own ledger; return the request here, None when it is not known or not over."""

@@ -29,7 +29,7 @@ from capflow.frame import Frame, FrameHeader, Rank, RequestRows, rows_of
 from capflow.inbox import Done, Gone, Inbox, Item, Known, Missed, Unkept
 from capflow.inboxwriter import Greeting, InboxWriter, Kept, Taken
 from capflow.ledger import NOT_ENDED, Delivery, Engine, Ledger, Request, Wish
-from capflow.losses import note_chunk
+from capflow.losses import described, note_chunk
 from capflow.message import ModelInfo
 from capflow.notes import weight
 from capflow.plugins import ConfiguredConsumer
@@ -572,7 +572,9 @@ class SpillingLane(Lane):
             for finished in header.finished:
                 if self.ledger.was_lost(finished, engine):  # the hub may have been another one then
                     again = Request(engine.name, finished.id, header.rank.dp, (None,), ("",))
-                    self._on_result(again, self.index, CaptureResult("error", NOT_ENDED))
+                    dropped = self.ledger.losses_of(finished, engine, header.rank.pp).dropped
+                    text = "; ".join([*map(described, dropped), NOT_ENDED])
+                    self._on_result(again, self.index, CaptureResult("error", text, dropped=dropped))
             for request in self.ledger.finish(header, engine):
                 self._end(request, number)
             ends = (RequestRows(f.id, f.prompt_length, 0, (), capture=f.capture) for f in header.finished)

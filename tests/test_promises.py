@@ -257,10 +257,13 @@ def test_an_end_that_comes_after_the_hub_gave_its_engine_up_leaves_no_result_pen
         with raw_peer(address) as worker:
             worker.send(message.encode(make_hello(boot="killed")))
             worker.recv()
-            over = make_frame([], finished=[make_finished("r1", status="error")], boot="killed", seq=2)
+            died = make_finished("r1", 4, 6, status="error")  # of 6 rows, 4 of which came
+            over = make_frame([], finished=[died], boot="killed", seq=2)
             worker.send_multipart(over.encode())
             (result,) = client.results(["r1"], timeout=20)["r1"].values()
     assert (result.status, "did not end" in result.error) == ("error", True)
+    assert [(each.reason, each.rows) for each in result.dropped] == [("earlier_hub", 2)]
+    assert "earlier_hub" in result.error
     assert [path.name for path in (tmp_path / "rows").iterdir() if not path.name.startswith(".")] == ["r1"]
 
 
