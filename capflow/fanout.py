@@ -3,7 +3,8 @@
 A consumer's methods are called on its lane's thread only. The kind of an exception decides what the lane does (`capflow.errors.kind_of`):
 
 * retry: the lane makes the same call again, after a pause that grows, until it works or the hub stops;
-* fatal: the lane closes the consumer, opens it again and makes the call again, at most `limits.RESTARTS_MAX` times in a row;
+* fatal: the lane closes the consumer, opens it again and makes the call again, at most `limits.RESTARTS_MAX` times in a row, and
+  while each record breaks it once in `limits.RETRY_S_MAX`;
 * poison: the lane counts the exception, logs the first of its kind, and the results of the requests that it hits name it.
 
 Whatever a consumer does, what waits for it is bounded: rows by its policy, and what has no rows by `capflow.notes`.
@@ -127,6 +128,8 @@ class Lane:
         # The engine that these requests are of; written by the thread.
         self._given_of = ""
         self._fatal: Counter[int | str] = Counter()  # restarts by item, until it is handled; the thread's, as are these
+        self._breaks = ""  # the method in which each record breaks it now
+        self._opens_at = 0.0  # before this time a consumer that breaks is not opened again
         self._is_open = False
         self._met: dict[
             str, ModelInfo
@@ -496,20 +499,31 @@ class Lane:
             error = self._call(call, *args)
             if error is None:
                 self.backoff.over()
+                if method == self._breaks:
+                    self._breaks = ""
                 if self._fatal and place == method:
                     del self._fatal[place]
                 return None
             kind = kind_of(error)
             if kind == "retry":
                 self._wait(method, error)
-            elif kind == "fatal" and self._fatal[place] < limits.RESTARTS_MAX:
+            elif kind == "fatal" and self._may_restart(place):
                 self._fatal[place] += 1
                 self._restart(method, error)
             else:
                 self.backoff.over(works=False)
+                if kind == "fatal":
+                    self._opens_at = time.monotonic() + limits.RETRY_S_MAX if self._breaks else 0.0
+                    self._breaks = method
                 if place == method:  # what comes next may open it again
                     del self._fatal[place]
                 return self._failed(method, error)
+
+    def _may_restart(self, place: int | str) -> bool:
+        """Return whether the consumer is opened again for the record in hand: when each record breaks it, once in a while."""
+        if self._breaks:
+            return not self._fatal[place] and time.monotonic() >= self._opens_at
+        return self._fatal[place] < limits.RESTARTS_MAX
 
     def _call(self, call: Callable[..., Any], *args: Any) -> BaseException | None:
         """Call a method of the consumer; return what it raised."""

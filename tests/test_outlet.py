@@ -139,8 +139,8 @@ def test_lines_that_are_dropped_are_counted_by_the_hub(address, tmp_path):
     hub = subprocess.Popen(command, env=environment(tmp_path), stderr=subprocess.PIPE, text=True)
     try:
         with worker_link(address) as link, Client(address) as client:
-            for number in range(3):
-                ends = [f"r{number}-{each}" for each in range(400)]
+            for number in range(6):
+                ends = [f"r{number}-{each}" for each in range(200)]
                 frame = make_frame([(end, 1, 0, 1) for end in ends], finished=[ended(end) for end in ends])
                 assert link.send(frame.header, frame.payload) is None
                 eventually(lambda: not link.counters["unacked_frames"])
