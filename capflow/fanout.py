@@ -515,14 +515,14 @@ class Lane:
                 if kind == "fatal":
                     self._opens_at = time.monotonic() + limits.RETRY_S_MAX if self._breaks else 0.0
                     self._breaks = method
-                if place == method:  # what comes next may open it again
-                    del self._fatal[place]
+                if self._fatal and place == method:  # what comes next may open it again
+                    self._fatal.pop(place, None)
                 return self._failed(method, error)
 
     def _may_restart(self, place: int | str) -> bool:
         """Return whether the consumer is opened again for the record in hand: when each record breaks it, once in a while."""
         if self._breaks:
-            return not self._fatal[place] and time.monotonic() >= self._opens_at
+            return time.monotonic() >= self._opens_at and place not in self._fatal
         return self._fatal[place] < limits.RESTARTS_MAX
 
     def _call(self, call: Callable[..., Any], *args: Any) -> BaseException | None:
