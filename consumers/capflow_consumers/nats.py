@@ -6,22 +6,23 @@
 the first message of a worker is sent, the last one that the stream has of it is looked at: what is there is not sent again, however long ago
 the hub that sent it was killed.
 
-What always holds: of each worker the stream has its first frames, all of them up to some frame. A frame that could not be stored is the last that
-is tried of its worker; the next hub goes on with it.
+Invariant: of each worker the stream has its first frames, all of them up to some frame. While the server is away or the stream is full, methods raise
+RetryError and are called again. A frame that cannot be stored is the last that is tried of its worker; the next hub goes on with it.
 """
 
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import msgspec
 
 from capflow.action import Answered
 from capflow.consumer import Consumer, ConsumerPolicy, Context
-from capflow.errors import CapflowError, UsageError, explain
+from capflow.errors import CapflowError, RetryError, UsageError, explain
 from capflow.frame import Chunk, Frame, FrameHeader, Rank
 from capflow.hookspecs import hookimpl
 from capflow.message import ModelInfo
@@ -58,7 +59,7 @@ class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_key: capflow's own, for servers that ask for one.
     prefix: what every subject begins with. probes: probe files, whose scores are sent. sites: also capture these of every
     request. positions: which tokens. vectors: also send the rows themselves. rows: what `capflow.open` takes to find them,
-    the root of a `filesystem` consumer beside this one. give_up_s: for how long a server that is away is waited for; None: for ever.
+    the root of a `filesystem` consumer beside this one. give_up_s: for how long a call is retried while the server is away; None: for ever.
     """
 
     stream: str
@@ -102,6 +103,8 @@ class NatsConsumer(Consumer):
         self._unfit: dict[str, str] = {}  # why no rows of an engine can be scored
         self._last: dict[str, Place | None] = {}  # of the last message that the stream has, by subject
         self._stuck: dict[str, str] = {}  # why nothing more is sent, by subject
+        self._opening = ""  # identifies this opening in the ids of messages
+        self._sessions = 0  # messages of sessions that were sent in this opening
         self._context: Context | None = None
         self._link: Any = None  # from `open` to `close`
 
@@ -163,6 +166,8 @@ class NatsConsumer(Consumer):
         from capflow_consumers.natslink import NatsLink  # needs nats-py
 
         self._context = context
+        self._requests, self._unfit, self._last, self._stuck = {}, {}, {}, {}
+        self._opening, self._sessions = uuid.uuid4().hex, 0
         config = self.config
         where = f"consumers.{self.instance}"
         link = NatsLink(config.servers, config.stream, self._login, give_up_s=config.give_up_s, where=where)
@@ -170,7 +175,7 @@ class NatsConsumer(Consumer):
         self._link = link
         probes = [name for probes in self._probes.values() for probe in probes for name in probe.names]
         try:
-            self._send(opened_message(config.prefix, probes, vectors=config.vectors))
+            self._send(opened_message(config.prefix, probes, self._opening, vectors=config.vectors))
         except CapflowError as e:
             self.close()
             raise CapflowError(f"{where}.stream: {e}") from e
@@ -188,38 +193,42 @@ class NatsConsumer(Consumer):
             self._unfit[engine] = str(e)
             raise
         finally:
-            self._send(session_message(self.config.prefix, engine, model))
+            self._send(session_message(self.config.prefix, engine, model, f"{self._opening} {self._sessions}"))
+            self._sessions += 1
 
     def on_frame(self, frame: Frame) -> None:
-        """Send the frame's messages that the stream has not, and wait until it has them."""
+        """Send the frame's messages that the stream does not have, and wait until it has them.
+
+        Raises RetryError while the server is away or the stream is full: the next call asks the stream anew what it has.
+        """
         header = frame.header
         if header.engine in self._unfit:
             raise UsageError(self._unfit[header.engine])
         chunks = list(frame.chunks())
         if not chunks:
             return
-        mine = {
-            chunk.request.id: self._requests.setdefault((header.engine, chunk.request.id), _Request())
-            for chunk in chunks
-        }
-        for chunk in chunks:
-            request = mine[chunk.request.id]
-            request.rows += len(chunk.sites) * chunk.rows.shape[1]
-            request.latest[header.rank] = Place.of(header, 0)
         new = list(self._new(header, chunks))
-        refused = self._link.store(new)
+        try:
+            refused = self._store(new)
+        except RetryError:
+            for subject in self._subjects(header):
+                self._last.pop(subject, None)
+            raise
         self._stuck |= refused
-        self._count("messages", sum(sent.subject not in refused for sent in new))
         self._last |= {sent.subject: sent.place for sent in new if sent.subject not in refused}
         errors = [self._stuck[subject] for subject in self._subjects(header) if subject in self._stuck]
         if errors:
             self._count("frames_refused")
-            for request in mine.values():
+        for chunk in chunks:
+            request = self._requests.setdefault((header.engine, chunk.request.id), _Request())
+            request.rows += len(chunk.sites) * chunk.rows.shape[1]
+            request.latest[header.rank] = Place.of(header, 0)
+            if errors:
                 request.error = request.error or errors[0]
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:
-        """Send what became of the request, and wait until the stream has it."""
-        request = self._requests.pop((done.engine, done.request), None) or _Request()
+        """Send what became of the request, and wait until the stream has it. Raises RetryError as `on_frame` does."""
+        request = self._requests.get((done.engine, done.request)) or _Request()
         problems = done.problems
         if request.error is not None:
             problems.append(request.error)
@@ -228,24 +237,22 @@ class NatsConsumer(Consumer):
         error = "; ".join(problems) or None
         became = {"rows": request.rows, "capture_status": status, "error": error}
         end = done_message(self.config.prefix, done, became, place, self.config.rows)
-        last = self._link.last(end.subject)
-        if last is not None and last.get(ID_HEADER) == end.headers[ID_HEADER]:
-            self._count("messages_again")
-        else:
-            try:
-                self._send(end)
-            except CapflowError as e:
-                return CaptureResult("error", str(e))
+        try:
+            last = self._link.last(end.subject)
+            self._send(end, again=last is not None and last.get(ID_HEADER) == end.headers[ID_HEADER])
+        except RetryError:
+            raise
+        except CapflowError as e:
+            self._requests.pop((done.engine, done.request), None)
+            return CaptureResult("error", str(e))
+        self._requests.pop((done.engine, done.request), None)
         payload = {"stream": self.config.stream, "subject": end.subject, "rows": request.rows}
         return CaptureResult(status, error, payload)
 
     def on_action(self, answered: Answered) -> None:
         """Send what came of an action, once, and wait until the stream has it."""
         sent = action_message(self.config.prefix, answered)
-        if self._link.last(sent.subject) is not None:
-            self._count("messages_again")
-        else:
-            self._send(sent)
+        self._send(sent, again=self._link.last(sent.subject) is not None)
 
     def look(self) -> tuple[str, str]:
         """Return the stream, and a command that lists what is in it."""
@@ -258,11 +265,20 @@ class NatsConsumer(Consumer):
             self._link.close()
             self._link = None
 
-    def _send(self, sent: Message) -> None:
-        """Send a message and wait until the stream has it; raises CapflowError when it never will."""
-        if refused := self._link.store([sent]):
+    def _send(self, sent: Message, *, again: bool = False) -> None:
+        """Send a message and wait until the stream has it; again: it has. Raises RetryError, and CapflowError when it never will."""
+        if again:
+            self._count("messages_again")
+        if refused := self._store([] if again else [sent]):
             raise CapflowError(refused[sent.subject])
-        self._count("messages")
+
+    def _store(self, messages: list[Message]) -> dict[str, str]:
+        """Store messages as `NatsLink.store` does, and count those that the server acknowledged."""
+        before = self._link.stored
+        try:
+            return cast("dict[str, str]", self._link.store(messages))
+        finally:
+            self._count("messages", self._link.stored - before)
 
     def _subjects(self, header: FrameHeader) -> list[str]:
         """Return the subjects of a worker's messages."""
@@ -272,14 +288,21 @@ class NatsConsumer(Consumer):
     def _new(self, header: FrameHeader, chunks: list[Chunk]) -> Iterator[Message]:
         """Yield the messages of a frame that the stream does not have and may still take."""
         for subject in self._subjects(header):
-            if subject not in self._last:
+            if subject in self._last or subject in self._stuck:
+                continue
+            try:
                 found = self._link.last(subject)
+            except RetryError:
+                raise
+            except CapflowError as e:
+                self._stuck[subject] = str(e)
+            else:
                 self._last[subject] = place_of(found) if found is not None else None
         messages = rows_messages(self.config.prefix, header, chunks, self._scores, self.config.rows)
         if self.config.vectors:
             messages += vector_messages(self.config.prefix, header, chunks)
         for made in messages:
-            if made.place is not None and made.place.is_behind(self._last[made.subject]):
+            if made.place is not None and made.place.is_behind(self._last.get(made.subject)):
                 self._count("messages_again")
             elif made.subject not in self._stuck:
                 yield made

@@ -1,18 +1,22 @@
 """The link to NATS: a connection with an event loop and a thread of its own, which stores messages in one JetStream stream.
 
-What always holds: when `store` returns, the server has acknowledged every message of it. Messages on one subject are stored in
-their order, each when the one before is; on different subjects together, at most `UNDER_WAY_MAX` at a time. A server that is away is
-waited for, and a message of which no acknowledgement came is sent again: its id has the server take it once.
+Invariant: when `store` returns, the server has acknowledged every message of it. Messages on one subject are stored in
+their order, each when the one before is; on different subjects together, at most `UNDER_WAY_MAX` at a time.
+
+No method waits for a server that is away: it raises RetryError, at the latest `ACK_S` after it asked. A message that is sent again has the
+same id, by which the server takes it once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import threading
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -22,7 +26,7 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext, api
 from nats.js import errors as js_errors
 
-from capflow.errors import CapflowError, UsageError, explain
+from capflow.errors import CapflowError, RetryError, UsageError, explain
 from capflow_consumers.natslogin import NatsLogin
 from capflow_consumers.natsmessages import OVERHEAD_BYTES, PART_BYTES_MAX, Message
 
@@ -31,8 +35,7 @@ logger = logging.getLogger("capflow.consumer.nats")
 CONNECT_S = 5.0
 ACK_S = 5.0
 UNDER_WAY_MAX = 16  # messages
-_PAUSE_S = 0.1  # before a message is sent again
-_TELL_S = 5.0
+_PAUSE_S = 0.1  # between attempts of the client to connect
 _CANCELS_MAX = 20
 _BUFFER_BYTES = 2 * UNDER_WAY_MAX * (PART_BYTES_MAX + OVERHEAD_BYTES)  # the client's, while the server is away
 _DUPLICATES_S = 600.0  # of a stream that is made here
@@ -56,10 +59,18 @@ class RefusedError(CapflowError):
     """The server will not store a message."""
 
 
+class _AwayError(Exception):
+    """The server does not answer, or has no room: it may later. errno: the reason in the words of the system."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.errno = code
+
+
 class NatsLink:
     """One connection, from `open` to `close`; its methods block, and are called on one thread.
 
-    give_up_s: for how long a server that is away is waited for; None for as long as it takes.
+    give_up_s: for how long after the first RetryError a server that is away raises more of them; None for ever.
     """
 
     def __init__(
@@ -76,8 +87,10 @@ class NatsLink:
         self._js: JetStreamContext | None = None
         self._said = ""  # what the server said last that was wrong
         self._denied = ""  # that a right is missing, or that capflow may not in
-        self._told_s = _TELL_S  # for how long something is away when that is logged next
+        # When the call that is made again raised RetryError first, on the monotonic clock.
+        self._away_since: float | None = None
         self.reconnects = 0
+        self.stored = 0  # messages that the server acknowledged
 
     def open(self, subjects: str, *, create: bool) -> None:
         """Connect, and see to the stream; raises UsageError, or CapflowError when the server does not answer."""
@@ -89,11 +102,18 @@ class NatsLink:
             raise
 
     def store(self, messages: Iterable[Message]) -> dict[str, str]:
-        """Store messages; return why those of some subjects could not be, behind which none of that subject was."""
+        """Store messages; return, by subject, why a message will never be stored. The messages behind it on that subject are not sent.
+
+        Raises RetryError while the server is away or the stream is full; some of the messages may be stored then. A call that returns, if
+        only of no messages, ends what `give_up_s` counts.
+        """
         return self._call(self._store(messages))
 
     def last(self, subject: str) -> dict[str, str] | None:
-        """Return the headers of the last message on a subject; None when there is none."""
+        """Return the headers of the last message on a subject; None when there is none.
+
+        Raises RetryError while the server is away, and CapflowError when it refuses or has been away for `give_up_s`.
+        """
         return self._call(self._last(subject))
 
     def close(self) -> None:
@@ -172,59 +192,82 @@ class NatsLink:
             by_subject.setdefault(message.subject, []).append(message)
         room = asyncio.Semaphore(UNDER_WAY_MAX)
 
-        async def store_all(subject: str) -> str | None:
+        async def store_all(subject: str) -> Exception | None:
             async with room:
                 for message in by_subject[subject]:
                     try:
                         await self._store_one(message)
-                    except (CapflowError, js_errors.NotFoundError) as e:
-                        return str(e)
+                    except (CapflowError, js_errors.NotFoundError, _AwayError) as e:
+                        return e
             return None
 
-        said = await asyncio.gather(*map(store_all, by_subject))
-        return {subject: error for subject, error in zip(by_subject, said, strict=True) if error is not None}
+        errors = dict(zip(by_subject, await asyncio.gather(*map(store_all, by_subject)), strict=True))
+        away = next((error for error in errors.values() if isinstance(error, _AwayError)), None)
+        given_up = None if away is None else self._give_up(away)
+        self._over()
+        return {
+            subject: str(given_up if isinstance(error, _AwayError) else error)
+            for subject, error in errors.items()
+            if error is not None
+        }
 
     async def _store_one(self, message: Message) -> None:
-        """Return when the message is acknowledged; raises CapflowError when it never will be."""
-        await self._patiently(
+        """Return when the message is acknowledged. Raises _AwayError, and CapflowError when it never will be."""
+        await self._ask(
             lambda js: js.publish(message.subject, message.body, stream=self._stream, headers={**message.headers}),
             message.subject,
         )
+        self.stored += 1
 
     async def _last(self, subject: str) -> dict[str, str] | None:
         try:
-            found = await self._patiently(lambda js: js.get_last_msg(self._stream, subject), subject)
+            found = await self._ask(lambda js: js.get_last_msg(self._stream, subject), subject)
         except js_errors.NotFoundError:
             return None
+        except _AwayError as e:
+            raise self._give_up(e) from e
         return dict(found.headers or {})
 
-    async def _patiently(self, ask: Any, subject: str) -> Any:
-        """Ask the server until it answers; raises CapflowError when it refuses, or is away for too long."""
-        since = time.monotonic()
+    async def _ask(self, ask: Callable[[JetStreamContext], Awaitable[_T]], subject: str) -> _T:
+        """Ask the server once. Raises _AwayError when it may answer later, RefusedError when it refuses, and NotFoundError."""
         self._denied = ""
-        self._told_s = _TELL_S
-        while True:
+        if self._client.is_closed:
             try:
-                return await ask(self._stream_api())
-            except js_errors.NotFoundError:
-                raise
-            except _AWAY as e:
-                if self._denied:
-                    raise RefusedError(explain(subject, got=self._denied, expected="the right to use it")) from e
-                away_s = time.monotonic() - since
-                do = "give the stream room, or have it discard old messages" if _of(e).startswith("maximum ") else ""
-                why = explain(f"stream {self._stream} took nothing for {away_s:.1f} s", got=_of(e), do=do)
-                if self._give_up_s is not None and away_s >= self._give_up_s:
-                    raise CapflowError(why) from e
-                if away_s >= self._told_s:
-                    logger.warning("%s; waiting", why)
-                    self._told_s = away_s * 2
-                await asyncio.sleep(_PAUSE_S)
-                if self._client.is_closed:
-                    with contextlib.suppress(CapflowError):
-                        await self._connect()
-            except js_errors.APIError as e:
-                raise RefusedError(explain(f"stream {self._stream}", got=_of(e))) from e
+                await self._connect()
+            except CapflowError as e:
+                raise _AwayError(str(e), errno.ENOTCONN) from e
+        if not self._client.is_connected:  # or the client would keep a copy of the message at each attempt
+            raise _AwayError(self._said or "no connection", errno.ENOTCONN)
+        try:
+            return await ask(self._stream_api())
+        except js_errors.NotFoundError:
+            raise
+        except _AWAY as e:
+            if self._denied:
+                raise RefusedError(explain(subject, got=self._denied, expected="the right to use it")) from e
+            is_full = _of(e).startswith("maximum ")
+            late = isinstance(e, TimeoutError | nats.errors.TimeoutError)
+            code = errno.ENOSPC if is_full else errno.ETIMEDOUT if late else errno.ENOTCONN
+            raise _AwayError(_of(e), code) from e
+        except js_errors.APIError as e:
+            raise RefusedError(explain(f"stream {self._stream}", got=_of(e))) from e
+
+    def _give_up(self, away: _AwayError) -> CapflowError:
+        """Return the error of a server that was away for `give_up_s`. Raises RetryError before."""
+        now = time.monotonic()
+        self._away_since = now if self._away_since is None else self._away_since
+        away_s = now - self._away_since
+        full = "give the stream room, or have it discard old messages"
+        do = full if away.errno == errno.ENOSPC else ""
+        why = explain(f"stream {self._stream} took nothing for {away_s:.1f} s", got=str(away), do=do)
+        if self._give_up_s is None or away_s < self._give_up_s:
+            raise RetryError(why) from OSError(away.errno, os.strerror(away.errno))
+        self._over()  # what comes next is tried for as long
+        return CapflowError(why)
+
+    def _over(self) -> None:
+        """Note that the call in hand is not made again."""
+        self._away_since = None
 
     def _stream_api(self) -> JetStreamContext:
         assert self._js is not None
@@ -237,6 +280,7 @@ class NatsLink:
 
     async def _on_reconnected(self) -> None:
         self.reconnects += 1
+        self._said = ""
 
     def _wrong(self, field: str, got: str, expected: str) -> UsageError:
         return UsageError(explain(f"{self._where}.{field}", got=got, expected=expected))

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import sys
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -99,17 +98,17 @@ def place_of(headers: dict[str, str]) -> Place | None:
         return None
 
 
-def opened_message(prefix: str, probes: list[str], *, vectors: bool) -> Message:
-    """Return the message that the consumer has started, and with what."""
+def opened_message(prefix: str, probes: list[str], identity: str, *, vectors: bool) -> Message:
+    """Return the message that the consumer has started, and with what. identity: of this start."""
     body = _encode({"capflow": capflow.__version__, "probes": probes, "vectors": vectors})
-    return message(f"{prefix}.opened", None, body, identity=uuid.uuid4().hex)
+    return message(f"{prefix}.opened", None, body, identity=identity)
 
 
-def session_message(prefix: str, engine: str, model: ModelInfo) -> Message:
-    """Return the message that an engine is there."""
+def session_message(prefix: str, engine: str, model: ModelInfo, identity: str) -> Message:
+    """Return the message that an engine is there. identity: of this session; the same when the message is sent again."""
     about = {name: getattr(model, name) for name in ("num_layers", "hidden_size", "dtype", "stages")}
     body = _encode({"engine": engine, "model": model.name, **about, "sites": [str(site) for site in model.sites]})
-    return message(f"{prefix}.sessions.{token(engine)}", None, body, identity=uuid.uuid4().hex)
+    return message(f"{prefix}.sessions.{token(engine)}", None, body, identity=identity)
 
 
 def action_message(prefix: str, answered: Answered) -> Message:
