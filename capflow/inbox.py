@@ -11,10 +11,11 @@ A directory of its own below the one that it is given, named after the consumer 
 | `D` | consumer is done with a request: no record of it before this one is given again | `[engine, request]` | |
 | `M` | for how long hubs ran without an engine that the inbox has frames of | `[engine, seconds]` | |
 | `A` | action that was answered | `Answered` of `capflow.action` | |
-| `C` | checkpoint | `{engines, marks, unkept, models, of}` | |
+| `C` | checkpoint | `{engines, marks, unkept, models, of, done}` | |
 
 A checkpoint says what records before it may have said and still holds: the engines with their models; `marks`, the number of the last
-frame of each boot of each worker; and `unkept`, the open requests of which frames were forgotten, with how many rows. A checkpoint takes at most
+frame of each boot of each worker; `unkept`, the open requests of which frames were forgotten, with how many rows; and `done`, the requests of
+which some frames are forgotten, others not, and whose own `D` record found no room. A checkpoint takes at most
 one of `CHECKPOINT_PARTS` parts of the inbox, and only it may lie beyond `bytes_max`, so that there is always room for one: engines that no request without a result and no
 unread frame needs are left out when it would be larger, and come in again before their next frame. What always holds: records are forgotten only when a checkpoint behind them is durable, and the latest
 one is never forgotten. So whoever opens the inbox knows every engine, and which frames were here, also of those that are forgotten.
@@ -118,6 +119,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     unkept: list[Unkept] = []
     models: list[ModelInfo] = []
     of: list[tuple[str, int]] = []
+    done: list[Done] = []
 
     @property
     def known(self) -> list[Known]:
@@ -338,6 +340,7 @@ class Inbox:
                         self.done[engine, request] = through or number
                     case Checkpoint() as said:
                         marks, unkept = said.marks, said.unkept
+                        self.done |= {(done.engine, done.request): done.through for done in said.done}
                         self._own.append(number)
                         self.unkept = unkept
                         for long in unkept:
@@ -365,6 +368,11 @@ class Inbox:
     def frames_waiting(self) -> int:
         """How many frames were not taken out."""
         return max(0, self._frames_found + self.frames - self._frames_taken)
+
+    @property
+    def forgotten(self) -> int:
+        """The last record that a checkpoint has made needless."""
+        return self._forgotten
 
     @property
     def engines(self) -> list[str]:
@@ -521,12 +529,14 @@ class Inbox:
         unkept: Callable[[int], list[Unkept]],
         *,
         needed: Callable[[], Mapping[str, ModelInfo]] = dict,
+        done: Callable[[int], list[Done]] = lambda _: [],
         at_once: bool = False,
     ) -> None:
         """Note that nothing up to a record is needed any more; on the disk, when that is worth a checkpoint, or at once.
 
         unkept: gives the open requests of which frames up to a record are forgotten.
         needed: gives the engines of open requests, with the model that the next hub is to begin with.
+        done: gives the requests that the consumer is done with, have frames on both sides of a record, and no record that says so.
         """
         while self._own and self._own[0] <= self._forgotten:
             self._own.popleft()
@@ -538,7 +548,7 @@ class Inbox:
             return
         self._checkpoint_at, self._checkpoint_bytes = now, self._put_bytes
         bytes_max = self.bytes_max // CHECKPOINT_PARTS
-        head = self._checkpoint(number, unkept(number), needed, bytes_max)
+        head = self._checkpoint(number, unkept(number), needed, done(number), bytes_max)
         try:
             made = self.spool.append(head, spare_bytes=-bytes_max, needed=True)
         except FullError as e:
@@ -559,16 +569,22 @@ class Inbox:
                 del self._frame_last[engine]
 
     def _checkpoint(
-        self, number: int, unkept: list[Unkept], needed: Callable[[], Mapping[str, ModelInfo]], bytes_max: int
+        self,
+        number: int,
+        unkept: list[Unkept],
+        needed: Callable[[], Mapping[str, ModelInfo]],
+        done: list[Done],
+        bytes_max: int,
     ) -> bytes:
         """Return the head of a checkpoint of at most so many bytes.
 
-        What goes when it would be larger: engines that nothing needs, then the oldest marks, then the oldest open requests, then engines.
+        What goes when it would be larger: engines that nothing needs, then the oldest marks, then the oldest requests that are done, then the oldest open
+        requests, then engines.
         """
         marks = [Mark(*source, seq) for source, seq in list(self._marks.items())]
         runs = needed()
         open_engines = {name: Known(name, model) for name, model in runs.items()}  # also those that are gone
-        head = _checkpoint_head(self._engines | open_engines, marks, unkept)
+        head = _checkpoint_head(self._engines | open_engines, marks, unkept, done)
         if len(head) <= bytes_max:
             return head
         frames = dict(self._frame_last)
@@ -577,18 +593,20 @@ class Inbox:
             self._frame_last.pop(name, None)
             del self._engines[name]
         engines = self._engines | open_engines
-        head, lost = _checkpoint_head(engines, marks, unkept), False
-        while len(head) > bytes_max and (marks or unkept or engines):
+        head, lost = _checkpoint_head(engines, marks, unkept, done), False
+        while len(head) > bytes_max and (marks or done or unkept or engines):
             lost = True
             if marks:
                 marks = marks[(len(marks) + 1) // 2 :]
+            elif done:
+                done = done[(len(done) + 1) // 2 :]
             elif unkept:
                 unkept = unkept[(len(unkept) + 1) // 2 :]
             else:
                 name = next(iter(engines))
                 del engines[name]
                 self._engines.pop(name, None)
-            head = _checkpoint_head(engines, marks, unkept)
+            head = _checkpoint_head(engines, marks, unkept, done)
         if lost and not self._cut:
             event = {"event": "inbox_small", "directory": str(self.directory)}
             text = "spool %s: it is too small for what runs: a hub that ends now loses rows; give it more spool_bytes"
@@ -613,6 +631,7 @@ class Inbox:
         *,
         keep: bool,
         needed: Callable[[], Mapping[str, ModelInfo]] = dict,
+        done: Callable[[int], list[Done]] = lambda _: [],
     ) -> bool:
         """Give the directory back; return whether every record is durable.
 
@@ -620,7 +639,7 @@ class Inbox:
         """
         empty = needless >= self.spool.last and not keep
         if not empty:
-            self.forget(needless, unkept, needed=needed, at_once=True)
+            self.forget(needless, unkept, needed=needed, done=done, at_once=True)
             if self._wait(self.spool.wait_synced, self.spool.last):
                 self._acknowledge(self.spool.last)
                 self._wait(self.spool.wait_acknowledged, self._forgotten)
@@ -639,8 +658,8 @@ class Inbox:
         return True
 
 
-def _checkpoint_head(engines: Mapping[str, Known], marks: list[Mark], unkept: list[Unkept]) -> bytes:
+def _checkpoint_head(engines: Mapping[str, Known], marks: list[Mark], unkept: list[Unkept], done: list[Done]) -> bytes:
     """Return the head of a checkpoint, in which each model is written once."""
     models: dict[ModelInfo, int] = {}
     of = [(known.engine, models.setdefault(known.model, len(models))) for known in engines.values()]
-    return b"C" + _encoder.encode(Checkpoint([], marks, unkept, list(models), of))
+    return b"C" + _encoder.encode(Checkpoint([], marks, unkept, list(models), of, done))

@@ -151,4 +151,6 @@ def _read_once(place: Path) -> _Requests:
                     requests.done((engine, request), through or number)
                 case Checkpoint() as checkpoint:
                     requests.checkpoint(checkpoint.unkept)
+                    for each in checkpoint.done:
+                        requests.done((each.engine, each.request), each.through)
     return requests

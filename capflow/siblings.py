@@ -102,6 +102,7 @@ def waits(place: Path) -> bool:
                     done[engine, request] = through or number
                 case Checkpoint() as checkpoint:
                     unkept = {(long.engine, long.request.id) for long in checkpoint.unkept}
+                    done |= {(each.engine, each.request): each.through for each in checkpoint.done}
     except (CapflowError, msgspec.MsgspecError, KeyError):  # the last two of another version
         return True
     return bool(unkept - done.keys()) or any(number > done.get(key, 0) for key, number in last.items())

@@ -126,8 +126,11 @@ class SpillingLane(Lane):
         self._stuck = (
             False  # whether it could not be put down that a request is done with, the last time, which is said once
         )
-        # Requests that have results and are in `_open` or `_long` yet, and the last record of each.
-        self._settled: SimpleQueue[tuple[Request, int]] = SimpleQueue()
+        # Requests that have results and are in `_open` or `_long` yet; the last record of each, and whether the inbox has its `Done`.
+        self._settled: SimpleQueue[tuple[Request, int, bool]] = SimpleQueue()
+        # Of requests with results, each `Done` that found no room, behind the first record of the request; the consumer's thread's, as is the next.
+        self._owed: deque[tuple[int, Done]] = deque()
+        self._owed_at = 0.0  # when the last of these was tried
         self._done: dict[
             tuple[str, str], int
         ] = {}  # the same, of which records are in the inbox; the consumer's thread's
@@ -269,7 +272,8 @@ class SpillingLane(Lane):
             self._pass_notes()
         self.dead.close()
         keep = bool(self.inbox.engines or self._long or self.inbox.unkept)
-        self.inbox.close(self._needless(), self._unkept_by, keep=keep, needed=self._engines_open)
+        self._put_owed()
+        self.inbox.close(self._needless(), self._unkept_by, keep=keep, needed=self._engines_open, done=self._owed_by)
 
     def _take_all(self) -> bool:
         """Handle what comes; return True when everything was handled, False when it is to be discarded."""
@@ -371,6 +375,18 @@ class SpillingLane(Lane):
         """Return the open requests of which records up to a number are forgotten."""
         return [*self.inbox.unkept, *(long.unkept(number) for long in list(self._long.values()))]
 
+    def _owed_by(self, number: int) -> list[Done]:
+        """Return each `Done` that is not in the inbox and whose request has records on both sides of a number."""
+        return [done for first, done in self._owed if first <= number < done.through]
+
+    def _put_owed(self, again_s: float = 0.0) -> None:
+        """Put in each `Done` that found no room, as far as there is room now, unless that was tried in the last `again_s`."""
+        if time.monotonic() < self._owed_at + again_s:
+            return
+        self._owed_at = time.monotonic()
+        while self._owed and (self._owed[0][1].through <= self.inbox.forgotten or self._put_done(self._owed[0][1])):
+            self._owed.popleft()
+
     def _needless(self) -> int:
         """Return the last record that no next hub would need."""
         return next((known.first for known in self._open.values()), self._handled + 1) - 1
@@ -385,7 +401,9 @@ class SpillingLane(Lane):
                 text = "consumer %s: the spool is too small for the requests that run; a hub that ends now loses rows of the oldest"
                 logger.warning(text, self.name, extra={"event": "inbox_small", "consumer": self.name})
         needless = self._needless()
-        self.inbox.forget(needless, self._unkept_by, needed=self._engines_open)
+        self.inbox.forget(needless, self._unkept_by, needed=self._engines_open, done=self._owed_by)
+        if self._owed:
+            self._put_owed(again_s=limits.IDLE_S)
         while self._done and self._done[key := next(iter(self._done))] <= needless:
             del self._done[key]
 
@@ -642,23 +660,27 @@ class SpillingLane(Lane):
 
     def _done_with(self, request: Request, number: int) -> None:
         """Put down that the consumer has made a request its own. Called on any thread."""
+        self._settled.put((request, number, self._put_done(Done(request.engine, request.id, number))))
+
+    def _put_done(self, done: Done) -> bool:
+        """Return whether there was room for the record. Called on any thread."""
         try:
-            self.inbox.put(Done(request.engine, request.id, number))
+            self.inbox.put(done)
         except FullError as e:
             if not self._stuck:
                 event = {"event": "inbox_full", "consumer": self.name, "reason": e.reason}
                 text = "consumer %s: what it is done with may be given to it again: %s"
                 logger.warning(text, self.name, e, extra=event)
             self._stuck = True
-        else:
-            self._stuck = False
-        self._settled.put((request, number))
+            return False
+        self._stuck = False
+        return True
 
     def _let_go(self, until: Request | None = None) -> None:
         """Forget the requests of which there are results; wait for that of `until`. Raises AnewError and LeftError when it has none."""
         while until is not None or not self._settled.empty():
             try:
-                request, number = self._settled.get(timeout=limits.IDLE_S)
+                request, number, is_put = self._settled.get(timeout=limits.IDLE_S)
             except Empty:
                 if self._discarded.is_set():
                     raise LeftError from None
@@ -667,9 +689,12 @@ class SpillingLane(Lane):
                 continue
             key = (request.engine, request.id)
             self._done[key] = number
-            for known in (self._open, self._long):
-                if key in known and known[key].request is request:
-                    del known[key]
+            known = self._known(request)
+            if not is_put:
+                self._owed.append((known.first if known is not None else 0, Done(*key, number)))
+            for each in (self._open, self._long):
+                if known is not None and each.get(key) is known:
+                    del each[key]
             until = None if request is until else until
 
     def _damaged(self, lost: Lost, number: int) -> None:

@@ -14,18 +14,21 @@ from collections import Counter
 import pytest
 from disks import mounted
 from frames import make_finished, make_frame, make_hello, make_model
-from hubs import Recorder, address, configured, running_hub, worker_link
+from hubs import Later, Recorder, address, configured, running_hub, worker_link
 from test_spilling import ROWS, Sender, once, spills, waiting
 from waiting import eventually
 
 from capflow import inbox as inboxes
+from capflow import limits
 from capflow.errors import CapflowError
 from capflow.frame import Frame
 from capflow.hub import Hub
-from capflow.inbox import Gone, Inbox, Known
+from capflow.inbox import Gone, Inbox, Known, read_head
+from capflow.inboxrequests import requests_in
 from capflow.inboxwriter import InboxWriter, Kept
 from capflow.plugins import ConfiguredConsumer, Spill
 from capflow.queue import ByteQueue, Overload
+from capflow.result import CaptureResult
 from capflow.spool import Files, FullError, Spool, heads
 from capflow.spool.report import in_use
 
@@ -554,3 +557,76 @@ def test_a_frame_that_comes_again_before_it_is_durable_is_acknowledged_when_it_i
     queue.close()
     assert writer.ended.wait(10)
     inbox.close(0, lambda _: [], keep=True)
+
+
+# Requests that the consumer is done with while the disk is full.
+
+
+class AlmostFull(Faulty):
+    """A disk that has room, while it is full, for what a spool gives back of it, and for no new spare file."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = False
+
+    def _check(self, *codes):
+        if not self.given:
+            super()._check(*codes)
+
+    def write(self, fd, parts, offset):
+        if self.code and sum(map(len, parts)) > 2000:
+            raise OSError(self.code, os.strerror(self.code))
+        super().write(fd, parts, offset)
+
+    def unlink(self, path):
+        self.given = self.given or path.name == "spare"
+        super().unlink(path)
+
+
+def done_in(place):
+    """Return the requests of which the records of an inbox say that its consumer is done with them."""
+    return {read_head(head).request for _, head in heads(place) if head is not None and head[:1] == b"D"}
+
+
+@contextlib.contextmanager
+def hub_on_full_disk(address, made):
+    """Run a hub whose consumer gets the result of `over` while the disk is full and `open` runs; give its lane and its files."""
+    files, later = AlmostFull(), made.consumer
+    with hub_on(address, made, files) as hub, worker_link(address) as link:
+        lane, worker = hub.lanes[0], Sender(link)
+        worker.rows("over")
+        worker.rows("over", "open")
+        worker.end("over")
+        worker.rows("open")
+        eventually(lambda: "over" in later.futures and worker.acknowledged and not waiting(hub))
+        eventually(lambda: lane.inbox.spool.synced_through == lane.inbox.spool.last)
+        files.code = errno.ENOSPC
+        later.futures["over"].set_result(CaptureResult("ok"))
+        yield lane, files
+        files.code = None
+
+
+def test_a_request_is_done_with_although_its_disk_was_full_just_then_and_the_hub_is_killed(address, spills, tmp_path):
+    later, recorder = Later(), Recorder()
+    made = spills(later, spool_bytes=limits.MIB)
+    with hub_on_full_disk(address, made) as (lane, _):
+        place = lane.inbox.directory
+        # The first frame is forgotten, the second is not.
+        eventually(lambda: len(lane._open) == 1 and lane.inbox.spool.acknowledged_through == lane._needless())
+        assert done_in(place) == set()
+        shutil.copytree(place, tmp_path / "killed")
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.move(tmp_path / "killed", place)
+    assert requests_in(place) == {"waiting": 1, "split": 0, "incomplete": 0, "named": [], "unnamed": 0}
+    with running_hub(address, spills(recorder, spool_bytes=limits.MIB)):
+        eventually(lambda: recorder.rows == {"open": 2 * ROWS})
+        eventually(lambda: set(recorder.done) == {"open"}, 20)
+
+
+def test_that_a_request_is_done_with_is_put_down_when_the_disk_has_room_again(address, spills):
+    made = spills(Later(), spool_bytes=limits.MIB)
+    with hub_on_full_disk(address, made) as (lane, files):
+        eventually(lambda: len(lane._open) == 1)
+        assert done_in(lane.inbox.directory) == set()
+        files.code = None
+        eventually(lambda: done_in(lane.inbox.directory) == {"over"})
