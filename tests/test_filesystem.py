@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from frames import make_frame, make_model, row_of, token_of
+from hubs import configured
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -26,8 +27,10 @@ from capflow.positions import Positions
 from capflow.result import CaptureResult, RequestDone
 from capflow.site import Site
 from capflow.spec import CaptureSpec, Want
+from capflow.testing import MemoryHub
 from capflow_consumers import layout
 from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
+from capflow_consumers.rowbuffer import RowBuffer
 from capflow_consumers.slug import LENGTH_MAX, slug
 
 SITES = (Site(0, "post_block"), Site(1, "post_block"), Site(1, "mlp_in"))
@@ -628,3 +631,24 @@ def test_a_header_always_fits_its_place():
     site = Site(1023, "post_block")
     header = layout.header(site, "bfloat16", 10**12, 65_536, 131_072)
     assert len(header) == layout.HEADER_BYTES
+
+
+def test_memory_that_runs_out_while_a_frame_is_copied_costs_no_row(tmp_path, monkeypatch):
+    add, calls = RowBuffer.add, Counter()
+
+    def short(self, *args):
+        calls["add"] += 1
+        if calls["add"] == 2:
+            raise MemoryError
+        return add(self, *args)
+
+    monkeypatch.setattr(RowBuffer, "add", short)
+    consumer = FilesystemConsumer(FilesystemConfig(root=str(tmp_path / "rows")))
+    with MemoryHub(configured(consumer, "spill", spool_dir=tmp_path / "spool")) as hub:
+        engine = hub.engine()
+        engine.step([("r1", 4, 0, 4), ("r2", 4, 0, 4)])
+        for request in ("r1", "r2"):
+            engine.finish(request)
+        assert {request: hub.result(request).status for request in ("r1", "r2")} == {"r1": "ok", "r2": "ok"}
+        assert hub.lanes[0].restarts == 1
+    assert [len(capture[SITES[0]].rows) for capture in capflow.open(tmp_path / "rows")] == [4, 4]

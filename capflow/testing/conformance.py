@@ -21,7 +21,7 @@ from capflow.testing.frames import make_model
 from capflow.testing.hub import MemoryHub
 from capflow.testing.killed import killed
 from capflow.testing.rowrules import RowRules
-from capflow.testing.trial import Subject, Torn, outcome, trial
+from capflow.testing.trial import Short, Subject, Torn, outcome, trial
 
 
 def conformance(
@@ -117,6 +117,30 @@ class Conformance(RowRules):
             run.result("r0")
             self._same(alone, run, "a request that was not in a frame at which on_frame raised")
         self._kept_same(tmp_path, "torn")
+
+    def test_a_retry_takes_nothing_of_its_frame(self, tmp_path: Path) -> None:
+        """When memory is short in the middle of a frame, `on_frame` is called with it again; the result is as if it had been called once."""
+        alone = self._alone(tmp_path)
+        with trial(self.subject, tmp_path / "short") as run:
+            lane = run.hub.lanes[0]
+            consumer = run.hub.hub.consumers[0].consumer
+            handle = consumer.on_frame
+            failed: set[int] = set()
+
+            def on_frame(frame: Frame) -> None:
+                if frame.header.seq not in failed:
+                    failed.add(frame.header.seq)
+                    frame = Short(frame.header, frame.payload, frame.wants)
+                handle(frame)
+
+            consumer.on_frame = on_frame  # type: ignore[method-assign]
+            self._whole(run.engine())
+            run.result("r1")
+            is_whole = lane.keeps or not lane.restarts  # rows in memory end with an opening
+            if is_whole:
+                self._same(alone, run, "a request of which each frame was retried")
+        if is_whole:
+            self._kept_same(tmp_path, "short")
 
     def test_an_opening_after_a_fatal_error_begins_anew(self, tmp_path: Path) -> None:
         """After `FatalError` it is closed and opened again: what comes again is kept once, and the requests behind it are whole."""

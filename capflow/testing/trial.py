@@ -76,15 +76,27 @@ class Torn(Frame):
 
     __slots__ = ()
 
+    def _error(self) -> Exception:
+        return RuntimeError("this frame cannot be read any further")
+
     def blocks(self) -> Iterator[tuple[Block, Rows]]:
-        """Yield the first block, and raise RuntimeError."""
+        """Yield the first block, and raise."""
         yield from itertools.islice(super().blocks(), 1)
-        raise RuntimeError("this frame cannot be read any further")
+        raise self._error()
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the first chunk, and raise RuntimeError."""
+        """Yield the first chunk, and raise."""
         yield from itertools.islice(Frame(self.header, self.payload, self.wants).chunks(), 1)
-        raise RuntimeError("this frame cannot be read any further")
+        raise self._error()
+
+
+class Short(Torn):
+    """A frame for which there is no memory now, behind its first chunk, or block."""
+
+    __slots__ = ()
+
+    def _error(self) -> Exception:
+        return MemoryError("no memory to read this frame any further")
 
 
 class _Failures(logging.Handler):

@@ -22,8 +22,8 @@ import msgspec
 
 from capflow import limits
 from capflow.consumer import Consumer, ConsumerPolicy, Context
-from capflow.errors import RetryError, UsageError, explain, kind_of
-from capflow.frame import Frame, FrameHeader, RequestRows
+from capflow.errors import FatalError, RetryError, UsageError, explain, kind_of
+from capflow.frame import Chunk, Frame, FrameHeader, RequestRows
 from capflow.hookspecs import hookimpl
 from capflow.message import ModelInfo
 from capflow.positions import Form
@@ -192,7 +192,8 @@ class FilesystemConsumer(Consumer):
     def on_frame(self, frame: Frame) -> None:
         """Copy the rows into the buffers of their requests; write the largest out when all exceed the bound.
 
-        Raises RetryError, having taken nothing of the frame, while the disk takes nothing.
+        Raises RetryError, having taken nothing of the frame, while the disk takes nothing, and FatalError when memory or descriptors run out in
+        the middle of the frame.
         """
         self._wait_for_disk()
         if self._buffered_bytes + self._parts.endings.nbytes > self.config.buffer_bytes_max:
@@ -200,10 +201,21 @@ class FilesystemConsumer(Consumer):
         for rows in frame.header.requests:
             if (frame.header.engine, rows.id) not in self._requests:
                 self._parts.endings.wait(rows.id)
+        chunks = list(frame.chunks())
+        try:
+            self._take(frame, chunks)
+        except Exception as e:
+            if kind_of(e) != "retry":
+                raise
+            got, do = f"{type(e).__name__}: {e}", "the hub opens the consumer again and gives the rows again"
+            raise FatalError(explain("part of a frame was taken", got=got, do=do)) from e
+
+    def _take(self, frame: Frame, chunks: list[Chunk]) -> None:
+        """Copy the rows of a frame."""
         previous: RequestRows | None = None
         endings = self._parts.endings
         frame_bytes = frame.nbytes
-        for chunk in frame.chunks():
+        for chunk in chunks:
             if chunk.request is not previous:
                 previous = chunk.request
                 request = self._request(frame, previous)
@@ -286,9 +298,10 @@ class FilesystemConsumer(Consumer):
         if request is None:
             self._parts.endings.wait(rows.id)
             wanted = frame.wants(rows) if frame.wants is not None else self._wanted(header.engine, rows)
-            request = self._requests[key] = FiledRequest(self._files(header.dtype, header.hidden_size, wanted), wanted)
+            request = FiledRequest(self._files(header.dtype, header.hidden_size, wanted), wanted)
             request.published = self._published(header, rows.id)
             request.files.about = self._about(header, rows, request.files) if self.config.layout == "per_file" else None
+            self._requests[key] = request
         elif (request.files.dtype, request.files.hidden_size) != (header.dtype, header.hidden_size):
             came = f"{header.dtype} rows of {header.hidden_size}"
             had = f"{request.files.dtype} of {request.files.hidden_size}, as the request's first"

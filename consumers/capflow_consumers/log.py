@@ -45,10 +45,10 @@ class LogConsumer(Consumer):
 
     def on_frame(self, frame: Frame) -> None:
         """Add up the norms and let the rows go."""
-        for chunk in frame.chunks():
+        found = [(chunk, np.linalg.norm(chunk.rows.astype(np.float32), axis=-1)) for chunk in frame.chunks()]
+        for chunk, norms in found:  # from here on nothing fails: a frame is taken whole or not at all
             key = (frame.header.engine, chunk.request.id)
             rows, total, sites = self.seen.get(key, (0, 0.0, frozenset()))
-            norms = np.linalg.norm(chunk.rows.astype(np.float32), axis=-1)
             self.seen[key] = (rows + norms.size, total + float(norms.sum()), sites.union(chunk.sites))
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:

@@ -115,8 +115,9 @@ class Dashboard(Consumer):
 
     def on_frame(self, frame: Frame) -> None:
         """Compute norms and scores, and let the rows go."""
+        chunks = list(frame.chunks())
         self._board.count(frame.header)
-        for chunk in frame.chunks():
+        for chunk in chunks:
             self._board.put(frame.header.engine, chunk)
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:

@@ -58,7 +58,7 @@ class Reward(Consumer):
 
     def on_frame(self, frame: Frame) -> None:
         """Score the rows; what does not fit the probe raises, and the requests in the frame are told."""
-        for chunk in frame.chunks():
+        for chunk in list(frame.chunks()):
             if chunk.rows.shape[-1] != self.probe.hidden_size:
                 expected = f"{self.probe.hidden_size}, the probe's width"
                 raise UsageError(explain("rows", got=f"{chunk.rows.shape[-1]} wide", expected=expected))

@@ -109,7 +109,7 @@ class Sae(Consumer):
             raise UsageError(explain("rows", got=f"{frame.header.hidden_size} wide", expected=expected))
         if trainer.error is not None:
             raise RuntimeError(f"the training ended: {trainer.error}")
-        for chunk in frame.chunks():
+        for chunk in list(frame.chunks()):
             skip = 1 if chunk.start == 0 and not self.config.first else 0
             rows = chunk.rows[0, skip:].astype(np.float32)
             finite = np.isfinite(rows).all(-1)
