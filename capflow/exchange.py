@@ -137,7 +137,8 @@ class Exchange:
         self._waiters = Waiters(self.budget.state)
         self._id = uuid.uuid4().hex
         self._captures = tuple(wish.spec for wish in wishes if wish.spec is not None)
-        self._acks: dict[Source, Ack] = {}  # to be said at the end of the turn; emptied by `acknowledge`
+        # Frames that nobody holds any more, by worker; emptied by `acknowledge`.
+        self._released: dict[Source, list[int]] = {}
         self._told: set[tuple[str, str]] = set()  # refusals that were logged, by engine and reason
         self._refused: dict[bytes, None] = {}  # who was refused and may stay connected; the oldest goes first
         self._rights = 0  # the state of the allow-list that sessions were last checked against
@@ -227,10 +228,11 @@ class Exchange:
 
     def acknowledge(self) -> None:
         """Tell each worker, once, what consumers came to be done with since the last call."""
-        for source, ack in self._acks.items():
+        for source, seqs in self._released.items():
+            ack = source.intake.release(*seqs)
             if source.peer is not None:
                 self._say(source.peer, ack)
-        self._acks.clear()
+        self._released.clear()
 
     def share_bytes(self, peer: bytes) -> tuple[int, int]:
         """Return how much of what a peer sent may wait to be handled: of all kinds, and how much more that its credit paid for."""
@@ -377,7 +379,7 @@ class Exchange:
             self._refuse(peer, session, str(e), now)
             return
         if known.source is not None:  # after it was said that an earlier boot of it is gone
-            self._acks.pop(known.source, None)  # the welcome says it
+            known.source.intake.release(*self._released.pop(known.source, ()))  # the welcome says it
             for lane in self._keepers:
                 lane.greet(hello.engine, known.source.engine.model)
         welcome = Welcome(self._id, 0, clock_s=now)  # a worker's credit is its intake's to say
@@ -533,13 +535,8 @@ class Exchange:
     def _release(self, hold: _Hold) -> None:
         """One of those who held a frame needs it no more."""
         hold.left -= 1
-        if hold.left:
-            return
-        source = hold.source
-        ack = source.intake.release(hold.seq)
-        if (said := self._acks.get(source)) is not None:
-            ack = Ack(ack.seq, said.credit_bytes + ack.credit_bytes)
-        self._acks[source] = ack
+        if not hold.left:
+            self._released.setdefault(hold.source, []).append(hold.seq)
 
     def _over(self, request: Request, taken: Callable[[], None] | None = None) -> int:
         """Tell consumers that a request is over; return how many of them will call `taken`."""

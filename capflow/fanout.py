@@ -494,17 +494,8 @@ class Lane:
 
         Raises LeftError when the hub stops first.
         """
-        place = self._place(method)
-        while True:
-            error = self._call(call, *args)
-            if error is None:
-                self.backoff.over()
-                if method == self._breaks:
-                    self._breaks = ""
-                if self._fatal and place == method:
-                    del self._fatal[place]
-                return None
-            kind = kind_of(error)
+        while (error := self._call(call, *args)) is not None:
+            kind, place = kind_of(error), self._place(method)
             if kind == "retry":
                 self._wait(method, error)
             elif kind == "fatal" and self._may_restart(place):
@@ -518,6 +509,13 @@ class Lane:
                 if self._fatal and place == method:  # what comes next may open it again
                     self._fatal.pop(place, None)
                 return self._failed(method, error)
+        if self.backoff.since is not None:
+            self.backoff.over()
+        if method == self._breaks:
+            self._breaks = ""
+        if self._fatal and self._place(method) == method:
+            del self._fatal[method]
+        return None
 
     def _may_restart(self, place: int | str) -> bool:
         """Return whether the consumer is opened again for the record in hand: when each record breaks it, once in a while."""

@@ -241,18 +241,19 @@ Wants = Callable[[RequestRows], Wanted]
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(FrameHeader)
 _id_of = operator.attrgetter("id")
-_request_of = operator.itemgetter(0)  # of a span
+_row_of = operator.itemgetter(3)  # of a span
 
 
 class Frame:
     """A header and its payload. `wants` narrows what `chunks` yields; None yields everything."""
 
-    __slots__ = ("header", "payload", "wants")
+    __slots__ = ("_counts", "header", "payload", "wants")
 
     def __init__(self, header: FrameHeader, payload: Any, wants: Wants | None = None) -> None:
         self.header = header
         self.payload = payload  # any object with the buffer protocol; kept alive by the views of it
         self.wants = wants
+        self._counts: list[int] | None = None  # what `counts` returns, once it is known
 
     def __repr__(self) -> str:
         about = self.header
@@ -264,6 +265,16 @@ class Frame:
     def nbytes(self) -> int:
         """The bytes of rows in the frame."""
         return self.header.payload_bytes
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """The rows of each request, over all its sites; in the order of the header's requests."""
+        if self._counts is None:
+            self._counts = [0] * len(self.header.requests)
+            for block in self.header.blocks:
+                for number, _, length, _ in block.spans:
+                    self._counts[number] += len(block.sites) * length
+        return self._counts
 
     def narrowed(self, wants: Wants | None) -> Frame:
         """Return the same frame, of which `chunks` yields what `wants` names."""
@@ -331,12 +342,14 @@ class Frame:
     def check(self, *, hashed: bool = True) -> None:
         """Raise RemoteProtocolError unless the module's invariant holds; hashed: and the payload has its hash."""
         header = self.header
-        expected_bytes = _checked_rows(header) * header.hidden_size * DTYPES[header.dtype].itemsize
+        counts = [0] * len(header.requests)
+        expected_bytes = _checked_rows(header, counts) * header.hidden_size * DTYPES[header.dtype].itemsize
         if not len(self.payload) == header.payload_bytes == expected_bytes:
             raise _broken("payload", f"{len(self.payload)} bytes", f"{expected_bytes} as the blocks say")
         digest = xxhash.xxh3_64_intdigest(self.payload) if hashed else header.xxh3
         if digest != header.xxh3:
             raise _broken("payload checksum", f"{digest:#018x}", f"{header.xxh3:#018x}")
+        self._counts = counts
 
 
 def rows_of(header: FrameHeader) -> Counter[str]:
@@ -348,8 +361,11 @@ def rows_of(header: FrameHeader) -> Counter[str]:
     return rows
 
 
-def _checked_rows(header: FrameHeader) -> int:
-    """Return the rows of a frame over all its sites, once everything in its header is in bounds and its spans tile."""
+def _checked_rows(header: FrameHeader, counts: list[int]) -> int:
+    """Return the rows of a frame over all its sites, once everything in its header is in bounds and its spans tile.
+
+    counts: the rows of each request are added to these.
+    """
     if header.version != PROTOCOL_VERSION:
         raise _broken("version", header.version, str(PROTOCOL_VERSION))
     if header.dtype not in DTYPES:
@@ -359,23 +375,26 @@ def _checked_rows(header: FrameHeader) -> int:
     for request in header.requests:
         if request.texts and len(request.texts) != len(request.token_ids):
             raise _broken("texts", len(request.texts), f"none or {len(request.token_ids)}")
-    total = sum(len(block.sites) * _checked_block(block, header) for block in header.blocks)
+    total = spans = 0
+    for block in header.blocks:
+        total += len(block.sites) * _checked_block(block, header, counts)
+        spans += len(block.spans)
     if total > limits.ROWS_PER_FRAME_MAX:
         raise _broken("rows", total, f"at most {limits.ROWS_PER_FRAME_MAX} over all sites")
     if len(set(map(_id_of, header.requests))) != len(header.requests):
         raise _broken("requests", "an id twice", "each id once")
-    numbers = list(map(_request_of, itertools.chain.from_iterable(block.spans for block in header.blocks)))
-    named = set(numbers)
-    if len(named) != len(header.requests):
-        raise _broken("requests", f"{len(header.requests)}, {len(named)} of them with spans", "a span of each request")
-    if len(named) != len(numbers):
+    if 0 in counts:
+        named = len(counts) - counts.count(0)
+        raise _broken("requests", f"{len(counts)}, {named} of them with spans", "a span of each request")
+    if spans != len(counts):
         _check_positions(header)
     return total
 
 
-def _checked_block(block: Block, header: FrameHeader) -> int:
+def _checked_block(block: Block, header: FrameHeader, counts: list[int]) -> int:
     """Return the rows of a block at each of its sites, once its sites and spans are in bounds and no row has two spans."""
-    if not block.sites or len(set(block.sites)) != len(block.sites):
+    sites = len(block.sites)
+    if not sites or len(set(block.sites)) != sites:
         raise _broken("block sites", block.sites, "one or more different sites")
     for site in block.sites:
         if site.hook not in HOOKS or not 0 <= site.layer < limits.LAYERS_MAX:
@@ -384,26 +403,31 @@ def _checked_block(block: Block, header: FrameHeader) -> int:
         raise _broken("block rows", block.rows, f"0..{limits.ROWS_PER_FRAME_MAX}")
     requests, count, rows = header.requests, len(header.requests), block.rows
     end, in_order = 0, True
-    for span in block.spans:
-        number, start, length, row = span
-        if not (0 <= number < count and length > 0):
-            raise _broken("span", tuple(span), f"a request below {count} and a length above 0")
+    for number, start, length, row in block.spans:
+        if not 0 <= number < count or length <= 0:
+            raise _broken("span", (number, start, length, row), f"a request below {count} and a length above 0")
         request = requests[number]
         first = start - request.start
         if first < 0 or first + length > len(request.token_ids):
-            raise _broken("span", tuple(span), f"positions of request {request.id}")
-        stop = row + length
-        if row < 0 or stop > rows:
-            raise _broken("span", tuple(span), f"rows below {rows}")
+            raise _broken("span", (number, start, length, row), f"positions of request {request.id}")
         if row < end:
             in_order = False
-        end = stop
-    if not in_order:
-        ordered = sorted(block.spans, key=lambda span: span.row)
-        for before, span in itertools.pairwise(ordered):
-            if span.row < before.row + before.length:
-                raise _broken("spans", f"{tuple(before)} and {tuple(span)}", "each row of a block in one span")
+        end = row + length
+        counts[number] += sites * length
+    if not in_order or end > rows:
+        _check_order(block)
     return rows
+
+
+def _check_order(block: Block) -> None:
+    """Raise RemoteProtocolError unless each span of a block lies inside it and no row has two."""
+    end, before = 0, None
+    for span in sorted(block.spans, key=_row_of):
+        if span.row < 0 or span.row + span.length > block.rows:
+            raise _broken("span", tuple(span), f"rows below {block.rows}")
+        if before is not None and span.row < end:
+            raise _broken("spans", f"{tuple(before)} and {tuple(span)}", "each row of a block in one span")
+        before, end = span, span.row + span.length
 
 
 def _check_positions(header: FrameHeader) -> None:

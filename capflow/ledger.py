@@ -303,36 +303,39 @@ class Ledger:
 
         `take`, `miss`, `keepers` and `finish` of an admitted frame raise nothing. Raises RemoteProtocolError.
         """
-        parts: tuple[RequestRows | Finished, ...] = (*header.requests, *header.finished)
-        for capture in (part.capture for part in parts if part.id not in engine.open):
-            self._shares(engine, None if capture is None else capture.untagged())
+        known = engine.open
+        parts: list[RequestRows | Finished] = [part for part in header.requests if part.id not in known]
+        for part in (*parts, *header.finished):
+            if part.id not in known:
+                self._shares(engine, None if part.capture is None else part.capture.untagged())
 
     def take(self, frame: Frame, engine: Engine) -> list[Delivery]:
         """Note a frame's rows; return it for each consumer that wants some of them."""
         header = frame.header
-        rank = header.rank
+        rank, stage = header.rank, header.rank.pp
         known = engine.open.get
         requests = [known(part.id) or self._request(engine, part, rank) for part in header.requests]
-        sent = [0] * len(requests)
-        for block in header.blocks:
-            count = len(block.sites)
-            for index, _, length, _ in block.spans:
-                sent[index] += count * length
+        sent = frame.counts
         for request, part, rows in zip(requests, header.requests, sent, strict=True):
             request.prompt_length = part.prompt_length
-            if part.start and rank.pp not in request.received:
-                request.before[rank.pp] = _first(header, part)
-            request.received[rank.pp] = request.received.get(rank.pp, 0) + rows
+            received = request.received
+            if stage in received:
+                received[stage] += rows
+            else:
+                if part.start:
+                    request.before[stage] = _first(header, part)
+                received[stage] = rows
         if not any(sent):
             return []
-        first = requests[0].shares
-        alike = all(request.shares is first for request in requests)  # the usual case: they want the same
+        shares = [request.shares for request in requests]
+        first = shares[0]
+        alike = shares.count(first) == len(shares)  # the usual case: they want the same
         deliveries = []
         for consumer in self._given:
             share = first[consumer]
-            if alike and (share is None or not any(share.groups(block.sites) for block in header.blocks)):
-                continue
             whole = alike and share is not None and all(share.wants_all(block.sites) for block in header.blocks)
+            if alike and not whole and (share is None or not any(share.groups(block.sites) for block in header.blocks)):
+                continue
             counts = sent if whole else _count(header, requests, consumer)
             rows = sum(counts)
             if rows:

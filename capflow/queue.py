@@ -46,7 +46,11 @@ class ByteQueue(Generic[T]):
         self._sized: deque[int] = deque()  # the numbers of those that have a size, so that `displace` looks at no other
         self._bytes = 0  # sum of the sizes in `_items`
         self._closed = False  # set once, by `close`
-        self._changed = threading.Condition()  # guards every field here; notified when any of them changed
+        self._lock = threading.RLock()  # guards every field here
+        self._changed = threading.Condition(
+            self._lock
+        )  # notified when an item came, and when one left that is waited for
+        self._putting = 0  # threads that wait for room
         # Counters, from the queue's start to its end; written under the lock, read by anyone.
         self.accepted = 0
         self.refused = 0
@@ -67,7 +71,7 @@ class ByteQueue(Generic[T]):
 
     def offer(self, item: T, nbytes: int) -> bool:
         """Add the item if there is room; return whether it was added."""
-        with self._changed:
+        with self._lock:
             if not self._fits(nbytes):
                 self.refused += 1
                 return False
@@ -76,8 +80,12 @@ class ByteQueue(Generic[T]):
 
     def put(self, item: T, nbytes: int, timeout_s: float | None = None) -> bool:
         """Add the item, waiting for room for at most `timeout_s`; return whether it was added."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._fits(nbytes), timeout_s)
+        with self._lock:
+            self._putting += 1
+            try:
+                self._changed.wait_for(lambda: self._closed or self._fits(nbytes), timeout_s)
+            finally:
+                self._putting -= 1
             if not self._fits(nbytes):
                 self.refused += 1
                 return False
@@ -87,7 +95,7 @@ class ByteQueue(Generic[T]):
     def displace(self, item: T, nbytes: int) -> list[T]:
         """Add the item; return those that went to make room: the oldest, as many as it takes, items of size 0 never."""
         gone: list[T] = []
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return [item]
             while self._sized and self._bytes + nbytes > self.bytes_max:
@@ -100,13 +108,13 @@ class ByteQueue(Generic[T]):
 
     def force(self, item: T, nbytes: int = 0) -> None:
         """Add the item, full or not: for what its owner bounds in another way. Nothing is added to a closed queue."""
-        with self._changed:
+        with self._lock:
             if not self._closed:
                 self._add(item, nbytes)
 
     def remove(self, match: Callable[[T], bool]) -> T | None:
         """Remove and return the oldest item that matches; None when none does. Looks at every item before it."""
-        with self._changed:
+        with self._lock:
             for number, (item, nbytes) in self._items.items():
                 if match(item):
                     del self._items[number]
@@ -122,7 +130,7 @@ class ByteQueue(Generic[T]):
 
         A closed queue gives what is left in it.
         """
-        with self._changed:
+        with self._lock:
             if not self._items and timeout_s != 0:
                 self._changed.wait_for(lambda: self._items or self._closed, timeout_s)
             if not self._items:
@@ -131,12 +139,13 @@ class ByteQueue(Generic[T]):
             if nbytes:
                 self._sized.popleft()
                 self._bytes -= nbytes
-            self._changed.notify_all()
+            if self._putting:
+                self._changed.notify_all()
             return item
 
     def close(self) -> None:
         """Take nothing any more, and wake everyone who waits."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
 

@@ -87,7 +87,7 @@ class UnexpectedMessageError(RemoteProtocolError):
 
 def cost(parts: Parts) -> int:
     """Return the credit that a frame's parts cost, in bytes."""
-    return sum(len(part) for part in parts)
+    return sum(map(len, parts))
 
 
 def decode(
@@ -327,6 +327,7 @@ class Pool:
         self.shares = shares
         self.committed_bytes = 0  # the credit of all of them, and the frames held
         self._workers: dict[str, int] = {}  # that are connected, by owner
+        self._windows: dict[str, int] = {}  # what `window_of` returned since that changed
 
     @property
     def workers(self) -> int:
@@ -340,10 +341,15 @@ class Pool:
 
     def window_of(self, owner: str) -> int:
         """Return what each worker of an owner may have under way, as many as there are now."""
-        return min(self.each_bytes_max, self.bytes_max // max(1, len(self._workers)) // max(1, self._workers[owner]))
+        window = self._windows.get(owner)
+        if window is None:
+            part = self.bytes_max // max(1, len(self._workers)) // max(1, self._workers[owner])
+            window = self._windows[owner] = min(self.each_bytes_max, part)
+        return window
 
     def connect(self, owner: str, workers: int) -> None:
         """Note that so many more workers are connected."""
+        self._windows.clear()
         self._workers[owner] = self._workers.get(owner, 0) + workers
         if not self._workers[owner]:
             del self._workers[owner]
@@ -431,9 +437,9 @@ class Intake:
         """Return the Ack that gives back what a frame cost that `take` did not take."""
         return Ack(self.acked, self._give(0))
 
-    def release(self, seq: int) -> Ack:
-        """Note that nothing needs the frame any more; return the Ack that says so."""
-        nbytes = self._held.pop(seq)
+    def release(self, *seqs: int) -> Ack:
+        """Note that nothing needs these frames any more; return the Ack that says so."""
+        nbytes = sum(map(self._held.pop, seqs))
         self._held_bytes -= nbytes
         self.acked = next(iter(self._held)) - 1 if self._held else self.last_seq
         return Ack(self.acked, self._give(nbytes))

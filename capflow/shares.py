@@ -44,14 +44,17 @@ class Shares:
         with self._lock:
             return self._room(owner)
 
-    def _room(self, owner: str) -> int:
-        held = self._held.get(owner, 0)
-        owners = len(self._held) + (not held)
+    def _room(self, owner: str, back: int = 0) -> int:
+        """Return how much an owner may take once it has given something back."""
+        before, least = self._held.get(owner, 0), self.least
+        owners = len(self._held) + (not before)
         if owners > self._owners_max:
             return 0
-        own = max(0, self.least - max(0, held))
-        common = min(self._common // (owners + 1) - max(0, held - self.least), self._common - self._common_used)
-        return own + max(0, common)
+        held = before - back
+        over = max(0, held - least)  # what it has of the common half
+        free = self._common - self._common_used + max(0, before - least)
+        own = max(0, least - max(0, held))
+        return own + max(0, min(self._common // (owners + 1), free) - over)
 
     def offer(self, owner: str, amount: int) -> bool:
         """Take an amount if there is room for it; return whether there is."""
@@ -77,9 +80,8 @@ class Shares:
     def trade(self, owner: str, back: int, wanted: int) -> int:
         """Give back what an owner had, then take as much as there is room for of what it wants; return that."""
         with self._lock:
-            self._change(owner, -back)
-            taken = max(0, min(wanted, self._room(owner)))
-            self._change(owner, taken)
+            taken = max(0, min(wanted, self._room(owner, back)))
+            self._change(owner, taken - back)
             return taken
 
     def give(self, owner: str, amount: int) -> None:

@@ -261,6 +261,17 @@ def test_narrowing_yields_what_a_naive_loop_does(requests, sites, data):
     assert set(got) == expected
 
 
+def test_rows_are_counted_by_request_whether_the_frame_was_checked_or_not():
+    frame = make_frame([("a", 4, 0, 3), ("b", 4, 0, 1)], [(0, "post_block"), (1, "post_block")])
+    (block,) = frame.header.blocks
+    more = Block((Site(2, "post_block"),), 2, (Span(1, 0, 1, 1), Span(0, 1, 1, 0)))
+    header = msgspec.structs.replace(frame.header, blocks=(block, more))
+    payload = bytes(frame.payload) + bytes(2 * header.hidden_size * DTYPES[header.dtype].itemsize)
+    made = Frame.seal(header, payload)
+    read = Frame.decode(*(bytes(part) for part in made.encode()))
+    assert list(made.counts) == list(read.counts) == [7, 3]
+
+
 def test_the_builder_gives_each_place_a_row_of_its_own():
     site = Site(0, "post_block")
     rows = {row_of("r1", site, position).tobytes() for position in range(50)}

@@ -321,6 +321,15 @@ class TestIntake:
         assert intake.release(1) == Ack(2, 10)
         assert intake.release(3) == Ack(3, 10)
 
+    def test_several_frames_are_released_with_one_acknowledgement(self):
+        intake = Intake(Pool(1000))
+        intake.grant()
+        for seq in (1, 2, 3):
+            intake.take(seq, 10)
+        assert intake.release(3, 1) == Ack(1, 20)
+        assert intake.release(2) == Ack(3, 10)
+        assert intake.held_bytes == 0
+
     def test_refuses_what_was_not_paid_for(self):
         intake = Intake(Pool(100))
         intake.grant()

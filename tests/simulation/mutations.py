@@ -77,12 +77,17 @@ def _leak_credit():
 
 def _overlap():
     """Let spans overlap."""
-    return frames, "_checked_rows", lambda header: sum(len(block.sites) * block.rows for block in header.blocks)
+
+    def checked_rows(header, counts):
+        counts[:] = frames.Frame(header, b"").counts
+        return sum(len(block.sites) * block.rows for block in header.blocks)
+
+    return frames, "_checked_rows", checked_rows
 
 
 def _first_come():
     """Let whoever comes first have all of a bound."""
-    return Shares, "_room", lambda self, _: self.total - self.used
+    return Shares, "_room", lambda self, _, back=0: self.total - self.used + back
 
 
 def _promise_nothing():
