@@ -65,7 +65,7 @@ class InboxWriter:
         self.lost_unknown = False  # whether a record was lost of which nobody knows what it held
         self._inbox = inbox
         self._queue = queue
-        self._fallback = fallback
+        self.fallback = fallback
         self._dropped = dropped
         self._beside: list[Inbox] = []  # to be emptied into the inbox before anything else
         self._here: Mapping[tuple[Source, int], int] = {}  # the numbers of frames that are in it since before
@@ -165,7 +165,7 @@ class InboxWriter:
             case Kept(frame, taken, _) if self._inbox.has(frame.header):  # perhaps it is not durable yet
                 self._take_when_durable(self._inbox.spool.last, taken)
             case Kept(frame, taken, model):
-                self._put_frame(frame, taken, self._fallback, model)
+                self._put_frame(frame, taken, self.fallback, model)
             case Greeting(known, done):
                 done()
                 if not self._inbox.tells_of(known.engine, known.model):

@@ -181,6 +181,7 @@ KEY_FILE_BYTES_MAX = 4 * MIB
 
 # Times of the transport, seconds.
 IDLE_S = 0.25
+RESULT_S_MAX = 10.0  # without any result, for that of a request that is over and pins much of an inbox
 ACTION_S_MAX = 30.0
 # How much longer a hub waits for the answer to an action that has expired.
 ACTION_ANSWER_S_MAX = 5.0

@@ -33,6 +33,7 @@ from capflow.losses import described, note_chunk
 from capflow.message import ModelInfo
 from capflow.notes import weight
 from capflow.plugins import ConfiguredConsumer
+from capflow.queue import Overload
 from capflow.result import CaptureResult, RequestDone
 from capflow.shares import Shares
 from capflow.siblings import take_beside, tell_of_others
@@ -52,9 +53,9 @@ _PINNED_MAX = 0.5  # of the inbox's bytes: above, the oldest open requests are n
 
 @dataclass
 class _Open:
-    """A request that is not over, its first record, and the bytes that were taken out by then.
+    """A request without a result, its first record, and the bytes that were taken out by then.
 
-    rows: of it in each frame that is not forgotten, as number, stage and count; forgotten: in those that are, by stage; recalled: in those that
+    over_at: when the consumer was given its end. rows: of it in each frame that is not forgotten, as number, stage and count; forgotten: in those that are, by stage; recalled: in those that
     an earlier hub forgot.
     """
 
@@ -67,6 +68,7 @@ class _Open:
     rows: deque[tuple[int, int, int]] = field(default_factory=deque)
     forgotten: Counter[int] = field(default_factory=Counter)
     recalled: int = 0
+    over_at: float | None = None
 
     def unkept(self, number: int) -> Unkept:
         """Return what is to be known of it when the records up to one are forgotten."""
@@ -131,6 +133,8 @@ class SpillingLane(Lane):
         # Of requests with results, each `Done` that found no room, behind the first record of the request; the consumer's thread's, as is the next.
         self._owed: deque[tuple[int, Done]] = deque()
         self._owed_at = 0.0  # when the last of these was tried
+        # When the last result came, or the consumer last asked for a retry; the consumer's thread's.
+        self._result_at = 0.0
         self._done: dict[
             tuple[str, str], int
         ] = {}  # the same, of which records are in the inbox; the consumer's thread's
@@ -325,6 +329,10 @@ class SpillingLane(Lane):
     def _restart(self, method: str, error: BaseException) -> None:
         raise AnewError(method) from error
 
+    def _wait(self, method: str, error: BaseException) -> None:
+        super()._wait(method, error)
+        self._result_at = time.monotonic()
+
     def _take_failure(self, request: Request, settled: Callable[[], None] | None, error: BaseException) -> bool:
         """Leave a request whose Future failed to the consumer's thread. Called on any thread."""
         self._failures.put((request, settled, error))
@@ -391,10 +399,18 @@ class SpillingLane(Lane):
         """Return the last record that no next hub would need."""
         return next((known.first for known in self._open.values()), self._handled + 1) - 1
 
+    def _may_settle(self, known: _Open) -> bool:
+        """Return whether the result of a request is waited for: it is over, results come, and frames wait for room instead of being dropped."""
+        if known.over_at is None or self.writer.fallback is not Overload.BLOCK:
+            return False
+        return time.monotonic() < max(known.over_at, self._result_at) + limits.RESULT_S_MAX
+
     def _forget(self) -> None:
         held_max = min(_PINNED_MAX * self.inbox.bytes_max, self.inbox.held_bytes_max)
-        while self._open and self.inbox.taken_bytes - next(iter(self._open.values())).taken_bytes > held_max:
-            key = next(iter(self._open))
+        while self._open:
+            key, oldest = next(iter(self._open.items()))
+            if self.inbox.taken_bytes - oldest.taken_bytes <= held_max or self._may_settle(oldest):
+                break
             self._long[key] = self._open.pop(key)
             self.requests_unkept += 1
             if self.requests_unkept == 1:
@@ -644,6 +660,8 @@ class SpillingLane(Lane):
             done = request.done_for(0)
             self._put_dead(self._letter("on_frame", error, request.engine, [request.id], done=done), b"", 0)
             self._aside.remove((request.engine, request.id))
+        if (known := self._known(request)) is not None:
+            known.over_at = time.monotonic()
         self._finish(request, 0, functools.partial(self._done_with, request, number))
         self._let_go()
 
@@ -687,6 +705,7 @@ class SpillingLane(Lane):
                 self._see_to_failures()
                 self._idle()
                 continue
+            self._result_at = time.monotonic()
             key = (request.engine, request.id)
             self._done[key] = number
             known = self._known(request)

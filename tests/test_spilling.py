@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from concurrent.futures import InvalidStateError
 
 import msgspec
 import pytest
@@ -426,6 +428,42 @@ def test_an_inbox_that_is_full_blocks_or_drops(address, spills, fallback):
         assert slow.rows["r1"] == slow.done["r1"].rows == sent - lost
         assert {lost.reason: lost.rows for lost in slow.done["r1"].dropped} == ({"spool_full": lost} if lost else {})
         once(slow.positions)
+
+
+class Lagging(Later):
+    """Has the results of requests, each a little after its end, from a thread of its own."""
+
+    def on_request_done(self, done):
+        future = super().on_request_done(done)
+        threading.Timer(0.3, self._settle, [future]).start()
+        return future
+
+    @staticmethod
+    def _settle(future):
+        with contextlib.suppress(InvalidStateError):  # it was closed meanwhile
+            future.set_result(CaptureResult("ok"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fallback", "unkept"), [(Lagging, "block", False), (Later, "block", True), (Later, "drop", True)]
+)
+def test_the_frames_of_a_request_that_is_over_are_kept_while_results_come(
+    address, spills, monkeypatch, kind, fallback, unkept
+):
+    monkeypatch.setattr(limits, "RESULT_S_MAX", 1.0)
+    lagging = kind()
+    made = spills(lagging, spool_bytes=100_000, spill_fallback=fallback)
+    with running_hub(address, made) as hub, worker_link(address) as link:
+        lane, worker = hub.lanes[0], Sender(link)
+        for number in range(100):
+            worker.rows(f"r{number}")
+            worker.rows(f"r{number}")
+            worker.end(f"r{number}")
+            if fallback == "drop":  # else it would be the consumer's turns that have no room
+                eventually(lambda: worker.acknowledged and not waiting(hub))
+        eventually(lambda: len(lagging.done) == 100)
+        assert bool(lane.requests_unkept) == unkept
+        assert lane.dropped == {}
 
 
 def test_behind_a_frame_without_room_nothing_is_taken_when_the_hub_stops(address, spills):
