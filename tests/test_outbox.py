@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from capflow.transport import FormerLink, Outbox, WorkerLink, left_behind
 __all__ = ["address"]
 
 CHILD = pathlib.Path(__file__).parent / "outbox_child.py"
+LEAVING = pathlib.Path(__file__).parent / "leaving_worker_child.py"
 
 
 class Spilling:
@@ -212,8 +214,8 @@ def test_what_a_worker_left_is_gone_before_its_hub_forgets_the_worker(address, t
 
         def slow_close():
             time.sleep(0.3)
-            close()
             known.extend(hub.roster.engines)
+            return close()
 
         outbox.close = slow_close
         link = FormerLink(str(address), outbox)
@@ -221,6 +223,48 @@ def test_what_a_worker_left_is_gone_before_its_hub_forgets_the_worker(address, t
         eventually(lambda: not link._thread.is_alive())
         assert known == ["engine-1"]
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("point", ["close", "bye"])
+def test_a_worker_killed_while_it_leaves_has_its_rows_delivered_once(address, tmp_path, point):
+    recorder = Recorder()
+    with running_hub(address, recorder) as hub:
+        with subprocess.Popen([sys.executable, LEAVING, address, tmp_path, point]) as child:
+            assert child.wait(60) == -signal.SIGKILL
+        left = left_behind(tmp_path)
+        assert bool(left) == (point == "close")
+        deliver(address, left)
+        eventually(lambda: not left or not hub.roster.engines)
+        assert recorder.rows["r1"] == len(set(recorder.positions)) == 40
+        assert recorder.events.count(("done", "r1")) == 1
+        assert recorder.done["r1"].problems == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_that_leaves_before_all_is_sent_keeps_its_request_open_for_the_rest(address, tmp_path):
+    recorder = Recorder(held=True)
+    with running_hub(address, configured(recorder, queue_bytes_max=1500)) as hub:
+        with Spilling(address, tmp_path, outbound_bytes_max=1000) as worker:
+            assert worker.link.wait_welcome(20)
+            assert worker.send(50) == [None] * 50
+            end = make_frame(finished=[make_finished("r1", 4, 200)], requests=(), step=50)
+            assert worker.link.send(end.header, end.payload) is None
+        assert not worker.link.drained
+        recorder.go.set()
+        deliver(address, left_behind(tmp_path))
+        eventually(lambda: "r1" in recorder.done and not hub.roster.engines)
+        assert recorder.rows["r1"] == len(set(recorder.positions)) == 200
+        assert recorder.events.count(("done", "r1")) == 1
+        assert recorder.done["r1"].problems == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def deliver(address, left):
+    """Send what workers that are gone left."""
+    for outbox in left:
+        link = FormerLink(str(address), outbox)
+        link.start()
+        eventually(lambda thread=link._thread: not thread.is_alive(), 30)
 
 
 def test_what_dead_workers_left_and_cannot_be_sent_is_said_and_the_rest_is_sent(tmp_path, caplog):

@@ -42,6 +42,7 @@ class FormerLink(Link):
         self._ends.extend(enumerate(batches, outbox.broken.seq + 1))
         self._spilled: Spilled | None = None  # taken from the outbox, and not sent
         self._is_outbox_open = True
+        self._frames_left = False  # in the outbox, as it was closed
 
     def _fill(self, dealer: Dealer, now: float) -> None:
         session, outbox = self._session, self.outbox
@@ -50,7 +51,6 @@ class FormerLink(Link):
         if self._drained():
             outbox.acknowledge(_SEQ_MAX)
             outbox.keep_promises()
-            # Before the Bye, after which the hub would take what the next process finds here for something new.
             self._close_outbox()
             logger.info("what engine %s left on disk was delivered", session.hello.engine)
             self._closing.set()
@@ -85,10 +85,13 @@ class FormerLink(Link):
         super()._run()
         self._close_outbox()
 
+    def _leaves_nothing(self) -> bool:
+        return not (self._is_outbox_open or self._frames_left)
+
     def _close_outbox(self) -> None:
         if self._is_outbox_open:
             self._is_outbox_open = False
-            self.outbox.close()
+            self._frames_left = not self.outbox.close()
 
     def _drained(self) -> bool:
         return not (self.outbox.waiting or self._spilled or self._ends or self._session.unacked)

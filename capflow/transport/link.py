@@ -76,7 +76,7 @@ class Link:
         return self.welcome if self.connected else None
 
     def close(self, drain_s: float = limits.LINGER_S) -> None:
-        """Get out what was taken, for at most `drain_s` seconds, say Bye and stop. A second call may shorten what the first allowed."""
+        """Get out what was taken, for at most `drain_s` seconds, say Bye unless something is left on disk, and stop. A second call may shorten what the first allowed."""
         close_by = time.monotonic() + drain_s
         if not self._closing.is_set() or close_by < self._close_by:
             self._close_by = close_by
@@ -108,6 +108,10 @@ class Link:
 
     def _drained(self) -> bool:
         """Return whether nothing is left that `close` should wait for."""
+        return True
+
+    def _leaves_nothing(self) -> bool:
+        """Return whether no later process sends frames in this peer's name, durably: after its Bye the hub would take them for new ones."""
         return True
 
     def _received(self, said: Frame | Message) -> None:
@@ -178,7 +182,7 @@ class Link:
             if (beat := self._beat(now)) is not None:
                 dealer.send(beat)
             if self._done(now):
-                if session.state is State.OPEN:
+                if session.state is State.OPEN and self._leaves_nothing():
                     dealer.send(session.send(Bye(), now))
                 return
 

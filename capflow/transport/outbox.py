@@ -152,14 +152,15 @@ class Outbox:
         if number:
             self._spool.acknowledge(number)
 
-    def close(self) -> None:
-        """Leave what is not acknowledged to a later process, and nothing if everything is."""
+    def close(self) -> bool:
+        """Leave what is not acknowledged to a later process, and nothing if everything is; return whether no frame is left, durably."""
         broken = self.promises.broken or self.broken.ends or self.broken.running
         self.promises.close()
         clean = self._spool.close() if len(self._spool) or broken else self._spool.remove([_HELLO, _HUB, promises.NAME])
         if not clean:
             event = {"event": "spool_failed", "directory": str(self.directory)}
             logger.error("spool %s: not everything is on the disk", self.directory, extra=event)
+        return self._spool.acknowledged_through == self._spool.last
 
 
 def left_behind(root: Path, hub: str = "", *, only: bool = False) -> list[Outbox]:

@@ -75,8 +75,9 @@ class WorkerLink(Link):
         self._staged = staged
         self._told_at = 0.0  # when the hub was last told the counts; the thread's
         self._queue: ByteQueue[tuple[int, FrameHeader, memoryview]] = ByteQueue(outbound_bytes_max)
-        self._close_lock = threading.Lock()  # guards the next: whoever waits for an end may close once more
+        self._close_lock = threading.Lock()  # guards the next two: whoever waits for an end may close once more
         self._outbox_closed = False
+        self._frames_left = False  # in the outbox, as it was closed
         self._gave_up = False  # a whole `block_s_max` was waited for a hub that is gone; cleared by its return
         self._frames = 0  # accepted by `send`
         self._bytes = 0
@@ -187,16 +188,25 @@ class WorkerLink(Link):
         return reason
 
     def close(self, drain_s: float = limits.LINGER_S) -> None:
-        """Get out what was taken, until the hub has acknowledged it or `drain_s` is over, say Bye and stop.
+        """Get out what was taken, until the hub has acknowledged it or `drain_s` is over, and stop.
 
-        What is in an outbox by then stays there, for a later process.
+        Frames that are in an outbox by then stay there, for a later process, and Bye is not said: the hub keeps what it has of this worker.
         """
         super().close(drain_s)
         self._queue.close()
+        if not self._thread.is_alive():
+            self._close_outbox()
+
+    def _leaves_nothing(self) -> bool:
+        return self._close_outbox()
+
+    def _close_outbox(self) -> bool:
+        """Close the outbox, once; return whether no frame is left in it."""
         with self._close_lock:
-            if self.outbox is not None and not self._thread.is_alive() and not self._outbox_closed:
+            if self.outbox is not None and not self._outbox_closed:
                 self._outbox_closed = True
-                self.outbox.close()
+                self._frames_left = not self.outbox.close()
+            return not self._frames_left
 
     def _fill(self, dealer: Dealer, now: float) -> None:
         if self.outbox is not None:
