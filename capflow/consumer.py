@@ -120,6 +120,9 @@ class Consumer(Named, ABC):
     def on_session(self, engine: str, model: ModelInfo) -> None:
         """An engine connected (or came back); called before any frame of it. What happens twice before it is told may be told once."""
 
+    def on_engine_gone(self, engine: str) -> None:
+        """An engine is gone and all its requests are over: forget it. No frame of it comes before the next `on_session` that names it."""
+
     @abstractmethod
     def on_frame(self, frame: Frame) -> None:
         """Take a frame; `frame.chunks()` holds this consumer's rows. Views of it may be kept.

@@ -571,6 +571,10 @@ class Exchange:
         self._end_open(self.ledger.lose(engine, replica, stage, anew=anew))
         for lane in self._keepers:
             lane.lose(engine.name, replica, stage, anew=anew)
+        if replica is None:
+            for other in self.lanes:
+                if not other.keeps:
+                    other.part(engine.name)
 
     def _end_open(self, lost: Iterable[Request]) -> None:
         for request in lost:

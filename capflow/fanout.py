@@ -70,6 +70,10 @@ class _Session(NamedTuple):
     weight: int
 
 
+class _Gone(NamedTuple):
+    engine: str
+
+
 class _Told(NamedTuple):
     answered: Answered
     weight: int
@@ -227,6 +231,20 @@ class Lane:
             self._greeting[engine] = model
         self.queue.force(_Session(engine, model, nbytes))
 
+    def part(self, engine: str) -> None:
+        """Tell the consumer, after everything before, that an engine is gone, if it was told that the engine connected.
+
+        It needs no room of its own: there is at most one for each engine that `greet` had room for.
+        """
+        if engine in self._unmet:
+            del self._unmet[engine]
+            return
+        if self.queue.closed:
+            return
+        with self._lock:
+            self._greeting.pop(engine, None)  # the engine is to be told of anew when it comes back
+        self.queue.force(_Gone(engine))
+
     def tell(self, answered: Answered) -> None:
         """Tell the consumer, if it minds them, what came of an action; the oldest that wait make room for the newest."""
         if not self.minds_actions:
@@ -351,7 +369,7 @@ class Lane:
         self._is_open = False
         return self._call(self.consumer.close)
 
-    def _safely_handle(self, item: _Rows | _Done | _Session | _Told) -> None:
+    def _safely_handle(self, item: _Rows | _Done | _Session | _Gone | _Told) -> None:
         """Handle an item; whatever goes wrong outside the consumer, such as no memory, costs this item and not the thread."""
         try:
             self._handle(item)
@@ -363,7 +381,7 @@ class Lane:
         except Exception as e:  # noqa: BLE001  without this thread nothing of the consumer's would be acknowledged any more
             self._leave(item, self._failed("lane", e))
 
-    def _leave(self, item: _Rows | _Done | _Session | _Told, error: str) -> None:
+    def _leave(self, item: _Rows | _Done | _Session | _Gone | _Told, error: str) -> None:
         """Let go of an item that the consumer did not take; the results of its requests say so."""
         match item:
             case _Rows(delivery, taken):
@@ -375,7 +393,7 @@ class Lane:
             case _Done(request, taken):
                 self._settle(request, self.index, taken, CaptureResult("error", error))
 
-    def _handle(self, item: _Rows | _Done | _Session | _Told) -> None:
+    def _handle(self, item: _Rows | _Done | _Session | _Gone | _Told) -> None:
         match item:
             case _Rows(delivery, taken, at):
                 if self._discarded.is_set():  # not taken: a worker that is waited for keeps it for the next hub
@@ -395,6 +413,10 @@ class Lane:
                     if self._greeting.get(engine) is model:
                         del self._greeting[engine]
                 self._meet(engine, model)
+            case _Gone(engine):
+                if (before := self._met.pop(engine, None)) is not None:
+                    self._met_bytes -= weight(before)
+                self._guard("on_engine_gone", self.consumer.on_engine_gone, engine)
             case _Told(answered, nbytes):
                 self.notes.taken(nbytes)
                 self._guard("on_action", self.consumer.on_action, answered)

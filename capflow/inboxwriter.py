@@ -173,6 +173,8 @@ class InboxWriter:
                         self._try(functools.partial(self._inbox.put, known), 0.0)
             case Gone() | Missed() | Answered():
                 self._note(item)
+                if isinstance(item, Gone) and item.replica is None:
+                    self._lost.pop(item.engine, None)
 
     def _put_frame(self, frame: Frame, taken: Taken, fallback: Overload, model: ModelInfo | None = None) -> int:
         """Put a frame in; return the number of its record, 0 of one that has no room and is not to wait for it.
@@ -259,7 +261,7 @@ class InboxWriter:
 
     def _lessened(self, header: FrameHeader) -> FrameHeader:
         """Return a header whose ends of requests say which of their rows did not get in."""
-        return lessened(header, self._lost[header.engine])
+        return lessened(header, self._lost.get(header.engine, {}))
 
     def _put_owed(self) -> None:
         while self._owed:

@@ -180,6 +180,8 @@ class Roster:
                 self._drop(known.source)
                 known.source.engine.stages_left.add(known.hello.rank.pp)
                 self._on_lost(known.source.engine, known.hello.rank.dp, known.hello.rank.pp)
+            elif not known.source.intake.last_seq:  # no frame came: there is nothing to resume
+                self._drop(known.source)
         engine = self.engines.get(name)
         if engine is not None and len(engine.stages_left) >= engine.model.stages:
             self._forget_unexpected(name)

@@ -214,7 +214,10 @@ class SpillingLane(Lane):
         connected = {engine for engine, _ in here}
         waits |= {(engine, 0) for engine in self.inbox.engines if engine not in connected}
         before, self._missing = self._missing, dict.fromkeys(here, (0.0, now))
-        for key in sorted((waits | self.inbox.left.keys()) - here):
+        waits |= self.inbox.left.keys()
+        known = {engine for engine, _ in waits}
+        self._gone = {gone for gone in self._gone if gone.engine in known}
+        for key in sorted(waits - here):
             left = self.inbox.left.get(key)
             seconds, since = before.get(key) or ((0.0, now) if left is None else (left, self._opened_at))
             total = seconds + now - since
@@ -644,6 +647,7 @@ class SpillingLane(Lane):
         if gone.replica is None:
             del self._engines[engine.name]
             self._boots = {worker: boot for worker, boot in self._boots.items() if worker[0] != engine.name}
+            self._guard("on_engine_gone", self.consumer.on_engine_gone, engine.name)
 
     def _end_all(self, lost: Iterable[Request], number: int) -> None:
         for request in lost:

@@ -14,6 +14,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
 import pytest
 from captured import write
@@ -176,6 +177,24 @@ def test_when_all_run_new_ones_are_counted_and_never_half_kept():
     made.finish(done("c"))
     assert made.news(Seen())[0]["counts"]["not_kept"] == 0
     assert not made._turned_away
+
+
+def test_an_engine_that_is_gone_is_shown_as_long_as_a_request_of_it_is():
+    made = board(requests_max=1)
+    seen = Seen()
+    for number in range(3):
+        name = f"e{number}"
+        made.greet(name, make_model(), SITES, ())
+        feed(made, make_frame([("r", 2, 0, 2)], SITES, engine=name))
+        made.finish(msgspec.structs.replace(done("r"), engine=name))
+        made.forget(name)
+    made.forget("engine-1")
+    assert [engine["name"] for engine in made.news(seen)[0]["engines"]] == ["e2"]
+    made.greet("e2", make_model(), SITES, ())
+    feed(made, make_frame([("r", 2, 0, 2)], SITES, engine="e2", seq=2))
+    made.forget("never-told")
+    assert [engine["name"] for engine in made.news(seen)[0]["engines"]] == ["e2"]
+    assert made._gone == set()
 
 
 def test_an_id_that_comes_again_is_another_request():

@@ -101,6 +101,20 @@ def test_a_frame_that_no_consumer_took_when_the_hub_stops_is_not_acknowledged(co
     assert desk.exchange.roster.peers[b"w"].source.intake.acked == 0
 
 
+def test_names_of_which_no_frame_came_keep_no_place_from_others():
+    desk = Desk(Recorder(), memory_bytes_max=limits.MEMORY_BYTES_MIN)
+    exchange = desk.exchange
+    for number in range(limits.OWNERS_MAX):
+        assert isinstance(desk.hello(b"bad", engine=f"name{number}"), Welcome)
+    assert not exchange.roster._sources.keys() - {("name1023", Rank(0, 0, 0))}
+    now = time.monotonic()
+    for after_s in (1, limits.MISSED_S + 2):
+        exchange.tick(now + after_s)
+    assert list(exchange.roster.engines) == ["name1023"]
+    assert isinstance(desk.hello(b"good", engine="good"), Welcome)
+    assert exchange.budget.state.owners == 2
+
+
 def _fail(*_):
     raise MemoryError
 

@@ -41,6 +41,9 @@ class Listener(Consumer):
     def on_session(self, engine, model):
         self.told.append((engine, model.name))
 
+    def on_engine_gone(self, engine):
+        self.told.append((engine, "gone"))
+
     def on_frame(self, frame):
         self.told.append(frame.header.engine)
 
@@ -127,6 +130,32 @@ def test_an_engine_that_comes_and_goes_is_told_once_to_a_consumer_that_hangs(pol
     close(lane)
     assert consumer.told == [("e", "test-model"), ("e", "other")]
     assert lane.notes.nbytes == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_consumer_is_told_that_an_engine_is_gone_and_of_it_anew_when_it_comes_back(policy):
+    lane, consumer = lane_of(policy)
+    for engine in ("e", "f", "e"):
+        lane.greet(engine, make_model())
+        lane.part(engine)
+    lane.greet("e", make_model())
+    close(lane)
+    both = [("e", "test-model"), ("e", "gone")]
+    assert consumer.told == [*both, ("f", "test-model"), ("f", "gone"), *both, ("e", "test-model")]
+    assert list(lane._met) == ["e"]
+    assert lane.notes.nbytes == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_consumer_is_told_nothing_of_an_engine_that_is_gone_if_it_was_not_told_of_the_engine(policy, monkeypatch):
+    monkeypatch.setattr(limits, "NOTES_BYTES_MAX", 1)
+    lane, consumer = lane_of(policy)
+    for engine in ("e", "f"):  # one alone has room
+        lane.greet(engine, make_model())
+        lane.part(engine)
+    close(lane)
+    assert consumer.told == [("e", "test-model"), ("e", "gone")]
+    assert lane._unmet == {}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

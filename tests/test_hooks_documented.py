@@ -114,9 +114,12 @@ def test_every_method_of_a_consumer_is_called():
         eventually(lambda: engine.actions() and "on_action" in called and "on_idle" in called)
         engine.finish("r1")
         assert hub.result("r1").status == "ok"
+        engine.lose()
+        eventually(lambda: "on_engine_gone" in called)
     for_commands = {"look", "claim"}  # the table at the end of `capflow run --model`, and what `configure_all` compares
     assert set(called) == set(methods(Consumer)) - for_commands
     assert called["on_session"] == ("engine-1", make_model())
+    assert called["on_engine_gone"] == ("engine-1",)
     assert [chunk.request.id for chunk in called["on_frame"][0].chunks()] == ["r1"]
     assert called["on_request_done"][0].request == called["on_action"][0].request == "r1"
 

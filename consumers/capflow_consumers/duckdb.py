@@ -175,6 +175,11 @@ class DuckdbConsumer(Consumer):
             self._unfit[engine] = str(e)
             raise
 
+    def on_engine_gone(self, engine: str) -> None:
+        """Forget its model."""
+        self._models.pop(engine, None)
+        self._unfit.pop(engine, None)
+
     def on_frame(self, frame: Frame) -> None:
         """Keep the rows, to be scored, and the tokens; raises RetryError, having kept nothing, while what waits cannot be written."""
         header = frame.header

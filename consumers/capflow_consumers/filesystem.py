@@ -189,6 +189,10 @@ class FilesystemConsumer(Consumer):
         """Remember the model's name for the sidecars."""
         self._models[engine] = model
 
+    def on_engine_gone(self, engine: str) -> None:
+        """Forget its model."""
+        self._models.pop(engine, None)
+
     def on_frame(self, frame: Frame) -> None:
         """Copy the rows into the buffers of their requests; write the largest out when all exceed the bound.
 

@@ -196,6 +196,10 @@ class NatsConsumer(Consumer):
             self._send(session_message(self.config.prefix, engine, model, f"{self._opening} {self._sessions}"))
             self._sessions += 1
 
+    def on_engine_gone(self, engine: str) -> None:
+        """Forget why its frames are refused."""
+        self._unfit.pop(engine, None)
+
     def on_frame(self, frame: Frame) -> None:
         """Send the frame's messages that the stream does not have, and wait until it has them.
 

@@ -43,7 +43,6 @@ class Seen:
 class _Engine:
     measures: Measures
     tokens_max: int
-    version: int
     step_last: dict[int, int] = field(default_factory=dict)  # the last step counted, by data-parallel replica
 
 
@@ -65,6 +64,8 @@ class Board:
         self._version = 0
         self._counts_version = 0
         self._engines: dict[str, _Engine] = {}
+        self._engines_version = -1
+        self._gone: set[str] = set()  # of `_engines`, those that are gone and have records
         self._records: dict[int, Record] = {}  # by key, oldest first
         self._open: dict[tuple[str, str], Record] = {}  # of `_records`, those that run, by engine and request
         self._turned_away: set[tuple[str, str]] = set()  # requests that run and are not kept, until they are over
@@ -87,8 +88,20 @@ class Board:
         bytes_each = self.requests_max * max(1, len(measures)) * 4
         room = max(limits.TOKENS_MIN, limits.VALUES_BYTES_MAX // bytes_each)
         with self._lock:
-            self._engines[engine] = _Engine(measures, min(self.tokens_max, room), self._next())
+            self._engines[engine] = _Engine(measures, min(self.tokens_max, room))
+            self._engines_version = self._next()
+            self._gone.discard(engine)
         return measures.problems
+
+    def forget(self, engine: str) -> None:
+        """An engine is gone; it is shown as long as a request of it is."""
+        with self._lock:
+            shown = {record.engine for record in self._records.values()}
+            self._gone.add(engine)
+            for name in self._gone - shown:
+                self._engines.pop(name, None)
+            self._gone &= shown
+            self._engines_version = self._next()
 
     def count(self, header: FrameHeader) -> None:
         """Count a frame into totals and rates, a step that several pipeline stages tell of once."""
@@ -162,7 +175,7 @@ class Board:
         return (told, values) if told else None
 
     def _tell_changes(self, seen: Seen, told: dict[str, Any]) -> None:
-        if any(engine.version > seen.version for engine in self._engines.values()):
+        if self._engines_version > seen.version:
             told["engines"] = [_engine_told(name, engine) for name, engine in self._engines.items()]
         if self._counts_version > seen.version or seen.version < 0:
             tokens, rows, nbytes = self._totals

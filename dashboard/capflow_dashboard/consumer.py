@@ -113,6 +113,10 @@ class Dashboard(Consumer):
         for problem in self._board.greet(engine, model, sites, self._read_probes()):
             logger.error("%s", problem)
 
+    def on_engine_gone(self, engine: str) -> None:
+        """Show the engine no more once no request of it is shown."""
+        self._board.forget(engine)
+
     def on_frame(self, frame: Frame) -> None:
         """Compute norms and scores, and let the rows go."""
         chunks = list(frame.chunks())
