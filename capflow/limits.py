@@ -110,6 +110,11 @@ SHUTDOWN_S_MAX = 3600.0
 ANSWERS_S = 5.0  # for the last answers of such a server, once its requests have ended or were aborted
 ENGINE_END_S_MAX = DRAIN_S_MAX + GIVE_UP_S  # of an engine that has no more requests: it sends what it has
 
+# What the gRPC of one API server bears.
+RPC_CONNECTIONS_MAX = 1_024
+RPC_CALLS_MAX = 8_192  # that run at once
+RPC_IDLE_S = 60.0  # of a connection without a call; then it is closed
+
 # What a server holds of steering, and takes in one request.
 STEERING_MODULES_HELD_MAX = 4_096
 BANK_BYTES_MAX = 64 * 1024 * MIB
@@ -149,6 +154,7 @@ MEMORY_BYTES_MIN = 256 * MIB  # of a hub, for what peers send; see `capflow.budg
 MEMORY_BYTES_MAX = 64 * 1024 * 1024 * MIB
 MEMORY_PART = 4  # a hub takes one of so many parts of the machine's memory, unless it is given another bound
 OWNERS_MAX = 1_024  # keys, or without keys engines and clients, that share the bounds of a hub at once
+assert RPC_CONNECTIONS_MAX <= OWNERS_MAX <= RPC_CALLS_MAX // 2  # each connection can always have a call
 AWAITED_MAX = 100_000
 TAPS_MAX = 16
 TAP_BYTES_MAX = 64 * MIB  # on the way to one tap; what comes meanwhile it skips

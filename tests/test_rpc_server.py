@@ -3,6 +3,7 @@
 import asyncio
 import datetime as dt
 import ipaddress
+import re
 import socket
 import ssl
 
@@ -16,8 +17,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from hubs import free_port
 
+from capflow import limits
 from capflow.errors import UsageError
 from capflow_engine.keys import Keys
 from capflow_engine.rpc import capflow_pb2 as pb
@@ -44,6 +47,7 @@ def calls(client, ask, *, credentials=None):
         async with served(client.app.state, client.app.state.capflow, address):
             secure = credentials and grpc.aio.secure_channel(address, credentials)
             async with secure or grpc.aio.insecure_channel(address) as channel:
+                channel.address = address
                 return await ask(channel)
 
     return asyncio.run(run())
@@ -204,6 +208,111 @@ def test_bytes_that_are_no_message_are_the_caller_s_fault(tmp_path, method, data
     for code, words, _ in calls(server(tmp_path), ask):
         assert code == grpc.StatusCode.INVALID_ARGUMENT
         assert "expected the message of" in words
+
+
+async def hold(channels, count, metadata=()):
+    """Hold calls open on channels in turn until one is refused; return how many are open, and why the last was not."""
+    kept = []
+    for number in range(count):
+        watch = channels[number % len(channels)].stream_stream(REFLECT)(metadata=metadata)
+        try:
+            await watch.write(LIST)
+            assert await watch.read()
+        except grpc.aio.AioRpcError as e:
+            return kept, e
+        kept.append(watch)
+    return kept, None
+
+
+async def until(condition):
+    """Return when a condition holds; fail when it does not in time."""
+    for _ in range(500):
+        if await condition():
+            return
+        await asyncio.sleep(0.02)
+    pytest.fail("the condition did not come to hold in time")
+
+
+REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+LIST = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
+
+
+def test_a_flood_of_calls_leaves_room_for_other_connections(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "RPC_CALLS_MAX", 4 * limits.OWNERS_MAX)
+
+    async def ask(channel):
+        kept, why = await hold([channel], limits.RPC_CALLS_MAX)
+        assert why.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert re.search(
+            r"calls: got 1 more calls beside 1,0\d\d, expected at most 1,0\d\d now; end some", why.details()
+        )
+        address = channel.address
+        async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as honest:
+            assert (await SteeringStub(honest).Get(pb.GetRequest())).key == "none"
+        assert (await code_of(SteeringStub(channel).Get(pb.GetRequest())))[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
+        kept.pop().cancel()
+
+        async def goes():
+            return (await code_of(SteeringStub(channel).Get(pb.GetRequest())))[0] == grpc.StatusCode.OK
+
+        await until(goes)
+        for call in kept:
+            call.cancel()
+
+    calls(server(tmp_path), ask)
+
+
+def test_a_flood_of_calls_with_one_key_leaves_room_for_another(tmp_path, monkeypatch):
+    """Half-sent calls count as any: the message never ends."""
+    monkeypatch.setattr(limits, "RPC_CALLS_MAX", 4 * limits.OWNERS_MAX)
+    client = server(tmp_path)
+    client.app.state.args.api_key = ["first", "second"]
+    first, second = ((("authorization", f"Bearer {key}"),) for key in ("first", "second"))
+
+    async def ask(channel):
+        half = channel.stream_unary("/capflow.v1.Steering/Get")
+        kept = [half(metadata=first) for _ in range(limits.RPC_CALLS_MAX // 2)]
+
+        async def refused():
+            code, said, _ = await code_of(SteeringStub(channel).Get(pb.GetRequest(), metadata=first))
+            return code == grpc.StatusCode.RESOURCE_EXHAUSTED and "calls: got 1 more calls" in said
+
+        await until(refused)
+        assert (await SteeringStub(channel).Get(pb.GetRequest(), metadata=second)).key == "none"
+        for call in kept:
+            call.cancel()
+
+    calls(client, ask)
+
+
+def test_a_flood_of_connections_is_bounded_and_an_honest_client_gets_through(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "RPC_CONNECTIONS_MAX", 8)
+    monkeypatch.setattr(limits, "HANDSHAKE_S_MAX", 2.0)
+
+    def is_open(connection):
+        connection.settimeout(0.2)
+        try:
+            while data := connection.recv(4096):
+                assert data
+        except TimeoutError:
+            return True
+        except ConnectionResetError:
+            pass
+        return False
+
+    async def ask(channel):
+        host, _, at = channel.address.rpartition(":")
+        idle = [socket.create_connection((host, int(at))) for _ in range(40)]
+        try:
+            opened = [await asyncio.to_thread(is_open, each) for each in idle]
+            assert sum(opened) <= 8
+            found = await SteeringStub(channel).Get(pb.GetRequest(), wait_for_ready=True, timeout=20)
+            assert found.key == "none"
+        finally:
+            for each in idle:
+                each.close()
+
+    calls(server(tmp_path), ask)
 
 
 def test_an_engine_that_is_not_well_does_not_serve(tmp_path):

@@ -1,8 +1,8 @@
 """The gRPC server of one API server: its services, its credentials, and who may call them.
 
 What always holds: it serves while HTTP is served; whoever vLLM's `--api-key` keeps out of `/v1` is kept out here before any
-of a call has been read; a message is no larger than a body over HTTP may be. Health and reflection are open, as `/health` and
-`/openapi.json` are.
+of a call has been read; a message is no larger than a body over HTTP may be; connections and calls are bounded. Health and reflection are
+open, as `/health` and `/openapi.json` are.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from vllm import envs
 
+from capflow import limits
+from capflow.descriptors import connections_max
 from capflow.errors import explain
 from capflow_engine.ending import Ending
 from capflow_engine.front import Front
 from capflow_engine.keys import Keys
 from capflow_engine.rpc import capflow_pb2 as pb
 from capflow_engine.rpc import capflow_pb2_grpc
+from capflow_engine.rpc.calls import Calls
 from capflow_engine.rpc.capture import Capture
 from capflow_engine.rpc.generation import Generation
 from capflow_engine.rpc.steering import Steering, headers_of
@@ -130,12 +133,19 @@ async def served(state: Any, front: Front, address: str) -> AsyncIterator[None]:
     guards: list[grpc.aio.ServerInterceptor] = []
     if tokens := tuple(key for key in (state.args.api_key or [envs.VLLM_API_KEY]) if key):
         guards.append(_Guard(Keys(tokens)))
+    calls = Calls(keyed=_OURS if guards else "")
     server = grpc.aio.server(
-        interceptors=[*guards, _Reader()],
+        interceptors=[*guards, calls, _Reader()],
         options=(
             ("grpc.max_receive_message_length", front.body_bytes_max),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 1),  # several API servers share the port
+            ("grpc.max_allowed_incoming_connections", min(limits.RPC_CONNECTIONS_MAX, connections_max())),
+            ("grpc.server_handshake_timeout_ms", round(limits.HANDSHAKE_S_MAX * 1000)),
+            (
+                "grpc.max_connection_idle_ms",
+                round(limits.RPC_IDLE_S * 1000),
+            ),  # its client connects again at its next call
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS_MIN),  # an answer may take longer than that
         ),
