@@ -201,8 +201,11 @@ def _put(data, written, offset):
 DIRECTORY = Path("/spool")
 
 
+_UNMOUNT = """trap '' INT TERM HUP; read _; umount -l "$0" """
+
+
 class mounted:  # noqa: N801
-    """A small file system; skips where none can be mounted."""
+    """A small file system, until the block or this process ends, however it ends; skips where none can be mounted."""
 
     def __init__(self, path, size):
         self.path, self.size = path, size
@@ -213,6 +216,10 @@ class mounted:  # noqa: N801
             subprocess.run(command, check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError):
             pytest.skip("no file system can be mounted here")
+        # Reads until this process closes the pipe, or is gone.
+        command = ["sh", "-c", _UNMOUNT, str(self.path)]
+        self.unmount = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def __exit__(self, *_):
-        subprocess.run(["umount", "-l", self.path], check=True)
+        self.unmount.communicate()
+        assert self.unmount.returncode == 0, f"{self.path} is still mounted"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 import signal
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import duckdb
 import pytest
@@ -218,3 +220,12 @@ def test_a_recording_waits_for_room_on_its_disk(address, tmp_path):
         eventually(lambda: statuses(address, REQUESTS) == ["ok"] * REQUESTS)
         link.close(5)
         assert hub.stop() == 0
+
+
+def test_a_test_that_is_killed_leaves_no_mount(tmp_path):
+    program = "import os, signal, sys, disks\nwith disks.mounted(sys.argv[1], '64k'):\n    os.kill(os.getpid(), signal.SIGKILL)"
+    with mounted(tmp_path, "64k"):
+        assert os.path.ismount(tmp_path)  # else this is skipped
+    child = subprocess.run([sys.executable, "-c", program, tmp_path], check=False, cwd=Path(__file__).parent)
+    assert child.returncode == -signal.SIGKILL
+    eventually(lambda: not os.path.ismount(tmp_path))
