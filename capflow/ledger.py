@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -253,6 +254,18 @@ class Delivery(NamedTuple):
     parts: Sequence[tuple[Tally, int]]
 
 
+@dataclass
+class _Lost:
+    """What is known of a request that `Ledger.lose` ended.
+
+    received: the rows that had come, by pipeline stage. ended: the stages that ended it, before or since. rows: those that were lost, by reason.
+    """
+
+    received: dict[int, int]
+    ended: set[int]
+    rows: Counter[str]
+
+
 class Ledger:
     """All requests of a hub, open ones and the latest `results_kept_max` that are over (None: `limits.RESULTS_KEPT_MAX`).
 
@@ -286,8 +299,8 @@ class Ledger:
         self._requests: dict[tuple[str, str], Request] = {}
         # The names of the engines that have a request in `_requests`, by id.
         self._engines_of: dict[str, tuple[str, ...]] = {}
-        # The rows that had come, by stage, of requests that `lose` ended, by engine and id, oldest first, at most `limits.RESULTS_KEPT_MAX`.
-        self._lost: dict[tuple[str, str], dict[int, int]] = {}
+        # The requests that `lose` ended, by engine and id, oldest first, at most `limits.RESULTS_KEPT_MAX`.
+        self._lost: dict[tuple[str, str], _Lost] = {}
         # The ends, by stage, of requests that had no room and that other stages have not ended, oldest first; bounded so too.
         self._unopened: dict[tuple[str, str], dict[int, Finished]] = {}
 
@@ -460,7 +473,9 @@ class Ledger:
         ]
         for request in lost:
             self._end(engine, request, "error")
-            self._lost[engine.name, request.id] = dict(request.received)
+            self._lost[engine.name, request.id] = _Lost(
+                dict(request.received), set(request.finished), request.lost.rows
+            )
         if self._unopened:
             self._unopened = {key: ends for key, ends in self._unopened.items() if key[0] != engine.name}
         while len(self._lost) > limits.RESULTS_KEPT_MAX:
@@ -473,14 +488,18 @@ class Ledger:
         lost = finished.status == "error" and finished.id not in engine.open
         return lost and (engine.name, finished.id) in self._lost
 
-    def losses_of(self, finished: Finished, engine: Engine, stage: int) -> Losses:
-        """Return what an end of a pipeline stage says to be lost of a request that `was_lost`, and which of its rows never came."""
+    def losses_of(self, finished: Finished, engine: Engine, stage: int) -> Losses | None:
+        """Note an end of a pipeline stage of a request that `was_lost`; return all that was lost of it when each stage has ended it."""
+        lost = self._lost[engine.name, finished.id]
         losses = Losses()
-        losses.update(finished.dropped)
-        missing = finished.rows - self._lost[engine.name, finished.id].get(stage, 0)
-        if missing > 0:
-            losses.count("earlier_hub", missing)
-        return losses
+        for reason, rows in lost.rows.items():
+            losses.count(reason, rows)
+        if stage not in lost.ended:
+            lost.ended.add(stage)
+            losses.update(finished.dropped)
+            losses.count("earlier_hub", max(0, finished.rows - lost.received.get(stage, 0)))
+            lost.rows = losses.rows
+        return losses if len(lost.ended) >= engine.model.stages else None
 
     def settle(self, over: Request, consumer: int, result: CaptureResult) -> Request | None:
         """Note the result of a lane that keeps, told by its own ledger; return the request here, None when it is not known or not over."""

@@ -284,6 +284,8 @@ class Roster:
         known = self.peers.pop(peer, None)
         if known is not None:
             self.sessions.give(known.owner, 1)
+            if known.source is not None:
+                known.source.peer = None  # what its frames still bring is not said to who has this name next
 
     def _take(self, engine: Engine, nbytes: int) -> None:
         """Take memory for an engine. When there is no room, its owner's workers that fell silent are forgotten. Raises RoomError."""

@@ -608,8 +608,11 @@ class SpillingLane(Lane):
             engine.full = engine.full or engine.name in self._full
             for finished in header.finished:
                 if self.ledger.was_lost(finished, engine):  # the hub may have been another one then
+                    losses = self.ledger.losses_of(finished, engine, header.rank.pp)
+                    if losses is None:
+                        continue  # the hub, too, waits for the other pipeline stages
                     again = Request(engine.name, finished.id, header.rank.dp, (None,), ("",))
-                    dropped = self.ledger.losses_of(finished, engine, header.rank.pp).dropped
+                    dropped = losses.dropped
                     text = "; ".join([*map(described, dropped), NOT_ENDED])
                     self._on_result(again, self.index, CaptureResult("error", text, dropped=dropped))
             for request in self.ledger.finish(header, engine):

@@ -31,6 +31,17 @@ def wrong_in_an_end(boot):
     return make_frame((), (), boot=boot, finished=[make_finished("r1", capture=WRONG)])
 
 
+def test_a_late_acknowledgement_goes_to_nobody_who_took_the_connections_name():
+    desk = Desk(Recorder())
+    desk.hello(b"old")
+    desk.say(b"old", make_frame())
+    desk.hello(b"new", boot="boot-2")  # of the same worker, which has started again
+    desk.hello(b"old", boot="other", engine="engine-2")
+    desk.sent[b"old"].clear()
+    desk.handle_all()
+    assert desk.sent[b"old"] == []
+
+
 class TestCredit:
     @pytest.mark.parametrize("wrong", [wrong_in_rows, wrong_in_an_end])
     def test_comes_back_of_frames_that_are_refused(self, wrong):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -10,7 +11,7 @@ import sys
 from collections import Counter
 
 import pytest
-from frames import make_finished, make_frame, make_hello
+from frames import make_finished, make_frame, make_hello, make_model
 from hub_crash_child import hub_options
 from hubs import Recorder, address, configured, raw_peer, running_hub, worker_link
 from waiting import eventually
@@ -18,8 +19,10 @@ from waiting import eventually
 import capflow
 from capflow import limits, message
 from capflow.client import Client
+from capflow.frame import Dropped, Rank
 from capflow.losses import described
 from capflow.plugins import configure, load_plugins
+from capflow.site import Site
 from capflow.testing import MemoryHub
 from capflow.transport import FormerLink, Outbox, left_behind
 from capflow.transport.promises import Promises, read
@@ -265,6 +268,34 @@ def test_an_end_that_comes_after_the_hub_gave_its_engine_up_leaves_no_result_pen
     assert [(each.reason, each.rows) for each in result.dropped] == [("earlier_hub", 2)]
     assert "earlier_hub" in result.error
     assert [path.name for path in (tmp_path / "rows").iterdir() if not path.name.startswith(".")] == ["r1"]
+
+
+def test_late_ends_of_the_stages_of_a_pipeline_name_what_each_lost(address, tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "MISSED_S", 0.2)
+    model = make_model(stages=2)
+    hellos = [make_hello(boot=f"killed-{pp}", rank=Rank(pp, 0, 0), model=model) for pp in range(2)]
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(Hub(address, tmp_path))
+        for pp, hello in enumerate(hellos):
+            link = stack.enter_context(worker_link(address, hello))
+            made = make_frame([("r1", 4, 0, 4)], [Site(pp, "post_block")], boot=hello.boot, rank=hello.rank, seq=1)
+            assert link.send(made.header, made.payload) is None
+            eventually(lambda link=link: link.acked == 1)
+        first.kill()
+        first.wait(20)
+    kept = configure("filesystem", hub_options(tmp_path, "packed"), load_plugins())
+    with running_hub(address, kept), Client(str(address)) as client:
+        eventually((tmp_path / "rows" / "r1").exists)  # as much as came of it
+        with raw_peer(address) as one, raw_peer(address) as other:
+            for pp, (worker, hello) in enumerate(zip((one, other), hellos, strict=True)):
+                worker.send(message.encode(hello))
+                worker.recv()
+                dropped = (Dropped(5, "queue_full"),)
+                died = make_finished("r1", 4, 6 + pp, rows=6 + pp, status="error", dropped=dropped)  # 4 came of each
+                over = make_frame([], finished=[died], boot=hello.boot, rank=hello.rank, seq=2)
+                worker.send_multipart(over.encode())
+            (result,) = client.results(["r1"], timeout=20)["r1"].values()
+    assert {each.reason: each.rows for each in result.dropped} == {"queue_full": 10, "earlier_hub": 5}
 
 
 def test_the_next_hub_on_a_machine_names_what_died_with_the_last_without_an_engine(address, tmp_path):
