@@ -9,6 +9,10 @@ import shutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Threads of a model's kernels that wait, wait without a core: they would take it from the other tests, by the minute.
+# It is read when torch is imported, here and in every process that the tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # how long an example takes says something of the machine only
 

@@ -353,13 +353,14 @@ def test_a_call_that_ends_early_ends_its_request(served, generate, end):
         stream.cancel()
     elif end == "call":
         call = generate.Generate.future(long, metadata=AUTHORIZED)
-        eventually(running)
+        eventually(lambda: call.done() or running(), 120)
+        assert not call.done(), f"it ended before it was cancelled: {call}"
         call.cancel()
     else:
         call = generate.Generate.future(long, metadata=AUTHORIZED, timeout=1.0)
         assert call.exception(60).code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    eventually(lambda: not running(), 30)
-    eventually(lambda: f"left-{end}" in capflow.open(root), 30)
+    eventually(lambda: not running(), 60)
+    eventually(lambda: f"left-{end}" in capflow.open(root), 60)
     capture = capflow.open(root)[f"left-{end}"]
     assert capture.sidecar.status == "abort"
     assert capture.computed_length < LENGTH_MAX - 20
