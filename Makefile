@@ -16,10 +16,10 @@ demo: env compiler  ## run a real model over examples/prompts.jsonl, with files,
 	@rm -rf demo-data && mkdir -p demo-data
 	$(RUN)
 
-test: env system  ## run the tests, but for the long ones; those that need no engine beside those that do
-	@log=$$(mktemp); $(PYTHON) -m pytest -m "not engine and not long" >$$log 2>&1 & rest=$$!; \
+test: env system  ## run the tests, but for the long ones; those of engines and other heavy ones beside all others
+	@log=$$(mktemp); $(PYTHON) -m pytest -m "not (engine or heavy or long)" --durations 25 >$$log 2>&1 & rest=$$!; \
 		trap 'kill $$rest' INT TERM; \
-		$(PYTHON) -m pytest -m "engine and not long" --durations 25; engine=$$?; \
+		$(PYTHON) -m pytest -m "(engine or heavy) and not long" --durations 25; engine=$$?; \
 		wait $$rest; rest=$$?; cat $$log; rm -f $$log; \
 		for code in $$engine $$rest; do if [ $$code -eq 5 ]; then echo "make test: no test ran" >&2; fi; done; \
 		[ $$engine -eq 0 ] && [ $$rest -eq 0 ]

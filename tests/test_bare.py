@@ -9,7 +9,7 @@ import textwrap
 import pytest
 from wheels import ROOT, build_wheel
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

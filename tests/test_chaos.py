@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from chaos import Options, run
+
+pytestmark = pytest.mark.heavy
 
 
 def test_what_was_acknowledged_is_there_once_though_everything_was_killed():

@@ -7,6 +7,10 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.heavy
+
 ROOT = pathlib.Path(__file__).parents[1]
 SECONDS = 16  # of CPU time; as much again is for starting the targets
 TARGETS = 16 if importlib.util.find_spec("vllm") else 13
