@@ -83,6 +83,8 @@ class Engine:
         self.user = user
         self.stages_left: set[int] = set()  # pipeline stages that said Bye and did not come back
         self.missed_since: float | None = None  # when nobody of it was connected or expected any more
+        # By data-parallel replica, since when no worker of it is connected; None while one is.
+        self.replicas: dict[int, float | None] = {}
         self.open: dict[str, Request] = {}  # until they are over
         self.format = RowFormat(model)
         self.tapped = mask_of(model.sites)

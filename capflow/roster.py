@@ -209,8 +209,9 @@ class Roster:
     def forget_missed(self, now: float) -> None:
         """Forget workers that have been silent for `limits.RESUME_S_MAX`, and engines of which nobody was connected or expected for `limits.MISSED_S`.
 
-        The open requests of such an engine are over.
+        The open requests of such an engine are over, and those of a replica without a connected worker for `limits.MISSED_S`.
         """
+        self._end_missed_replicas(now)
         for source in list(self._sources.values()):
             if source.peer is not None:
                 source.silent_since = None
@@ -228,6 +229,19 @@ class Roster:
                 engine.missed_since = now
             elif now - engine.missed_since >= limits.MISSED_S:
                 self._forget_unexpected(name)
+
+    def _end_missed_replicas(self, now: float) -> None:
+        """End what a pipeline stage that fell silent had ended, and another stage that does not come has not."""
+        here = {(peer.hello.engine, peer.hello.rank.dp) for peer in self.peers.values() if peer.source is not None}
+        for engine in list(self.engines.values()):
+            for replica, since in list(engine.replicas.items()):
+                if (engine.name, replica) in here:
+                    engine.replicas[replica] = None
+                elif since is None:
+                    engine.replicas[replica] = now
+                elif now - since >= limits.MISSED_S:
+                    del engine.replicas[replica]
+                    self._on_lost(engine, replica)
 
     def _expected(self, engine: str) -> bool:
         """Return whether somebody of an engine is connected, or may resume."""
@@ -277,6 +291,7 @@ class Roster:
         source.engine = engine
         source.peer = peer
         engine.stages_left.discard(hello.rank.pp)
+        engine.replicas[hello.rank.dp] = None
         return source
 
     def _replace(self, peer: bytes) -> None:

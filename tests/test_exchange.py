@@ -293,6 +293,27 @@ def test_a_consumer_that_spills_is_given_every_end_of_a_request_without_room():
     assert ledger.requests_open == 0
 
 
+def test_requests_that_a_stage_ended_before_it_fell_silent_are_over_when_nobody_of_their_replica_comes():
+    desk = Desk(Recorder())
+    exchange, now = desk.exchange, time.monotonic()
+    model = make_model(stages=2)
+    for replica in range(2):
+        rank = Rank(0, replica, 0)
+        desk.hello(b"w%d" % replica, model=model, rank=rank)
+        frame = make_frame([(f"r{replica}", 1, 0, 1)], rank=rank, finished=[make_finished(f"r{replica}", 1, 1)])
+        desk.say(b"w%d" % replica, frame)
+    for later in range(1, 3):
+        exchange.roster.peers[b"w1"].session._pulse.heard = now + later * limits.SILENCE_S_MAX
+        exchange.tick(now + later * limits.SILENCE_S_MAX + 1)
+    assert exchange.roster.peers.keys() == {b"w1"}
+    assert exchange.ledger.requests_open == 2
+    exchange.tick(now + 2 * limits.SILENCE_S_MAX + 1 + limits.MISSED_S)
+    assert set(exchange.roster.engines["engine-1"].open) == {"r1"}
+    assert exchange.ledger.named("r0")[0].status == "error"
+    desk.hello(b"again", model=model, rank=Rank(0, 0, 0))
+    assert exchange.roster.resumed == 1
+
+
 def test_workers_that_were_killed_are_forgotten_in_the_end_and_take_no_part_of_anything():
     desk = Desk(Recorder(), memory_bytes_max=MEMORY)
     exchange, now = desk.exchange, time.monotonic()
