@@ -69,9 +69,8 @@ class InboxWriter:
         self._dropped = dropped
         self._beside: list[Inbox] = []  # to be emptied into the inbox before anything else
         self._here: Mapping[tuple[Source, int], int] = {}  # the numbers of frames that are in it since before
-        self._lost: defaultdict[str, dict[str, Losses]] = defaultdict(
-            dict
-        )  # rows that did not get in, by engine and request, until their end is told
+        # Rows that did not get in, by worker and request, until the worker's end of the request says so.
+        self._lost: defaultdict[Source, dict[str, Losses]] = defaultdict(dict)
         self._owed: deque[FrameHeader] = deque()  # the ends of requests without room
         self._pending_lock = threading.Lock()  # guards the next
         self._pending: deque[tuple[int, Taken, float]] = deque()  # not durable: number, and when it was written
@@ -174,7 +173,8 @@ class InboxWriter:
             case Gone() | Missed() | Answered():
                 self._note(item)
                 if isinstance(item, Gone) and item.replica is None:
-                    self._lost.pop(item.engine, None)
+                    for source in [source for source in self._lost if source[0] == item.engine]:
+                        del self._lost[source]
 
     def _put_frame(self, frame: Frame, taken: Taken, fallback: Overload, model: ModelInfo | None = None) -> int:
         """Put a frame in; return the number of its record, 0 of one that has no room and is not to wait for it.
@@ -252,7 +252,7 @@ class InboxWriter:
 
     def _refuse(self, header: FrameHeader, reason: str) -> None:
         """Count the rows of a frame that does not get in as lost, and owe the consumer the ends of requests in it."""
-        note_frame(self._lost[header.engine], header, reason)
+        note_frame(self._lost[header.source], header, reason)
         self._dropped[reason] += rows_of(header).total()
         self._inbox.skip(header)
         if header.finished:
@@ -261,7 +261,13 @@ class InboxWriter:
 
     def _lessened(self, header: FrameHeader) -> FrameHeader:
         """Return a header whose ends of requests say which of their rows did not get in."""
-        return lessened(header, self._lost.get(header.engine, {}))
+        lost = self._lost.get(header.source)
+        if lost is None:
+            return header
+        told = lessened(header, lost)
+        if not lost:
+            del self._lost[header.source]
+        return told
 
     def _put_owed(self) -> None:
         while self._owed:

@@ -118,13 +118,16 @@ def note_chunk(losses: Losses, chunk: Chunk, reason: str) -> None:
 
 
 def lessened(header: FrameHeader, lost: dict[str, Losses]) -> FrameHeader:
-    """Return a header whose ends of requests say which of their rows were lost on the way; those are taken out of `lost`, which is by request."""
+    """Return a header whose ends of requests say which of their rows were lost on the way.
+
+    lost: of the worker whose header it is, by request; what is said is taken out.
+    """
     if not any(finished.id in lost for finished in header.finished):
         return header
     told = []
     for finished in header.finished:
         if (losses := lost.pop(finished.id, None)) is not None:
-            rows = finished.rows - losses.rows.total()
+            rows = max(0, finished.rows - losses.rows.total())
             losses.update(finished.dropped)
             finished = msgspec.structs.replace(finished, rows=rows, dropped=losses.dropped)  # noqa: PLW2901
         told.append(finished)

@@ -107,6 +107,14 @@ def test_an_end_says_what_was_lost_on_the_way():
     assert set(lost) == {"r2"}
 
 
+def test_an_end_that_names_fewer_rows_than_were_lost_has_none():
+    lost = {}
+    note_frame(lost, make_frame([("r1", 4, 0, 4)]).header, "too_large")
+    (told,) = lessened(make_frame([], finished=[make_finished("r1", rows=3)]).header, lost).finished
+    assert told.rows == 0
+    assert [(each.reason, each.rows) for each in told.dropped] == [("too_large", 4)]
+
+
 def test_a_consumer_that_drops_is_told_each_row_that_it_did_not_get(address, caplog):
     """What it was given and what its result names are all there was, and none is in both."""
     slow = Recorder("slow", held=True)
