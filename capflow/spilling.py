@@ -53,7 +53,7 @@ _PINNED_MAX = 0.5  # of the inbox's bytes: above, the oldest open requests are n
 
 @dataclass
 class _Open:
-    """A request without a result, its first record, and the bytes that were taken out by then.
+    """A request without a result, its first record, and the bytes that were taken out before that.
 
     over_at: when the consumer was given its end. rows: of it in each frame that is not forgotten, as number, stage and count; forgotten: in those that are, by stage; recalled: in those that
     an earlier hub forgot.
@@ -139,6 +139,7 @@ class SpillingLane(Lane):
             tuple[str, str], int
         ] = {}  # the same, of which records are in the inbox; the consumer's thread's
         self._at = 0  # the record in hand; the consumer's thread's
+        self._taken_bytes = 0  # of records that were taken out before the one in hand; the consumer's thread's
         # Requests whose Futures failed, and how; filled by any thread, emptied by the consumer's.
         self._failures: SimpleQueue[tuple[Request, Callable[[], None] | None, BaseException]] = SimpleQueue()
         self._is_closing = False  # set before the consumer is closed for good
@@ -288,6 +289,7 @@ class SpillingLane(Lane):
         idle_at = time.monotonic() + limits.IDLE_S
         while not self._discarded.is_set():
             written = self.writer.ended.is_set()
+            self._taken_bytes = self.inbox.taken_bytes
             item = self.inbox.take(max(0.0, idle_at - time.monotonic()))
             if item is not None:
                 self._at = item.number
@@ -640,7 +642,7 @@ class SpillingLane(Lane):
             elif known is not None:
                 continue
             bare = RequestRows(part.id, part.prompt_length, 0, (), capture=part.capture)
-            self._open[key] = _Open(number, self.inbox.taken_bytes, request, bare, rank, engine.model)
+            self._open[key] = _Open(number, self._taken_bytes, request, bare, rank, engine.model)
 
     def _gone_now(self, gone: Gone, number: int) -> None:
         engine = self._engine(gone.engine)

@@ -507,6 +507,26 @@ def test_a_frame_that_no_inbox_of_its_size_can_hold_is_refused_and_named(address
         assert hub.lanes[0].dropped == {"too_large": 1000}
 
 
+def test_frames_of_two_stages_that_no_inbox_of_its_size_can_hold_are_named_by_each(address, spills):
+    recorder, model = Recorder(), make_model(stages=2)
+    ranks = [Rank(stage, 0, 0) for stage in range(2)]
+    with (
+        running_hub(address, spills(recorder, spool_bytes=64 * limits.KIB, spill_fallback="block")) as hub,
+        worker_link(address, make_hello(rank=ranks[0], boot="b0", model=model)) as first,
+        worker_link(address, make_hello(rank=ranks[1], boot="b1", model=model)) as last,
+    ):
+        for link, rank in zip((first, last), ranks, strict=True):
+            frame = make_frame([("r1", 4, 0, 1000)], rank=rank, boot=f"b{rank.pp}")
+            assert link.send(frame.header, frame.payload) is None
+        eventually(lambda: hub.lanes[0].dropped == {"too_large": 2000})
+        for link, rank in zip((first, last), ranks, strict=True):
+            end = make_frame(finished=[make_finished("r1", 4, 1000)], requests=(), rank=rank, boot=f"b{rank.pp}")
+            assert link.send(end.header, end.payload) is None
+        eventually(lambda: "r1" in recorder.done)
+        (dropped,) = recorder.done["r1"].dropped
+        assert (recorder.done["r1"].status, dropped.reason, dropped.rows) == ("stop", "too_large", 2000)
+
+
 def test_open_requests_make_room_for_a_frame_that_waits_for_it(address, spills):
     recorder = Recorder()
     with (
@@ -521,6 +541,24 @@ def test_open_requests_make_room_for_a_frame_that_waits_for_it(address, spills):
         assert link.send(frame.header, frame.payload) is None
         eventually(lambda: "r1" in recorder.done)
         assert recorder.done["r1"].dropped == ()
+
+
+def test_requests_that_are_open_since_a_large_record_make_room_for_another(address, spills):
+    recorder = Recorder()
+    with (
+        running_hub(address, spills(recorder, spool_bytes=64 * limits.KIB, spill_fallback="block")),
+        worker_link(address) as link,
+    ):
+        names = ["r1", "r2", "r3"]
+        for name in names:
+            frame = make_frame([(name, 4, 0, 560)])
+            assert 56 * limits.KIB / 3 < frame.nbytes + len(frame.encode()[0]) < 20 * limits.KIB
+            assert link.send(frame.header, frame.payload) is None
+        eventually(lambda: recorder.rows["r3"] == 560)
+        frame = make_frame(finished=[make_finished(name, 4, 560) for name in names], requests=())
+        assert link.send(frame.header, frame.payload) is None
+        eventually(lambda: recorder.done.keys() == set(names))
+        assert not any(recorder.done[name].dropped for name in names)
 
 
 def test_open_requests_make_room_for_a_frame_of_which_only_the_header_is_large(address, spills):
