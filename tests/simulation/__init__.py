@@ -9,6 +9,7 @@
 | `consumers` | models of consumers, and DuckDB's own on a database in memory |
 | `engine` | honest workers |
 | `hostile` | peers that keep to the message format and to nothing else |
+| `bounds` | the bounds that peers share |
 | `oracle` | what honest workers sent, and what must be true of it at the end |
 | `run` | one seed: who takes part, which faults occur, and the checks |
 

@@ -16,6 +16,7 @@ from capflow.transport.workerlink import WorkerLink
 from tests.simulation.oracle import Sent, rows_of
 
 ADDRESS = "tcp://127.0.0.1:5555"
+LARGE = (150, 600, 1200)  # tokens of a prompt; up to 300 KiB in a frame
 REFUSED_LATER_S = 0.2  # until what was not taken is tried again
 
 
@@ -28,12 +29,13 @@ class Engine:
     """One life of an engine: a worker for each pipeline stage."""
 
     def __init__(
-        self, world, oracle, process, name, boot, model, *, policy, outbound_bytes, steps, pause_s, ends, root
+        self, world, oracle, process, name, boot, model, *, policy, outbound_bytes, steps, pause_s, ends, large, root
     ):
         self.world, self.oracle, self.process = world, oracle, process
         self.name, self.boot, self.model = name, boot, model
         self.policy, self.outbound_bytes, self.steps, self.pause_s = policy, outbound_bytes, steps, pause_s
         self.ends = ends  # how likely a request ends in a step
+        self.large = large  # how likely a prompt is so long that its frame has no room in a small queue, inbox or credit
         self.root = root  # of what it spills
         self.links = []
         self.former = []  # links for what earlier lives left there
@@ -98,7 +100,8 @@ class Engine:
         choose = self.world.choose
         while len(self.running) < 3 and choose.random() < 0.5:
             name = f"{self.boot}-r{len(self.requests)}"
-            request = Sent(self.name, self.boot, name, self.model.hidden_size, self.sites, choose.randrange(1, 9))
+            length = choose.choice(LARGE) if choose.random() < self.large else choose.randrange(1, 9)
+            request = Sent(self.name, self.boot, name, self.model.hidden_size, self.sites, length)
             self.oracle.sent[request.key] = request
             self.requests.append(request)
             self.running.append(request)
@@ -143,6 +146,8 @@ class Engine:
         for request, start, length in parts:
             if reason is None:
                 request.sent[stage] += length * len(sites)
+                if rows.nbytes > self.oracle.fits_bytes:
+                    request.large += length * len(sites)
                 request.lasts[stage] = link.counters["frames"]
             else:
                 request.losses(stage).add(reason, sites, start, start + length)

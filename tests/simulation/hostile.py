@@ -6,7 +6,7 @@ import numpy as np
 
 from capflow import limits, message
 from capflow.frame import Block, Dropped, Finished, Frame, FrameHeader, Gap, Rank, RequestRows, Span
-from capflow.message import Await, Beat, Bye, Hello, Status, Tap
+from capflow.message import Ack, Await, Beat, Bye, Hello, Status, Tap
 from capflow.session import decode
 from capflow.site import Site
 from capflow.spec import CaptureSpec
@@ -16,6 +16,7 @@ from tests.simulation.network import Dealer
 
 WAYS = (
     "many_requests",
+    "hoard",
     "overlapping",
     "other_width",
     "unfit_capture",
@@ -39,6 +40,7 @@ class Hostile:
         self.boot = f"x{world.choose.getrandbits(32):08x}"
         self.model = model_of(2, 8, 1)
         self.seq = 0
+        self.acked = 0
         self.dealer = None
         self.ended = False
 
@@ -72,7 +74,9 @@ class Hostile:
 
     def _read(self):
         while self.dealer.reads and (parts := self.dealer.receive()) is not None:
-            decode(parts, message.decode_from_hub)
+            said = decode(parts, message.decode_from_hub)
+            if isinstance(said, Ack):
+                self.acked = said.seq
 
     def _hello(self, role="worker", name=None):
         self._say(Hello(role, name or self.name, self.boot, Rank(0, 0, 0), None if role == "client" else self.model))
@@ -120,6 +124,29 @@ class Hostile:
         for _ in range(3):
             self._say(Beat())
             self.world.sleep(1.0)
+
+    def hoard(self):
+        """Fill the hub's memory within the credit: one of two pipeline stages ends requests with gaps, then opens more."""
+        self.model, self.dealer.reads = model_of(2, 8, 2), True
+        self._hello()
+        until = self.world.now + 30.0
+        for number, count in enumerate([limits.GAPS_MAX] * 8 + [limits.GAPS_MAX // 8] * 8):
+            gaps = tuple(Gap(("post_block:0",), at, at + 1) for at in range(0, 2 * count, 2))
+            dropped = tuple(Dropped(count, f"reason {reason}", gaps) for reason in range(2))
+            self._frame(finished=[Finished(f"{self.boot}-{self.seq}.{number}", "stop", 4, 4, 0, dropped)])
+            self._await_ack(until)
+        site, named = Site(0, "post_block"), [self._request(f"{self.seq}.{number}", 1) for number in range(100)]
+        self._frame(named, [Block((site,), 100, tuple(Span(number, 0, 1, number) for number in range(100)))])
+        for _ in range(self.world.choose.choice([3, 30])):
+            self._say(Beat())
+            self.world.sleep(1.0)
+
+    def _await_ack(self, until):
+        """Wait until the hub has handled everything."""
+        while self.acked < self.seq and self.dealer.router is not None and self.world.now < until:
+            self.dealer.events()
+            self.dealer.poll(1.0)
+            self._read()
 
     def overlapping(self):
         """Say that every span is the same rows."""

@@ -53,6 +53,7 @@ class Sent:
     lasts: dict = field(default_factory=dict)  # by stage, the number of the last frame with rows
     ends: dict = field(default_factory=dict)
     cut: bool = False
+    large: int = 0  # rows in frames that an inbox may refuse for their size
     kept: bool = False  # a worker that died left on disk what it had promised of it
 
     @property
@@ -84,9 +85,10 @@ class Took:
 
 
 class Oracle:
-    """The truth, and what consumers have of it."""
+    """The truth, and what consumers have of it. fits_bytes: of rows, in a frame that every inbox takes."""
 
-    def __init__(self, world):
+    def __init__(self, world, fits_bytes):
+        self.fits_bytes = fits_bytes
         self.world = world
         self.sent = {}  # by engine and request
         self.took = defaultdict(lambda: defaultdict(Took))  # by consumer; and life of the hub where it does not last
@@ -166,6 +168,7 @@ class Oracle:
             self.fail(f"{name}: no result")
             return
         own = sum((losses.rows for losses in sent.lost.values()), Counter())
+        own += Counter(too_large=sent.large, earlier_hub=sent.large)  # the latter when the hub that refused them was killed
         failed = any(result.status in ("error", "partial_error") for result in had.results)
         if missing and not failed:
             self.fail(f"{name}: {len(missing)} rows are missing, and results are {[r.status for r in had.results]}")

@@ -8,7 +8,6 @@ import logging
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import capflow.hub
 import capflow.transport.link
@@ -17,8 +16,8 @@ from capflow import limits
 from capflow.errors import CapflowError
 from capflow.hub import Hub
 from capflow.plugins import ConfiguredConsumer
-from capflow.shares import Shares
 from capflow.spool import Spool
+from tests.simulation.bounds import checked
 from tests.simulation.consumers import Filing, Listening, Shelf
 from tests.simulation.database import SITE, Base
 from tests.simulation.engine import ADDRESS, Engine, model_of
@@ -38,7 +37,8 @@ LIMITS = {  # small, so that they are reached
 }
 OWNERS_MAX = 64
 MEMORY_BYTES_MAX = 16 * limits.MIB  # of a hub: 16 KiB of its state for each owner, and 1 MiB for whoever comes first
-DUCKDB, HOSTILE = 0.2, 0.4  # how likely they take part
+DUCKDB, HOSTILE, LARGE = 0.2, 0.4, 0.1  # how likely they take part: the database, hostile peers, an engine's long prompts
+HEADER_BYTES = 8 * limits.KIB  # of a frame with long prompts, at most
 QUIET_S_MAX = 600.0  # of virtual time, until everything is handled once faults have ended
 SYNCED_S_MAX = 60.0  # likewise, from then until it is durable
 
@@ -76,7 +76,8 @@ class Simulation:
         self.seed, self.root = seed, root
         self.world = world = Scheduler(seed)
         world.stop_at, world.on_line = stop_at, on_line
-        self.oracle = Oracle(world)
+        self.inbox_bytes = world.choose.choice([64, 256, 1024]) * limits.KIB
+        self.oracle = Oracle(world, self.inbox_bytes // 2 - HEADER_BYTES)
         self.network = Network(world)
         self.shelf = Shelf()
         self.base = Base(world) if world.choose.random() < DUCKDB else None
@@ -100,7 +101,6 @@ class Simulation:
         self.ways = choose.sample(WAYS, choose.randrange(1, 4)) if choose.random() < HOSTILE else []
         self.queue_bytes = choose.choice([4 * limits.KIB, 64 * limits.KIB, None])
         self.slow_s = choose.choice([0.0, 0.0, 0.01, 0.2])
-        self.inbox_bytes = choose.choice([64, 256, 1024]) * limits.KIB
 
     # Processes.
 
@@ -208,6 +208,7 @@ class Simulation:
             steps=choose.randrange(5, 45),
             pause_s=choose.choice([0.001, 0.02, 0.2]),
             ends=choose.choice([0.02, 0.1, 0.3]),
+            large=0.2 if choose.random() < LARGE else 0.0,
         )
         self.engines.append((slot, engine))
         self.honest.add(name)
@@ -424,7 +425,7 @@ class Simulation:
             ):
                 stack.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, value)
-            stack.enter_context(mock.patch.dict(Shares.__init__.__kwdefaults__, owners_max=OWNERS_MAX))
+            stack.enter_context(checked(self.oracle, OWNERS_MAX))
             if self.base is not None:
                 stack.enter_context(self.base.installed())
             stack.enter_context(installed(world))
