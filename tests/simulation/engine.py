@@ -35,7 +35,7 @@ class Engine:
         self.name, self.boot, self.model = name, boot, model
         self.policy, self.outbound_bytes, self.steps, self.pause_s = policy, outbound_bytes, steps, pause_s
         self.ends = ends  # how likely a request ends in a step
-        self.large = large  # how likely a prompt is so long that its frame has no room in a small queue, inbox or credit
+        self.large = large  # how likely a prompt has a frame that a small queue, inbox or credit does not hold
         self.root = root  # of what it spills
         self.links = []
         self.former = []  # links for what earlier lives left there

@@ -168,7 +168,8 @@ class Oracle:
             self.fail(f"{name}: no result")
             return
         own = sum((losses.rows for losses in sent.lost.values()), Counter())
-        own += Counter(too_large=sent.large, earlier_hub=sent.large)  # the latter when the hub that refused them was killed
+        # A hub that is killed forgets that it refused a frame: its rows are then those of an earlier hub.
+        own += Counter(too_large=sent.large, earlier_hub=sent.large)
         failed = any(result.status in ("error", "partial_error") for result in had.results)
         if missing and not failed:
             self.fail(f"{name}: {len(missing)} rows are missing, and results are {[r.status for r in had.results]}")

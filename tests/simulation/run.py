@@ -37,7 +37,7 @@ LIMITS = {  # small, so that they are reached
 }
 OWNERS_MAX = 64
 MEMORY_BYTES_MAX = 16 * limits.MIB  # of a hub: 16 KiB of its state for each owner, and 1 MiB for whoever comes first
-DUCKDB, HOSTILE, LARGE = 0.2, 0.4, 0.1  # how likely they take part: the database, hostile peers, an engine's long prompts
+DUCKDB, HOSTILE, LARGE = 0.2, 0.4, 0.1  # how likely they take part: LARGE, an engine's long prompts
 HEADER_BYTES = 8 * limits.KIB  # of a frame with long prompts, at most
 QUIET_S_MAX = 600.0  # of virtual time, until everything is handled once faults have ended
 SYNCED_S_MAX = 60.0  # likewise, from then until it is durable
