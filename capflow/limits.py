@@ -147,6 +147,8 @@ assert HANG_S_MAX + GIVE_UP_S < 10
 assert ANSWERS_S < SHUTDOWN_S_DEFAULT <= SHUTDOWN_S_MAX
 assert BODY_BYTES_DEFAULT <= BODY_BYTES_MAX
 
+TRIM_S = 30.0  # between two times that a hub gives free memory back to the system; 1 GB takes about 0.6 s, in which threads wait for memory
+
 # What a hub bears: beyond these a peer is refused, or cut off.
 STATE_PER_BYTE_MAX = 32  # bytes of memory that a hub keeps of a message, for each byte on the wire
 SESSIONS_MAX = 4_096

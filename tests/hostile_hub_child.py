@@ -9,14 +9,14 @@ import sys
 
 from hubs import Recorder, running_hub
 
-from capflow import limits
+from capflow import heap, limits
 from capflow.cli.hubrun import rare_collections
 
 limits.DEAD_S_MAX = 3.0  # whatever the library does about dead connections it does soon
 
 
 def main(address):
-    with rare_collections(), running_hub(address, Recorder()) as hub:  # as `capflow run` has them
+    with rare_collections(), heap.trimmed(), running_hub(address, Recorder()) as hub:  # as `capflow run` has them
         print(hub.address, flush=True)
         sys.stdin.readline()
         print(hub.snapshot().frames, flush=True)

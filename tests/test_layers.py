@@ -12,6 +12,7 @@ LAYERS = (
         "brief",
         "descriptors",
         "enginename",
+        "heap",
         "kept",
         "memo",
         "outlet",

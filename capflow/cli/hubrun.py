@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from capflow import descriptors, limits
+from capflow import descriptors, heap, limits
 from capflow.cli.logs import Format, dropped_as_json, dropped_as_text, logger, logs_to
 from capflow.cli.signals import Signals
 from capflow.cli.units import human_bytes
@@ -106,6 +106,7 @@ class HubRun:
             descriptors.raise_limit()
             self.umask_before = undo.enter_context(private_umask())
             undo.enter_context(rare_collections())
+            undo.enter_context(heap.trimmed())
             if self._outlet is not None:
                 undo.callback(self._outlet.close)
             undo.enter_context(logs_to(self.console, self.log_format, self._file))
