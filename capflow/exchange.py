@@ -22,6 +22,7 @@ from capflow.counts import Counts
 from capflow.errors import RemoteProtocolError, RoomError, UsageError, explain
 from capflow.fanout import Lane
 from capflow.frame import Frame, FrameHeader
+from capflow.framecost import is_large
 from capflow.guard import Guard
 from capflow.ledger import Engine, Ledger, Request, Wish, answered_by
 from capflow.message import (
@@ -198,7 +199,13 @@ class Exchange:
             return
         session = known.session if known is not None else HubSession(now=now, user=user)
         try:
-            said = session.receive(parts, now)
+            frame = None
+            if len(parts) == limits.MESSAGE_PARTS_MAX and is_large(parts[0]):
+                frame = Frame.read(*parts)
+                yield
+                if self.roster.peers.get(peer) is not known:
+                    return  # it left meanwhile, or said Hello again
+            said = session.receive(parts, now, frame)
             if isinstance(said, Hello):
                 self._hello(peer, session, said, now)
             elif known is not None and self._may(peer, known, said, now):

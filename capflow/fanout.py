@@ -1,5 +1,7 @@
 """The fan-out: one lane per consumer, each with a queue and a thread, so that none waits for another.
 
+In a queue engines take turns, so that what one engine's worker sends holds up the rows of another by one item at most.
+
 A consumer's methods are called on its lane's thread only. The kind of an exception decides what the lane does (`capflow.errors.kind_of`):
 
 * retry: the lane makes the same call again, after a pause that grows, until it works or the hub stops;
@@ -183,12 +185,13 @@ class Lane:
         return accepted and item.taken is not None
 
     def _accept(self, item: _Rows, nbytes: int) -> bool:
+        engine = item.delivery.frame.header.engine
         if self.policy is Overload.DROP or self.queue.closed:
-            return self.queue.offer(item, nbytes)
+            return self.queue.offer(item, nbytes, engine)
         if self.policy is Overload.BLOCK:
-            self.queue.force(item, nbytes)
+            self.queue.force(item, nbytes, engine)
         else:
-            for skipped in self.queue.displace(item, nbytes):
+            for skipped in self.queue.displace(item, nbytes, engine):
                 self._lose(skipped.delivery, "skipped")
         return True
 
@@ -206,7 +209,7 @@ class Lane:
             untold = CaptureResult("error", "the consumer was not told of its end: consumer_queue_full")
             self._settle(request, self.index, None, untold)
             return False
-        self.queue.force(_Done(request, taken if waited_for else None, nbytes))
+        self.queue.force(_Done(request, taken if waited_for else None, nbytes), source=request.engine)
         return waited_for
 
     def greet(self, engine: str, model: ModelInfo) -> None:
@@ -229,7 +232,7 @@ class Lane:
             return
         with self._lock:
             self._greeting[engine] = model
-        self.queue.force(_Session(engine, model, nbytes))
+        self.queue.force(_Session(engine, model, nbytes), source=engine)
 
     def part(self, engine: str) -> None:
         """Tell the consumer, after everything before, that an engine is gone, if it was told that the engine connected.
@@ -243,7 +246,7 @@ class Lane:
             return
         with self._lock:
             self._greeting.pop(engine, None)  # the engine is to be told of anew when it comes back
-        self.queue.force(_Gone(engine))
+        self.queue.force(_Gone(engine), source=engine)
 
     def tell(self, answered: Answered) -> None:
         """Tell the consumer, if it minds them, what came of an action; the oldest that wait make room for the newest."""
@@ -259,7 +262,7 @@ class Lane:
             if oldest is None:
                 return
             self.notes.taken(oldest.weight)
-        self.queue.force(told)
+        self.queue.force(told, source=answered.engine)
 
     def close(self) -> None:
         """Take nothing more; the consumer is closed when it has handled what it has."""

@@ -1,4 +1,7 @@
-"""What reading a frame's header costs, counted before it is read: spans and tokens become an object each."""
+"""What reading a frame's header costs, counted before it is read: spans and tokens become an object each.
+
+A span has a row of its own at each of its block's sites, so a frame has no more spans than its payload has rows.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import msgspec
 from capflow import limits
 from capflow.errors import RemoteProtocolError, explain
 
+_NUMBER_BYTES = 2  # of each number of a row, in the smallest dtype
 _SMALL_BYTES = 256 * limits.KIB  # a header up to this size costs little, whatever is in it
 
 
@@ -19,6 +23,7 @@ class _Request(msgspec.Struct):
 
 
 class _Header(msgspec.Struct, tag="frame"):
+    hidden_size: int
     requests: Annotated[tuple[_Request, ...], msgspec.Meta(max_length=limits.REQUESTS_PER_FRAME_MAX)]
     # Of each its sites, rows and spans.
     blocks: Annotated[
@@ -29,12 +34,17 @@ class _Header(msgspec.Struct, tag="frame"):
 _decoder = msgspec.msgpack.Decoder(_Header)
 
 
-def check_cost(header: bytes | memoryview) -> None:
-    """Raise RemoteProtocolError when a header has more spans, tokens or texts than a frame may have.
+def is_large(header: bytes | memoryview) -> bool:
+    """Return whether reading a header may take long."""
+    return len(header) > _SMALL_BYTES
+
+
+def check_cost(header: bytes | memoryview, payload_bytes: int) -> None:
+    """Raise RemoteProtocolError when a header has more spans, tokens or texts than a frame with that payload may have.
 
     Raises msgspec.MsgspecError when it is no header.
     """
-    if len(header) <= _SMALL_BYTES:
+    if not is_large(header):
         return
     read = _decoder.decode(header)
     counts = {
@@ -42,6 +52,8 @@ def check_cost(header: bytes | memoryview) -> None:
         "tokens": (sum(_length(request.token_ids) for request in read.requests), limits.TOKENS_PER_FRAME_MAX),
         "texts": (sum(_length(request.texts) for request in read.requests), limits.TOKENS_PER_FRAME_MAX),
     }
+    rows = sum(_length(sites) * _length(spans) for sites, _, spans in read.blocks)  # one of each span at least
+    counts["rows of spans"] = rows, payload_bytes // (_NUMBER_BYTES * max(1, read.hidden_size))
     for what, (count, most) in counts.items():
         if count > most:
             raise RemoteProtocolError(explain(f"frame {what}", got=count, expected=f"at most {most}"))

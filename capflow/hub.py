@@ -317,6 +317,7 @@ class Hub:
             if not self._safely(functools.partial(self._listen, router)):
                 time.sleep(_TICK_S)  # what failed once may fail at each turn
             self._call_posted()
+            self._safely(self._exchange.acknowledge)  # before messages of other peers are handled
             self._safely(functools.partial(self._read, router))
             began = time.monotonic()
             self._safely(functools.partial(self._turns.run, limits.TURN_S))

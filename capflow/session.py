@@ -470,13 +470,18 @@ class HubSession:
         self._format: RowFormat | None = None  # of a worker's frames, set by the Hello
         self._pulse = _Pulse(now)
 
-    def receive(self, parts: Parts, now: float) -> Frame | Message:
-        """Return what the peer said.
+    def receive(self, parts: Parts, now: float, frame: Frame | None = None) -> Frame | Message:
+        """Return what the peer said. frame: in these parts, if it was read and not checked.
 
         Raises RemoteProtocolError when the peer may not say it; answer with `refuse`.
         """
-        opened = self.state is State.OPEN
-        said = decode(parts, message.decode_from_peer, limits.HEADER_BYTES_MAX if opened else limits.HELLO_BYTES_MAX)
+        said: Frame | Message
+        if frame is None:
+            bytes_max = limits.HEADER_BYTES_MAX if self.state is State.OPEN else limits.HELLO_BYTES_MAX
+            said = decode(parts, message.decode_from_peer, bytes_max)
+        else:
+            frame.check()
+            said = frame
         self._pulse.heard = now
         if isinstance(said, Hello):
             self._check_hello(said)

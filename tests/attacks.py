@@ -100,13 +100,16 @@ def ends(address, seconds):
 
 
 def headers(address, seconds):
-    """Send frames whose headers are as large as they may be, and cost as much as such a one can."""
-    request = RequestRows("r", 4, 0, (1,) * 6)
+    """Send frames with as many spans as a frame may have, whose last span shows that they are to be refused."""
     count = limits.SPANS_PER_FRAME_MAX
-    block = Block((Site(0, "post_block"),), count, tuple(Span(0, 0, 1, row % 64) for row in range(count)))
+    request = RequestRows("r", 4, 0, (1,) * 2 * count)
+    spans = tuple(Span(0, 2 * row, 1, min(row, count - 2)) for row in range(count))
+    block = Block((Site(0, "post_block"),), count, spans)
     frame = make_frame([], engine="hostile", boot="boot-h")
-    header = msgspec.structs.replace(frame.header, requests=(request,), blocks=(block,), hidden_size=1)
-    parts = [msgspec.msgpack.encode(header), b""]
+    header = msgspec.structs.replace(
+        frame.header, requests=(request,), blocks=(block,), hidden_size=1, dtype="float16", payload_bytes=2 * count
+    )
+    parts = [msgspec.msgpack.encode(header), bytes(2 * count)]
     yield
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -10,7 +10,7 @@ from exchanges import Desk
 from frames import BOOT, make_finished, make_frame, make_model
 from hubs import EVERYTHING, Recorder
 
-from capflow import limits, shares
+from capflow import framecost, limits, shares
 from capflow.errors import RetryError
 from capflow.frame import Dropped, Gap, Rank
 from capflow.ledger import Engine as LedgerEngine
@@ -330,3 +330,45 @@ def test_workers_that_were_killed_are_forgotten_in_the_end_and_take_no_part_of_a
         exchange.tick(now + limits.RESUME_S_MAX + more * limits.SILENCE_S_MAX)
     assert exchange.roster.engines == {}
     assert exchange.budget.state.owners == 0
+
+
+def test_a_large_header_is_read_and_checked_in_two_steps(monkeypatch):
+    monkeypatch.setattr(framecost, "_SMALL_BYTES", 0)
+    recorder = Recorder()
+    desk = Desk(recorder)
+    desk.hello(b"w")
+    desk.hello(b"x", engine="other")
+    frame = make_frame([("r", 4, 0, 4)], seq=1)
+    steps = desk.exchange.handle(b"w", frame.encode())
+    next(steps)
+    desk.say(b"x", make_frame([("r", 4, 0, 4)], seq=1, engine="other"))
+    desk.handle_all()
+    assert [type(said) for said in desk.sent[b"x"]] == [Welcome, Ack]  # it did not wait for the check
+    assert list(steps) == []
+    desk.handle_all()
+    assert desk.sent[b"w"][-1].seq == 1
+    steps = desk.exchange.handle(b"w", make_frame([("r", 4, 4, 1)], seq=2).encode())
+    next(steps)
+    desk.say(b"w", Bye())
+    assert list(steps) == []
+    assert desk.exchange.counts.frames == 2
+
+
+def test_an_engine_waits_for_one_record_of_another_in_a_consumers_queue():
+    recorder = Recorder()
+    desk = Desk(recorder)
+    desk.hello(b"much", engine="much", boot="m")
+    desk.hello(b"few", engine="few", boot="f")
+    names = [f"r{number}" for number in range(200)]
+    for seq in range(1, 5):
+        ends = tuple(make_finished(name, 4, 4, rows=0) for name in names[50 * seq - 50 : 50 * seq])
+        desk.say(b"much", make_frame([], finished=ends, seq=seq, engine="much", boot="m"))
+    desk.say(b"few", make_frame([("r", 4, 0, 4)], seq=1, engine="few", boot="f"))
+    lane = desk.exchange.lanes[0]
+    while not recorder.seqs:
+        lane._safely_handle(lane.queue.get(0))
+    desk.turn()
+    assert desk.sent[b"few"][-1].seq == 1
+    assert len(recorder.done) <= 2
+    desk.handle_all()
+    assert list(recorder.done) == names

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from selectors_model import budgets, forms, meant
 
-from capflow import limits
+from capflow import framecost, limits
 from capflow.errors import RemoteProtocolError
 from capflow.frame import DTYPES, Block, Dropped, Frame, FrameHeader, Rank, RequestRows, Span
 from capflow.positions import Positions
@@ -259,6 +259,17 @@ def test_narrowing_yields_what_a_naive_loop_does(requests, sites, data):
         ]
     assert len(got) == len(set(got))
     assert set(got) == expected
+
+
+def test_a_header_with_more_spans_than_the_payload_has_rows_is_not_read(monkeypatch):
+    frame = make_frame([("r", 4, 0, 4)], [(0, "post_block"), (1, "post_block")])
+    monkeypatch.setattr(framecost, "_SMALL_BYTES", 0)
+    Frame.decode(*frame.encode())
+    (block,) = frame.header.blocks
+    header = msgspec.structs.replace(frame.header, blocks=(block._replace(spans=block.spans * 10),), dtype="float16")
+    rows = frame.nbytes // (2 * header.hidden_size)
+    with pytest.raises(RemoteProtocolError, match=f"frame rows of spans: got 20, expected at most {rows}"):
+        Frame.decode(msgspec.msgpack.encode(header), frame.payload)
 
 
 def test_rows_are_counted_by_request_whether_the_frame_was_checked_or_not():

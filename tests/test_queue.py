@@ -103,6 +103,24 @@ def test_remove_takes_out_the_oldest_that_matches():
     assert [queue.get(0) for _ in range(3)] == ["a2", "d", None]
 
 
+def test_sources_take_turns_and_keep_their_order():
+    queue = ByteQueue(100)
+    for number in range(1000):
+        queue.force(f"much{number}", source="much")
+    queue.force("few0", 5, "few")
+    assert queue.get(0) == "much0"
+    assert queue.get(0) == "few0"  # it waited for one item of the other
+    queue.offer("few1", 5, "few")
+    queue.displace("more0", 5, "more")
+    assert [queue.get(0) for _ in range(5)] == ["much1", "few1", "more0", "much2", "much3"]
+    queue.force("few2", 60, "few")
+    queue.force("few3", 0, "few")
+    assert queue.displace("more1", 50, "more") == ["few2"]
+    assert queue.remove(lambda item: item == "much5") == "much5"
+    assert [queue.get(0) for _ in range(5)] == ["much4", "few3", "more1", "much6", "much7"]
+    assert queue.nbytes == 0
+
+
 def test_force_ignores_the_bound():
     queue = ByteQueue(10)
     queue.force("a", 50)
