@@ -162,29 +162,43 @@ _STARTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("start", "said", "sends"),
-    [
-        ("LLM", None, False),
-        ("LLM", "0", True),
-        ("serve", None, False),
-        ("doctor", None, False),
-        ("vLLM alone", None, True),
-    ],
-)
-def test_vllm_sends_usage_statistics_only_where_the_user_says_so(tmp_path, start, said, sends):
-    source = f"""
-import sys, msgspec
-try:
-    {_STARTS[start]}
-except (Exception, SystemExit) as e:
-    pass
-from vllm.usage.usage_lib import is_usage_stats_enabled
-print("sends", is_usage_stats_enabled())
+_CHOICES = [("LLM", None), ("LLM", "0"), ("serve", None), ("doctor", None), ("vLLM alone", None)]
+"""A start, and what the user sets `VLLM_NO_USAGE_STATS` to."""
+
+
+@pytest.fixture(scope="module")
+def sends(tmp_path_factory):
+    """Return whether vLLM sends usage statistics, for each of the choices, in a fork of one process that imported vLLM."""
+    source = "import os, vllm, vllm.usage.usage_lib as usage\n"
+    for start, value in _CHOICES:
+        source += f"""
+if os.fork():
+    os.wait()
+else:
+    os.environ.update({{}} if {value!r} is None else {{"VLLM_NO_USAGE_STATS": {value!r}}})
+    try:
+        {_STARTS[start]}
+    except (Exception, SystemExit):
+        pass
+    print({start!r}, {value!r}, usage.is_usage_stats_enabled(), sep=",", flush=True)
+    os._exit(0)
 """
     environment = {k: v for k, v in os.environ.items() if "TRACK" not in k and k != "VLLM_NO_USAGE_STATS"}
-    environment |= {"VLLM_CONFIG_ROOT": str(tmp_path)} | ({} if said is None else {"VLLM_NO_USAGE_STATS": said})
+    environment |= {"VLLM_CONFIG_ROOT": str(tmp_path_factory.mktemp("config"))}
     done = subprocess.run(
-        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=400, check=False
     )
-    assert done.stdout.splitlines()[-1:] == [f"sends {sends}"], done.stderr
+    lines = [line.split(",") for line in done.stdout.splitlines() if line.count(",") == 2]
+    assert len(lines) == len(_CHOICES), done.stderr
+    return {(start, value): answer == "True" for start, value, answer in lines}
+
+
+@pytest.mark.parametrize(
+    ("start", "value", "expected"),
+    [
+        (start, value, expected)
+        for (start, value), expected in zip(_CHOICES, (False, True, False, False, True), strict=True)
+    ],
+)
+def test_vllm_sends_usage_statistics_only_where_the_user_says_so(sends, start, value, expected):
+    assert sends[start, str(value)] is expected
