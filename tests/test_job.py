@@ -115,7 +115,7 @@ def test_a_wrong_job_is_refused_before_anything_starts(tmp_path, prompts, argume
         (("--consumer", "filesystem:root={tmp}/rows,layers=99"), "layer 99"),
         pytest.param(("--consumer", "filesystem:root={tmp}/rows,hooks=mlp_in"), "--sites mlp_in", marks=LONG),
         pytest.param(("--consumer", "log", "--sites", "post_block:77"), "post_block:77", marks=LONG),
-        (("--consumer", "log", "--engine-arg", "colour=red"), "colour"),
+        pytest.param(("--consumer", "log", "--engine-arg", "colour=red"), "colour", marks=LONG),
         pytest.param(
             ("--consumer", "log", "--policy", "spill", "--spool-dir", "/dev/null/spool"),
             "--spool-dir: got /dev/null",

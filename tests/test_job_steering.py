@@ -65,7 +65,7 @@ def run(job):
         "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     told = []
-    with engines.environment(**variables):
+    with engines.environment(**variables), engines.collecting_little():
         from vllm.distributed import cleanup_dist_env_and_memory
 
         from capflow_engine import batch
@@ -149,6 +149,12 @@ def test_what_does_not_fit_is_named_before_the_model_is_loaded(job, tmp_path, li
         job([{"id": "a"}, {"id": "b", **line}], **{"steering_modules": [f"calm={tmp_path}/calm.json"]} | options)
     )
     assert message.startswith(here(words))
+
+
+def test_an_argument_that_vllm_does_not_know_is_named_before_the_model_is_loaded(job):
+    message = run(job([{"id": "a"}], engine={"colour": "red"}))
+    assert message.startswith("--engine-arg or --sampling: got ")
+    assert "colour" in message
 
 
 def test_the_lines_fields_are_parsed_as_everywhere(job):
