@@ -21,6 +21,7 @@ from capflow.plugins import ConfiguredConsumer
 
 SLOW_S = 0.02
 HOG_S = 0.01
+HOG_LITTLE_S = 0.000_2  # as long as a frame takes the others
 
 
 class Good(Consumer):
@@ -42,26 +43,33 @@ class Bad(Good):
     name = "bad"
 
     def on_frame(self, frame):
-        getattr(self, self.config)()
+        getattr(self, self.config)(frame)
 
-    def sleeps(self):
+    def sleeps(self, _):
         time.sleep(SLOW_S)
 
-    def raises(self):
+    def raises(self, _):
         raise ValueError("no")
 
-    def hangs(self):
+    def hangs(self, _):
         threading.Event().wait()
 
-    def takes(self):
-        pass
+    def takes(self, frame):
+        super().on_frame(frame)
 
-    def hogs(self):
-        until = time.monotonic() + HOG_S
+    def hogs(self, _):
+        self._hog(HOG_S)
+
+    def hogs_a_little(self, _):
+        self._hog(HOG_LITTLE_S)
+
+    @staticmethod
+    def _hog(seconds):
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
             pass
 
-    def dies(self):
+    def dies(self, _):
         sys.exit("no more")
 
 
