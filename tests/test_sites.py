@@ -7,6 +7,8 @@ import sys
 import pytest
 import transformers
 
+from capflow.errors import UsageError
+
 pytestmark = pytest.mark.engine
 
 LIMIT_S = 120
@@ -80,14 +82,29 @@ def test_says_why_a_hook_is_not_there(parallel):
         assert layer["missing"] == {"post_attn": "attention and the MLP stand side by side"}
 
 
-@pytest.mark.parametrize(
-    ("site", "why"),
-    [("post_attn:1", "stand side by side"), pytest.param("post_block:3", "a layer of 0..2", marks=pytest.mark.long)],
-)
+NOT_THERE = [("post_attn:1", "stand side by side"), ("post_block:3", "a layer of 0..2")]
+
+
+@pytest.mark.parametrize(("site", "why"), NOT_THERE)
+def test_a_site_that_is_not_there_is_no_tap(parallel, site, why):
+    """In this process, as `capflow sites` reads the model in one of its own."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from capflow_engine import compat_model
+    from capflow_engine.settings import tapped_sites
+
+    layers = compat_model.structures(EngineArgs(model=str(parallel)))
+    with pytest.raises(UsageError, match=f"--sites: got {site}.*{why}"):
+        tapped_sites([site], layers)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("site", "why"), NOT_THERE)
 def test_refuses_sites_that_are_not_there(parallel, site, why):
     refused(sites(parallel, "--sites", site), "--sites", f"got {site}", why)
 
 
+@pytest.mark.long  # test_compat.py asks for such models in its own process
 def test_refuses_a_model_that_is_not_there(tmp_path):
     refused(sites(tmp_path / "nowhere"), f"model {tmp_path / 'nowhere'}", "a directory with a config.json")
 
