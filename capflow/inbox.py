@@ -451,7 +451,8 @@ class Inbox:
 
     def tells_of(self, engine: str, model: ModelInfo) -> bool:
         """Return whether a record here says that an engine has a model."""
-        return self._put_engines.get(engine) == model
+        known = self._put_engines.get(engine)
+        return known is model or known == model
 
     def _mark(self, source: Source, seq: int) -> None:
         had = self._marks.pop(source, 0)
