@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -229,3 +231,38 @@ def test_a_test_that_is_killed_leaves_no_mount(tmp_path):
     child = subprocess.run([sys.executable, "-c", program, tmp_path], check=False, cwd=Path(__file__).parent)
     assert child.returncode == -signal.SIGKILL
     eventually(lambda: not os.path.ismount(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["packed", "per_file"])
+def test_no_request_is_lost_while_the_root_of_a_data_set_is_away(address, tmp_path, kind):
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    consumer = consumer_of(kind, data, tmp_path / "spool")
+    with running(address, consumer, tmp_path / "log") as hub, worker_link(address) as link:
+        third = REQUESTS // 4
+        send(link, 0, third)
+        eventually(lambda: set(statuses(address, third)) == {"ok"})
+        data.rename(elsewhere)
+        send(link, third, REQUESTS - 2 * third)
+        eventually(lambda: hub.problems()[0] == 503)
+        assert f"again: {os.strerror(errno.ENOENT)}" in hub.problems()[1][0]
+        elsewhere.rename(data)
+        send(link, REQUESTS - third, third)
+        eventually(lambda: statuses(address, REQUESTS) == ["ok"] * REQUESTS)
+        eventually(lambda: hub.problems() == (200, []))
+        link.close(5)
+        assert hub.stop() == 0
+        assert kept(kind, data) == EXPECTED
+
+
+def test_no_request_is_lost_when_somebody_removes_what_a_hub_is_writing(address, tmp_path):
+    data, log = tmp_path / "data", tmp_path / "log"
+    with running(address, consumer_of("packed", data, tmp_path / "spool"), log) as hub, worker_link(address) as link:
+        send(link, 0, 10)
+        eventually(lambda: set(statuses(address, 10)) == {"ok"})
+        for hidden in data.glob(".partial-*"):
+            shutil.rmtree(hidden)
+        send(link, 10, REQUESTS - 10)
+        eventually(lambda: statuses(address, REQUESTS) == ["ok"] * REQUESTS)
+        link.close(5)
+        assert hub.stop() == 0
+        assert kept("packed", data) == EXPECTED

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from capflow.errors import explain
+from capflow.errors import FatalError, RetryError, explain, kind_of
 from capflow.regular import open_regular
 
 _PARTS_PER_CALL_MAX = 1024  # IOV_MAX of Linux
@@ -77,12 +77,57 @@ def refused(root: Path, error: OSError) -> str:
     return explain(f"{root} cannot be written", got=got, expected=expected, do=_DO.get(error.errno or 0, _DO_ELSE))
 
 
+def judged(root: Path, error: OSError) -> OSError | RetryError | FatalError:
+    """Return what an error of the file system below the root of a data set is to a hub; the error itself where it costs one request alone.
+
+    RetryError: it may go away, or the root is away, such as a file system that is not mounted. FatalError: the root is there, and what this writer
+    has made in it is not, or may not be used.
+    """
+    if kind_of(error) == "retry" or (error.errno in _AWAY and is_away(root)):
+        return _caused(RetryError(refused(root, error)), error)
+    return _caused(FatalError(refused(root, error)), error) if error.errno in _AWAY else error
+
+
+def _caused(error: RetryError | FatalError, cause: OSError) -> RetryError | FatalError:
+    error.__cause__ = cause
+    return error
+
+
+def is_away(root: Path) -> bool:
+    """Return whether the root of a data set that a writer has opened cannot be reached or not be written."""
+    try:
+        (root / LOCK).stat()
+    except OSError:
+        return True
+    return not os.access(root, os.W_OK | os.X_OK)
+
+
+LOCK = ".lock"
+"""A file below the root of a data set that its first writer makes, and nobody removes."""
+
+_AWAY = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EACCES,
+        errno.EPERM,
+        errno.ENODEV,
+        errno.ENXIO,
+        errno.ENOTCONN,
+        errno.ECONNABORTED,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.EREMOTEIO,
+    }
+)
+"""What a file system answers that is not mounted, whose server or device is gone, or that may not be entered any more."""
+
 _DO_ELSE = "see what the kernel says of it; it is tried again"
 _DO = {
     errno.ENOSPC: "make room on it; it is tried again",
     errno.EDQUOT: "make room on it, or have a larger quota; it is tried again",
-    errno.ENOENT: "start the hub again, which makes the directory",
-    errno.EACCES: "let the hub write to it",
+    errno.ENOENT: "mount it, or start the hub again, which makes the directory; it is tried again",
+    errno.EACCES: "let the hub write to it; it is tried again",
     errno.EROFS: "mount it for writing; it is tried again",
 }
 

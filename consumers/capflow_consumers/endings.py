@@ -86,7 +86,7 @@ class Endings(Generic[T, W]):
         for ending in found if key is not None else found[:1]:
             while not ending.result.done():
                 if (trouble := self.trouble) is not None:
-                    raise RetryError(str(trouble)) from trouble
+                    raise RetryError(str(trouble)) from (trouble.__cause__ or trouble)
                 wait([ending.result], limits.IDLE_S)
 
     def close(self) -> None:

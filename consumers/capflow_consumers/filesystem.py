@@ -10,6 +10,7 @@ made of; a hub that gives them again after a kill finds it there.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import tempfile
@@ -163,7 +164,9 @@ class FilesystemConsumer(Consumer):
             raise self._bad_root(f"{existing}: {e.strerror}") from e
 
     def open(self, context: Context) -> None:
-        """Make the root, and clear away what dead writers left in it."""
+        """Make the root, and clear away what dead writers left in it; raises RetryError, making none, when it was open before and its root is away."""
+        if self._context is not None and disk.is_away(self._root):
+            raise RetryError(disk.refused(self._root, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))))
         self._context = context
         config = self.config
         workers = ThreadPoolExecutor(config.threads, "capflow-filesystem") if config.threads else None
@@ -250,9 +253,7 @@ class FilesystemConsumer(Consumer):
             try:
                 request.files.prepare(pieces, request.tokens, counts)
             except OSError as e:
-                if kind_of(e) == "retry":
-                    raise
-                self._fail(request, disk.refused(self._root, e))
+                self._fail_or_raise(request, e)
         nbytes = request.buffer.nbytes
         request.buffer.take()
         del self._requests[key]
@@ -292,8 +293,7 @@ class FilesystemConsumer(Consumer):
     def _wait_for_disk(self) -> None:
         """Raise RetryError while requests that are over cannot be written."""
         if (trouble := self._parts.endings.trouble) is not None:
-            told = disk.refused(self._root, trouble) if isinstance(trouble, OSError) else str(trouble)
-            raise RetryError(told) from trouble
+            raise RetryError(str(trouble)) from (trouble.__cause__ or trouble)
 
     def _request(self, frame: Frame, rows: RequestRows) -> FiledRequest:
         header = frame.header
@@ -382,12 +382,16 @@ class FilesystemConsumer(Consumer):
         try:
             request.files.append(request.appending, request.tokens)
         except OSError as e:  # this request's, and not the one's whose frame is being handled
-            told = disk.refused(self._root, e)
-            if kind_of(e) == "retry":
-                raise RetryError(told) from e
-            self._fail(request, told)
+            self._fail_or_raise(request, e)
         self._buffered_bytes -= request.appending_bytes
         request.appending, request.appended = {}, True
+
+    def _fail_or_raise(self, request: FiledRequest, error: OSError) -> None:
+        """Give up a request for what the file system says. Raises RetryError and FatalError instead where it may be written later."""
+        judged = disk.judged(self._root, error)
+        if judged is not error:
+            raise judged from error
+        self._fail(request, disk.refused(self._root, error))
 
     def _fail(self, request: FiledRequest, error: str) -> None:
         request.error = error

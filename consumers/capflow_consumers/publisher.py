@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import capflow
-from capflow.errors import CapflowError, FatalError, explain, kind_of
+from capflow.errors import CapflowError, FatalError, RetryError, explain
 from capflow.result import CaptureResult, RequestDone, Status
 from capflow.site import Site
 from capflow_consumers import disk, layout
@@ -39,7 +39,7 @@ class Publisher:
     def write(self, over: Over) -> Written | CaptureResult:
         """Write a request; return the result where that can never be. What was prepared stays, so that it can be written again.
 
-        Raises what the disk refuses for now.
+        Raises RetryError and MemoryError for what the disk refuses for now, and FatalError when the data set must be opened anew.
         """
         files = over.request.files
         if (placed := self._placed.get(files.path)) is not None:
@@ -50,9 +50,10 @@ class Publisher:
             files.undo()
             raise
         except (OSError, CapflowError) as e:
-            if kind_of(e) == "retry":
+            error = self._kind(e)
+            if isinstance(error, RetryError | FatalError):
                 files.undo()
-                raise
+                raise error from e
             return self.give_up(files, e)
 
     def publish(self, group: Sequence[Written]) -> list[CaptureResult | BaseException]:
@@ -66,14 +67,20 @@ class Publisher:
             self._placed.pop(files.path, None)
             files.release()
             return result_of(found, written.sidecar)
-        if kind_of(found) != "retry":
+        error = self._kind(found)
+        if isinstance(error, FatalError):
+            return error
+        if not isinstance(error, RetryError):
             return self.give_up(files, found)
         if self._store.is_named(files):
             self._placed[files.path] = written
         elif files.early:  # what was written long ago may be gone from the disk, and is not in memory
             do = "the hub opens the data set anew and gives the rows again"
             return FatalError(explain("rows that were written early", got=str(found), do=do))
-        return found
+        return error
+
+    def _kind(self, error: OSError | CapflowError) -> OSError | CapflowError:
+        return disk.judged(self._store.work.root, error) if isinstance(error, OSError) else error
 
     def give_up(self, files: RequestFiles, error: OSError | CapflowError) -> CaptureResult:
         """Remove what was written of a request; return its result."""

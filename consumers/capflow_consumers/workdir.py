@@ -26,7 +26,7 @@ from capflow import private
 from capflow.enginename import name_of
 from capflow.errors import CapflowError, explain
 from capflow.regular import open_regular
-from capflow_consumers import layout
+from capflow_consumers import disk, layout
 from capflow_consumers.numbered import Numbered, split
 from capflow_consumers.shardrecovery import recover
 from capflow_consumers.shardset import PATTERN
@@ -56,7 +56,7 @@ class WorkDir:
     def open(self) -> None:
         """Make the root and the hidden directory, and remove those of dead writers; raises OSError."""
         private.make_directory(self.root, self.mode)
-        with _locked(self.root / ".lock", self.mode):
+        with _locked(self.root / disk.LOCK, self.mode):
             for stale in sorted(self.root.glob(PREFIX + "*")):
                 _remove_if_dead(stale, self.root)
             self._published.look()
