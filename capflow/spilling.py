@@ -126,9 +126,8 @@ class SpillingLane(Lane):
         self._gone: set[Gone] = set()  # asked to be ended by the hub; its thread's
         self._opened_at = 0.0  # when the inbox was
         self._handled = 0  # the record that was handled last; the consumer's thread's
-        self._found_through = (
-            0.0  # records up to here may be another hub's, whose frames are checked once more; set by `open`
-        )
+        # Records up to here may be another hub's, whose frames are checked once more; set by `open`.
+        self._found_through = 0.0
         self._stuck = (
             False  # whether it could not be put down that a request is done with, the last time, which is said once
         )

@@ -66,6 +66,24 @@ def test_a_worker_that_sends_one_is_cut_off_and_nothing_of_it_is_kept(address, t
         assert link.counters["unacked_frames"] == 1
 
 
+def test_a_frame_that_a_hub_took_itself_is_checked_once(address, tmp_path, monkeypatch):
+    checked, check = [], Frame.check
+
+    def noted(self, **kwargs):
+        checked.append(self.header.requests[0].id)
+        check(self, **kwargs)
+
+    monkeypatch.setattr(Frame, "check", noted)
+    consumer = Recorder()
+    with running_hub(address, configured(consumer, "spill", spool_dir=tmp_path)), worker_link(address) as link:
+        for number in range(4):
+            given = frame("r1", number, finished=number == 3)
+            assert link.send(given.header, given.payload) is None
+        eventually(lambda: "r1" in consumer.done)
+    assert consumer.rows == {"r1": 16}
+    assert checked == ["r1"] * 4
+
+
 @invalid
 def test_one_that_an_earlier_version_left_in_an_inbox_costs_its_neighbours_nothing(tmp_path, made):
     consumer = Recorder()
