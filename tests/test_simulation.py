@@ -14,7 +14,17 @@ pytestmark = pytest.mark.heavy
 
 ROOT = pathlib.Path(__file__).parents[1]
 SEEDS = 200
-MUTATIONS = {"D2": 20, "D3": 0, "D4": 0, "D5": 0, "D7": 0, "D8": 0, "D12": 100, "frames-again": 0, "sync": 0}
+MUTATIONS = {
+    "D2": 20,
+    "D3": 0,
+    "D4": 10,
+    "D5": 20,
+    "D7": 10,
+    "D8": 30,
+    "D12": 20,
+    "frames-again": 0,
+    "sync": 0,
+}
 """Mends that are undone, and the seed from which one of the `SEEDS` finds it soon."""
 
 
