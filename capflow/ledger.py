@@ -20,7 +20,7 @@ from capflow.enginename import is_of, name_of
 from capflow.errors import RemoteProtocolError, UsageError, explain
 from capflow.frame import Acted, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, rows_of
 from capflow.kept import Kept
-from capflow.losses import Losses, described, note_frame
+from capflow.losses import Losses, described, narrowed, note_frame
 from capflow.memo import Memo
 from capflow.message import ModelInfo
 from capflow.positions import Positions
@@ -188,7 +188,7 @@ class Request:
             rows_promised=sum(max(f.rows, self.received.get(stage, 0)) for stage, f in self.finished.items())
             + sum(rows for stage, rows in self.received.items() if stage not in self.finished),
             rows=tally.rows,
-            dropped=self._lost_to(tally),
+            dropped=self._lost_to(consumer, tally),
             finished=finished,
             budget_reached=self._budget_reached(consumer),
             tag=self.tags[consumer],
@@ -218,12 +218,15 @@ class Request:
         share = self.shares[consumer]
         return share is not None and share.cut(self.prompt_length, self.computed_length)
 
-    def _lost_to(self, tally: Tally) -> tuple[Dropped, ...]:
-        """Return what a consumer did not get, by reason."""
+    def _lost_to(self, consumer: int, tally: Tally) -> tuple[Dropped, ...]:
+        """Return what a consumer did not get of what it wants, by reason."""
+        share, mine = self.shares[consumer], self.lost.dropped
+        if share is not None and mine:
+            mine = narrowed(mine, share.places(self.prompt_length))
         if not tally.lost:
-            return self.lost.dropped
+            return mine
         lost = Losses()
-        lost.update((*self.lost.dropped, *tally.lost.dropped))
+        lost.update((*mine, *tally.lost.dropped))
         return lost.dropped
 
     def judge(self, consumer: int, said: CaptureResult | None) -> CaptureResult:
@@ -235,7 +238,7 @@ class Request:
             result = msgspec.structs.replace(result, tag=tag)
         if self._budget_reached(consumer):
             result = msgspec.structs.replace(result, budget_reached=True)
-        if dropped := self._lost_to(tally):
+        if dropped := self._lost_to(consumer, tally):
             result = msgspec.structs.replace(result, dropped=dropped)
         troubles = [tally.error] if tally.error else []
         troubles += map(described, dropped)

@@ -8,12 +8,13 @@ counted, and their places are not known any more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from capflow import limits
 from capflow.frame import Chunk, Dropped, FrameHeader, Gap
+from capflow.places import Places
 from capflow.site import Site, layers_by_hook
 
 MEANT = frozenset({"skipped", "not_tapped"})
@@ -132,6 +133,26 @@ def lessened(header: FrameHeader, lost: dict[str, Losses]) -> FrameHeader:
             finished = msgspec.structs.replace(finished, rows=rows, dropped=losses.dropped)  # noqa: PLW2901
         told.append(finished)
     return msgspec.structs.replace(header, finished=tuple(told))
+
+
+def narrowed(dropped: Iterable[Dropped], wanted: Mapping[str, Places]) -> tuple[Dropped, ...]:
+    """Return the lost rows that one consumer wants; rows of which the place is not known may be among them, and are.
+
+    wanted: positions by site, as `HOOK:LAYER`.
+    """
+    mine = []
+    for each in dropped:
+        rows = max(0, each.rows - sum(len(gap.sites) * (gap.stop - gap.start) for gap in each.gaps))
+        gaps = []
+        for gap in each.gaps:
+            sites = tuple(site for site in gap.sites if site in wanted)
+            alike = Counter(wanted[site] for site in sites)
+            if count := sum(times * places.count(gap.start, gap.stop) for places, times in alike.items()):
+                rows += count
+                gaps.append(Gap(sites, gap.start, gap.stop))
+        if rows:
+            mine.append(Dropped(min(rows, each.rows), each.reason, tuple(gaps)))
+    return tuple(mine)
 
 
 def described(dropped: Dropped) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from capflow.memo import Memo
+from capflow.places import Places
 from capflow.positions import Positions
 from capflow.site import Site, sites_in
 from capflow.spec import CaptureSpec, Want
@@ -99,6 +100,10 @@ class Share:
         """Return whether every position at each of a block's sites is wanted."""
         groups = self.groups(sites)
         return len(groups) == 1 and groups[0] == (Positions.ALL, len(sites))
+
+    def places(self, prompt_length: int) -> dict[str, Places]:
+        """Return the positions wanted of such a request with a prompt of so many tokens, by site as `HOOK:LAYER`."""
+        return {str(site): want.positions.at(prompt_length) for site, want in self.wanted.items()}
 
     def cut(self, prompt_length: int, computed_length: int) -> bool:
         """Return whether a budget of rows left out some of such a request."""

@@ -5,6 +5,7 @@ import random
 
 import msgspec
 import pytest
+from exchanges import Desk
 from frames import make_finished, make_frame
 from hubs import Recorder, address, configured, running_hub, worker_link
 from waiting import eventually
@@ -12,9 +13,11 @@ from waiting import eventually
 from capflow import limits
 from capflow.client import Client
 from capflow.frame import Dropped, Gap
-from capflow.losses import Losses, described, lessened, note_frame
+from capflow.losses import Losses, described, lessened, narrowed, note_frame
 from capflow.losslog import LossLog
+from capflow.positions import Positions
 from capflow.site import Site
+from capflow.spec import CaptureSpec
 
 __all__ = ["address"]
 
@@ -113,6 +116,33 @@ def test_an_end_that_names_fewer_rows_than_were_lost_has_none():
     (told,) = lessened(make_frame([], finished=[make_finished("r1", rows=3)]).header, lost).finished
     assert told.rows == 0
     assert [(each.reason, each.rows) for each in told.dropped] == [("too_large", 4)]
+
+
+def test_a_consumer_is_told_of_lost_rows_that_it_wants_and_of_those_whose_place_is_not_known():
+    every, few = Positions.ALL.at(4), Positions.parse({"last": 1}).at(4)
+    gaps = (Gap(("post_block:0", "post_block:1"), 2, 6), Gap(("mlp_in:0",), 0, 2))
+    lost = (Dropped(13, "queue_full", gaps), Dropped(2, "earlier_hub"), Dropped(2, "spool_full", gaps[1:]))
+    assert narrowed(lost, {"post_block:0": every, "post_block:1": every, "mlp_in:0": every}) == lost
+    assert narrowed(lost, {"post_block:1": every}) == (
+        Dropped(3 + 4, "queue_full", (Gap(("post_block:1",), 2, 6),)),
+        Dropped(2, "earlier_hub"),
+    )
+    assert narrowed(lost[:1], {"post_block:0": few}) == (Dropped(4, "queue_full", (Gap(("post_block:0",), 2, 6),)),)
+    assert narrowed(lost[2:], {"post_block:0": every}) == ()
+
+
+def test_the_result_of_a_consumer_names_no_rows_at_sites_of_others():
+    part = Recorder("part", spec=CaptureSpec({"post_block": [0]}))
+    desk = Desk(part, Recorder("whole"))
+    desk.hello(b"w")
+    gap = Dropped(2, "queue_full", (Gap(("post_block:3",), 4, 6),))
+    end = make_finished("r1", computed_length=6, rows=8, dropped=(gap,))
+    desk.say(b"w", make_frame([("r1", 4, 0, 4)], [FIRST, SECOND], finished=[end]))
+    desk.handle_all()
+    (request,) = desk.exchange.ledger.named("r1")
+    part_result, whole_result = request.results
+    assert (part_result.status, part_result.dropped) == ("ok", ())
+    assert (whole_result.status, whole_result.dropped) == ("partial_error", (gap,))
 
 
 def test_a_consumer_that_drops_is_told_each_row_that_it_did_not_get(address, caplog):

@@ -65,6 +65,14 @@ class Sent:
         """Return what a stage could not send."""
         return self.lost.setdefault(stage, Losses())
 
+    def lost_at(self, only=None):
+        """Return how many rows its workers could not send, by reason; only: those at this site, and those of which the place is not known."""
+        lost = Counter()
+        for dropped in (dropped for losses in self.lost.values() for dropped in losses.dropped):
+            others = [len({*gap.sites} - {str(only)}) * (gap.stop - gap.start) for gap in dropped.gaps if only]
+            lost[dropped.reason] += dropped.rows - sum(others)
+        return +lost
+
     def rows(self, only=None):
         """Return every row that was computed, as `(site, position)`; only: at this site."""
         return {
@@ -140,7 +148,7 @@ class Oracle:
             self.counts["rows"] += len(sent.rows())
             for consumer, only in lasting.items():
                 if computed := sent.rows(only):
-                    self._check_lasting(consumer, sent, self.took[consumer, 0][sent.key], computed)
+                    self._check_lasting(consumer, sent, self.took[consumer, 0][sent.key], computed, only)
 
     def _check_took(self, consumer, sent, had, computed):
         name = f"{consumer}: {sent.engine}/{sent.id}"
@@ -154,7 +162,7 @@ class Oracle:
         if missing and any(result.status == "ok" for result in had.results):
             self.fail(f"{name}: ok, and {len(missing)} of {len(computed)} rows are missing, {min(missing)}")
 
-    def _check_lasting(self, consumer, sent, had, computed):
+    def _check_lasting(self, consumer, sent, had, computed, only):
         name = f"{consumer}: {sent.engine}/{sent.id}"
         missing = computed - had.rows.keys()
         named = Counter()
@@ -167,7 +175,7 @@ class Oracle:
         if not had.results:
             self.fail(f"{name}: no result")
             return
-        own = sum((losses.rows for losses in sent.lost.values()), Counter())
+        own = sent.lost_at(only)
         # A hub that is killed forgets that it refused a frame: its rows are then those of an earlier hub.
         own += Counter(too_large=sent.large, earlier_hub=sent.large)
         failed = any(result.status in ("error", "partial_error") for result in had.results)
@@ -180,7 +188,7 @@ class Oracle:
         for reason, count in named.items():
             if count > own[reason] and reason not in self.excused:
                 self.fail(f"{name}: {count} rows lost for {reason}, without a cause: {had.results[-1].error}")
-        if failed and not missing and not own and not self.excused:  # it is told of rows at sites of others, too
+        if failed and not missing and not own and not self.excused:
             self.fail(f"{name}: {had.results[-1].status}, though nothing is missing: {had.results[-1].error}")
 
     def _check_cut(self, name, sent, had, computed, named):
