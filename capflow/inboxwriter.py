@@ -273,9 +273,15 @@ class InboxWriter:
         while self._owed:
             try:
                 self._try(lambda _: self._inbox.put_frame(Frame(self._owed[0], b""), 0.0, spared=True), 0.0)
-            except FullError:
-                return
-            self._owed.popleft()
+            except FullError as e:
+                if e.reason != TOO_LARGE:
+                    return
+                smaller = _smaller(self._owed.popleft())
+                self._owed.extendleft(reversed(smaller))
+                if not smaller:
+                    self._note_failure(e)
+            else:
+                self._owed.popleft()
 
     def _empty(self, other: Inbox) -> None:
         """Have in the inbox what another one holds, each thing that one's until it is durable here; then that one goes. Raises FullError when the hub stops before."""
@@ -318,3 +324,15 @@ class InboxWriter:
             self.lost_unknown = True
         else:
             self._refuse(header, "spool_damaged")
+
+
+def _smaller(header: FrameHeader) -> list[FrameHeader]:
+    """Return headers that have the ends of one that does not fit: half of them each, or the only one without places; none where that is no smaller."""
+    ends = header.finished
+    if len(ends) > 1:
+        half = len(ends) // 2
+        return [msgspec.structs.replace(header, finished=part) for part in (ends[:half], ends[half:])]
+    dropped = tuple(msgspec.structs.replace(each, gaps=()) for each in ends[0].dropped)
+    if dropped == ends[0].dropped:
+        return []
+    return [msgspec.structs.replace(header, finished=(msgspec.structs.replace(ends[0], dropped=dropped),))]

@@ -430,6 +430,35 @@ def test_an_inbox_that_is_full_blocks_or_drops(address, spills, fallback):
         once(slow.positions)
 
 
+def test_the_ends_of_more_requests_than_half_of_an_inbox_holds_are_given(address, spills):
+    """In one frame, which has no room, and whose ends are owed."""
+    recorder = Recorder()
+    names = [f"r{number}" for number in range(100)]
+    with running_hub(address, spills(recorder, spool_bytes=16_000)) as hub, worker_link(address) as link:
+        worker = Sender(link)
+        for name in names:
+            worker.rows(name)
+            eventually(lambda: worker.acknowledged and not waiting(hub))
+        worker.end(*names)
+        worker.rows("next")
+        worker.end("next")
+        eventually(lambda: set(recorder.done) == {*names, "next"})
+        eventually(lambda: worker.acknowledged)
+        assert all(done.rows == done.rows_promised == ROWS for done in recorder.done.values())
+
+
+def test_an_end_with_more_places_of_losses_than_half_of_an_inbox_holds_is_given(address, spills):
+    recorder = Recorder()
+    gaps = tuple(Gap(("post_block:0",), 3 * place, 3 * place + 1) for place in range(limits.GAPS_MAX))
+    dropped = (Dropped(limits.GAPS_MAX, "queue_full", gaps),)
+    with running_hub(address, spills(recorder, spool_bytes=8_000)), worker_link(address) as link:
+        worker = Sender(link)
+        worker.rows("r1")
+        worker.end("r1", dropped=dropped)
+        eventually(lambda: "r1" in recorder.done)
+        assert [(lost.reason, lost.rows) for lost in recorder.done["r1"].dropped] == [("queue_full", limits.GAPS_MAX)]
+
+
 class Lagging(Later):
     """Has the results of requests, each a little after its end, from a thread of its own."""
 
