@@ -22,7 +22,7 @@ from capflow.counts import Counts
 from capflow.errors import RemoteProtocolError, RoomError, UsageError, explain
 from capflow.fanout import Lane
 from capflow.frame import Frame, FrameHeader
-from capflow.framecost import is_large
+from capflow.framecost import decoded_bytes, is_large
 from capflow.guard import Guard
 from capflow.ledger import Engine, Ledger, Request, Wish, answered_by
 from capflow.message import (
@@ -478,7 +478,7 @@ class Exchange:
         assert source is not None
         if not source.intake.has(header.seq):
             self.ledger.admit(header, source.engine)
-        if not source.intake.take(header.seq, nbytes):
+        if not source.intake.take(header.seq, nbytes, decoded_bytes(parts[0])):
             self.counts.duplicates += 1
             self._send(peer, known.session.send(source.intake.refund(), now))
             return

@@ -1,6 +1,8 @@
 """What reading a frame's header costs, counted before it is read: spans and tokens become an object each.
 
 A span has a row of its own at each of its block's sites, so a frame has no more spans than its payload has rows.
+
+Invariant: the objects of a header take at most `limits.STATE_PER_BYTE_MAX` bytes of memory for each of its bytes. Usual ones take 4 to 13.
 """
 
 from __future__ import annotations
@@ -37,6 +39,11 @@ _decoder = msgspec.msgpack.Decoder(_Header)
 def is_large(header: bytes | memoryview) -> bool:
     """Return whether reading a header may take long."""
     return len(header) > _SMALL_BYTES
+
+
+def decoded_bytes(header: bytes | memoryview) -> int:
+    """Return how much memory the objects of a header take at most."""
+    return limits.STATE_PER_BYTE_MAX * len(header)
 
 
 def check_cost(header: bytes | memoryview, payload_bytes: int) -> None:

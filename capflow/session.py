@@ -372,7 +372,7 @@ class Pool:
 class Intake:
     """What a hub has of one boot of one worker: which frames, and how much of the credit they hold.
 
-    A frame holds its cost from `take` to `release`. `acked` is the last frame up to which all are released. Credit comes back with
+    A frame holds its cost from `take` to `release`, and of the pool the memory of its decoded header. `acked` is the last frame up to which all are released. Credit comes back with
     released frames, up to the worker's part of the pool: so what more workers need is taken of what the others have when they next send.
     """
 
@@ -385,7 +385,8 @@ class Intake:
         self.credit_bytes = 0  # what the worker may still send
         self.held_bytes_peak = 0
         self._held_bytes = 0  # the sum of the next
-        self._held: dict[int, int] = {}  # cost of each frame taken and not released, by seq, in order
+        # Cost of each frame taken and not released, and the memory of its header's objects, by seq, in order.
+        self._held: dict[int, tuple[int, int]] = {}
 
     @property
     def held_bytes(self) -> int:
@@ -411,9 +412,10 @@ class Intake:
         """Return whether a frame was taken before."""
         return seq <= self.last_seq
 
-    def take(self, seq: int, nbytes: int) -> bool:
+    def take(self, seq: int, nbytes: int, decoded_bytes: int = 0) -> bool:
         """Note that a frame came; return False when it is one that the hub has already.
 
+        decoded_bytes: of memory beside its cost; they count against the pool, not against the credit.
         Raises RemoteProtocolError when frames are missing before it, or it was not paid for.
         """
         if nbytes > self.credit_bytes and self._held:
@@ -427,7 +429,9 @@ class Intake:
         if not self.last_seq:
             self.acked = seq - 1  # an earlier hub has those before
         self.last_seq = seq
-        self._held[seq] = nbytes
+        self._held[seq] = nbytes, decoded_bytes
+        if decoded_bytes:
+            self.pool.commit(self.owner, decoded_bytes)
         self.credit_bytes -= nbytes  # what was committed as credit is committed as held
         self._held_bytes += nbytes
         self.held_bytes_peak = max(self.held_bytes_peak, self._held_bytes)
@@ -439,10 +443,10 @@ class Intake:
 
     def release(self, *seqs: int) -> Ack:
         """Note that nothing needs these frames any more; return the Ack that says so."""
-        nbytes = sum(map(self._held.pop, seqs))
-        self._held_bytes -= nbytes
+        costs = [self._held.pop(seq) for seq in seqs]
+        self._held_bytes -= sum(nbytes for nbytes, _ in costs)
         self.acked = next(iter(self._held)) - 1 if self._held else self.last_seq
-        return Ack(self.acked, self._give(nbytes))
+        return Ack(self.acked, self._give(sum(map(sum, costs))))
 
     def _give(self, back_bytes: int) -> int:
         """Return the credit that the worker is given now: what its part and the pool allow, perhaps nothing.

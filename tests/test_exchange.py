@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
+import tracemalloc
 
+import msgspec
 import pytest
 from exchanges import Desk
 from frames import BOOT, make_finished, make_frame, make_model
@@ -12,7 +14,8 @@ from hubs import EVERYTHING, Recorder
 
 from capflow import framecost, limits, shares
 from capflow.errors import RetryError
-from capflow.frame import Dropped, Gap, Rank
+from capflow.frame import Dropped, FrameHeader, Gap, Rank, Span
+from capflow.framecost import decoded_bytes
 from capflow.ledger import Engine as LedgerEngine
 from capflow.ledger import Ledger, Wish
 from capflow.message import Ack, Await, Beat, Bye, Hello, Refused, Welcome, encode
@@ -40,6 +43,57 @@ def test_a_late_acknowledgement_goes_to_nobody_who_took_the_connections_name():
     desk.sent[b"old"].clear()
     desk.handle_all()
     assert desk.sent[b"old"] == []
+
+
+def header_of(spans=1, tokens=4, texts=()):
+    """Return a frame of one request with so many spans and tokens."""
+    made = make_frame([("r1", 4, 0, 4)], [(0, "post_block")])
+    (block,), (part,) = made.header.blocks, made.header.requests
+    many = tuple(Span(0, 300 + at, 1, 300 + at) for at in range(spans))
+    part = msgspec.structs.replace(part, token_ids=tuple(range(70_000, 70_000 + tokens)), texts=texts)
+    return msgspec.structs.replace(made.header, requests=(part,), blocks=(block._replace(spans=many),))
+
+
+@pytest.mark.parametrize(
+    "header", [header_of(spans=5000), header_of(tokens=5000), header_of(tokens=5000, texts=("é",) * 5000)]
+)
+def test_the_objects_of_a_header_take_no_more_memory_than_is_booked_for_them(header):
+    encoded = msgspec.msgpack.encode(header)
+    read = msgspec.msgpack.Decoder(FrameHeader)
+    read.decode(encoded)
+    tracemalloc.start()
+    kept = read.decode(encoded)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert kept == header
+    assert len(encoded) < taken <= decoded_bytes(encoded)
+
+
+def test_a_frame_that_is_held_counts_with_the_memory_of_its_header():
+    desk = Desk(Recorder())
+    desk.hello(b"w")
+    frames = desk.exchange.budget.frames
+    before = frames.used
+    made = make_frame([("r1", 1000, 0, 1000)])
+    desk.say(b"w", made)
+    header, _ = made.encode()
+    assert frames.used == before + limits.STATE_PER_BYTE_MAX * len(header)
+    desk.handle_all()
+    assert frames.used == before
+
+
+def test_a_worker_whose_frames_take_the_whole_budget_gets_credit_when_they_are_handled():
+    desk = Desk(Recorder(), memory_bytes_max=limits.MEMORY_BYTES_MIN)
+    desk.hello(b"w", boot=BOOT)
+    intake = desk.exchange.roster.peers[b"w"].source.intake
+    window = intake.credit_bytes
+    seq = 0
+    while intake.credit_bytes > window // 2 and seq < 200:
+        seq += 1
+        desk.say(b"w", make_frame([("r1", 30_000 * seq, 30_000 * (seq - 1), 30_000)], seq=seq))
+    desk.handle_all()
+    assert intake.held_bytes == 0
+    assert intake.credit_bytes == window
 
 
 class TestCredit:
