@@ -119,7 +119,7 @@ def test_snippets_run(page, tmp_path):
     said = run_page(page, tmp_path, {"test"})
     if page.stem == "tutorial":
         assert "loudest" in said
-        assert "23 passed" in said
+        assert "24 passed" in said
     if page.stem == "security":
         assert "key ann: got the right to read, expected the right to steer" in said
         assert "does not allow this key; on its machine: capflow keys allow" in said
