@@ -570,11 +570,13 @@ class Lane:
             raise LeftError
 
     def _restart(self, method: str, error: BaseException) -> None:
-        """Close the consumer, open it again, however long that takes, and tell it of its engines. Raises LeftError."""
+        """Close the consumer, open it again, however long that takes, and call `on_session` for its engines. Raises LeftError."""
         self._open_again(method, error)
+        opening = self.restarts
         for engine, model in list(self._met.items()):
-            if failed := self._call(self.consumer.on_session, engine, model):
-                self._failed("on_session", failed)
+            self._meet(engine, model)
+            if self.restarts != opening:  # a nested restart has called it for the other engines
+                return
 
     def _open_again(self, method: str, error: BaseException) -> None:
         """Close the consumer and open it again, however long that takes. Raises LeftError when the hub stops first."""

@@ -75,9 +75,12 @@ class Store(Consumer):
         self._fail("open")
         self.is_open = True
         self.pending = {}
+        self.engines = []
 
     def on_session(self, engine, model):
         assert self.is_open
+        self._fail("on_session")
+        self.engines.append(engine)
 
     def on_frame(self, frame):
         assert self.is_open
@@ -340,6 +343,29 @@ def test_a_consumer_without_an_inbox_names_what_an_opening_lost(hub_of):
         request(engine, "r2")
         assert hub.result("r2").status == "ok"
         assert hub.lanes[0].unkept == 1
+
+
+@pytest.mark.parametrize("policy", ["spill", "block"])
+@pytest.mark.parametrize("error", [*RETRIES, *FATALS])
+def test_a_consumer_that_is_opened_again_meets_its_engines_however_often_that_has_to_be_tried(hub_of, error, policy):
+    consumer = Store()
+    with hub_of(consumer, policy) as hub:
+        first, second = hub.engine(), hub.engine("engine-2")
+        names = {"r1": first, "r2": second}
+        for name, engine in names.items():
+            request(engine, name)
+            assert hub.result(name).status == "ok"
+        known = sorted(consumer.engines)
+        assert len(known) == 2
+        consumer.errors["on_idle", None] = [FatalError("the connection is gone")]
+        consumer.errors["on_session", None] = [error(), error()]
+        eventually(lambda: hub.lanes[0].restarts)
+        for name, engine in names.items():
+            request(engine, name + "-again")
+            assert hub.result(name + "-again").status == "ok"
+        assert consumer.errors["on_session", None] == []
+        assert sorted(consumer.engines) == known
+        assert hub.lanes[0].errors == 0
 
 
 def test_dead_letters_without_room_are_counted_by_name(hub_of, monkeypatch):
