@@ -235,11 +235,17 @@ class Exchange:
 
     def acknowledge(self) -> None:
         """Tell each worker, once, what consumers came to be done with since the last call."""
-        for source, seqs in self._released.items():
-            ack = source.intake.release(*seqs)
-            if source.peer is not None:
+        while self._released:
+            source = next(iter(self._released))
+            ack = source.intake.release(*self._released.pop(source))
+            if source.peer is None:
+                continue
+            try:
                 self._say(source.peer, ack)
-        self._released.clear()
+            except BaseException:
+                source.intake.withdraw(ack)
+                self._released[source] = []  # the next turn gives it the credit, behind the others
+                raise
 
     def share_bytes(self, peer: bytes) -> tuple[int, int]:
         """Return how much of what a peer sent may wait to be handled: of all kinds, and how much more that its credit paid for."""

@@ -448,6 +448,10 @@ class Intake:
         self.acked = next(iter(self._held)) - 1 if self._held else self.last_seq
         return Ack(self.acked, self._give(sum(map(sum, costs))))
 
+    def withdraw(self, ack: Ack) -> None:
+        """Take back the credit of an Ack that could not be sent."""
+        self._credit(-ack.credit_bytes)
+
     def _give(self, back_bytes: int) -> int:
         """Return the credit that the worker is given now: what its part and the pool allow, perhaps nothing.
 

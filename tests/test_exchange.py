@@ -96,6 +96,26 @@ def test_a_worker_whose_frames_take_the_whole_budget_gets_credit_when_they_are_h
     assert intake.credit_bytes == window
 
 
+def test_an_acknowledgement_that_cannot_be_sent_is_sent_at_the_next_turn(monkeypatch):
+    desk = Desk(Recorder())
+    for engine in ("one", "two"):
+        desk.hello(engine.encode(), engine=engine)
+        for seq in (1, 2):
+            desk.say(engine.encode(), make_frame([("r1", 8, 4 * seq - 4, 4)], seq=seq, engine=engine))
+    monkeypatch.setattr(desk.exchange.roster.peers[b"one"].session, "send", _fail)
+    with pytest.raises(MemoryError):
+        desk.handle_all()
+    monkeypatch.undo()
+    desk.turn()
+    for peer in (b"one", b"two"):
+        intake = desk.exchange.roster.peers[peer].source.intake
+        acks = [said for said in desk.sent[peer] if isinstance(said, Ack)]
+        assert [ack.seq for ack in acks] == [2]
+        assert acks[0].credit_bytes > 0
+        assert intake.held_bytes == 0
+        assert intake.credit_bytes == desk.exchange.roster.pool.window_of(intake.owner)
+
+
 class TestCredit:
     @pytest.mark.parametrize("wrong", [wrong_in_rows, wrong_in_an_end])
     def test_comes_back_of_frames_that_are_refused(self, wrong):
