@@ -129,6 +129,7 @@ class Lane:
         self._unmet: dict[
             str, None
         ] = {}  # engines, oldest first, of which there was no room to tell; the hub's thread's
+        self._connected: set[str] = set()  # engines that were put in the queue, until they are gone; the hub's thread's
         # The requests in what the consumer is given now; written by the thread.
         self._given: Sequence[RequestRows | Finished] = ()
         # The engine that these requests are of; written by the thread.
@@ -232,6 +233,7 @@ class Lane:
             return
         with self._lock:
             self._greeting[engine] = model
+        self._connected.add(engine)
         self.queue.force(_Session(engine, model, nbytes), source=engine)
 
     def part(self, engine: str) -> None:
@@ -239,11 +241,10 @@ class Lane:
 
         It needs no room of its own: there is at most one for each engine that `greet` had room for.
         """
-        if engine in self._unmet:
-            del self._unmet[engine]
+        self._unmet.pop(engine, None)
+        if engine not in self._connected:
             return
-        if self.queue.closed:
-            return
+        self._connected.remove(engine)
         with self._lock:
             self._greeting.pop(engine, None)  # the engine is to be told of anew when it comes back
         self.queue.force(_Gone(engine), source=engine)

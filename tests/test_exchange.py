@@ -200,6 +200,26 @@ def test_names_of_which_no_frame_came_keep_no_place_from_others():
     assert exchange.budget.state.owners == 2
 
 
+def test_a_consumer_is_told_that_an_engine_is_gone_also_when_there_was_no_room_to_tell_that_it_came_back():
+    gone = []
+    consumer = Recorder()
+    consumer.on_engine_gone = gone.append
+    desk = Desk(consumer)
+    (lane,) = desk.exchange.lanes
+    desk.hello(b"w")
+    desk.handle_all()
+    desk.exchange.give_up(b"w")
+    assert lane.notes.admit(limits.NOTES_BYTES_MAX)
+    assert isinstance(desk.hello(b"w", boot="boot-2"), Welcome)
+    desk.say(b"w", Bye())
+    desk.handle_all()
+    assert gone == ["engine-1"]
+    desk.hello(b"w", engine="engine-2")  # of which it is never told
+    desk.say(b"w", Bye())
+    desk.handle_all()
+    assert gone == ["engine-1"]
+
+
 def _fail(*_):
     raise MemoryError
 
