@@ -176,25 +176,30 @@ class Lane:
         The memory of a `block` lane is bounded by the workers' credit, that of a `drop` or `skip` lane by its queue.
         """
         waited_for = taken if self.policy is Overload.BLOCK else None
-        item, nbytes = _Rows(delivery, waited_for, time.monotonic()), delivery.frame.nbytes
-        accepted = delivery.frame.header.engine not in self._unmet and self._accept(item, nbytes)
-        if accepted:
-            for tally, rows in delivery.parts:
-                tally.rows += rows
-        else:
+        for tally, rows in delivery.parts:
+            tally.rows += rows
+        item = _Rows(delivery, waited_for, time.monotonic())
+        skips = self.policy is Overload.SKIP and not self.queue.closed
+        if delivery.frame.header.engine in self._unmet:
             self._lose(delivery, "consumer_queue_full")
-        return accepted and item.taken is not None
+        elif self._accept(item, "skipped" if skips else "consumer_queue_full"):
+            return waited_for is not None
+        return False
 
-    def _accept(self, item: _Rows, nbytes: int) -> bool:
-        engine = item.delivery.frame.header.engine
-        if self.policy is Overload.DROP or self.queue.closed:
-            return self.queue.offer(item, nbytes, engine)
-        if self.policy is Overload.BLOCK:
+    def _accept(self, item: _Rows, reason: str) -> bool:
+        """Put rows in the queue; return whether they are in it. Rows that have no room are lost for the reason."""
+        engine, nbytes = item.delivery.frame.header.engine, item.delivery.frame.nbytes
+        if self.policy is Overload.BLOCK and not self.queue.closed:
             self.queue.force(item, nbytes, engine)
-        else:
-            for skipped in self.queue.displace(item, nbytes, engine):
-                self._lose(skipped.delivery, "skipped")
-        return True
+            return True
+
+        def lose(other: _Rows) -> None:
+            self._lose(other.delivery, reason)
+
+        accepted = self.queue.displace(item, nbytes, engine, lose, newest=self.policy is not Overload.SKIP)
+        if not accepted:
+            lose(item)
+        return accepted
 
     def finish(self, request: Request, taken: Callable[[], None] | None) -> bool:
         """Tell the consumer, after everything before, that a request is over; return as `deliver` does.
@@ -612,8 +617,7 @@ class Lane:
         for chunk in delivery.frame.chunks():
             note_chunk(tallies[chunk.request.id].lost, chunk, reason)
         for tally, rows in delivery.parts:
-            if reason != "consumer_queue_full":  # they were counted as given when the queue took them
-                tally.rows -= rows
+            tally.rows -= rows
 
 
 def _is_unkept(request: Request, place: int, result: CaptureResult | None, judged: CaptureResult) -> bool:

@@ -4,6 +4,9 @@ Each item is of a source. Invariants: items of one source leave in the order in 
 that an item waits for at most one of each other source and for those before it of its own; the sum of the sizes is at most
 `bytes_max`, unless one item alone is larger, or items were put in with `force`. A queue does not choose what to do
 when it is full: `offer` refuses, `put` waits, `displace` throws out, and an `Overload` says which of them its owner is to call.
+
+The part of a source is `bytes_max` divided by the number of sources that have items with a size. Invariant: `displace` throws out no item
+of a source that has at most its part, and refuses no item that leaves its source with at most that.
 """
 
 from __future__ import annotations
@@ -42,10 +45,12 @@ class ByteQueue(Generic[T]):
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         # Items with sizes and sources, by number; emptied by `get`.
-        self._items: OrderedDict[int, tuple[T, int, str]] = OrderedDict()
-        self._lines: OrderedDict[str, deque[int]] = OrderedDict()  # the numbers of each source that has items, by turn
-        # The numbers of those that have a size, so that `displace` looks at no other.
-        self._sized: OrderedDict[int, None] = OrderedDict()
+        self._items: dict[int, tuple[T, int, str]] = {}
+        self._turns: OrderedDict[str, None] = OrderedDict()  # the sources that have items; the first has its turn
+        # The numbers of the items with a size, and of those of size 0, of each source that has some; oldest first.
+        self._sized: dict[str, OrderedDict[int, None]] = {}
+        self._notes: dict[str, deque[int]] = {}
+        self._held: dict[str, int] = {}  # the sum of the sizes of each source in `_sized`
         self._bytes = 0  # sum of the sizes in `_items`
         self._closed = False  # set once, by `close`
         self._lock = threading.RLock()  # guards every field here
@@ -94,17 +99,46 @@ class ByteQueue(Generic[T]):
             self._add(item, nbytes)
             return True
 
-    def displace(self, item: T, nbytes: int, source: str = "") -> list[T]:
-        """Add the item; return those that went to make room: the oldest, as many as it takes, items of size 0 never."""
-        gone: list[T] = []
+    def displace(self, item: T, nbytes: int, source: str, lose: Callable[[T], object], *, newest: bool = False) -> bool:
+        """Add the item, and throw out others to make room for it; return whether it was added.
+
+        Those of sources that have more than their part go when the item leaves its own source with at most that. Otherwise the oldest
+        of its own source go, and an item that has no room then is not added. Items of size 0 never go.
+
+        lose: called with each item that goes, before the queue gives any other.
+        newest: the newest of a source go, not the oldest; of the item's own source this is the item.
+        """
         with self._lock:
             if self._closed:
-                return [item]
-            while self._sized and self._bytes + nbytes > self.bytes_max:
-                gone.append(self._take(next(iter(self._sized))))
+                self.refused += 1
+                return False
+            if self._bytes + nbytes > self.bytes_max and self._held and not self._clear(nbytes, source, lose, newest):
+                self.refused += 1
+                return False
             self._add(item, nbytes, source)
-        self.refused += len(gone)
-        return gone
+            return True
+
+    def _clear(self, nbytes: int, source: str, lose: Callable[[T], object], newest: bool) -> bool:
+        """Make room for an item of a source, whose part no other source has to give up; return whether there is room."""
+        held = self._held
+        part = self.bytes_max // (len(held) + (source not in held))
+        own = held.get(source, 0)
+        if nbytes > part and (self._bytes - own + nbytes > self.bytes_max and own < self._bytes):
+            return False
+        while source in held and held[source] + nbytes > part and self._bytes + nbytes > self.bytes_max:
+            if newest:
+                return False
+            self._throw_out(source, lose, newest)
+        if self._bytes + nbytes > self.bytes_max and held:
+            for other in sorted(held, key=held.__getitem__, reverse=True):
+                while held.get(other, 0) > part and self._bytes + nbytes > self.bytes_max:
+                    self._throw_out(other, lose, newest)
+        return True
+
+    def _throw_out(self, source: str, lose: Callable[[T], object], newest: bool) -> None:
+        numbers = self._sized[source]
+        lose(self._take(next(reversed(numbers) if newest else iter(numbers))))
+        self.refused += 1
 
     def force(self, item: T, nbytes: int = 0, source: str = "") -> None:
         """Add the item, full or not: for what its owner bounds in another way. Nothing is added to a closed queue."""
@@ -131,12 +165,11 @@ class ByteQueue(Generic[T]):
                 self._changed.wait_for(lambda: self._items or self._closed, timeout_s)
             if not self._items:
                 return None
-            source, line = next(iter(self._lines.items()))
-            if len(line) > 1:
-                self._lines.move_to_end(source)
+            source = next(iter(self._turns))
+            self._turns.move_to_end(source)
             if self._putting:
                 self._changed.notify_all()
-            return self._take(line[0])
+            return self._take(self._first(source))
 
     def close(self) -> None:
         """Take nothing any more, and wake everyone who waits."""
@@ -147,28 +180,46 @@ class ByteQueue(Generic[T]):
     def _fits(self, nbytes: int) -> bool:
         return not self._closed and (not self._items or self._bytes + nbytes <= self.bytes_max)
 
+    def _first(self, source: str) -> int:
+        """Return the number of the oldest item of a source that has some."""
+        if source not in self._notes:
+            return next(iter(self._sized[source]))
+        note = self._notes[source][0]
+        return min(note, next(iter(self._sized[source]))) if source in self._sized else note
+
     def _take(self, number: int) -> T:
-        """Remove and return an item: the first of its source, or one of those near it that `displace` and `remove` name."""
         item, nbytes, source = self._items.pop(number)
-        line = self._lines[source]
-        if len(line) == 1:
-            del self._lines[source]
+        if not nbytes:
+            notes = self._notes[source]
+            if len(notes) > 1:
+                notes.remove(number)
+                return item
+            del self._notes[source]
         else:
-            line.remove(number)
-        if nbytes:
-            del self._sized[number]
             self._bytes -= nbytes
+            left = self._held[source] - nbytes
+            if left:
+                self._held[source] = left
+                del self._sized[source][number]
+                return item
+            del self._held[source], self._sized[source]
+        if source not in self._held and source not in self._notes:
+            del self._turns[source]
         return item
 
     def _add(self, item: T, nbytes: int, source: str = "") -> None:
-        self._items[self.accepted] = item, nbytes, source
-        line = self._lines.get(source)
-        if line is None:
-            line = self._lines[source] = deque()
-        line.append(self.accepted)
-        if nbytes:
-            self._sized[self.accepted] = None
-            self._bytes += nbytes
+        number = self.accepted
+        self._items[number] = item, nbytes, source
+        self._turns.setdefault(source)
+        if not nbytes:
+            self._notes.setdefault(source, deque()).append(number)
+        elif source in self._held:
+            self._held[source] += nbytes
+            self._sized[source][number] = None
+        else:
+            self._held[source] = nbytes
+            self._sized[source] = OrderedDict.fromkeys((number,))
+        self._bytes += nbytes
         self.accepted += 1
         self.bytes_peak = max(self.bytes_peak, self._bytes)
         self._changed.notify_all()

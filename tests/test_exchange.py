@@ -466,3 +466,37 @@ def test_an_engine_waits_for_one_record_of_another_in_a_consumers_queue():
     assert len(recorder.done) <= 2
     desk.handle_all()
     assert list(recorder.done) == names
+
+
+@pytest.mark.parametrize("policy", ["drop", "skip"])
+def test_an_engine_loses_no_row_within_its_part_of_a_slow_consumers_queue_while_another_floods_it(policy):
+    recorder = Recorder()
+    desk = Desk(recorder, policy=policy)
+    lane = desk.exchange.lanes[0]
+    frame = make_frame([("h", 40, 0, 4)], engine="honest", boot="h")
+    size, rows = frame.nbytes, sum(frame.counts)
+    lane.queue.bytes_max = 10 * size
+    desk.hello(b"flood", engine="flood", boot="f")
+    desk.hello(b"honest", engine="honest", boot="h")
+
+    def send(name, seq, start, **kwargs):
+        parts = [(name[0], 40, start, 4)]
+        desk.say(name.encode(), make_frame(parts, seq=seq, step=seq, engine=name, boot=name[0], **kwargs))
+
+    for seq in range(1, 31):
+        send("flood", seq, 4 * seq - 4)
+    for seq in range(1, 6):  # half of the queue
+        send("honest", seq, 4 * seq - 4)
+        for more in range(1, 5):
+            send("flood", 26 + 4 * seq + more, 4 * (26 + 4 * seq + more) - 4)
+    for name, request, seq, frames in (("flood", "f", 51, 50), ("honest", "h", 6, 5)):
+        finished = (make_finished(request, 40, 4 * frames, rows=frames * rows),)
+        desk.say(name.encode(), make_frame([], seq=seq, step=seq, engine=name, boot=name[0], finished=finished))
+    desk.handle_all()
+    reason = {"drop": "consumer_queue_full", "skip": "skipped"}[policy]
+    assert recorder.rows["h"] == recorder.done["h"].rows == 5 * rows
+    assert not recorder.done["h"].dropped
+    assert recorder.rows["f"] == recorder.done["f"].rows == 5 * rows
+    lost = 45 * rows
+    assert [(each.reason, each.rows) for each in recorder.done["f"].dropped] == [(reason, lost)]
+    assert lane.dropped == {reason: lost}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from waiting import eventually
@@ -77,17 +79,75 @@ def test_get_waits_for_an_item():
     assert results == ["a"]
 
 
+def displace(queue, item, nbytes, source="", **options):
+    """Return what the queue throws out for an item; the item too when it is not added."""
+    gone = []
+    added = queue.displace(item, nbytes, source, gone.append, **options)
+    return gone if added else [*gone, item]
+
+
 def test_displace_throws_out_the_oldest_that_have_a_size():
     queue = ByteQueue(10)
     queue.force("end", 0)
     for name in "abc":
-        assert queue.displace(name, 3) == []
-    assert queue.displace("d", 6) == ["a", "b"]
+        assert displace(queue, name, 3) == []
+    assert displace(queue, "d", 6) == ["a", "b"]
     assert queue.nbytes == 9
-    assert queue.displace("large", 50) == ["c", "d"]
+    assert displace(queue, "large", 50) == ["c", "d"]
     queue.close()
-    assert queue.displace("late", 1) == ["late"]
+    assert displace(queue, "late", 1) == ["late"]
     assert [queue.get(0) for _ in range(3)] == ["end", "large", None]
+
+
+@pytest.mark.parametrize(("newest", "gone"), [(False, ["f0", "f1"]), (True, ["f9", "f8"])])
+def test_a_source_within_its_part_has_room_beside_one_that_fills_the_queue(newest, gone):
+    queue = ByteQueue(100)
+    for number in range(10):
+        assert displace(queue, f"f{number}", 10, "flood", newest=newest) == []
+    queue.force("end", 0, "flood")
+    assert displace(queue, "h0", 20, "honest", newest=newest) == gone
+    assert queue.refused == 2
+    assert queue.nbytes == 100
+    left = [item for item in iter(lambda: queue.get(0), None) if item.startswith("f")]
+    assert left == [f"f{number}" for number in range(10) if f"f{number}" not in gone]
+
+
+@pytest.mark.parametrize("newest", [False, True])
+def test_a_source_above_its_part_costs_no_other_anything(newest):
+    queue = ByteQueue(100)
+    for item in ("h0", "h1"):
+        assert displace(queue, item, 25, "honest", newest=newest) == []
+    for number in range(5):
+        assert displace(queue, f"f{number}", 10, "flood", newest=newest) == []
+    assert displace(queue, "f5", 10, "flood", newest=newest) == ["f5" if newest else "f0"]
+    assert displace(queue, "large", 60, "flood", newest=newest) == ["large"]
+    assert displace(queue, "h2", 25, "honest", newest=newest) == ["h2" if newest else "h0"]
+    assert queue.nbytes <= 100
+
+
+SIZES = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 30)), max_size=60)
+
+
+@given(SIZES, st.integers(30, 100), st.booleans())
+def test_no_source_within_its_part_loses_an_item(items, bound, newest):
+    queue, held = ByteQueue(bound), Counter()
+    for number, (source, nbytes) in enumerate(items):
+        before = Counter({name: size for name, size in held.items() if size})
+        part = bound // len(before.keys() | {source})
+
+        def lose(item, source=source, part=part):
+            name, size = items[item]
+            assert size
+            assert held[name] > part or (name == source and held[name] + items[number][1] > part)  # noqa: B023
+            held[name] -= size
+
+        if queue.displace(number, nbytes, source, lose, newest=newest):
+            held[source] += nbytes
+        else:
+            assert before[source] + nbytes > part
+        assert queue.nbytes == held.total() <= bound
+    left = [items[number] for number in iter(lambda: queue.get(0), None)]
+    assert Counter(source for source, nbytes in left for _ in range(nbytes)) == held
 
 
 def test_remove_takes_out_the_oldest_that_matches():
@@ -99,7 +159,7 @@ def test_remove_takes_out_the_oldest_that_matches():
     assert queue.nbytes == 6
     assert queue.remove(lambda item: item == "b0") == "b0"
     assert queue.remove(lambda item: item == "c") is None
-    assert queue.displace("d", 8) == ["a1", "b2"]
+    assert displace(queue, "d", 8) == ["a1", "b2"]
     assert [queue.get(0) for _ in range(3)] == ["a2", "d", None]
 
 
@@ -111,11 +171,11 @@ def test_sources_take_turns_and_keep_their_order():
     assert queue.get(0) == "much0"
     assert queue.get(0) == "few0"  # it waited for one item of the other
     queue.offer("few1", 5, "few")
-    queue.displace("more0", 5, "more")
+    assert displace(queue, "more0", 5, "more") == []
     assert [queue.get(0) for _ in range(5)] == ["much1", "few1", "more0", "much2", "much3"]
     queue.force("few2", 60, "few")
     queue.force("few3", 0, "few")
-    assert queue.displace("more1", 50, "more") == ["few2"]
+    assert displace(queue, "more1", 50, "more") == ["few2"]
     assert queue.remove(lambda item: item == "much5") == "much5"
     assert [queue.get(0) for _ in range(5)] == ["much4", "few3", "more1", "much6", "much7"]
     assert queue.nbytes == 0
