@@ -46,7 +46,7 @@ def test_no_model_of_an_engine_that_is_gone_is_kept(consumer, policy, tmp_path):
         eventually(lambda: models_alive() <= MODELS_MAX)
         (lane,) = hub.lanes
         if policy == "spill":
-            assert lane._engines == {}
+            eventually(lambda: lane._engines == {})  # the models of the last ones may be left until then
             hub.asked(lambda: list(lane.missed(set(), 1e9)))
             assert lane._gone == set()
             assert lane.writer._lost == {}
