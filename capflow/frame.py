@@ -333,7 +333,7 @@ class Frame:
 
     @classmethod
     def read(cls, header: bytes | memoryview, payload: Any) -> Frame:
-        """Return the frame that two parts hold, which is to be checked: the first half of `decode`."""
+        """Return the frame that two parts hold, without `check`: the first half of `decode`. Raises RemoteProtocolError."""
         if len(header) > limits.FRAME_HEADER_BYTES_MAX:
             expected = f"at most {limits.FRAME_HEADER_BYTES_MAX}"
             raise RemoteProtocolError(explain("frame header", got=f"{len(header)} bytes", expected=expected))

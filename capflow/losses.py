@@ -121,7 +121,7 @@ def note_chunk(losses: Losses, chunk: Chunk, reason: str) -> None:
 def lessened(header: FrameHeader, lost: dict[str, Losses]) -> FrameHeader:
     """Return a header whose ends of requests say which of their rows were lost on the way.
 
-    lost: of the worker whose header it is, by request; what is said is taken out.
+    lost: by request, of the worker that sent the header; the entries of these requests are removed.
     """
     if not any(finished.id in lost for finished in header.finished):
         return header

@@ -231,7 +231,7 @@ class Roster:
                 self._forget_unexpected(name)
 
     def _end_missed_replicas(self, now: float) -> None:
-        """End what a pipeline stage that fell silent had ended, and another stage that does not come has not."""
+        """End the requests of replicas of which no worker was connected for `limits.MISSED_S`, also those that some pipeline stages have ended."""
         here = {(peer.hello.engine, peer.hello.rank.dp) for peer in self.peers.values() if peer.source is not None}
         for engine in list(self.engines.values()):
             for replica, since in list(engine.replicas.items()):
@@ -300,7 +300,7 @@ class Roster:
         if known is not None:
             self.sessions.give(known.owner, 1)
             if known.source is not None:
-                known.source.peer = None  # what its frames still bring is not said to who has this name next
+                known.source.peer = None  # acknowledgements of its frames are not for the next peer with this name
 
     def _take(self, engine: Engine, nbytes: int) -> None:
         """Take memory for an engine. When there is no room, its owner's workers that fell silent are forgotten. Raises RoomError."""

@@ -479,7 +479,7 @@ class HubSession:
         self._pulse = _Pulse(now)
 
     def receive(self, parts: Parts, now: float, frame: Frame | None = None) -> Frame | Message:
-        """Return what the peer said. frame: in these parts, if it was read and not checked.
+        """Return what the peer said. frame: what `Frame.read` returned for these parts; None to read them here.
 
         Raises RemoteProtocolError when the peer may not say it; answer with `refuse`.
         """

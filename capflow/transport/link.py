@@ -111,7 +111,7 @@ class Link:
         return True
 
     def _leaves_nothing(self) -> bool:
-        """Return whether no later process sends frames in this peer's name, durably: after its Bye the hub would take them for new ones."""
+        """Return whether no frames are on disk that a later process would send: after a Bye the hub would take them for new ones."""
         return True
 
     def _received(self, said: Frame | Message) -> None:

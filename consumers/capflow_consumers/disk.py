@@ -78,10 +78,10 @@ def refused(root: Path, error: OSError) -> str:
 
 
 def judged(root: Path, error: OSError) -> OSError | RetryError | FatalError:
-    """Return what an error of the file system below the root of a data set is to a hub; the error itself where it costs one request alone.
+    """Return the error that a writer raises for one of the file system below the root of its data set.
 
     RetryError: it may go away, or the root is away, such as a file system that is not mounted. FatalError: the root is there, and what this writer
-    has made in it is not, or may not be used.
+    has made in it is not, or may not be used. The error itself: it costs one request alone.
     """
     if kind_of(error) == "retry" or (error.errno in _AWAY and is_away(root)):
         return _caused(RetryError(refused(root, error)), error)
@@ -120,7 +120,7 @@ _AWAY = frozenset(
         errno.EREMOTEIO,
     }
 )
-"""What a file system answers that is not mounted, whose server or device is gone, or that may not be entered any more."""
+"""Errors of a file system that is not mounted, whose server or device is gone, or that may not be entered any more."""
 
 _DO_ELSE = "see what the kernel says of it; it is tried again"
 _DO = {
