@@ -116,6 +116,7 @@ def kept(kind, data):
             return dict(database.execute(sql).fetchall())
     dataset = capflow.open(data)
     dataset.verify()
+    assert [len(dataset.captures(name, look=False)) for name in dataset.requests()] == [1] * len(dataset)
     return {capture.id: len(capture["post_block:0"].rows) for capture in dataset}
 
 
@@ -254,15 +255,50 @@ def test_no_request_is_lost_while_the_root_of_a_data_set_is_away(address, tmp_pa
         assert kept(kind, data) == EXPECTED
 
 
-def test_no_request_is_lost_when_somebody_removes_what_a_hub_is_writing(address, tmp_path):
+def remove(data, elsewhere):
+    for hidden in data.glob(".partial-*"):
+        shutil.rmtree(hidden)
+
+
+def move(data, elsewhere):
+    for hidden in data.glob(".partial-*"):
+        hidden.rename(elsewhere)
+
+
+def rename(data, elsewhere):
+    move(data, data / ".partial-other")
+
+
+def replace(data, elsewhere):
+    for hidden in data.glob(".partial-*"):
+        shutil.copytree(hidden, elsewhere)
+        shutil.rmtree(hidden)
+        elsewhere.rename(hidden)
+
+
+@pytest.mark.parametrize(
+    ("kind", "away"), [("packed", remove), ("sharded", remove), ("sharded", move), ("sharded", rename)]
+)
+def test_no_request_is_lost_when_somebody_removes_what_a_hub_is_writing(address, tmp_path, kind, away):
     data, log = tmp_path / "data", tmp_path / "log"
-    with running(address, consumer_of("packed", data, tmp_path / "spool"), log) as hub, worker_link(address) as link:
+    with running(address, consumer_of(kind, data, tmp_path / "spool"), log) as hub, worker_link(address) as link:
         send(link, 0, 10)
         eventually(lambda: set(statuses(address, 10)) == {"ok"})
-        for hidden in data.glob(".partial-*"):
-            shutil.rmtree(hidden)
+        away(data, tmp_path / "elsewhere")
         send(link, 10, REQUESTS - 10)
         eventually(lambda: statuses(address, REQUESTS) == ["ok"] * REQUESTS)
         link.close(5)
         assert hub.stop() == 0
-        assert kept("packed", data) == EXPECTED
+        assert kept(kind, data) == EXPECTED
+
+
+@pytest.mark.parametrize("away", [remove, move, replace])
+def test_no_request_is_lost_when_somebody_removes_what_a_hub_has_written_before_it_stops(address, tmp_path, away):
+    data, log = tmp_path / "data", tmp_path / "log"
+    with running(address, consumer_of("sharded", data, tmp_path / "spool"), log) as hub, worker_link(address) as link:
+        send(link, 0, REQUESTS)
+        eventually(lambda: statuses(address, REQUESTS) == ["ok"] * REQUESTS)
+        away(data, tmp_path / "elsewhere")
+        link.close(5)
+        assert hub.stop() == 0
+        assert kept("sharded", data) == EXPECTED

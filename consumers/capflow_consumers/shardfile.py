@@ -23,6 +23,7 @@ from capflow_consumers.shardstream import Encoder, Kind, hashes_of, page_of, pag
 BATCH_BYTES_MAX = 64 * limits.MIB  # of rows, unless one has more
 COMPRESSED_BATCH_BYTES_MAX = 8 * limits.MIB  # where who wants one row has all of them decompressed
 IN_PLACE_BYTES_MIN = 2 * limits.MIB  # of rows of a batch that is its own row group; smaller ones are copied together
+_COPY_BYTES = 8 * limits.MIB  # read at once
 
 Bytes = Any
 """An array of uint8."""
@@ -102,7 +103,7 @@ class ShardFile:
         self.end = self._tip
 
     def settle(self, *, sync: bool) -> None:
-        """Have the requests that were committed stay, on the disk with `sync`; raises OSError, also when the file has no name any more."""
+        """Have the requests that were committed stay, on the disk with `sync`; raises OSError, also as `check` does."""
         if sync:
             os.fdatasync(self._fd)
         self.check()
@@ -120,9 +121,29 @@ class ShardFile:
         self.cut()
 
     def check(self) -> None:
-        """Raise OSError when the file has no name any more: what is in it would be lost."""
-        if os.fstat(self._fd).st_nlink == 0:
+        """Raise OSError when `path` is not the file's name any more: rows that are written to it would be lost."""
+        if not self.is_named():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+
+    def is_named(self) -> bool:
+        """Return whether `path` is the file's name: nobody has removed, moved or replaced it. Raises OSError."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), self.path.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def copy(self, path: Path) -> None:
+        """Write what was committed to a new file at `path`; raises OSError."""
+        fd = private.create(path, os.O_RDWR | os.O_EXCL, self.mode)
+        try:
+            offset = 0
+            while offset < self.end:
+                part = os.pread(self._fd, min(_COPY_BYTES, self.end - offset), offset)
+                if not part:
+                    raise OSError(errno.EIO, f"it ends at byte {offset} of {self.end}", str(self.path))
+                offset = write(fd, [part], offset)
+        finally:
+            os.close(fd)
 
     def cut(self) -> None:
         """Take away what was put since the last commit; raises OSError."""

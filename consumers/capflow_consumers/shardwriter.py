@@ -2,6 +2,7 @@
 
     ROOT/.partial-…/shard~N-….parquet    a shard that is written, an Arrow stream
     ROOT/shard~N-….parquet               a sealed one, a Parquet file
+    ROOT/.restored-…/                    a copy of a shard that was removed or moved while it was written, until it is sealed
 
 What always holds: a name under the root is that of a whole Parquet file; a shard whose writer died has in it what was committed, and
 is sealed by the next one.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +34,8 @@ from capflow_consumers.shardstream import Kind
 from capflow_consumers.tokenlog import TokenLog
 
 logger = logging.getLogger("capflow.consumer")
+
+RESTORED_PREFIX = ".restored-"
 
 _NUMBER = re.compile(r"shard~(\d+)-")
 
@@ -120,6 +124,8 @@ class ShardWriter:
         for shard in list(self._open.values()):
             self._give_up(shard)
         self._seal_all()
+        for shard in self._unsealed:
+            shard.close()
         return not self._unsealed
 
     def _take_back(self, shard: ShardFile) -> None:
@@ -142,19 +148,31 @@ class ShardWriter:
 
     def _seal_all(self) -> None:
         for shard in list(self._unsealed):
-            shard.close()
             try:
-                if shard.path.exists():
-                    entries = [Entry(*request) for request in shard.requests]
-                    publish(shard.path, shard.end, entries, self.root, sync=self.sync_seals)
+                self._publish(shard)
             except (OSError, ValueError, BufferError) as e:  # the last where a map of what is damaged is still held
                 why = e.strerror if isinstance(e, OSError) and e.strerror else e
-                logger.error("%s cannot be sealed: %s; the next hub does it", shard.path, why)
+                text = "%s cannot be sealed: %s; it is tried again, and by the next hub while the file is there"
+                logger.error(text, shard.path, why)
                 continue
+            shard.close()
             self._unsealed.remove(shard)
             self.seals += 1
             for request, _, _ in shard.requests:
                 self._drop(request, shard)
+
+    def _publish(self, shard: ShardFile) -> None:
+        """Seal a shard. One that somebody removed or moved is copied first, from the descriptor that is left of it. Raises as `publish` does."""
+        entries = [Entry(*request) for request in shard.requests]
+        if shard.is_named():
+            publish(shard.path, shard.end, entries, self.root, sync=self.sync_seals)
+        elif entries:
+            text = "%s was removed or moved while it was written; its %d requests are put back"
+            logger.error(text, shard.path, len(entries))
+            with tempfile.TemporaryDirectory(prefix=RESTORED_PREFIX, dir=self.root) as directory:
+                path = Path(directory) / shard.path.name
+                shard.copy(path)
+                publish(path, shard.end, entries, self.root, sync=self.sync_seals)
 
     def _names(self) -> Iterator[str]:
         for directory in (self.root, self.directory):
