@@ -1,4 +1,4 @@
-"""A hub with the filesystem consumer and its inbox, which serves until standard input ends.
+"""A hub with the filesystem consumer and its inbox, which serves until standard input ends and its engines are gone.
 
 Run as `leaving_child.py ADDRESS DIRECTORY LAYERS POINT`: the inbox lies in DIRECTORY/spool, and its process kills itself
 at POINT of the removal of the inbox; see `spool_child.py`.
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from spool_child import Killed
+from waiting import eventually
 
 from capflow.hub import Hub
 from capflow.plugins import configure, load_plugins
@@ -35,6 +36,7 @@ def main():
     hub.start()
     print("started", flush=True)
     sys.stdin.read()
+    eventually(lambda: not hub.roster.peers)  # else it keeps the inbox for an engine whose Bye is on its way
     hub.stop()
 
 

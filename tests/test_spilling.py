@@ -642,10 +642,13 @@ def test_a_consumer_that_spills_tells_of_what_waits_for_its_inbox(address, spill
         for _ in range(6):
             assert link.send(frame.header, frame.payload) is None
         (lane,) = hub.lanes
-        # One frame is at the inbox, which has no room for it; the others wait behind it.
-        eventually(lambda: hub.snapshot().queued_bytes == (5 - lane.inbox.frames) * frame.nbytes > 0)
-        assert lane.inbox.frames > 0
-        assert hub.status()["consumers"]["recorder"]["queued_bytes"] == hub.snapshot().queued_bytes
+
+        def agree():
+            queued = (5 - lane.inbox.frames) * frame.nbytes
+            return hub.status()["consumers"]["recorder"]["queued_bytes"] == hub.snapshot().queued_bytes == queued > 0
+
+        # One frame is at the inbox, which has no room for it; the others wait behind it. The three are read one after another.
+        eventually(lambda: lane.inbox.frames > 0 and agree())
         held.go.set()
 
 
