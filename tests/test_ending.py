@@ -178,7 +178,7 @@ LONG = {"max_tokens": LENGTH, "capture": CAPTURE, "capture_wait": True}
 def test_requests_end_or_are_aborted_new_ones_are_refused_and_every_row_reaches_the_hub(
     tiny_with_words, tmp_path, beside
 ):
-    with served(tiny_with_words, tmp_path, "--shutdown-timeout", "3", beside=beside) as at:
+    with served(tiny_with_words, tmp_path, "--shutdown-timeout", "8", beside=beside) as at:
         long = [
             running(at, **LONG, prompt=["w5 w6"] * 8, capture_id="long"),
             running(at, **LONG, capture_id="one"),
