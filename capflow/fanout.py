@@ -188,7 +188,7 @@ class Lane:
 
     def _accept(self, item: _Rows, reason: str) -> bool:
         """Put rows in the queue; return whether they are in it. Rows that have no room are lost for the reason."""
-        engine, nbytes = item.delivery.frame.header.engine, item.delivery.frame.nbytes
+        engine, nbytes = item.delivery.frame.header.engine, item.delivery.frame.memory_bytes
         if self.policy is Overload.BLOCK and not self.queue.closed:
             self.queue.force(item, nbytes, engine)
             return True

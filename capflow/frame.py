@@ -247,10 +247,11 @@ _row_of = operator.itemgetter(3)  # of a span
 class Frame:
     """A header and its payload. `wants` narrows what `chunks` yields; None yields everything."""
 
-    __slots__ = ("_counts", "header", "payload", "wants")
+    __slots__ = ("_counts", "header", "header_bytes", "payload", "wants")
 
-    def __init__(self, header: FrameHeader, payload: Any, wants: Wants | None = None) -> None:
+    def __init__(self, header: FrameHeader, payload: Any, wants: Wants | None = None, *, header_bytes: int = 0) -> None:
         self.header = header
+        self.header_bytes = header_bytes  # of the header that was read; 0 for a frame that was made here
         self.payload = payload  # any object with the buffer protocol; kept alive by the views of it
         self.wants = wants
         self._counts: list[int] | None = None  # what `counts` returns, once it is known
@@ -267,6 +268,11 @@ class Frame:
         return self.header.payload_bytes
 
     @property
+    def memory_bytes(self) -> int:
+        """How much memory the frame takes at most: its rows and, where it was read, the objects of its header."""
+        return self.header.payload_bytes + limits.STATE_PER_BYTE_MAX * self.header_bytes
+
+    @property
     def counts(self) -> Sequence[int]:
         """The rows of each request, over all its sites; in the order of the header's requests."""
         if self._counts is None:
@@ -278,7 +284,7 @@ class Frame:
 
     def narrowed(self, wants: Wants | None) -> Frame:
         """Return the same frame, of which `chunks` yields what `wants` names."""
-        return Frame(self.header, self.payload, wants)
+        return Frame(self.header, self.payload, wants, header_bytes=self.header_bytes)
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield the wanted rows in chunks: of each request at each site, in the order of their positions."""
@@ -343,7 +349,7 @@ class Frame:
             parsed = _decoder.decode(header)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
             raise RemoteProtocolError(explain("frame header", got=str(e), expected="a header of this version")) from e
-        return cls(parsed, rows)
+        return cls(parsed, rows, header_bytes=len(header))
 
     def check(self, *, hashed: bool = True) -> None:
         """Raise RemoteProtocolError unless the module's invariant holds; hashed: and the payload has its hash."""
