@@ -89,6 +89,10 @@ class DirectoryCapture(RequestCapture):
             packed = self.sidecar.layout == "packed"
             if packed:
                 self._check_header(file, entry)
+            elif entry.offset:
+                raise damaged(
+                    self.path / layout.SIDECAR_NAME, f"rows at byte {entry.offset} of {file.name}", "at its first"
+                )
             digest = xxhash.xxh3_64()
             left = entry.bytes if packed else -1
             try:
