@@ -363,11 +363,18 @@ class Ledger:
                 deliveries.append(Delivery(consumer, mine, rows, parts))
         return deliveries
 
-    def miss(self, header: FrameHeader, engine: Engine, reason: str) -> int:
-        """Note that the rows of a frame are lost; return how many of them are of requests that somebody wants something of."""
+    def miss(self, header: FrameHeader, engine: Engine, reason: str, *, placed: bool = True) -> int:
+        """Note that the rows of a frame are lost; return how many of them are of requests that somebody wants something of.
+
+        placed: whether the header can be believed where the rows are.
+        """
         rows, missed = rows_of(header), 0
         losses: dict[str, Losses] = {}
-        note_frame(losses, header, reason)
+        if placed:
+            note_frame(losses, header, reason)
+        else:
+            for name, count in rows.items():
+                losses.setdefault(name, Losses()).count(reason, count)
         for part in header.requests:
             request = self._request(engine, part, header.rank)
             request.received[header.rank.pp] = request.received.get(header.rank.pp, 0) + rows[part.id]

@@ -515,7 +515,7 @@ class SpillingLane(Lane):
 
     def _lose_rows(self, header: FrameHeader, engine: Engine, number: int, reason: str) -> None:
         """Count the rows of a frame as lost; the ends of requests in it hold."""
-        self.dropped[reason] += self.ledger.miss(header, engine, reason)
+        self.dropped[reason] += self.ledger.miss(header, engine, reason, placed=reason != FRAME_INVALID)
         self._note_open(engine, header, number)
         self._finish_all(engine, header, number)
 
