@@ -20,11 +20,12 @@ from test_filesystem import SITES, assert_is_whole, assert_site_has, done, names
 
 import capflow
 from capflow import plugins
-from capflow.errors import CapflowError, UsageError
+from capflow.errors import CapflowError, RetryError, UsageError
 from capflow.frame import Frame, Rank
 from capflow.site import Site
 from capflow.spec import CaptureSpec
 from capflow_consumers import disk, shardfile, shardset
+from capflow_consumers.filesystem import FilesystemConsumer
 
 LAYOUTS = {
     "per_file": {"layout": "per_file"},
@@ -370,18 +371,17 @@ def test_a_request_without_room_on_the_disk_waits_for_it_and_those_behind_it_too
             assert_is_whole(dataset[request], request, SITES[:1], 4)
 
 
-def test_a_root_that_vanishes_is_the_requests_error(tmp_path, options):
+def test_requests_wait_for_a_root_that_vanishes_and_have_no_result_without_it(tmp_path, options):
     root = tmp_path / "root"
     consumer = opened(root, **options)
     consumer.on_frame(make_frame())
     assert consumer.on_request_done(done()).status == "ok"
     subprocess.run(["rm", "-rf", root], check=True)
-    for seq, request in enumerate(("r2", "r3"), 2):
-        consumer.on_frame(make_frame([(request, 4, 0, 4)], seq=seq))
-        result = consumer.on_request_done(done(request))
-        assert result.status == "error"
-        assert "No such file or directory" in result.error
+    consumer.on_frame(make_frame([("r2", 4, 0, 4)], seq=2))
+    result = FilesystemConsumer.on_request_done(consumer, done("r2"))
     consumer.close()
+    with pytest.raises(RetryError, match="No such file or directory"):
+        result.result(timeout=10)
     assert not root.exists()
 
 
