@@ -16,7 +16,7 @@ from capflow.action import Abort, Applied, Rejected, Steer, Unsteer
 from capflow.client import Client
 from capflow.consumer import Controller
 from capflow.errors import CapflowError, UsageError
-from capflow.frame import Dropped, Rank
+from capflow.frame import Dropped, Frame, Rank
 from capflow.message import Act, ActionOutcome, Hello
 from capflow.plugins import ConfiguredController
 from capflow.result import CaptureResult
@@ -155,12 +155,17 @@ class TestWhatAConsumerIsGiven:
             )
 
 
+def room_for(frames):
+    """Return the size of a queue in which so many frames of one request have room, and not one more."""
+    size = Frame.decode(*make_frame([("r1", 4, 0, 4)]).encode()).memory_bytes
+    return frames * size + size // 2  # headers grow by some bytes with the numbers in them
+
+
 class TestOverload:
     def test_a_slow_consumer_that_drops_slows_no_other(self, address):
         slow, fast = Recorder("slow", held=True), Recorder("fast")
-        frame_bytes = make_frame().nbytes
         with (
-            running_hub(address, configured(slow, "drop", frame_bytes * 2), configured(fast)) as hub,
+            running_hub(address, configured(slow, "drop", room_for(2)), configured(fast)) as hub,
             worker_link(address) as link,
             Client(address) as client,
         ):
@@ -184,7 +189,7 @@ class TestOverload:
 
     def test_a_consumer_that_skips_is_given_the_newest_and_told_what_it_missed(self, address):
         live = Recorder(held=True)
-        queue = make_frame().nbytes * 3
+        queue = room_for(3)
         with running_hub(address, configured(live, "skip", queue)) as hub, worker_link(address) as link:
             send(link, [("r1", 4, 0, 4)])
             assert live.waiting.wait(20)
@@ -217,7 +222,7 @@ class TestOverload:
             assert slow.waiting.wait(20)
             eventually(lambda: link.counters["queued_bytes"] > 0)
             assert thread.is_alive()  # the worker waits
-            assert hub.snapshot().queued_bytes <= frame_bytes * 8
+            assert hub.snapshot().queued_bytes <= room_for(8)
             slow.go.set()
             thread.join(20)
             eventually(lambda: slow.rows["r1"] == 400)
