@@ -590,7 +590,8 @@ class Lane:
         text = "consumer %s: %s failed, and the consumer is closed and opened again: %s"
         what = f"{type(error).__name__}: {error}"
         logger.error(text, self.name, method, what, exc_info=None if self.restarts else error, extra=event)
-        self._close_consumer()
+        if (unclosed := self._close_consumer()) is not None:
+            self._failed("close", unclosed)
         failed: BaseException | None = error
         while failed is not None:
             self._wait("open", failed)

@@ -302,3 +302,20 @@ def test_no_request_is_lost_when_somebody_removes_what_a_hub_has_written_before_
         link.close(5)
         assert hub.stop() == 0
         assert kept("sharded", data) == EXPECTED
+
+
+def test_a_removed_shard_that_finds_no_room_when_its_hub_stops_is_named(address, tmp_path):
+    data, log = tmp_path / "data", tmp_path / "log"
+    data.mkdir()
+    with (
+        mounted(data, "24M"),
+        running(address, consumer_of("sharded", data, tmp_path / "spool"), log) as hub,
+        worker_link(address) as link,
+    ):
+        send(link, 0, REQUESTS)
+        eventually(lambda: statuses(address, REQUESTS) == ["ok"] * REQUESTS)
+        remove(data, tmp_path)
+        fill(data)
+        link.close(5)
+        assert hub.stop() == 1
+    assert f"cannot be put back: got {REQUESTS} requests in shard~" in log.read_text()

@@ -276,9 +276,11 @@ class FilesystemConsumer(Consumer):
             self._requests.clear()
             self._buffered_bytes = 0
         if opened is not None:
-            opened.store.close()
-            if opened.workers is not None:
-                opened.workers.shutdown()
+            try:
+                opened.store.close()
+            finally:
+                if opened.workers is not None:
+                    opened.workers.shutdown()
 
     def on_idle(self) -> None:
         """Write the rows of running requests out, for who reads along. Raises RetryError while the disk takes nothing."""

@@ -132,6 +132,13 @@ class ShardFile:
         except (FileNotFoundError, NotADirectoryError):
             return False
 
+    def may_be_named(self) -> bool:
+        """As `is_named`, and True where that cannot be found out."""
+        try:
+            return self.is_named()
+        except OSError:
+            return True
+
     def copy(self, path: Path) -> None:
         """Write what was committed to a new file at `path`; raises OSError."""
         fd = private.create(path, os.O_RDWR | os.O_EXCL, self.mode)

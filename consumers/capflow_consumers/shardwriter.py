@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
+from capflow.errors import CapflowError, explain
 from capflow.frame import DTYPES
 from capflow.site import Site
 from capflow_consumers import disk, layout
@@ -120,12 +121,21 @@ class ShardWriter:
             self._give_up(shard)
 
     def close(self) -> bool:
-        """Seal what is open; return whether nothing is left that the next writer must seal."""
+        """Seal what is open; return whether nothing is left that the next writer must seal.
+
+        Raises CapflowError when the rows of a shard that somebody removed or moved could not be put back.
+        """
         for shard in list(self._open.values()):
             self._give_up(shard)
         self._seal_all()
+        lost = [shard for shard in self._unsealed if shard.requests and not shard.may_be_named()]
         for shard in self._unsealed:
             shard.close()
+        if lost:
+            requests = sum(len(shard.requests) for shard in lost)
+            got = f"{requests} requests in {', '.join(shard.path.name for shard in lost)}"
+            what = "shards that were removed or moved while they were written and cannot be put back"
+            raise CapflowError(explain(what, got=got, do="the log says why"))
         return not self._unsealed
 
     def _take_back(self, shard: ShardFile) -> None:

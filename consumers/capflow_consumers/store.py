@@ -189,8 +189,12 @@ class ShardStore(Store):
         return found
 
     def close(self) -> None:
-        """Seal what is open; what cannot be now is left to the next writer."""
-        self.work.close(keep=not self._writer.close())
+        """Seal what is open; what cannot be now is left to the next writer. Raises CapflowError as `ShardWriter.close` does."""
+        keep = True
+        try:
+            keep = not self._writer.close()
+        finally:
+            self.work.close(keep=keep)
 
     def _find_sealed(self) -> None:
         """Look for shards that were sealed; what they hold is there, whether or not they can be looked at now."""
