@@ -6,10 +6,11 @@ learn back to the hub's. A peer that breaks the protocol is refused and forgotte
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from capflow import limits
 from capflow.action import Action, Answered, Applied, Outcome, Rejected
 from capflow.budget import Budget
 from capflow.counts import Counts
+from capflow.departures import Departures
 from capflow.errors import RemoteProtocolError, RoomError, UsageError, explain
 from capflow.fanout import Lane
 from capflow.frame import Frame, FrameHeader
@@ -136,6 +138,7 @@ class Exchange:
         self.log = PeerLog(logger)
         self.taps = Taps(send, self._say, self.log)
         self._waiters = Waiters(self.budget.state)
+        self._departures = Departures(post)
         self._id = uuid.uuid4().hex
         self._captures = tuple(wish.spec for wish in wishes if wish.spec is not None)
         # Frames that nobody holds any more, by worker; emptied by `acknowledge`.
@@ -165,6 +168,7 @@ class Exchange:
 
     def drain(self) -> None:
         """Take no frames any more, end the open requests, and let each consumer end when it has handled what it has."""
+        self._departures.finish()
         self._draining = True
         for engine in list(self.roster.engines.values()):
             self._end_open(self.ledger.lose(engine))
@@ -200,9 +204,8 @@ class Exchange:
         session = known.session if known is not None else HubSession(now=now, user=user)
         try:
             frame = None
-            if len(parts) == limits.MESSAGE_PARTS_MAX and is_large(parts[0]):
-                frame = Frame.read(*parts)
-                yield
+            if known is not None and len(parts) == limits.MESSAGE_PARTS_MAX:
+                frame = yield from self._prepared(known, parts)
                 if self.roster.peers.get(peer) is not known:
                     return  # it left meanwhile, or said Hello again
             said = session.receive(parts, now, frame)
@@ -219,6 +222,17 @@ class Exchange:
             text, event = "the hub failed at a message and gives its sender up", {"event": "hub_failed"}
             self.log.say(logging.ERROR, user or peer, now, text, event=event, exc_info=True)
             self._cut_off(peer, session, "the hub failed at a message of this peer; see its log", now)
+
+    def _prepared(self, known: Peer, parts: Parts) -> Generator[None, None, Frame | None]:
+        """Do what comes before a frame, in slices: what is left to do for its engine, then its reading where that takes long; return what was read."""
+        while known.hello.engine in self._departures:
+            self._departures.step(known.hello.engine)
+            yield
+        if not is_large(parts[0]):
+            return None
+        frame = Frame.read(*parts)
+        yield
+        return frame
 
     def _turn_down(
         self, peer: bytes, known: Peer | None, session: HubSession, error: RemoteProtocolError | RoomError, now: float
@@ -393,8 +407,9 @@ class Exchange:
             return
         if known.source is not None:  # after it was said that an earlier boot of it is gone
             known.source.intake.release(*self._released.pop(known.source, ()))  # the welcome says it
+            model = known.source.engine.model
             for lane in self._keepers:
-                lane.greet(hello.engine, known.source.engine.model)
+                self._departures.call(hello.engine, functools.partial(lane.greet, hello.engine, model))
         welcome = Welcome(self._id, 0, clock_s=now)  # a worker's credit is its intake's to say
         if hello.role == "scheduler":
             controllers = tuple(controller.spec() for controller in self.controllers)
@@ -419,7 +434,7 @@ class Exchange:
         self.taps.greet(engine)
         for lane in self.lanes:
             if not lane.keeps:
-                lane.greet(engine.name, engine.model)
+                self._departures.call(engine.name, functools.partial(lane.greet, engine.name, engine.model))
 
     def _refuse(self, peer: bytes, session: HubSession, reason: str, now: float, *, cut_off: bool = False) -> None:
         """Refuse a peer; one that is not cut off may stay connected, until it is let in or gone."""
@@ -581,7 +596,16 @@ class Exchange:
         self, engine: Engine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
     ) -> None:
         self.taps.lose(engine, replica, stage)
-        self._end_open(self.ledger.lose(engine, replica, stage, anew=anew))
+        self._departures.add(engine.name, self._part(engine, replica, stage, anew))
+
+    def _part(self, engine: Engine, replica: int | None, stage: int | None, anew: bool) -> Iterator[None]:
+        """End what a part of an engine has not ended, in slices, and tell the consumers."""
+        left = len(engine.open)
+        for lost in self.ledger.losing(engine, replica, stage, anew=anew):
+            self._end_open(lost)
+            left -= limits.SLICE_REQUESTS
+            if left > 0:
+                yield
         for lane in self._keepers:
             lane.lose(engine.name, replica, stage, anew=anew)
         if replica is None:

@@ -6,8 +6,9 @@ over when every pipeline stage of its engine's replica has sent its `Finished`, 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -472,28 +473,38 @@ class Ledger:
     def lose(
         self, engine: Engine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
     ) -> list[Request]:
-        """End open requests of an engine with status `error`; return them.
+        """As `losing`, all at once; return the requests."""
+        return list(itertools.chain.from_iterable(self.losing(engine, replica, stage, anew=anew)))
+
+    def losing(
+        self, engine: Engine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
+    ) -> Iterator[list[Request]]:
+        """End open requests of an engine with status `error`; yield them in slices. Meanwhile it is to open none.
 
         replica: only those of one replica.
         stage: only those that this pipeline stage has not ended. The other stages may still send what they have of the others.
         anew: the stage started again. Requests that another stage named first are of the new start, until this stage has sent rows of them.
         """
-        lost = [
-            request
-            for request in engine.open.values()
-            if replica in (None, request.replica) and (stage is None or request.ends_with(stage, anew=anew))
-        ]
-        for request in lost:
-            self._end(engine, request, "error")
-            self._lost[engine.name, request.id] = _Lost(
-                dict(request.received), set(request.finished), request.lost.rows
-            )
         if self._unopened:
             self._unopened = {key: ends for key, ends in self._unopened.items() if key[0] != engine.name}
-        while len(self._lost) > limits.RESULTS_KEPT_MAX:
-            del self._lost[next(iter(self._lost))]
-        self.requests_failed += len(lost)
-        return lost
+        before = list(engine.open.values())
+        for first in range(0, len(before), limits.SLICE_REQUESTS):
+            lost = [
+                request
+                for request in before[first : first + limits.SLICE_REQUESTS]
+                if request.status is None
+                and replica in (None, request.replica)
+                and (stage is None or request.ends_with(stage, anew=anew))
+            ]
+            for request in lost:
+                self._end(engine, request, "error")
+                self._lost[engine.name, request.id] = _Lost(
+                    dict(request.received), set(request.finished), request.lost.rows
+                )
+            while len(self._lost) > limits.RESULTS_KEPT_MAX:
+                del self._lost[next(iter(self._lost))]
+            self.requests_failed += len(lost)
+            yield lost
 
     def was_lost(self, finished: Finished, engine: Engine) -> bool:
         """Return whether an end is of a request that `lose` ended, of which nothing came since: consumers know that it did not end."""

@@ -209,7 +209,7 @@ CONNECTIONS_IDLE_MAX = 1_024  # without a session; then the oldest is closed
 READ_AHEAD_BYTES_MAX = 256 * MIB  # read from the socket, not handled, and no frames that are paid for
 READ_AHEAD_EACH_BYTES_MAX = 16 * MIB  # of these, of one peer; a single message may be larger
 READ_AHEAD_EACH_BYTES_MIN = 64 * KIB
-SLICE_REQUESTS = 256  # answered before it is another peer's turn
+SLICE_REQUESTS = 256  # answered, or ended with their engine, before it is another peer's turn
 TURN_S = 0.005  # of handling messages before what consumers came back with is looked at
 assert READ_AHEAD_EACH_BYTES_MIN * SESSIONS_MAX <= READ_AHEAD_BYTES_MAX
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from capflow import limits
+from capflow.errors import RoomError, explain
 from capflow.shares import Shares
 
 Asked = tuple[str, str]
@@ -11,6 +13,7 @@ Asked = tuple[str, str]
 
 
 _WAIT_BYTES = 256  # of memory, of a name that is waited for
+_NAMES_MIN = 64  # of a client, answered or not, before the answered ones are forgotten
 
 
 class Waiters:
@@ -21,6 +24,7 @@ class Waiters:
         self._clients: dict[Asked, bytes | tuple[bytes, ...]] = {}  # by request: one client, or several
         self._owners: dict[bytes, str] = {}  # of clients that wait
         self._waits: Counter[bytes] = Counter()  # for how many each client waits; none is 0
+        self._named: dict[bytes, list[Asked]] = {}  # of each client that waits: these, and some that were answered
 
     def __contains__(self, client: bytes) -> bool:
         """Return whether a client waits for any request."""
@@ -29,11 +33,20 @@ class Waiters:
     def add(self, request: Asked, client: bytes, owner: str) -> None:
         """Have a client wait. Raises RoomError when it waits for too much."""
         waiting = self._of(request)
-        if client not in waiting:
-            self._state.take(owner, _cost(request), what="requests waited for")
-            self._owners[client] = owner
-            self._waits[client] += 1
-            self._clients[request] = (*waiting, client) if waiting else client
+        if client in waiting:
+            return
+        waits = self._waits[client]
+        if waits >= limits.AWAITED_MAX:
+            got, expected = f"more than {waits:,}", f"at most {limits.AWAITED_MAX:,} of one connection"
+            raise RoomError(explain("requests waited for", got=got, expected=expected))
+        self._state.take(owner, _cost(request), what="requests waited for")
+        self._owners[client] = owner
+        self._waits[client] += 1
+        self._clients[request] = (*waiting, client) if waiting else client
+        named = self._named.setdefault(client, [])
+        named.append(request)
+        if len(named) > 2 * waits + _NAMES_MIN:
+            self._named[client] = [each for each in dict.fromkeys(named) if client in self._of(each)]
 
     def waits(self, request: Asked) -> bool:
         """Return whether someone waits for the request."""
@@ -49,10 +62,11 @@ class Waiters:
 
     def gone(self, client: bytes) -> None:
         """Forget a client."""
-        if client not in self._waits:
-            return
-        for request in [request for request in self._clients if client in self._of(request)]:
-            left = tuple(other for other in self._of(request) if other != client)
+        for request in self._named.get(client, ()):
+            waiting = self._of(request)
+            if client not in waiting:
+                continue
+            left = tuple(other for other in waiting if other != client)
             self._answered(client, request)
             if left:
                 self._clients[request] = left
@@ -64,7 +78,7 @@ class Waiters:
         self._state.give(self._owners[client], _cost(request))
         self._waits[client] -= 1
         if not self._waits[client]:
-            del self._waits[client], self._owners[client]
+            del self._waits[client], self._owners[client], self._named[client]
 
     def _of(self, request: Asked) -> tuple[bytes, ...]:
         clients = self._clients.get(request, ())

@@ -117,6 +117,30 @@ def headers(address, seconds):
             flood(peer, parts, 0.5)
 
 
+def leaves(address, seconds):
+    """Open as many requests as there is room for, be started again, which ends them all, and so on; likewise with questions."""
+    names = [f"{number}" for number in range(limits.AWAITED_MAX)]
+    asks = message.encode(Await(tuple(names), wait=True))
+    steps = [
+        make_frame([(name, 4, 0, 1) for name in names[first : first + 4000]], engine="hostile", seq=seq).header
+        for seq, first in enumerate(range(0, len(names), 4000), 1)
+    ]
+    payload = bytes(steps[0].payload_bytes)
+    encoded = [Frame.seal(header, payload).header for header in steps]
+    yield
+    end = time.monotonic() + seconds
+    for number in range(10**9):
+        if time.monotonic() >= end:
+            return
+        boot = f"boot-{number}"
+        with contextlib.suppress(AssertionError), said_hello(address, make_hello("hostile", boot)) as peer:
+            for header in encoded:
+                peer.send_multipart(Frame(msgspec.structs.replace(header, boot=boot), payload).encode())
+            with said_hello(address, Hello("client", "", f"l{number}")) as client:
+                client.send(asks)
+                time.sleep(0.5)
+
+
 def hellos(address, seconds):
     """Be refused under ever new names."""
     yield
@@ -142,7 +166,7 @@ def idle(address, seconds):
             time.sleep(0.5)
 
 
-ATTACKS = {each.__name__: each for each in (awaits, unread, status, beats, ends, headers, hellos, idle)}
+ATTACKS = {each.__name__: each for each in (awaits, unread, status, beats, ends, headers, leaves, hellos, idle)}
 
 
 @contextlib.contextmanager

@@ -34,8 +34,8 @@ SETTLE_S = 6.0  # after an attack
 ROUNDS_WARM = 2  # of all attacks, before samples count
 SAMPLES_MIN = 30
 SAMPLES_COMPARED_MAX = 2_000
-# `idle` needs TCP. The requests of `ends` are valid ones, and the oracle did not send them.
-HOSTILE = tuple(name for name in ATTACKS if name not in ("idle", "ends"))
+# `idle` needs TCP. The requests of the other two are valid ones, and the oracle did not send them.
+HOSTILE = tuple(name for name in ATTACKS if name not in ("idle", "ends", "leaves"))
 
 
 class Watched:

@@ -74,6 +74,7 @@ LAYERS = (
         "ledger",
         "relay",
         "waiters",
+        "departures",
         "roster",
         "pace",
         "backoff",

@@ -34,6 +34,7 @@ LIMITS = {  # small, so that they are reached
     "AWAITED_MAX": 1000,
     "MESSAGES_UNSENT_MAX": 1500,
     "RESULTS_KEPT_MAX": 400,
+    "SLICE_REQUESTS": 2,
 }
 OWNERS_MAX = 64
 MEMORY_BYTES_MAX = 16 * limits.MIB  # of a hub: 16 KiB of its state for each owner, and 1 MiB for whoever comes first

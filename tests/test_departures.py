@@ -1,0 +1,196 @@
+"""Engines that leave with many open requests, and clients that leave with many questions: nobody else waits for that."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+
+import pytest
+from exchanges import Desk
+from frames import make_finished, make_frame, make_hello, make_model
+from hubs import Recorder
+
+from capflow import limits, message
+from capflow.departures import Departures
+from capflow.errors import RoomError
+from capflow.message import Await, Bye, Hello, Results
+from capflow.plugins import ConfiguredConsumer
+from capflow.shares import Shares
+from capflow.testing import MemoryHub
+from capflow.waiters import Waiters
+
+NAMES = [f"r{number}" for number in range(2000)]
+assert len(NAMES) > 4 * limits.SLICE_REQUESTS
+
+
+def step_of(names, engine="many", boot="one", seq=1):
+    return make_frame([(name, 4, 0, 1) for name in names], seq=seq, step=seq, engine=engine, boot=boot)
+
+
+def receive(desk, peer, said):
+    """Have a message handled, and nothing that was put off."""
+    desk.exchange.receive(peer, [message.encode(said)])
+
+
+def left(desk):
+    """Have a worker with many open requests leave; return its engine, of which not all has ended."""
+    desk.hello(b"w", engine="many", boot="one")
+    desk.say(b"w", step_of(NAMES))
+    desk.handle_all()
+    engine = desk.exchange.roster.engines["many"]
+    assert len(engine.open) == len(NAMES)
+    receive(desk, b"w", Bye())
+    assert len(engine.open) == len(NAMES) - limits.SLICE_REQUESTS
+    return engine
+
+
+def test_requests_of_an_engine_that_leaves_end_in_slices_between_what_others_say():
+    recorder = Recorder()
+    desk = Desk(recorder)
+    desk.say(b"c", Hello("client", "", "c"))
+    desk.say(b"c", Await(tuple(NAMES), wait=True))
+    desk.hello(b"other", engine="other", boot="o")
+    engine = left(desk)
+    frame = make_frame([("x", 4, 0, 4)], engine="other", boot="o", finished=[make_finished("x")])
+    desk.exchange.receive(b"other", frame.encode())
+    assert len(engine.open) == len(NAMES) - limits.SLICE_REQUESTS
+    assert desk.exchange.counts.frames == 2
+    desk.handle_all()
+    assert recorder.rows["x"] == 4
+    desk.turn()
+    desk.handle_all()
+    assert not engine.open
+    assert {recorder.done[name].status for name in NAMES} == {"error"}
+    final = [said.request for said in desk.sent[b"c"] if isinstance(said, Results) and said.results]
+    assert sorted(final) == sorted(NAMES)
+    assert desk.exchange.ledger.requests_failed == len(NAMES)
+
+
+@pytest.mark.parametrize("hidden", [8, 16])
+def test_an_engine_that_is_back_meanwhile_is_told_of_behind_the_ends_and_its_frames_wait(hidden):
+    recorder = Recorder()
+    desk = Desk(recorder)
+    engine = left(desk)
+    receive(desk, b"w2", make_hello("many", "two", model=make_model(hidden=hidden)))
+    assert engine.open
+    frame = make_frame([(NAMES[-1], 4, 0, 4)], engine="many", boot="two", hidden=hidden)
+    handling = desk.exchange.handle(b"w2", frame.encode())
+    slices = sum(1 for _ in handling)
+    assert slices >= 4
+    assert not engine.open
+    desk.turn()
+    desk.handle_all()
+    told = [event for event in recorder.events if event[0] == "session" or event == ("done", NAMES[0])]
+    assert told == [("session", "many"), ("done", NAMES[0]), ("session", "many")]
+    assert recorder.events.index(("done", NAMES[-1])) < len(recorder.events) - 1
+    assert recorder.events[-1] == ("session", "many")
+    assert recorder.rows[NAMES[-1]] == 1 + 4
+    assert list(desk.exchange.roster.engines["many"].open) == [NAMES[-1]]
+
+
+def test_a_hub_that_stops_ends_what_is_left():
+    recorder = Recorder()
+    desk = Desk(recorder)
+    engine = left(desk)
+    desk.exchange.drain()
+    assert not engine.open
+    desk.handle_all()
+    assert set(recorder.done) == set(NAMES)
+
+
+@pytest.mark.parametrize("policy", ["block", "drop", "spill"])
+def test_each_request_of_an_engine_that_leaves_has_its_result(policy, tmp_path):
+    made = ConfiguredConsumer.of(Recorder(), policy=policy, spool_dir=tmp_path)
+    with MemoryHub(made) as hub:
+        engine = hub.engine("many")
+        engine.step([(name, 4, 0, 1) for name in NAMES])
+        engine.finish(NAMES[0])
+        engine.settle()
+        engine.lose()
+        found = [hub.result(name, "many").status for name in NAMES]
+        assert found == ["ok"] + ["partial_error"] * (len(NAMES) - 1)
+        again = hub.engine("many")
+        again.step([(NAMES[0], 4, 0, 4)])
+        again.finish(NAMES[0])
+        assert hub.result(NAMES[0], "many").status == "ok"
+
+
+class TestDepartures:
+    def test_what_fails_is_over_and_what_is_behind_it_is_done(self):
+        posted, done = deque(), []
+        departures = Departures(posted.append)
+
+        def failing():
+            done.append("first")
+            yield
+            raise ValueError("no")
+
+        departures.add("e", failing())
+        departures.call("e", lambda: done.append("last"))
+        assert done == ["first"]
+        with pytest.raises(ValueError, match="no"):
+            posted.popleft()()
+        while posted:
+            posted.popleft()()
+        assert done == ["first", "last"]
+        assert "e" not in departures
+
+    def test_engines_do_not_wait_for_each_other(self):
+        posted, done = deque(), []
+        departures = Departures(posted.append)
+
+        def slices(name):
+            for number in range(3):
+                done.append((name, number))
+                yield
+
+        departures.add("a", slices("a"))
+        departures.add("b", slices("b"))
+        departures.call("c", lambda: done.append("c"))
+        assert done == [("a", 0), ("b", 0), "c"]
+        departures.finish()
+        assert sorted(done[3:]) == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+
+
+class TestWaiters:
+    @pytest.mark.parametrize("seed", range(20))
+    def test_know_who_waits_for_what_whatever_comes_in_which_order(self, seed, monkeypatch):
+        monkeypatch.setattr(limits, "AWAITED_MAX", 60)
+        chance = random.Random(seed)
+        state = Shares("memory", 10**6, do="")
+        waiters, model = Waiters(state), defaultdict(set)
+        for _ in range(3000):
+            client, request = chance.choice([b"a", b"b", b"c"]), ("", f"r{chance.randrange(100)}")
+            match chance.choice(["add"] * 6 + ["pop"] * 5 + ["gone"] * (chance.random() < 0.1)):
+                case "add":
+                    waits = sum(client in clients for clients in model.values())
+                    if waits == 60 and client not in model[request]:
+                        with pytest.raises(RoomError, match="requests waited for: got more than 60"):
+                            waiters.add(request, client, client.decode())
+                    else:
+                        waiters.add(request, client, client.decode())
+                        model[request].add(client)
+                case "pop":
+                    assert set(waiters.pop(request)) == model.pop(request, set())
+                case "gone":
+                    waiters.gone(client)
+                    for clients in model.values():
+                        clients.discard(client)
+            assert waiters.waits(request) == bool(model[request])
+            assert (client in waiters) == any(client in clients for clients in model.values())
+        assert max(map(len, waiters._named.values()), default=0) <= 2 * 60 + 64 + 1
+        for client in (b"a", b"b", b"c"):
+            waiters.gone(client)
+        assert not waiters._clients
+        assert not waiters._named
+        assert state.used == 0
+
+    def test_who_leaves_costs_what_it_waited_for_and_not_what_others_do(self, monkeypatch):
+        waiters = Waiters(Shares("memory", 10**9, do=""))
+        for number in range(10_000):
+            waiters.add(("", f"{number}"), b"much", "much")
+        waiters.add(("", "x"), b"little", "little")
+        looked = []
+        monkeypatch.setattr(Waiters, "_of", lambda self, asked: looked.append(asked) or (self._clients[asked],))
+        waiters.gone(b"little")
+        assert looked == [("", "x")]
