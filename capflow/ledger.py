@@ -6,6 +6,7 @@ over when every pipeline stage of its engine's replica has sent its `Finished`, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -223,7 +224,7 @@ class Request:
         """Return what a consumer did not get of what it wants, by reason."""
         share, mine = self.shares[consumer], self.lost.dropped
         if share is not None and mine:
-            mine = narrowed(mine, share.places(self.prompt_length))
+            mine = narrowed(mine, functools.partial(share.places, self.prompt_length))
         if not tally.lost:
             return mine
         lost = Losses()

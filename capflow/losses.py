@@ -7,8 +7,9 @@ counted, and their places are not known any more.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -135,18 +136,19 @@ def lessened(header: FrameHeader, lost: dict[str, Losses]) -> FrameHeader:
     return msgspec.structs.replace(header, finished=tuple(told))
 
 
-def narrowed(dropped: Iterable[Dropped], wanted: Mapping[str, Places]) -> tuple[Dropped, ...]:
+def narrowed(dropped: Iterable[Dropped], wanted: Callable[[str], Places | None]) -> tuple[Dropped, ...]:
     """Return the lost rows that one consumer wants; rows of which the place is not known may be among them, and are.
 
-    wanted: positions by site, as `HOOK:LAYER`.
+    wanted: returns the positions wanted at a site, given as `HOOK:LAYER`; None where none are.
     """
     mine = []
+    at = functools.cache(wanted)  # many gaps are at the same sites
     for each in dropped:
         rows = max(0, each.rows - sum(len(gap.sites) * (gap.stop - gap.start) for gap in each.gaps))
         gaps = []
         for gap in each.gaps:
-            sites = tuple(site for site in gap.sites if site in wanted)
-            alike = Counter(wanted[site] for site in sites)
+            sites = tuple(site for site in gap.sites if at(site) is not None)
+            alike = Counter(places for site in gap.sites if (places := at(site)) is not None)
             if count := sum(times * places.count(gap.start, gap.stop) for places, times in alike.items()):
                 rows += count
                 gaps.append(Gap(sites, gap.start, gap.stop))

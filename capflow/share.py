@@ -101,9 +101,10 @@ class Share:
         groups = self.groups(sites)
         return len(groups) == 1 and groups[0] == (Positions.ALL, len(sites))
 
-    def places(self, prompt_length: int) -> dict[str, Places]:
-        """Return the positions wanted of such a request with a prompt of so many tokens, by site as `HOOK:LAYER`."""
-        return {str(site): want.positions.at(prompt_length) for site, want in self.wanted.items()}
+    def places(self, prompt_length: int, site: str) -> Places | None:
+        """Return the positions wanted, at a site as `HOOK:LAYER`, of such a request with a prompt of so many tokens; None where none are."""
+        want = self.wanted.get(Site.parse(site))
+        return None if want is None else want.positions.at(prompt_length)
 
     def cut(self, prompt_length: int, computed_length: int) -> bool:
         """Return whether a budget of rows left out some of such a request."""

@@ -6,7 +6,7 @@ import random
 import msgspec
 import pytest
 from exchanges import Desk
-from frames import make_finished, make_frame
+from frames import make_finished, make_frame, make_model
 from hubs import Recorder, address, configured, running_hub, worker_link
 from waiting import eventually
 
@@ -16,6 +16,7 @@ from capflow.frame import Dropped, Gap
 from capflow.losses import Losses, described, lessened, narrowed, note_frame
 from capflow.losslog import LossLog
 from capflow.positions import Positions
+from capflow.share import WantedAt
 from capflow.site import Site
 from capflow.spec import CaptureSpec
 
@@ -122,13 +123,13 @@ def test_a_consumer_is_told_of_lost_rows_that_it_wants_and_of_those_whose_place_
     every, few = Positions.ALL.at(4), Positions.parse({"last": 1}).at(4)
     gaps = (Gap(("post_block:0", "post_block:1"), 2, 6), Gap(("mlp_in:0",), 0, 2))
     lost = (Dropped(13, "queue_full", gaps), Dropped(2, "earlier_hub"), Dropped(2, "spool_full", gaps[1:]))
-    assert narrowed(lost, {"post_block:0": every, "post_block:1": every, "mlp_in:0": every}) == lost
-    assert narrowed(lost, {"post_block:1": every}) == (
+    assert narrowed(lost, {"post_block:0": every, "post_block:1": every, "mlp_in:0": every}.get) == lost
+    assert narrowed(lost, {"post_block:1": every}.get) == (
         Dropped(3 + 4, "queue_full", (Gap(("post_block:1",), 2, 6),)),
         Dropped(2, "earlier_hub"),
     )
-    assert narrowed(lost[:1], {"post_block:0": few}) == (Dropped(4, "queue_full", (Gap(("post_block:0",), 2, 6),)),)
-    assert narrowed(lost[2:], {"post_block:0": every}) == ()
+    assert narrowed(lost[:1], {"post_block:0": few}.get) == (Dropped(4, "queue_full", (Gap(("post_block:0",), 2, 6),)),)
+    assert narrowed(lost[2:], {"post_block:0": every}.get) == ()
 
 
 def test_the_result_of_a_consumer_names_no_rows_at_sites_of_others():
@@ -143,6 +144,21 @@ def test_the_result_of_a_consumer_names_no_rows_at_sites_of_others():
     part_result, whole_result = request.results
     assert (part_result.status, part_result.dropped) == ("ok", ())
     assert (whole_result.status, whole_result.dropped) == ("partial_error", (gap,))
+
+
+def test_what_a_consumer_lost_is_found_without_a_look_at_sites_where_nothing_was(monkeypatch):
+    desk = Desk(Recorder())
+    model = make_model(limits.LAYERS_MAX, hidden=1)
+    desk.hello(b"w", model=model)
+    gap = Dropped(2, "queue_full", (Gap(("post_block:3",), 4, 6),))
+    ends = [make_finished(f"r{number}", computed_length=6, rows=9, dropped=(gap,)) for number in range(20)]
+    desk.say(b"w", make_frame([(end.id, 4, 0, 4) for end in ends], [FIRST], hidden=1))
+    looked, get = [], WantedAt.get
+    monkeypatch.setattr(WantedAt, "get", lambda self, site: looked.append(site) or get(self, site))
+    desk.say(b"w", make_frame([], seq=2, finished=ends))
+    desk.handle_all()
+    assert looked == [SECOND] * len(looked)
+    assert 20 <= len(looked) <= 40  # for what the consumer is told, and for its result
 
 
 def test_a_consumer_that_drops_is_told_each_row_that_it_did_not_get(address, caplog):
