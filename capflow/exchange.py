@@ -210,7 +210,7 @@ class Exchange:
                     return  # it left meanwhile, or said Hello again
             said = session.receive(parts, now, frame)
             if isinstance(said, Hello):
-                self._hello(peer, session, said, now)
+                yield from self._hello(peer, session, said, now)
             elif known is not None and self._may(peer, known, said, now):
                 if isinstance(said, Await):
                     yield from self._await(peer, known, said)
@@ -224,14 +224,12 @@ class Exchange:
             self._cut_off(peer, session, "the hub failed at a message of this peer; see its log", now)
 
     def _prepared(self, known: Peer, parts: Parts) -> Generator[None, None, Frame | None]:
-        """Do what comes before a frame, in slices: what is left to do for its engine, then its reading where that takes long; return what was read."""
-        while known.hello.engine in self._departures:
-            self._departures.step(known.hello.engine)
+        """Do what comes before a frame, in slices: its reading where that takes long, then what is left to do for its engine; return what was read."""
+        frame = None
+        if is_large(parts[0]):
+            frame = Frame.read(*parts)
             yield
-        if not is_large(parts[0]):
-            return None
-        frame = Frame.read(*parts)
-        yield
+        yield from self._departures.done(known.hello.engine)
         return frame
 
     def _turn_down(
@@ -391,20 +389,40 @@ class Exchange:
 
     # Sessions.
 
-    def _hello(self, peer: bytes, session: HubSession, hello: Hello, now: float) -> None:
+    def _hello(self, peer: bytes, session: HubSession, hello: Hello, now: float) -> Iterator[None]:
         if self._draining:
             return
         self._forget(peer, for_good=False)
         self._refused.pop(peer, None)
+        if hello.role != "client":  # who says Hello and Bye again and again waits for what that leads to
+            yield from self._departures.done(hello.engine)
+        known = yield from self._joined(peer, session, hello, now)
+        if known is not None:
+            self._welcome(peer, known, now)
+
+    def _joined(self, peer: bytes, session: HubSession, hello: Hello, now: float) -> Generator[None, None, Peer | None]:
+        """Let a peer in and return it, or refuse it. Room that those who are gone are about to give back is waited for."""
         rights = ("read", "steer") if hello.role == "client" else ("capture",)
-        if (why := self._guard.refusal(session.user, *rights)) is not None:
-            self._refuse(peer, session, why, now)
-            return
-        try:
-            known = self.roster.join(peer, session, hello)
-        except (UsageError, RoomError) as e:
-            self._refuse(peer, session, str(e), now)
-            return
+        for again in (False, True):
+            if self._draining:
+                break
+            if (why := self._guard.refusal(session.user, *rights)) is not None:
+                self._refuse(peer, session, why, now)
+                break
+            before = self._departures.engines
+            try:
+                return self.roster.join(peer, session, hello)
+            except (UsageError, RoomError) as e:
+                left = self._departures.engines - before
+                if again or not left or not isinstance(e, RoomError):
+                    self._refuse(peer, session, str(e), now)
+                    break
+            for engine in left:
+                yield from self._departures.done(engine)
+        return None
+
+    def _welcome(self, peer: bytes, known: Peer, now: float) -> None:
+        session, hello = known.session, known.hello
         if known.source is not None:  # after it was said that an earlier boot of it is gone
             known.source.intake.release(*self._released.pop(known.source, ()))  # the welcome says it
             model = known.source.engine.model
@@ -618,7 +636,10 @@ class Exchange:
             if self._draining:
                 for lane in self._keepers:
                     request.results[lane.index] = request.results[lane.index] or _LEFT
-            self._over(request)
+            try:
+                self._over(request)
+            except Exception:
+                logger.exception("the hub failed at the end of a request and goes on", extra={"event": "hub_failed"})
 
     def _miss(self, now: float) -> None:
         """End the requests of engines that an earlier hub had and that do not come."""
@@ -627,6 +648,9 @@ class Exchange:
         }
         for lane in self._keepers:
             for engine, replica in lane.missed(here, now):
+                known = self.roster.engines.get(engine)
+                if engine in self._departures or (known is not None and known.open):
+                    continue  # the hub's own requests of it end first, and then it is told
                 lane.lose(engine, replica if self.roster.connected(engine) else None)
 
     def _settle(self, request: Request, consumer: int, result: CaptureResult) -> None:
@@ -654,11 +678,18 @@ class Exchange:
                 self._waiters.add((said.engine, request), peer, known.owner)
 
     def _answer_waiters(self, request: Request) -> None:
+        newest = self.ledger.newest(request.key)
+        is_gone = newest is None or newest.engine != request.engine  # forgotten, or of an earlier start of its engine
         for engine in {"", request.key[0], request.engine}:
-            if self._waiters.waits((engine, request.id)):
+            if not self._waiters.waits((engine, request.id)):
+                continue
+            if is_gone and (engine == request.engine or not self.ledger.named(request.id, engine)):
+                found, final = self.ledger.results_of(request)
+                results = Results(request.id, found, engine, (request.key[0],))
+            else:
                 results, final = self._results(request.id, engine)
-                for peer in self._waiters.pop((engine, request.id)) if final else ():
-                    self._say(peer, results)
+            for peer in self._waiters.pop((engine, request.id)) if final else ():
+                self._say(peer, results)
 
     def _results(self, request: str, engine: str) -> tuple[Results, bool]:
         """Return the results of a request, and whether they are final."""

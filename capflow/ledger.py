@@ -540,6 +540,10 @@ class Ledger:
         found = self._requests.get((name_of(engine), request))
         return [found] if found is not None and is_of(found.engine, engine) else []
 
+    def newest(self, key: tuple[str, str]) -> Request | None:
+        """Return the newest request of an engine's name and an id; None where it is forgotten."""
+        return self._requests.get(key)
+
     def results_of(self, request: Request) -> tuple[dict[str, CaptureResult], bool]:
         """Return a request's results by consumer and whether they are final."""
         pending = CaptureResult("pending")
