@@ -164,9 +164,15 @@ class Simulation:
             self.start_hub()
 
     def note_excuses(self):
-        """Excuse what a hub says itself that it cannot keep: an inbox is smaller than what its open requests hold."""
-        if self.hub is not None and any(lane.keeps and lane.requests_unkept for lane in self.hub.lanes):
+        """Excuse what a hub says itself that it cannot keep: an inbox is smaller than what its open requests hold.
+
+        Where the end of the inbox was torn as well, nobody knows why the rows are missing, and both may be said.
+        """
+        keepers = () if self.hub is None else [lane for lane in self.hub.lanes if lane.keeps]
+        if any(lane.requests_unkept for lane in keepers):
             self.oracle.excused.add("earlier_hub")
+        if "earlier_hub" in self.oracle.excused and any(lane._lost_unknown for lane in keepers):
+            self.oracle.excused.add("spool_damaged")
 
     def watch_results(self, lane, life):
         """Have the oracle know what a lane says of requests."""
