@@ -200,10 +200,20 @@ class PeerSession:
         self.seq = seq
         self._keep(parts)
 
+    def push_had(self, seq: int, parts: Parts) -> None:
+        """Take a frame that the hub had of a process that is gone, by its Welcome, before any that is to be sent: another hub is sent it."""
+        kept = _Kept(seq, cost(parts), parts)
+        self._sent.append(kept)
+        self._sent_bytes += kept.cost
+        self._count(kept.cost)
+
     def _keep(self, parts: Parts) -> None:
         kept = _Kept(self.seq, cost(parts), parts)
         self._waiting.append(kept)
-        self.unacked_bytes += kept.cost
+        self._count(kept.cost)
+
+    def _count(self, nbytes: int) -> None:
+        self.unacked_bytes += nbytes
         self.unacked_bytes_peak = max(self.unacked_bytes_peak, self.unacked_bytes)
 
     def next_frame(self, now: float) -> Parts | None:

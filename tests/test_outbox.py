@@ -8,19 +8,23 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
 from frames import make_finished, make_frame, make_hello
 from hubs import Recorder, address, configured, running_hub
 from rich.console import Console
 from waiting import eventually
 
-from capflow import limits
+from capflow import limits, message
 from capflow.cli.view import view
 from capflow.errors import CapflowError, UsageError
+from capflow.frame import Frame
+from capflow.message import Ack, Welcome
 from capflow.metrics import registry_of
 from capflow.session import State
 from capflow.spool import check_root, default_root
 from capflow.transport import FormerLink, Outbox, WorkerLink, left_behind
+from capflow.transport.promises import Broken
 
 __all__ = ["address"]
 
@@ -306,6 +310,53 @@ def test_what_went_by_memory_and_died_there_leaves_a_gap_that_a_living_hub_takes
         eventually(lambda: len(consumer.seqs) == 6)
         assert consumer.seqs == [1, 2, 3, 7, 8, 12]
         assert hub.counts.protocol_errors == 0
+
+
+def welcomed(link, last_seq):
+    """Have a hub that has frames up to there welcome a link that does not run, and have that give its session what there is."""
+    link._session.connected(0.0)
+    link._session.receive([message.encode(Welcome("hub", limits.CREDIT_BYTES_DEFAULT, last_seq=last_seq))], 0.0)
+    while link._push():
+        pass
+
+
+def sent(link):
+    """Return the numbers of the frames that the link may send now."""
+    return [Frame.decode(*parts).header.seq for parts in iter(lambda: link._session.next_frame(0.0), None)]
+
+
+def test_what_a_hub_had_of_a_dead_worker_stays_until_it_is_acknowledged_and_goes_to_the_next_hub(address, tmp_path):
+    left_by_a_worker(tmp_path, "boot-1")
+    (outbox,) = left_behind(tmp_path)
+    link = FormerLink(str(address), outbox)
+    welcomed(link, last_seq=2)  # of the three, which are in its memory
+    assert sent(link) == [3]
+    assert outbox.unacknowledged == 3
+    assert not link._drained()
+    link._session.lost()  # the hub is killed
+    welcomed(link, last_seq=0)
+    assert sent(link) == [1, 2, 3]
+    for seq in (1, 3):
+        link._session.receive([message.encode(Ack(seq, 0))], 0.0)
+        outbox.acknowledge(link._session.acked)
+        assert outbox.unacknowledged == 3 - seq
+    assert link._drained()
+    outbox.close()
+
+
+def test_an_end_that_was_spilled_and_promised_is_sent_once_and_lets_nothing_before_it_go(address, tmp_path):
+    directory = left_by_a_worker(tmp_path, "boot-1")
+    with Outbox(directory, make_hello(boot="boot-1"), limits.SPOOL_BYTES_DEFAULT)._spool as spool:
+        end = Frame.seal(msgspec.structs.replace(make_frame((), finished=[make_finished()]).header, seq=4), b"")
+        encoded, body = end.encode()
+        spool.append((4).to_bytes(8, "little") + encoded, body)
+    (outbox,) = left_behind(tmp_path)
+    outbox.broken = Broken([(4, [make_finished()])], [], 4)
+    link = FormerLink(str(address), outbox)
+    welcomed(link, last_seq=0)
+    assert sent(link) == [1, 2, 3, 4]
+    assert outbox.unacknowledged == 4
+    outbox.close()
 
 
 def test_a_directory_that_cannot_be_used_stops_the_start(address, tmp_path):

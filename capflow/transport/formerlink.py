@@ -34,6 +34,7 @@ class FormerLink(Link):
         super().__init__(address, hello, key=key, seq=_SEQ_MAX)
         self.outbox = outbox
         self._begun = False  # set with the first frame, from which on numbers are without a gap
+        self._given = 0  # the last number that the session was given
         # Ends of requests that are not sent, by the numbers of their frames; the thread's, as is the next.
         self._ends = deque(outbox.broken.ends)
         lost = [running.lost() for running in outbox.broken.running]
@@ -70,12 +71,15 @@ class FormerLink(Link):
             if not self._begun:
                 session.seq = session.welcome.last_seq or seq - 1
                 self._begun = True
+            if seq <= self._given:  # an end that was spilled, and promised
+                continue
+            self._given = seq
             if seq > session.seq:
                 while session.seq < seq - 1:
                     session.push(empty_header(session.hello), b"")
                 session.push_sealed(*spilled)
                 return True
-            outbox.acknowledge(seq)  # the hub had it from the worker itself
+            session.push_had(*spilled)  # from the worker itself; it may go with the hub until it is acknowledged
 
     def _ending(self, seq: int, finished: Sequence[Finished]) -> list[object]:
         header = msgspec.structs.replace(empty_header(self._session.hello), seq=seq, finished=tuple(finished))
