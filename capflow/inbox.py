@@ -200,6 +200,7 @@ class Inbox:
         self._joined_from = 0  # behind this record
         self._spare_bytes = min(limits.MIB, bytes_max // 8)  # kept free of frames, for what makes room
         self._segment_bytes = min(limits.SEGMENT_BYTES_MAX, bytes_max // 8)
+        self._over_bytes = 0  # that checkpoints may take beside, where an earlier process was allowed more
         self._wanted_bytes = 0  # of the record that waits for room, 0 while none does
         self._on_synced = on_synced
         self._files = files
@@ -260,6 +261,8 @@ class Inbox:
         )
         spool.open()
         self._spool = spool
+        if (nbytes := spool.nbytes) > self.bytes_max:
+            self._over_bytes = nbytes - self.bytes_max + self._spare_bytes
         try:
             self._recover()
         except CapflowError:
@@ -551,7 +554,7 @@ class Inbox:
         bytes_max = self.bytes_max // CHECKPOINT_PARTS
         head = self._checkpoint(number, unkept(number), needed, done(number), bytes_max)
         try:
-            made = self.spool.append(head, spare_bytes=-bytes_max, needed=True)
+            made = self.spool.append(head, spare_bytes=-bytes_max - self._over_bytes, needed=True)
         except FullError as e:
             if not self._stuck:
                 event = {"event": "inbox_full", "directory": str(self.directory), "reason": e.reason}

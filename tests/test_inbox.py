@@ -630,3 +630,30 @@ def test_that_a_request_is_done_with_is_put_down_when_the_disk_has_room_again(ad
         assert done_in(lane.inbox.directory) == set()
         files.code = None
         eventually(lambda: done_in(lane.inbox.directory) == {"over"})
+
+
+def test_an_inbox_that_is_allowed_less_than_it_holds_is_emptied(tmp_path):
+    """As when its user gave the consumer less `spool_bytes` before the hub started again."""
+    root, count = tmp_path / "spool", 40
+    large = Inbox(root, "x", 1 << 20, on_synced=lambda _: None)
+    large.open()
+    large.put(Known("engine-1", make_model()), 0.0)
+    for seq in range(1, count + 1):
+        large.put_frame(make_frame([(f"r{seq}", 4, 0, 4)], hidden=512, seq=seq), 0.0)
+    assert large.spool.wait_synced(large.spool.last, 20)
+    large.close(0, lambda _: [], keep=True)
+    small = Inbox(root, "x", 64 << 10, on_synced=lambda _: None)
+    small.open()
+    try:
+        assert small.spool.nbytes > 2 * small.bytes_max
+        while (item := small.take(0)) is not None:
+            last = item.number
+
+        def emptied():
+            small.forget(last, lambda _: [], at_once=True)
+            return small.spool.nbytes < small.bytes_max // 2
+
+        eventually(emptied)
+        small.put_frame(make_frame([("new", 4, 0, 4)], seq=count + 1), 0.0)
+    finally:
+        small.close(0, lambda _: [], keep=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -298,6 +299,25 @@ def test_after_a_failed_sync_nothing_is_durable_until_it_was_written_anew():
     assert spool.synced_through == 3
     left = disk.crash(lambda n: 0)  # nothing that was not synced
     assert numbers(drain(reopened(left))) == [1, 2, 3]
+
+
+def test_what_comes_while_the_disk_fails_has_no_more_room_than_else():
+    disk = Disk()
+    spool = SteppedSpool(DIRECTORY, files=disk, bytes_max=8000, segment_bytes=1000)
+    spool.open()
+    spool.append(b"1", body_of(1))
+    disk.fail_sync = errno.EIO
+    spool._work()
+    number = 1
+    with contextlib.suppress(FullError):
+        for number in range(2, 200):
+            spool.append(b"%d" % number, body_of(number))
+    with pytest.raises(FullError) as full:
+        spool.append(b"more", body_of(number))
+    assert full.value.reason == "spool_full"
+    spool._work()
+    assert spool.synced_through == spool.last
+    assert spool.nbytes <= 8000
 
 
 def test_a_disk_that_fails_for_long_leaves_a_bounded_queue_in_memory():

@@ -179,8 +179,8 @@ class Spool:
                 self._changed.wait_for(lambda: self._failure or self._fits_memory(nbytes), limits.BLOCK_S_MAX)
             if not self._fits_memory(nbytes):
                 raise self._full(self._failure or OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
+            self._check_room(nbytes + spare_bytes)
             if self._failure is None:
-                self._check_room(nbytes + spare_bytes)
                 try:
                     self._write(head, body, needed=needed)
                 except OSError as e:
@@ -400,12 +400,13 @@ class Spool:
 
     def _check_room(self, nbytes: int) -> None:
         segments = self._segments
-        if segments.nbytes + nbytes <= segments.bytes_max:
+        taken = segments.nbytes + (0 if self._failure is None else self.unsynced_bytes)  # which is to be written again
+        if taken + nbytes <= segments.bytes_max:
             return
-        if self._next_append - 1 == self._acked:
+        if self._failure is None and self._next_append - 1 == self._acked:
             self._begin_anew()
         what, expected = f"spool {self.directory} is full", f"at most {segments.bytes_max}"
-        got, do = f"{segments.nbytes} and {nbytes} bytes", "allow it more, or have it read faster"
+        got, do = f"{taken} and {nbytes} bytes", "allow it more, or have it read faster"
         raise FullError("spool_full", explain(what, got=got, expected=expected, do=do))
 
     def _begin_anew(self) -> None:
