@@ -133,15 +133,18 @@ class Chaos:
 
     def start_engine(self) -> None:
         self.lives += 1
-        self.engine = self._engine(self.name, "spill", self.options.rate, HIDDEN)
+        self.engine = self._engine(self.name, "spill", self.options.rate, HIDDEN, self.options.length_max)
 
     def start_beside(self) -> None:
-        self.beside = self._engine("beside", "spill-beside", self.options.rate / 8, BESIDE_HIDDEN)
+        length_max = max(
+            2, self.options.length_max // 8
+        )  # or an inbox would hold what came in one life of its requests
+        self.beside = self._engine("beside", "spill-beside", self.options.rate / 8, BESIDE_HIDDEN, length_max)
 
-    def _engine(self, name: str, spill: str, rate: float, hidden: int) -> subprocess.Popen[bytes]:
+    def _engine(self, name: str, spill: str, rate: float, hidden: int, length_max: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, str(HERE / "chaos_engine.py"), self.address, str(self.directory / spill)]
         command += [str(self.directory / "engine.log"), name, str(rate), str(self.choose.getrandbits(32)), str(hidden)]
-        command += [str(self.options.length_max)]
+        command += [str(length_max)]
         with (self.directory / "engine.err").open("ab") as said:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
 
@@ -259,7 +262,12 @@ class Chaos:
         hold = self.directory / "engine.log.hold"
         hold.touch()
         deadline = time.monotonic() + DRAIN_S_MAX
-        while self.inbox_bytes() > INBOX_BYTES_MAX // 2 and time.monotonic() < deadline:
+        before, since = 0, time.monotonic()
+        while (held := self.inbox_bytes()) > INBOX_BYTES_MAX // 2 and time.monotonic() < deadline:
+            if held != before:
+                before, since = held, time.monotonic()
+            elif time.monotonic() - since > 2 * limits.MISSED_S:
+                break  # what is left is of requests that run
             self.watch_for(0.5)
         if time.monotonic() >= deadline:
             self.oracle.off("failed", "the consumers do not catch up")

@@ -162,6 +162,7 @@ class Engine:
             request.losses(stage).dropped,
         )
         header = self._header(stage, step, (), (), (end,))
+        request.ending = True
         while (reason := link.send(header, b"")) is not None:
             if reason in ("closed", "refused"):
                 self.oracle.fail(f"{self.name}: the end of {request.id} is not taken: {reason} {link.refusal}")

@@ -52,6 +52,7 @@ class Sent:
     lost: dict = field(default_factory=dict)  # by stage: Losses, of rows it did not take
     lasts: dict = field(default_factory=dict)  # by stage, the number of the last frame with rows
     ends: dict = field(default_factory=dict)
+    ending: bool = False  # its end was told, or was being told when its worker died
     cut: bool = False
     large: int = 0  # rows in frames that an inbox may refuse for their size
     kept: bool = False  # a worker that died left on disk what it had promised of it
@@ -193,7 +194,7 @@ class Oracle:
 
     def _check_cut(self, name, sent, had, computed, named):
         """Check what is left of a request whose worker died."""
-        if any(result.status == "ok" for result in had.results) and not sent.ends:
+        if any(result.status == "ok" for result in had.results) and not sent.ending:
             self.fail(f"{name}: ok, and its worker died before its end")
         if sent.kept and sum(sent.sent.values()) and not had.results:
             self.fail(f"{name}: nothing tells of it, and its worker left what it promised")
