@@ -312,10 +312,11 @@ def test_what_went_by_memory_and_died_there_leaves_a_gap_that_a_living_hub_takes
         assert hub.counts.protocol_errors == 0
 
 
-def welcomed(link, last_seq):
+def welcomed(link, last_seq, acked=0):
     """Have a hub that has frames up to there welcome a link that does not run, and have that give its session what there is."""
     link._session.connected(0.0)
     link._session.receive([message.encode(Welcome("hub", limits.CREDIT_BYTES_DEFAULT, last_seq=last_seq))], 0.0)
+    link._session.receive([message.encode(Ack(acked, 0))], 0.0)
     while link._push():
         pass
 
@@ -340,6 +341,17 @@ def test_what_a_hub_had_of_a_dead_worker_stays_until_it_is_acknowledged_and_goes
         link._session.receive([message.encode(Ack(seq, 0))], 0.0)
         outbox.acknowledge(link._session.acked)
         assert outbox.unacknowledged == 3 - seq
+    assert link._drained()
+    outbox.close()
+
+
+def test_what_a_hub_has_acknowledged_before_it_is_read_from_the_disk_is_done_with(address, tmp_path):
+    left_by_a_worker(tmp_path, "boot-1")
+    (outbox,) = left_behind(tmp_path)
+    link = FormerLink(str(address), outbox)
+    welcomed(link, last_seq=3, acked=2)
+    assert link._session.unacked == 1
+    link._session.receive([message.encode(Ack(3, 0))], 0.0)
     assert link._drained()
     outbox.close()
 

@@ -79,7 +79,8 @@ class FormerLink(Link):
                     session.push(empty_header(session.hello), b"")
                 session.push_sealed(*spilled)
                 return True
-            session.push_had(*spilled)  # from the worker itself; it may go with the hub until it is acknowledged
+            if seq > session.acked:  # the hub had it from the worker itself; it may go with that hub
+                session.push_had(*spilled)
 
     def _ending(self, seq: int, finished: Sequence[Finished]) -> list[object]:
         header = msgspec.structs.replace(empty_header(self._session.hello), seq=seq, finished=tuple(finished))
