@@ -345,6 +345,24 @@ def test_what_a_hub_had_of_a_dead_worker_stays_until_it_is_acknowledged_and_goes
     outbox.close()
 
 
+def test_the_next_hub_is_sent_no_gap_between_frames_that_the_one_before_had(address, tmp_path):
+    outbox = Outbox.of(tmp_path, make_hello(), limits.SPOOL_BYTES_DEFAULT)
+    outbox.open()
+    for seq in (2, 4, 8):  # the others went by memory
+        frame = make_frame([("r1", 4, seq * 4, 4)], step=seq)
+        assert outbox.put(seq, frame.header, frame.payload, 0) is None
+    link = FormerLink(str(address), outbox)
+    welcomed(link, last_seq=6)
+    assert sent(link) == [7, 8]
+    link._session.lost()
+    welcomed(link, last_seq=0)
+    assert sent(link) == [2, 3, 4, 5, 6, 7, 8]
+    assert outbox.unacknowledged == 3
+    link._session.receive([message.encode(Ack(8, 0))], 0.0)
+    assert link._drained()
+    outbox.close()
+
+
 def test_what_a_hub_has_acknowledged_before_it_is_read_from_the_disk_is_done_with(address, tmp_path):
     left_by_a_worker(tmp_path, "boot-1")
     (outbox,) = left_behind(tmp_path)

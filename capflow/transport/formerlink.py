@@ -35,6 +35,7 @@ class FormerLink(Link):
         self.outbox = outbox
         self._begun = False  # set with the first frame, from which on numbers are without a gap
         self._given = 0  # the last number that the session was given
+        self._held = 0  # the last of those that the hub had and may lose; 0 before the first and behind the last
         # Ends of requests that are not sent, by the numbers of their frames; the thread's, as is the next.
         self._ends = deque(outbox.broken.ends)
         lost = [running.lost() for running in outbox.broken.running]
@@ -75,12 +76,22 @@ class FormerLink(Link):
                 continue
             self._given = seq
             if seq > session.seq:
+                self._hold_through(session.seq)
+                self._held = 0
                 while session.seq < seq - 1:
                     session.push(empty_header(session.hello), b"")
                 session.push_sealed(*spilled)
                 return True
             if seq > session.acked:  # the hub had it from the worker itself; it may go with that hub
+                self._hold_through(seq - 1)
                 session.push_had(*spilled)
+                self._held = seq
+
+    def _hold_through(self, last: int) -> None:
+        """Have the session hold what is between the frames that it holds, without rows: another hub would refuse a gap."""
+        if self._held:
+            for seq in range(self._held + 1, last + 1):
+                self._session.push_had(seq, self._ending(seq, ()))
 
     def _ending(self, seq: int, finished: Sequence[Finished]) -> list[object]:
         header = msgspec.structs.replace(empty_header(self._session.hello), seq=seq, finished=tuple(finished))
