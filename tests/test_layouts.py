@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -379,7 +380,9 @@ def test_requests_wait_for_a_root_that_vanishes_and_have_no_result_without_it(tm
     subprocess.run(["rm", "-rf", root], check=True)
     consumer.on_frame(make_frame([("r2", 4, 0, 4)], seq=2))
     result = FilesystemConsumer.on_request_done(consumer, done("r2"))
-    consumer.close()
+    kept_open = options["layout"] == "sharded"  # r1 is in a shard that is not sealed
+    with pytest.raises(CapflowError, match="cannot be put back: got 1 requests") if kept_open else nullcontext():
+        consumer.close()
     with pytest.raises(RetryError, match="No such file or directory"):
         result.result(timeout=10)
     assert not root.exists()
