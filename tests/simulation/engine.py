@@ -95,6 +95,10 @@ class Engine:
             if any(request.ends.get(stage, 1 << 60) > acked[stage] for stage in self.sites):
                 request.cut = True
                 request.kept = self.policy == "spill"
+        unsent = {link.outbox.hello.boot for link in self.former if not link._leaves_nothing()}
+        for request in self.oracle.sent.values():
+            if request.cut and request.boot != self.boot and (request.boot in unsent or not self.links):
+                request.late = True
 
     def _turn(self, step):
         choose = self.world.choose
