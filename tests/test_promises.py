@@ -301,6 +301,7 @@ def test_late_ends_of_the_stages_of_a_pipeline_name_what_each_lost(address, tmp_
 def test_the_next_hub_on_a_machine_names_what_died_with_the_last_without_an_engine(address, tmp_path):
     root = tmp_path / "state" / "capflow" / "spool"
     promised = killed_together(address, tmp_path, stopped=True, root=root)
+    assert list(root.glob("engine-1-*"))
     options = ",".join(f"{name}={value}" for name, value in hub_options(tmp_path, "packed").items())
     command = [sys.executable, "-m", "capflow", "run", "--address", str(address), "--consumer", f"filesystem:{options}"]
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
@@ -308,6 +309,7 @@ def test_the_next_hub_on_a_machine_names_what_died_with_the_last_without_an_engi
     rows = tmp_path / "rows"
     try:
         eventually(lambda: len(capflow.open(rows).requests()) == len(promised), 60)
+        eventually(lambda: not list(root.glob("engine-1-*")), 60)
     finally:
         _, log = hub.communicate(timeout=60)
     accounted = Counter()
@@ -316,7 +318,6 @@ def test_the_next_hub_on_a_machine_names_what_died_with_the_last_without_an_engi
     assert accounted == promised
     assert hub.returncode == 1
     assert b"rows lost: earlier_hub" in log
-    assert not list(root.glob("engine-1-*"))
 
 
 class TestLeftBehind:
