@@ -69,8 +69,8 @@ class InboxWriter:
         self._dropped = dropped
         self._beside: list[Inbox] = []  # to be emptied into the inbox before anything else
         self._here: Mapping[tuple[Source, int], int] = {}  # the numbers of frames that are in it since before
-        # Rows that did not get in, by worker and request, until the worker's end of the request says so.
-        self._lost: defaultdict[Source, dict[str, Losses]] = defaultdict(dict)
+        # Rows that did not get in, by engine and pipeline stage, and request, until the stage's end of the request says so.
+        self._lost: defaultdict[tuple[str, int], dict[str, Losses]] = defaultdict(dict)
         self._owed: deque[FrameHeader] = deque()  # the ends of requests without room
         self._pending_lock = threading.Lock()  # guards the next
         self._pending: deque[tuple[int, Taken, float]] = deque()  # not durable: number, and when it was written
@@ -173,8 +173,8 @@ class InboxWriter:
             case Gone() | Missed() | Answered():
                 self._note(item)
                 if isinstance(item, Gone) and item.replica is None:
-                    for source in [source for source in self._lost if source[0] == item.engine]:
-                        del self._lost[source]
+                    for stage in [stage for stage in self._lost if stage[0] == item.engine]:
+                        del self._lost[stage]
 
     def _put_frame(self, frame: Frame, taken: Taken, fallback: Overload, model: ModelInfo | None = None) -> int:
         """Put a frame in; return the number of its record, 0 of one that has no room and is not to wait for it.
@@ -252,7 +252,10 @@ class InboxWriter:
 
     def _refuse(self, header: FrameHeader, reason: str) -> None:
         """Count the rows of a frame that does not get in as lost, and owe the consumer the ends of requests in it."""
-        note_frame(self._lost[header.source], header, reason)
+        lost = self._lost[_stage_of(header)]
+        note_frame(lost, header, reason)
+        while len(lost) > limits.RESULTS_KEPT_MAX:
+            del lost[next(iter(lost))]
         self._dropped[reason] += rows_of(header).total()
         self._inbox.skip(header)
         if header.finished:
@@ -261,12 +264,12 @@ class InboxWriter:
 
     def _lessened(self, header: FrameHeader) -> FrameHeader:
         """Return a header whose ends of requests say which of their rows did not get in."""
-        lost = self._lost.get(header.source)
+        lost = self._lost.get(_stage_of(header))
         if lost is None:
             return header
         told = lessened(header, lost)
         if not lost:
-            del self._lost[header.source]
+            del self._lost[_stage_of(header)]
         return told
 
     def _put_owed(self) -> None:
@@ -324,6 +327,10 @@ class InboxWriter:
             self.lost_unknown = True
         else:
             self._refuse(header, "spool_damaged")
+
+
+def _stage_of(header: FrameHeader) -> tuple[str, int]:
+    return header.engine, header.rank.pp
 
 
 def _smaller(header: FrameHeader) -> list[FrameHeader]:

@@ -21,7 +21,7 @@ from waiting import eventually
 from capflow import inbox as inboxes
 from capflow import limits
 from capflow.errors import CapflowError
-from capflow.frame import Frame
+from capflow.frame import Frame, Rank
 from capflow.hub import Hub
 from capflow.inbox import Gone, Inbox, Known, read_head
 from capflow.inboxrequests import requests_in
@@ -435,6 +435,42 @@ def test_each_row_is_lost_for_its_own_reason(address, spills):
         eventually(lambda: set(slow.done) == {"early", "late"})
         assert told(slow.done["early"]) == {"disk_full": ROWS}
         assert told(slow.done["late"]) == {"spool_full": lane.dropped["spool_full"]}
+
+
+def test_what_had_no_room_is_remembered_until_its_stage_tells_the_end_whichever_rank_that_is(address, spills):
+    files, recorder = Faulty(), Recorder()
+    second = Rank(0, 0, 1)
+    with (
+        hub_on(address, spills(recorder, spill_fallback="drop"), files) as hub,
+        worker_link(address) as one,
+        worker_link(address, make_hello(boot="second", rank=second)) as two,
+    ):
+        lane = hub.lanes[0]
+        files.code = errno.ENOSPC
+        Sender(two, boot="second", rank=second).rows("r1")
+        eventually(lambda: lane.dropped["disk_full"] == ROWS)
+        files.code = None
+        ending = Sender(one)
+        ending.sent["r1"] = ROWS
+        ending.end("r1")
+        eventually(lambda: "r1" in recorder.done)
+        assert told(recorder.done["r1"]) == {"disk_full": ROWS}
+        assert lane.writer._lost == {}
+
+
+def test_requests_that_never_end_are_not_remembered_without_a_bound(address, spills, monkeypatch):
+    monkeypatch.setattr(limits, "RESULTS_KEPT_MAX", 3)
+    files = Faulty()
+    with (
+        hub_on(address, spills(Recorder(), spill_fallback="drop"), files) as hub,
+        worker_link(address) as link,
+    ):
+        lane, worker = hub.lanes[0], Sender(link)
+        files.code = errno.ENOSPC
+        for number in range(8):
+            worker.rows(f"r{number}")
+        eventually(lambda: lane.dropped["disk_full"] == 8 * ROWS)
+        assert [list(lost) for lost in lane.writer._lost.values()] == [["r5", "r6", "r7"]]
 
 
 def test_a_record_of_which_nothing_is_known_is_one_that_the_disk_damaged(address, spills):
