@@ -25,7 +25,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import xxhash
@@ -47,6 +47,9 @@ PACKED_NAME = "rows.safetensors"
 SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """The name that safetensors has for each dtype that rows travel in."""
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A number in a sidecar. A header with the largest ones fills `HEADER_BYTES`."""
+
 
 class SiteFile(msgspec.Struct, frozen=True):
     """One site's file, or with the layout `packed` its part of the one file.
@@ -55,16 +58,16 @@ class SiteFile(msgspec.Struct, frozen=True):
     part begins. dtype is that of the rows, None where it is the sidecar's. rows_overflowed: rows with a number too large for it, stored as infinite.
     """
 
-    layer: int
+    layer: Count
     hook: str
     file: str
-    rows: int
-    rows_expected: int | None
-    bytes: int
+    rows: Count
+    rows_expected: Count | None
+    bytes: Count
     xxh3_64: str
     dtype: str | None = None
-    rows_overflowed: int = 0
-    offset: int = 0
+    rows_overflowed: Count = 0
+    offset: Count = 0
 
     @property
     def site(self) -> Site:
@@ -75,7 +78,7 @@ class SiteFile(msgspec.Struct, frozen=True):
 class TokenRun(msgspec.Struct, frozen=True):
     """The texts of the tokens at positions `start, start+1, …`."""
 
-    start: int
+    start: Count
     texts: list[str]
 
 
@@ -84,8 +87,8 @@ class Source(msgspec.Struct, frozen=True):
 
     boot: str
     rank: Rank
-    first: int
-    last: int
+    first: Count
+    last: Count
 
 
 class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,20 +106,20 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     model: str
     dtype: str
-    hidden_size: int
-    prompt_length: int
-    computed_length: int
+    hidden_size: Count
+    prompt_length: Count
+    computed_length: Count
     status: str
     capture_status: Status
     error: str | None
-    dropped: list[tuple[int, str]]
-    rows: int
+    dropped: list[tuple[Count, str]]
+    rows: Count
     budget_reached: bool = False
     sites: list[SiteFile]
     texts: list[TokenRun]
     sources: list[Source] = []
     layout: Layout = "per_file"
-    capture: int | None = None
+    capture: Count | None = None
     tag: str = ""
 
 
