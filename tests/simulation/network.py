@@ -161,6 +161,7 @@ class Dealer:
         self._under_way = 0  # messages to this peer that it has not read
         self._connection = 0  # the number of the connection; what is under way on another is lost
         self._trying = False
+        self._told_at = 0.0  # when the peer hears that its last connection is lost
         process = network.world.process
         process.on_kill.append(self.close)
         network.dealers.append(self)
@@ -181,7 +182,7 @@ class Dealer:
             self.name = router.join(self)
             self._happen(Event.CONNECTED)
 
-        self._world.at(self._network.latency() * 2, connect)
+        self._world.at_time(max(self._told_at, self._world.now + self._network.latency() * 2), connect)
 
     def cut(self):
         """Lose the connection."""
@@ -190,7 +191,8 @@ class Dealer:
         self.router.leave(self.name)
         self.router = None
         self._connection += 1
-        self._world.at(self._network.latency() * 3, lambda: self._happen(Event.DISCONNECTED))
+        self._told_at = self._world.now + self._network.latency() * 3
+        self._world.at_time(self._told_at, lambda: self._happen(Event.DISCONNECTED))
 
     def _happen(self, event):
         self._events.append(event)
