@@ -155,6 +155,25 @@ def test_a_tensor_that_repeats_one_number_is_refused_before_it_is_expanded(tmp_p
             load_vectors(tmp_path / name)
 
 
+@pytest.mark.parametrize("archived", [True, False])
+def test_a_checkpoint_that_names_a_class_at_length_is_refused_before_torch_looks_for_what_to_say(tmp_path, archived):
+    from capflow_engine.vectorfile import load_vectors
+
+    path, stored = tmp_path / "long.pt", io.BytesIO()
+    torch.save({"layer.1": torch.zeros(4)}, stored, _use_new_zipfile_serialization=archived)
+    name, longer = b"_rebuild_tensor_v2", b"_rebuild_tensor_v2" * 100_000
+    if archived:
+        with zipfile.ZipFile(stored) as right, zipfile.ZipFile(path, "w") as archive:
+            for entry in right.infolist():
+                archive.writestr(entry.filename, right.read(entry).replace(name, longer))
+    else:
+        path.write_bytes(stored.getvalue().replace(name, longer))
+    with pytest.raises(
+        UsageError, match=r"long\.pt: got a class with a name of 1,8\d\d,\d+ characters, expected tensors"
+    ):
+        load_vectors(path)
+
+
 # JSON that is nested too deeply, or says a thing twice.
 
 

@@ -12,12 +12,14 @@ Every vector comes as `[hidden_size]` float32.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickletools
 import re
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ml_dtypes  # noqa: F401  # gives NumPy bfloat16
 import numpy as np
@@ -31,6 +33,8 @@ from capflow.site import HOOK_DEFAULT, Site, hook_named
 Vector = npt.NDArray[np.float32]
 
 _SINGLE = "vector"
+_PICKLES = 5  # in a row, in a file that is no archive, before the tensors' bytes
+_GLOBAL_LENGTH_MAX = 1_000
 _LAYER = re.compile(r"(?:^|[._\-:/])(\d{1,4})$")
 
 Found = dict[str | int, Any]
@@ -129,10 +133,31 @@ def _check_archive(where: str) -> None:
             raise UsageError(explain(where, got=got, expected=expected))
 
 
+def _check_globals(where: str) -> None:
+    """Raise UsageError when a pickle names a class at length: torch.load takes quadratic time over the message that refuses it."""
+    with contextlib.ExitStack() as stack:
+        pickles: list[IO[bytes]]
+        if zipfile.is_zipfile(where):
+            archive = stack.enter_context(zipfile.ZipFile(where))
+            pickles = [stack.enter_context(archive.open(name)) for name in archive.namelist() if name.endswith(".pkl")]
+        else:
+            pickles = [stack.enter_context(Path(where).open("rb"))] * _PICKLES
+        length = max(map(_global_length, pickles), default=0)
+    if length > _GLOBAL_LENGTH_MAX:
+        raise UsageError(explain(where, got=f"a class with a name of {length:,} characters", expected="tensors alone"))
+
+
+def _global_length(pickled: IO[bytes]) -> int:
+    """Return how long the longest name of a class is in the next pickle. Raises ValueError when it is none."""
+    found = pickletools.genops(pickled)
+    return max((len(str(argument)) for opcode, argument, _ in found if opcode.name == "GLOBAL"), default=0)
+
+
 def _torch(where: str) -> Found:
     import torch
 
     _check_archive(where)
+    _check_globals(where)
     found = torch.load(where, map_location="cpu", weights_only=True)
     return _by_name(found, where)
 
