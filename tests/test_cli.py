@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -448,6 +449,37 @@ class TestRun:
             process.kill()
             process.wait()
             os.close(terminal)
+
+    @pytest.mark.parametrize("ignored", [False, True])
+    def test_a_terminal_that_closes_ends_it_as_a_signal_does_unless_it_is_told_to_stay(
+        self, environment, address, tmp_path, ignored
+    ):
+        consumer = f"keep:path={tmp_path}/kept,slow_s=0.05"
+        command = ["capflow", "run", "--address", address, "--consumer", consumer]
+        child, terminal = pty.fork()
+        if child == 0:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+            os.execve(sys.executable, [sys.executable, "-m", *command], {**environment, "TERM": "xterm"})  # noqa: S606
+        try:
+            with worker_link(address, wait=False) as link:
+                eventually(lambda: os.read(terminal, 65536) and link.connected)
+                for step in range(20):
+                    frame = make_frame([("r1", 4, step * 4, 4)], step=step)
+                    link.send(frame.header, frame.payload)
+                with Client(address) as client:
+                    eventually(lambda: client.status()["frames"] == 20)
+                    os.close(terminal)
+                    if ignored:
+                        time.sleep(1)
+                        assert client.status()["frames"] == 20
+                        os.kill(child, signal.SIGTERM)
+                (code,) = (os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]),)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        assert code == 0
+        assert (tmp_path / "kept").read_text().split()[:20] == [str(n) for n in range(1, 21)]
+        assert (tmp_path / "kept").read_text().split()[-4:] == ["done", "r1", "error", "closed"]
 
     def test_reads_a_config_file(self, hub, address, tmp_path):
         config = tmp_path / "hub.toml"

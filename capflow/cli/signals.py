@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM of a command: the first asks it to end, the second to end at once."""
+"""SIGINT, SIGTERM and SIGHUP of a command: the first asks it to end, a second SIGINT or SIGTERM to end at once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _SHELL = 128  # what a shell adds to the number of the signal that ended a comma
 
 
 class Signals:
-    """Takes SIGINT and SIGTERM from `with` to its end.
+    """Takes SIGINT, SIGTERM and SIGHUP from `with` to its end.
 
+    SIGHUP says that the terminal is gone, perhaps more than once; where it was ignored before, as under `nohup`, it stays so.
     first, second: set by the first signal and by the second. They are set in a thread of their own: a handler runs in the
     main thread between any two instructions, also where that holds the lock of the event which the handler would set. So the
     handler takes none; `SimpleQueue.put` is what Python's documentation allows there.
@@ -29,12 +30,15 @@ class Signals:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a command that a signal ended: 130 for SIGINT, 143 for SIGTERM."""
+        """The exit code of a command that a signal ended: 129 for SIGHUP, 130 for SIGINT, 143 for SIGTERM."""
         return _SHELL + self.number
 
     def __enter__(self) -> Self:
         self._follower.start()
-        self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(
@@ -50,5 +54,7 @@ class Signals:
 
     def _follow(self) -> None:
         while number := self._came.get():
+            if number == signal.SIGHUP and self.first.is_set():
+                continue
             self.number = number
             (self.second if self.first.is_set() else self.first).set()
