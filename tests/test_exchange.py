@@ -23,6 +23,8 @@ from capflow.message import Ack, Await, Beat, Bye, Hello, Refused, Welcome, enco
 from capflow.spec import CaptureSpec
 from capflow.turns import Turns
 
+pytestmark = pytest.mark.heavy
+
 WRONG = CaptureSpec({"post_block": [99]})
 """Of a model with more layers than those of the tests."""
 

@@ -34,6 +34,8 @@ from capflow.spool.report import in_use
 
 __all__ = ["address", "spills"]
 
+pytestmark = pytest.mark.heavy
+
 
 def told(done):
     """Return how many rows of a request were lost, by reason."""

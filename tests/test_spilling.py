@@ -24,6 +24,8 @@ from capflow.spilling import SpillingLane
 
 __all__ = ["address"]
 
+pytestmark = pytest.mark.heavy
+
 ROWS = 4  # of each frame of a request
 
 
