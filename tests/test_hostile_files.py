@@ -155,8 +155,10 @@ def test_a_tensor_that_repeats_one_number_is_refused_before_it_is_expanded(tmp_p
             load_vectors(tmp_path / name)
 
 
-@pytest.mark.parametrize("archived", [True, False])
-def test_a_checkpoint_that_names_a_class_at_length_is_refused_before_torch_looks_for_what_to_say(tmp_path, archived):
+@pytest.mark.parametrize(("archived", "behind"), [(True, False), (False, False), (False, True)])
+def test_a_checkpoint_that_names_a_class_at_length_is_refused_before_torch_looks_for_what_to_say(
+    tmp_path, archived, behind
+):
     from capflow_engine.vectorfile import load_vectors
 
     path, stored = tmp_path / "long.pt", io.BytesIO()
@@ -168,6 +170,9 @@ def test_a_checkpoint_that_names_a_class_at_length_is_refused_before_torch_looks
                 archive.writestr(entry.filename, right.read(entry).replace(name, longer))
     else:
         path.write_bytes(stored.getvalue().replace(name, longer))
+    if behind:  # an empty archive, which zipfile finds there and torch does not look for
+        with zipfile.ZipFile(path, "a"):
+            pass
     with pytest.raises(
         UsageError, match=r"long\.pt: got a class with a name of 1,8\d\d,\d+ characters, expected tensors"
     ):

@@ -33,6 +33,7 @@ from capflow.site import HOOK_DEFAULT, Site, hook_named
 Vector = npt.NDArray[np.float32]
 
 _SINGLE = "vector"
+_ARCHIVE = b"PK\3\4"  # how a file begins that torch.load takes for an archive, whatever is behind it
 _PICKLES = 5  # in a row, in a file that is no archive, before the tensors' bytes
 _GLOBAL_LENGTH_MAX = 1_000
 _LAYER = re.compile(r"(?:^|[._\-:/])(\d{1,4})$")
@@ -136,12 +137,13 @@ def _check_archive(where: str) -> None:
 def _check_globals(where: str) -> None:
     """Raise UsageError when a pickle names a class at length: torch.load takes quadratic time over the message that refuses it."""
     with contextlib.ExitStack() as stack:
-        pickles: list[IO[bytes]]
-        if zipfile.is_zipfile(where):
-            archive = stack.enter_context(zipfile.ZipFile(where))
+        file = stack.enter_context(Path(where).open("rb"))
+        pickles: list[IO[bytes]] = [file] * _PICKLES
+        if file.read(len(_ARCHIVE)) == _ARCHIVE:
+            archive = stack.enter_context(zipfile.ZipFile(file))
             pickles = [stack.enter_context(archive.open(name)) for name in archive.namelist() if name.endswith(".pkl")]
         else:
-            pickles = [stack.enter_context(Path(where).open("rb"))] * _PICKLES
+            file.seek(0)
         length = max(map(_global_length, pickles), default=0)
     if length > _GLOBAL_LENGTH_MAX:
         raise UsageError(explain(where, got=f"a class with a name of {length:,} characters", expected="tensors alone"))
