@@ -202,19 +202,20 @@ class PeerSession:
 
     def push_had(self, seq: int, parts: Parts) -> None:
         """Take a frame that the hub had of a process that is gone, by its Welcome, before any that is to be sent: another hub is sent it."""
-        kept = _Kept(seq, cost(parts), parts)
-        self._sent.append(kept)
-        self._sent_bytes += kept.cost
-        self._count(kept.cost)
+        self._note_sent(self._kept(seq, parts))
 
     def _keep(self, parts: Parts) -> None:
-        kept = _Kept(self.seq, cost(parts), parts)
-        self._waiting.append(kept)
-        self._count(kept.cost)
+        self._waiting.append(self._kept(self.seq, parts))
 
-    def _count(self, nbytes: int) -> None:
-        self.unacked_bytes += nbytes
+    def _kept(self, seq: int, parts: Parts) -> _Kept:
+        kept = _Kept(seq, cost(parts), parts)
+        self.unacked_bytes += kept.cost
         self.unacked_bytes_peak = max(self.unacked_bytes_peak, self.unacked_bytes)
+        return kept
+
+    def _note_sent(self, kept: _Kept) -> None:
+        self._sent.append(kept)
+        self._sent_bytes += kept.cost
 
     def next_frame(self, now: float) -> Parts | None:
         """Return the parts of the next frame to send; None when none waits or none may be sent."""
@@ -226,9 +227,7 @@ class PeerSession:
         held = self._sent or self.acked < self.welcome.last_seq  # the hub may hold frames of a process that is gone
         if (self._sent and too_much) or (held and kept.cost > self.credit_bytes):
             return None
-        self._waiting.popleft()
-        self._sent.append(kept)
-        self._sent_bytes += kept.cost
+        self._note_sent(self._waiting.popleft())
         self.credit_bytes -= kept.cost
         self._pulse.sent = now
         return kept.parts
@@ -300,8 +299,7 @@ class PeerSession:
         self.welcome = welcome
         self.credit_bytes = min(welcome.credit_bytes, limits.UNACKED_BYTES_MAX)
         while self._waiting and self._waiting[0].seq <= welcome.last_seq:
-            self._sent.append(self._waiting.popleft())
-            self._sent_bytes += self._sent[-1].cost
+            self._note_sent(self._waiting.popleft())
 
     def _acknowledge(self, ack: Ack) -> None:
         sent_last = self._sent[-1].seq if self._sent else self.acked

@@ -136,9 +136,7 @@ class Chaos:
         self.engine = self._engine(self.name, "spill", self.options.rate, HIDDEN, self.options.length_max)
 
     def start_beside(self) -> None:
-        length_max = max(
-            2, self.options.length_max // 8
-        )  # or an inbox would hold what came in one life of its requests
+        length_max = max(2, self.options.length_max // 8)  # else an inbox would hold all of a request's life
         self.beside = self._engine("beside", "spill-beside", self.options.rate / 8, BESIDE_HIDDEN, length_max)
 
     def _engine(self, name: str, spill: str, rate: float, hidden: int, length_max: int) -> subprocess.Popen[bytes]:

@@ -473,7 +473,7 @@ class TestRun:
                         time.sleep(1)
                         assert client.status()["frames"] == 20
                         os.kill(child, signal.SIGTERM)
-                (code,) = (os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]),)
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)

@@ -33,8 +33,7 @@ class FormerLink(Link):
         hello = msgspec.structs.replace(outbox.hello, former=True)
         super().__init__(address, hello, key=key, seq=_SEQ_MAX)
         self.outbox = outbox
-        self._begun = False  # set with the first frame, from which on numbers are without a gap
-        self._given = 0  # the last number that the session was given
+        self._given = 0  # the last number that the session was given; from the first one on they are without a gap
         self._held = 0  # the last of those that the hub had and may lose; 0 before the first and behind the last
         # Ends of requests that are not sent, by the numbers of their frames; the thread's, as is the next.
         self._ends = deque(outbox.broken.ends)
@@ -69,9 +68,8 @@ class FormerLink(Link):
                 spilled = Spilled(seq, self._ending(seq, finished))
             else:
                 return False
-            if not self._begun:
+            if not self._given:
                 session.seq = session.welcome.last_seq or seq - 1
-                self._begun = True
             if seq <= self._given:  # an end that was spilled, and promised
                 continue
             self._given = seq

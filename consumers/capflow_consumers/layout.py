@@ -25,12 +25,13 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import xxhash
 
 from capflow import jsontext
+from capflow.bounded import Total
 from capflow.frame import DTYPES, Rank
 from capflow.result import Status
 from capflow.site import HOOKS, Site
@@ -38,7 +39,7 @@ from capflow.site import HOOKS, Site
 Layout = Literal["per_file", "packed", "sharded"]
 
 FORMAT = 1
-HEADER_BYTES = 512
+HEADER_BYTES = 512  # which the largest numbers of a sidecar fill
 SIDECAR_NAME = "request.json"
 PARTIAL_PREFIX = ".partial-"
 RUNNING_NAME = "running.jsonl"
@@ -46,9 +47,6 @@ PACKED_NAME = "rows.safetensors"
 
 SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """The name that safetensors has for each dtype that rows travel in."""
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""A number in a sidecar. A header with the largest ones fills `HEADER_BYTES`."""
 
 
 class SiteFile(msgspec.Struct, frozen=True):
@@ -58,16 +56,16 @@ class SiteFile(msgspec.Struct, frozen=True):
     part begins. dtype is that of the rows, None where it is the sidecar's. rows_overflowed: rows with a number too large for it, stored as infinite.
     """
 
-    layer: Count
+    layer: Total
     hook: str
     file: str
-    rows: Count
-    rows_expected: Count | None
-    bytes: Count
+    rows: Total
+    rows_expected: Total | None
+    bytes: Total
     xxh3_64: str
     dtype: str | None = None
-    rows_overflowed: Count = 0
-    offset: Count = 0
+    rows_overflowed: Total = 0
+    offset: Total = 0
 
     @property
     def site(self) -> Site:
@@ -78,7 +76,7 @@ class SiteFile(msgspec.Struct, frozen=True):
 class TokenRun(msgspec.Struct, frozen=True):
     """The texts of the tokens at positions `start, start+1, …`."""
 
-    start: Count
+    start: Total
     texts: list[str]
 
 
@@ -87,8 +85,8 @@ class Source(msgspec.Struct, frozen=True):
 
     boot: str
     rank: Rank
-    first: Count
-    last: Count
+    first: Total
+    last: Total
 
 
 class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,20 +104,20 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     model: str
     dtype: str
-    hidden_size: Count
-    prompt_length: Count
-    computed_length: Count
+    hidden_size: Total
+    prompt_length: Total
+    computed_length: Total
     status: str
     capture_status: Status
     error: str | None
-    dropped: list[tuple[Count, str]]
-    rows: Count
+    dropped: list[tuple[Total, str]]
+    rows: Total
     budget_reached: bool = False
     sites: list[SiteFile]
     texts: list[TokenRun]
     sources: list[Source] = []
     layout: Layout = "per_file"
-    capture: Count | None = None
+    capture: Total | None = None
     tag: str = ""
 
 
