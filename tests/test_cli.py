@@ -473,6 +473,9 @@ class TestRun:
                         time.sleep(1)
                         assert client.status()["frames"] == 20
                         os.kill(child, signal.SIGTERM)
+                    else:
+                        time.sleep(0.2)
+                        os.kill(child, signal.SIGHUP)  # as a shell's, beside the kernel's
                 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         finally:
             with contextlib.suppress(ProcessLookupError):

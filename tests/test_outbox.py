@@ -386,6 +386,7 @@ def test_an_end_that_was_spilled_and_promised_is_sent_once_and_lets_nothing_befo
     welcomed(link, last_seq=0)
     assert sent(link) == [1, 2, 3, 4]
     assert outbox.unacknowledged == 4
+    assert link._session.unacked == 4
     outbox.close()
 
 

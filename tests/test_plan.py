@@ -48,6 +48,18 @@ def named(plan, channel):
     return rows
 
 
+def planned(plan, channel):
+    """For each row of a channel, by site, request key and position: the token row that it is copied from."""
+    sources, names = taken(plan, channel), named(plan, channel)
+    assert sources.keys() == names.keys()
+    rows = {}
+    for buffer_row, name in names.items():
+        assert sources[buffer_row][0] == name[0]
+        assert name not in rows
+        rows[name] = sources[buffer_row][1]
+    return rows
+
+
 def program_of(planner, asked):
     return planner.program({site: Positions.parse(form, max_rows=rows) for site, (form, rows) in asked.items()})
 
@@ -88,15 +100,8 @@ def test_every_wanted_row_is_planned_once_and_nothing_else(parts):
     plan = planner.plan(batch)
     everything = {}
     for channel in (SHIP, VIEW):
-        sources, names = taken(plan, channel), named(plan, channel)
-        assert sources.keys() == names.keys()
-        got = {}
-        for buffer_row, name in names.items():
-            assert sources[buffer_row][0] == name[0]
-            assert name not in got
-            got[name] = sources[buffer_row][1]
-        assert got == expected[channel]
-        everything |= sources
+        assert planned(plan, channel) == expected[channel]
+        everything |= taken(plan, channel)
     assert sorted(everything) == list(range(plan.rows))
     assert plan.ship_rows == len(taken(plan, SHIP))
     assert sorted(taken(plan, SHIP)) == list(range(plan.ship_rows))
@@ -135,9 +140,10 @@ def test_any_split_into_steps_plans_each_row_once(want, prompt, parts):
     planner = Planner(SITES)
     request = Tracked("r", "r", prompt, program_of(planner, want), planner.nothing)
     got, at, reached = [], 0, 0
-    for length, fate in parts:
-        plan = planner.plan([Scheduled(request, 0, at, length)])
-        got += [(site, position) for site, _, position in named(plan, SHIP).values()]
+    for row, (length, fate) in enumerate(parts):  # that many strangers' tokens lie before it
+        rows = planned(planner.plan([Scheduled(request, row, at, length)]), SHIP)
+        assert all(source == row + position - at for (_, _, position), source in rows.items())
+        got += [(site, position) for site, _, position in rows]
         at += length
         reached = max(reached, at)
         if fate == 0:
@@ -154,9 +160,10 @@ def test_positions_of_rejected_drafts_are_planned_again(want, prompt, parts):
     planner = Planner(SITES)
     request = Tracked("r", "r", prompt, program_of(planner, want), planner.nothing)
     got, at = set(), 0
-    for length, rejected in parts:
-        plan = planner.plan([Scheduled(request, 0, at, length)])
-        new = {(site, position) for site, _, position in named(plan, SHIP).values()}
+    for row, (length, rejected) in enumerate(parts):  # that many strangers' tokens lie before it
+        rows = planned(planner.plan([Scheduled(request, row, at, length)]), SHIP)
+        assert all(source == row + position - at for (_, _, position), source in rows.items())
+        new = {(site, position) for site, _, position in rows}
         assert got.isdisjoint(new)
         at += length - min(rejected, length - 1)
         request.computed = min(request.computed, at)
