@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 from chaos_oracle import DuckdbCheck, FilesystemCheck, Log, Oracle
 from chaos_rows import BESIDE_HIDDEN, HIDDEN, SITES
+from revision import revision
 
 from capflow import limits
 from capflow.client import Client
@@ -324,6 +325,7 @@ class Chaos:
         log, counts = self.log, self.oracle.counts
         frames = sum(log.frames.values())
         acked = sum(log.acked.values()) + sum(len(spilled) for spilled in log.spilled.values())
+        yield "run", f"seed {self.options.seed} at commit {revision()}"
         yield "kills", ", ".join(f"{count} of {which}" for which, count in sorted(self.killed.items()))
         yield (
             "frames sent",

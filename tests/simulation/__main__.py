@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.revision import revision
 from tests.simulation.mutations import MUTATIONS, undone
 from tests.simulation.run import simulate
 
@@ -80,7 +81,10 @@ def work(arguments):
     print(
         f"{len(seeds)} seeds, {bad} failed, {steps} steps, {took:.1f} s, {took / max(1, len(seeds)) * 1000:.0f} ms each"
     )
-    print(f"digest: {digest:016x}", flush=True)
+    print(
+        f"from seed {arguments.first} in steps of {arguments.step} at commit {revision()}, digest: {digest:016x}",
+        flush=True,
+    )
     return 1 if bad else 0
 
 

@@ -1,0 +1,16 @@
+"""The commit of this checkout: a long run reports it, so that each of its numbers can be traced and made again."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+def revision() -> str:
+    """Return the commit, marked where files differ from it; `unknown` outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()
