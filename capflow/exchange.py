@@ -27,6 +27,7 @@ from capflow.frame import Frame, FrameHeader
 from capflow.framecost import decoded_bytes, is_large
 from capflow.guard import Guard
 from capflow.ledger import Engine, Ledger, Request, Wish, answered_by
+from capflow.losslog import LossLog
 from capflow.message import (
     Ack,
     Act,
@@ -146,6 +147,7 @@ class Exchange:
         self._told: set[tuple[str, str]] = set()  # refusals that were logged, by engine and reason
         self._refused: dict[bytes, None] = {}  # who was refused and may stay connected; the oldest goes first
         self._rights = 0  # the state of the allow-list that sessions were last checked against
+        self._losses = LossLog(logger, "hub")  # of requests whose results are told
         self._strangers: set[str] = set()  # names of consumers that are not here and were logged
         self._draining = False  # set by `drain`: frames are left to their workers, for the next hub
         self._send = send
@@ -541,12 +543,23 @@ class Exchange:
         if self._keepers:
             self._keep(frame, engine, hold, taken)
         if header.finished:
+            self._note_late(header, engine)
             for request in self.ledger.finish(header, engine):
                 hold.left += self._over(request, taken)
         if engine.full and not was_full:
             self._tell_full(engine)
         for over in header.acted:
             self._tell(answered_by(engine.name, over.id, header.rank.pp, over.acted), self.lanes)
+
+    def _note_late(self, header: FrameHeader, engine: Engine) -> None:
+        """Count and say what was lost of requests that were ended as their engine was gone, as their own ends tell that come after."""
+        for finished in header.finished:
+            if self.ledger.was_lost(finished, engine):
+                late = self.ledger.late(finished, engine, header.rank.pp)
+                if late is not None and late.given:
+                    for lost in late.untold:
+                        self.ledger.dropped[lost.reason] += lost.rows
+                    self._losses.tell(finished.id, late.untold, engine=engine.name)
 
     def _tell_full(self, engine: Engine) -> None:
         """Say once of an engine that there is no room for its requests."""
@@ -655,6 +668,8 @@ class Exchange:
 
     def _settle(self, request: Request, consumer: int, result: CaptureResult) -> None:
         lane = self.lanes[consumer]
+        if lane.keeps and self.ledger.told(request, consumer) not in (None, _LEFT):
+            return  # what late ends say the lane has said
         lane.results[result.status] += 1
         if lane.keeps:
             known = self.ledger.settle(request, consumer, result)

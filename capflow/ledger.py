@@ -266,11 +266,25 @@ class _Lost:
     """What is known of a request that `Ledger.lose` ended.
 
     received: the rows that had come, by pipeline stage. ended: the stages that ended it, before or since. rows: those that were lost, by reason.
+    told: those of them that were said. given: whether a consumer whose lane does not keep wanted something of it.
     """
 
     received: dict[int, int]
     ended: set[int]
     rows: Counter[str]
+    told: Counter[str]
+    given: bool
+
+
+class Late(NamedTuple):
+    """What the ends of a request say that come after it was ended, its engine being gone.
+
+    dropped: what was lost of it. untold: what no result of it could say. given: whether a consumer whose lane does not keep wanted something of it.
+    """
+
+    dropped: tuple[Dropped, ...]
+    untold: tuple[Dropped, ...]
+    given: bool
 
 
 class Ledger:
@@ -389,17 +403,14 @@ class Ledger:
         """Return the consumers with lanes that keep that want something of the requests that a frame names; before `finish`."""
         if not self._keeping:
             return ()
-        ends = (
-            RequestRows(f.id, f.prompt_length, 0, (), capture=f.capture)
-            for f in header.finished
-            if not self.was_lost(f, engine)
-        )
         wanted = [self._request(engine, part, header.rank).shares for part in header.requests]
-        for part in ends:
-            request = self._request(engine, part, header.rank, ends=True)
-            if request.id in engine.open:
+        for f in header.finished:
+            part = RequestRows(f.id, f.prompt_length, 0, (), capture=f.capture)
+            if not self.was_lost(f, engine):
+                self._request(engine, part, header.rank, ends=True)
+            if (request := engine.open.get(f.id)) is not None:
                 wanted.append(request.shares)
-            else:  # it had no room here; its end is told all the same
+            else:  # it had no room here, or was ended before; its end is told all the same
                 wanted.append(self._shares(engine, None if part.capture is None else part.capture.untagged()))
         return [index for index in self._keeping if any(shares[index] is not None for shares in wanted)]
 
@@ -499,8 +510,10 @@ class Ledger:
             ]
             for request in lost:
                 self._end(engine, request, "error")
+                given = any(request.tallies[index] is not None for index in self._given)
+                rows = request.lost.rows
                 self._lost[engine.name, request.id] = _Lost(
-                    dict(request.received), set(request.finished), request.lost.rows
+                    dict(request.received), set(request.finished), rows, rows, given
                 )
             while len(self._lost) > limits.RESULTS_KEPT_MAX:
                 del self._lost[next(iter(self._lost))]
@@ -512,8 +525,8 @@ class Ledger:
         lost = finished.status == "error" and finished.id not in engine.open
         return lost and (engine.name, finished.id) in self._lost
 
-    def losses_of(self, finished: Finished, engine: Engine, stage: int) -> Losses | None:
-        """Note an end of a pipeline stage of a request that `was_lost`; return all that was lost of it when each stage has ended it."""
+    def late(self, finished: Finished, engine: Engine, stage: int) -> Late | None:
+        """Note an end of a pipeline stage of a request that `was_lost`; return what all of them say when each stage has ended it."""
         lost = self._lost[engine.name, finished.id]
         losses = Losses()
         for reason, rows in lost.rows.items():
@@ -523,15 +536,28 @@ class Ledger:
             losses.update(finished.dropped)
             losses.count("earlier_hub", max(0, finished.rows - lost.received.get(stage, 0)))
             lost.rows = losses.rows
-        return losses if len(lost.ended) >= engine.model.stages else None
+        if len(lost.ended) < engine.model.stages:
+            return None
+        untold, lost.told = lost.rows - lost.told, lost.rows
+        return Late(losses.dropped, tuple(Dropped(rows, reason) for reason, rows in untold.items()), lost.given)
 
     def settle(self, over: Request, consumer: int, result: CaptureResult) -> Request | None:
         """Note the result of a lane that keeps, told by its own ledger; return the request here, None when it is not known or not over."""
-        request = self._requests.get(over.key)
-        if request is None or request.engine != over.engine or request.status is None or request.results[consumer]:
+        request = self._over(over)
+        if request is None or request.results[consumer]:
             return None
         request.settle(consumer, result)
         return request
+
+    def told(self, over: Request, consumer: int) -> CaptureResult | None:
+        """Return the result of a request that a lane that keeps told before; None when it told none."""
+        request = self._over(over)
+        return None if request is None else request.results[consumer]
+
+    def _over(self, over: Request) -> Request | None:
+        """Return the request here that a lane's own ledger says is over, None when it is not known or not over."""
+        request = self._requests.get(over.key)
+        return request if request is not None and request.engine == over.engine and request.status is not None else None
 
     def named(self, request: str, engine: str = "") -> list[Request]:
         """Return the newest request of an id of each engine that has one, or of one engine, which is given by its name or id."""

@@ -615,13 +615,15 @@ class SpillingLane(Lane):
             engine.full = engine.full or engine.name in self._full
             for finished in header.finished:
                 if self.ledger.was_lost(finished, engine):  # the hub may have been another one then
-                    losses = self.ledger.losses_of(finished, engine, header.rank.pp)
-                    if losses is None:
+                    late = self.ledger.late(finished, engine, header.rank.pp)
+                    if late is None:
                         continue  # the hub, too, waits for the other pipeline stages
+                    for lost in late.untold:
+                        self.dropped[lost.reason] += lost.rows
+                    self._losses.tell(finished.id, late.untold, engine=engine.name)
                     again = Request(engine.name, finished.id, header.rank.dp, (None,), ("",))
-                    dropped = losses.dropped
-                    text = "; ".join([*map(described, dropped), NOT_ENDED])
-                    self._on_result(again, self.index, CaptureResult("error", text, dropped=dropped))
+                    text = "; ".join([*map(described, late.dropped), NOT_ENDED])
+                    self._on_result(again, self.index, CaptureResult("error", text, dropped=late.dropped))
             for request in self.ledger.finish(header, engine):
                 self._end(request, number)
             ends = (RequestRows(f.id, f.prompt_length, 0, (), capture=f.capture) for f in header.finished)

@@ -246,6 +246,43 @@ def test_a_worker_alone_that_is_killed_has_its_requests_ended_with_what_never_ca
     assert [(each.reason, each.rows) for each in result.dropped] == [("earlier_hub", 2 * rows)]
 
 
+@pytest.mark.parametrize("policy", ["block", "spill"])
+def test_what_died_with_a_worker_is_named_although_its_requests_had_their_results_by_then(
+    address, tmp_path, policy, caplog, monkeypatch
+):
+    """As when the next engine loads its model for a minute."""
+    monkeypatch.setattr(limits, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(limits, "SILENCE_S_MAX", 2.0)
+    recorder = Recorder()
+    kept = configured(recorder, policy, **({"spool_dir": tmp_path / "spool"} if policy == "spill" else {}))
+    hello = make_hello(boot="killed")
+    outbox = Outbox.of(tmp_path / "outbox", hello, limits.SPOOL_BYTES_DEFAULT)
+    outbox.open()
+    frames = [make_frame([("r1", 4, 4 * step, 4)], boot="killed", seq=step + 1) for step in range(3)]
+    for seq, frame in enumerate(frames, start=1):
+        outbox.promise(seq, frame.header)
+    outbox._spool.close()  # the kernel does this, and nothing else, when a worker is killed
+    with running_hub(address, kept) as hub, Client(str(address)) as client:
+        with raw_peer(address) as worker:
+            worker.send(message.encode(hello))
+            worker.recv()
+            worker.send_multipart(frames[0].encode())
+            eventually(lambda: recorder.rows["r1"])
+        (result,) = client.results(["r1"], timeout=20)["r1"].values()
+        assert (result.status, result.dropped) == ("partial_error", ())
+        assert hub.snapshot().rows_lost == 0
+        former(address, tmp_path / "outbox")
+        rows = recorder.rows["r1"]
+        eventually(lambda: hub.snapshot().rows_lost)
+        assert hub.snapshot().dropped_rows == {"earlier_hub": 2 * rows}
+        (line,) = [record for record in caplog.records if getattr(record, "event", "") == "rows_lost"]
+        assert (line.request, line.engine) == ("r1", "engine-1")
+        assert [(each["reason"], each["rows"]) for each in line.dropped] == [("earlier_hub", 2 * rows)]
+        assert list(client.results(["r1"], timeout=20)["r1"].values()) == [result]
+        assert list(hub.lanes[0].results.elements()) == ["partial_error"]
+    assert recorder.done["r1"].rows == rows
+
+
 def test_an_end_that_comes_after_the_hub_gave_its_engine_up_leaves_no_result_pending(address, tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "MISSED_S", 0.2)
     with Hub(address, tmp_path) as first, worker_link(address, make_hello(boot="killed")) as link:
