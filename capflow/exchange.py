@@ -553,13 +553,15 @@ class Exchange:
 
     def _note_late(self, header: FrameHeader, engine: Engine) -> None:
         """Count and say what was lost of requests that were ended as their engine was gone, as their own ends tell that come after."""
+        untold = {}
         for finished in header.finished:
             if self.ledger.was_lost(finished, engine):
                 late = self.ledger.late(finished, engine, header.rank.pp)
-                if late is not None and late.given:
+                if late is not None and late.given and late.untold:
+                    untold[finished.id] = late.untold
                     for lost in late.untold:
                         self.ledger.dropped[lost.reason] += lost.rows
-                    self._losses.tell(finished.id, late.untold, engine=engine.name)
+        self._losses.tell_late(untold, engine.name)
 
     def _tell_full(self, engine: Engine) -> None:
         """Say once of an engine that there is no room for its requests."""

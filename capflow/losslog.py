@@ -1,11 +1,11 @@
-"""The loss log: a line for each request of which rows were lost, and not too many."""
+"""The loss log: a line for each request of which rows were lost, or for several, and not too many."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,21 +31,29 @@ class LossLog:
 
     def tell(self, request: str, dropped: Sequence[Dropped], **fields: Any) -> None:
         """Say what was lost of a request that is over; nothing when nothing was. fields: of this record."""
-        if not dropped:
-            return
+        if dropped:
+            told = {"event": "rows_lost", "request": request, "dropped": msgspec.to_builtins(dropped), **fields}
+            self._say({request: dropped}, "", told)
+
+    def tell_late(self, lost: Mapping[str, Sequence[Dropped]], engine: str) -> None:
+        """Say in one line what was lost of requests of an engine that had their results before, by request; nothing when nothing was."""
+        if lost:
+            told = {"event": "rows_lost_late", "engine": engine, "requests": msgspec.to_builtins(lost)}
+            self._say(lost, f"engine {engine}, after the results: ", told)
+
+    def _say(self, lost: Mapping[str, Sequence[Dropped]], before: str, told: dict[str, Any]) -> None:
         with self._lock:
             now = time.monotonic()
             if now - self._since >= 1:
                 self._since, self._said = now, 0
             if self._said >= limits.LOSSES_LOGGED_MAX:
-                self._left_out += 1
+                self._left_out += len(lost)
                 return
             self._said += 1
             left_out, self._left_out = self._left_out, 0
-        level = logging.INFO if {each.reason for each in dropped} <= MEANT else logging.WARNING
-        text = "; ".join(map(described, dropped))
+        meant = {each.reason for dropped in lost.values() for each in dropped} <= MEANT
+        text = "; ".join(f"request {name}: {'; '.join(map(described, dropped))}" for name, dropped in lost.items())
         if left_out:
             text += f" ({left_out} requests before it are not told here)"
-        told = {"event": "rows_lost", "request": request, "dropped": msgspec.to_builtins(dropped), **fields}
-        told |= self._fields
-        self._logger.log(level, "%s: request %s: %s", self._who, request, text, extra=told)
+        level = logging.INFO if meant else logging.WARNING
+        self._logger.log(level, "%s: %s%s", self._who, before, text, extra=told | self._fields)

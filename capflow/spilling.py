@@ -613,17 +613,20 @@ class SpillingLane(Lane):
     def _finish_all(self, engine: Engine, header: FrameHeader, number: int) -> None:
         if header.finished:
             engine.full = engine.full or engine.name in self._full
+            untold = {}
             for finished in header.finished:
                 if self.ledger.was_lost(finished, engine):  # the hub may have been another one then
                     late = self.ledger.late(finished, engine, header.rank.pp)
                     if late is None:
                         continue  # the hub, too, waits for the other pipeline stages
+                    if late.untold:
+                        untold[finished.id] = late.untold
                     for lost in late.untold:
                         self.dropped[lost.reason] += lost.rows
-                    self._losses.tell(finished.id, late.untold, engine=engine.name)
                     again = Request(engine.name, finished.id, header.rank.dp, (None,), ("",))
                     text = "; ".join([*map(described, late.dropped), NOT_ENDED])
                     self._on_result(again, self.index, CaptureResult("error", text, dropped=late.dropped))
+            self._losses.tell_late(untold, engine.name)
             for request in self.ledger.finish(header, engine):
                 self._end(request, number)
             ends = (RequestRows(f.id, f.prompt_length, 0, (), capture=f.capture) for f in header.finished)

@@ -258,7 +258,9 @@ def test_what_died_with_a_worker_is_named_although_its_requests_had_their_result
     hello = make_hello(boot="killed")
     outbox = Outbox.of(tmp_path / "outbox", hello, limits.SPOOL_BYTES_DEFAULT)
     outbox.open()
-    frames = [make_frame([("r1", 4, 4 * step, 4)], boot="killed", seq=step + 1) for step in range(3)]
+    more = [f"r{number}" for number in range(2, 31)]  # more than are logged in a second
+    parts = [[(name, 4, 4 * step, 4) for name in ("r1", *more)] for step in range(3)]
+    frames = [make_frame(parts[step], boot="killed", seq=step + 1) for step in range(3)]
     for seq, frame in enumerate(frames, start=1):
         outbox.promise(seq, frame.header)
     outbox._spool.close()  # the kernel does this, and nothing else, when a worker is killed
@@ -274,12 +276,14 @@ def test_what_died_with_a_worker_is_named_although_its_requests_had_their_result
         former(address, tmp_path / "outbox")
         rows = recorder.rows["r1"]
         eventually(lambda: hub.snapshot().rows_lost)
-        assert hub.snapshot().dropped_rows == {"earlier_hub": 2 * rows}
-        (line,) = [record for record in caplog.records if getattr(record, "event", "") == "rows_lost"]
-        assert (line.request, line.engine) == ("r1", "engine-1")
-        assert [(each["reason"], each["rows"]) for each in line.dropped] == [("earlier_hub", 2 * rows)]
+        assert hub.snapshot().dropped_rows == {"earlier_hub": 2 * rows * (1 + len(more))}
+        (line,) = [record for record in caplog.records if getattr(record, "event", "") == "rows_lost_late"]
+        assert (line.engine, list(line.requests)) == ("engine-1", ["r1", *more])
+        for name, lost in line.requests.items():
+            assert [(each["reason"], each["rows"]) for each in lost] == [("earlier_hub", 2 * rows)], name
+            assert f"request {name}: {2 * rows} rows lost: earlier_hub" in line.getMessage()
         assert list(client.results(["r1"], timeout=20)["r1"].values()) == [result]
-        assert list(hub.lanes[0].results.elements()) == ["partial_error"]
+        assert hub.lanes[0].results == {"partial_error": 1 + len(more)}
     assert recorder.done["r1"].rows == rows
 
 
