@@ -7,7 +7,7 @@ RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
 	--consumer dashboard:probes=examples/code.safetensors
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test proof simulate fuzz chaos soak soak-requests conformance lint format bench proto env system compiler lock sbom audit clean
+.PHONY: help demo test proof simulate fuzz chaos soak soak-requests architectures lint format bench proto env system compiler lock sbom audit clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -36,17 +36,17 @@ fuzz: env  ## an hour of inputs that are nearly right, for every reader of messa
 	$(PYTHON) -m tests.fuzz --seconds 3600
 
 chaos: env  ## kill the hub and the engine side 80 times under load, fill the data's disk 10 times, and check every row; then kill at each named point, 20 times; half an hour
-	$(PYTHON) tests/chaos.py
-	$(PYTHON) -m pytest -m long tests/test_spool_crash.py tests/test_hub_crash.py tests/test_files_crash.py
+	$(PYTHON) -m tests.chaos
+	$(PYTHON) -m pytest -m long tests/buffers/test_spool_crash.py tests/hub/test_hub_crash.py tests/consumers/filesystem/test_files_crash.py
 
 soak: env  ## an hour of frames through a worker's link, a hub and files beside hostile peers; memory, descriptors and threads must not grow
-	$(PYTHON) tests/soak.py
+	$(PYTHON) -m tests.soak
 
 soak-requests: env  ## 5,000 random requests against the oracle; a quarter of an hour
-	CAPFLOW_ORACLE_REQUESTS=5000 $(PYTHON) -m pytest -s tests/test_oracle.py
+	CAPFLOW_ORACLE_REQUESTS=5000 $(PYTHON) -m pytest -s tests/rows/test_oracle.py
 
-conformance: env  ## every architecture against Transformers; writes docs/compatibility.md; three quarters of an hour
-	$(PYTHON) tests/conformance.py --write
+architectures: env  ## every architecture against Transformers; writes docs/compatibility.md; three quarters of an hour
+	$(PYTHON) -m tests.architectures --write
 
 lint: env  ## ruff and mypy
 	@$(PYTHON) -m ruff check .
@@ -60,9 +60,9 @@ format: env  ## let ruff rewrite what it can
 bench: env compiler  ## measure what capflow costs, against vLLM without it
 	$(PYTHON) benchmarks/overhead.py
 
-proto: env  ## make the code of the gRPC schema, engine_ext/capflow_engine/rpc/capflow.proto
+proto: env  ## make the code of the gRPC schema, engine_ext/capflow_engine/serve/rpc/capflow.proto
 	cd engine_ext && ../$(PYTHON) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
-		capflow_engine/rpc/capflow.proto
+		capflow_engine/serve/rpc/capflow.proto
 
 env:  ## make .venv from requirements/cpu.lock; does nothing when it is up to date
 	@bash requirements/env.sh

@@ -29,13 +29,13 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from capflow.frame import DTYPES, Block, Frame, FrameHeader, Rank, RequestRows, Span
-from capflow.message import ModelInfo
-from capflow.probe import Probe
-from capflow.result import RequestDone
-from capflow.site import Site
-from capflow_consumers.database import Database
-from capflow_consumers.duckdb import DuckdbConfig, DuckdbConsumer
+from capflow.capture.frame import DTYPES, Block, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.model import ModelInfo
+from capflow.capture.result import RequestDone
+from capflow.capture.site import Site
+from capflow.probes.probe import Probe
+from capflow_consumers.duckdb.consumer import DuckdbConfig, DuckdbConsumer
+from capflow_consumers.duckdb.database import Database
 
 HIDDEN = 640
 SITE = Site(12, "post_block")

@@ -42,11 +42,11 @@ import numpy as np
 
 import capflow
 from capflow import limits
-from capflow.frame import Block, Frame, FrameHeader, Rank, RequestRows, Span
-from capflow.message import ModelInfo
-from capflow.result import RequestDone
-from capflow.site import Site
-from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
+from capflow.capture.frame import Block, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.model import ModelInfo
+from capflow.capture.result import RequestDone
+from capflow.capture.site import Site
+from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemConsumer
 
 HIDDEN = 640
 MODEL_DTYPE = "bfloat16"

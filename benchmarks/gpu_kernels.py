@@ -29,14 +29,14 @@ if SMOKE:
 
 import test_tap  # noqa: E402
 
-from capflow.positions import Positions  # noqa: E402
-from capflow.program import ADD, CLAMP, PATCH, Op, SiteOps, SteeringProgram, digest  # noqa: E402
-from capflow.site import Site  # noqa: E402
-from capflow_engine.bank import Bank, Steered  # noqa: E402
-from capflow_engine.holdings import Size  # noqa: E402
-from capflow_engine.kernel import launch  # noqa: E402
-from capflow_engine.plan import Held, Plan, Planner, Scheduled, Tracked  # noqa: E402
-from capflow_engine.tables import Tables  # noqa: E402
+from capflow.capture.positions import Positions  # noqa: E402
+from capflow.capture.site import Site  # noqa: E402
+from capflow.steering.program import ADD, CLAMP, PATCH, Op, SiteOps, SteeringProgram, digest  # noqa: E402
+from capflow_engine.steering.budget import Size  # noqa: E402
+from capflow_engine.taps.bank import Bank, Steered  # noqa: E402
+from capflow_engine.taps.kernel import launch  # noqa: E402
+from capflow_engine.taps.plan import Held, Plan, Planner, Scheduled, Tracked  # noqa: E402
+from capflow_engine.taps.tables import Tables  # noqa: E402
 
 DEVICE = torch.device("cpu" if SMOKE else "cuda")
 LAYERS = 3 if SMOKE else 36

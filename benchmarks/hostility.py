@@ -1,7 +1,7 @@
 """How long a well-behaved worker waits for its acknowledgements while others attack its hub.
 
 One hub in a process of its own, one honest worker that sends a small frame each 20 ms, never waiting for the one before; attacks in processes of their
-own (`tests/attacks.py` has them). Rounds are interleaved: in each, every attack once and a quiet time before each. Times are from sending to
+own (`tests/kit/attacks.py` has them). Rounds are interleaved: in each, every attack once and a quiet time before each. Times are from sending to
 acknowledgement, over all rounds.
 
     python benchmarks/hostility.py --rounds 3 --seconds 5
@@ -14,20 +14,17 @@ import json
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path.insert(0, str(TESTS))
-
-from attacks import ATTACKS, acknowledged_s, attacking, percentile  # noqa: E402
-from hubs import worker_link  # noqa: E402
+from tests.kit.attacks import ATTACKS, acknowledged_s, attacking, percentile
+from tests.kit.hubs import worker_link
+from tests.kit.sources import PROCESSES
 
 QUIET = "quiet"
 
 
 def measure(attack: str, seconds: float) -> list[float]:
     """Return the sorted seconds of each acknowledgement under an attack, with a hub of its own."""
-    command = [sys.executable, str(TESTS / "hostile_hub_child.py"), "tcp://127.0.0.1:0"]
+    command = [sys.executable, str(PROCESSES / "hostile_hub.py"), "tcp://127.0.0.1:0"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as hub:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from overhead import PROMPTS, TOKENS, Engine, ratio_of
 
-from capflow.client import Client
+from capflow.transport.client import Client
 
 GOAL = 0.98
 MODES = ("hub", "stopped", "absent")
@@ -63,7 +63,7 @@ def main() -> int:
     args = parser.parse_args()
     model = args.model
     if model == "demo":
-        from capflow_engine.demo import prepare
+        from capflow_engine.jobs.demo import prepare
 
         model = str(prepare())
     work = Path(tempfile.mkdtemp(prefix="cfb-"))

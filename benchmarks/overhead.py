@@ -221,7 +221,7 @@ def main() -> int:
         return 0
     model = args.model
     if model == "demo":
-        from capflow_engine.demo import prepare
+        from capflow_engine.jobs.demo import prepare
 
         model = str(prepare())
     work = Path(tempfile.mkdtemp(prefix="capflow-bench-"))

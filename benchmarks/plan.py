@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from capflow.positions import Positions
-from capflow_engine.bank import Bank
-from capflow_engine.holdings import Size
-from capflow_engine.plan import Plan, Planner, Program, Scheduled, Tracked
-from capflow_engine.step import Step
-from capflow_engine.tables import Tables
+from capflow.capture.positions import Positions
+from capflow_engine.steering.budget import Size
+from capflow_engine.taps.bank import Bank
+from capflow_engine.taps.plan import Plan, Planner, Program, Scheduled, Tracked
+from capflow_engine.taps.step import Step
+from capflow_engine.taps.tables import Tables
 
 SITES, TOKENS, PROMPT = 36, 8192, 64
 

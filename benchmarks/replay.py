@@ -22,19 +22,20 @@ from pathlib import Path
 import numpy as np
 
 import capflow
-from capflow import limits, recording
-from capflow.consumer import Consumer
-from capflow.datasetreplay import said_by
-from capflow.frame import Block, Finished, Frame, FrameHeader, Rank, RequestRows, Span, rows_of
-from capflow.message import ModelInfo
-from capflow.plugins import ConfiguredConsumer
-from capflow.recording import Engine, Recorder, Said
-from capflow.replay import Pace, Replay
-from capflow.result import RequestDone
-from capflow.site import Site
-from capflow.spec import CaptureSpec
+from capflow import limits
+from capflow.capture.frame import Block, Finished, Frame, FrameHeader, Rank, RequestRows, Span, rows_of
+from capflow.capture.model import ModelInfo
+from capflow.capture.result import RequestDone
+from capflow.capture.site import Site
+from capflow.capture.spec import CaptureSpec
+from capflow.plugins.configure import ConfiguredConsumer
+from capflow.plugins.consumer import Consumer
+from capflow.protocol import recording
+from capflow.protocol.recording import Engine, Recorder, Said
+from capflow.replay.dataset import said_by
+from capflow.replay.player import Pace, Replay
 from capflow.testing import MemoryHub
-from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
+from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemConsumer
 
 HIDDEN, LAYERS = 640, 18
 SITES = tuple(Site(layer, "post_block") for layer in range(LAYERS))

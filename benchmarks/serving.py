@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 from overhead import ratio_of
 from steering_ttft import free_port, wait_for
 
-from capflow.steercheck import GOALS, TURNS_MIN
+from capflow.steering.report import GOALS, TURNS_MIN
 
 MODULE = "benchmark"
 CAPTURE = {"hooks": {"post_block": "all"}, "positions": "all"}
@@ -340,7 +340,7 @@ def main() -> int:
     directory = Path(tempfile.mkdtemp(prefix="capflow-bench-"))
     model = args.model
     if model == "demo":
-        from capflow_engine.demo import prepare
+        from capflow_engine.jobs.demo import prepare
 
         model = str(prepare())
     elif model == "llama-3-8b":

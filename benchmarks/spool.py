@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from capflow import limits
-from capflow.spool import Record, Spool
+from capflow.buffers.spool import Record, Spool
 
 SIZES = (64 * limits.KIB, limits.MIB)
 

@@ -61,7 +61,7 @@ def main() -> int:
         return clamps()
     model = args.model
     if model == "demo":
-        from capflow_engine.demo import prepare
+        from capflow_engine.jobs.demo import prepare
 
         model = str(prepare())
     root = Path(tempfile.mkdtemp(prefix="capflow-bench-")) / "rows"

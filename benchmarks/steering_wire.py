@@ -21,7 +21,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-from capflow.steering import Steering
+from capflow.steering.request import Steering
 
 LAYERS, WIDTH = 36, 4096
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}

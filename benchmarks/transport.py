@@ -31,15 +31,16 @@ import numpy as np
 import zmq
 
 from capflow import limits
-from capflow.cli.hubrun import rare_collections
-from capflow.consumer import Consumer
-from capflow.frame import Block, Frame, FrameHeader, Rank, RequestRows, Span
-from capflow.hub import Hub
-from capflow.message import Hello, ModelInfo
-from capflow.plugins import ConfiguredConsumer
-from capflow.site import Site
-from capflow.spec import CaptureSpec
-from capflow.transport import WorkerLink
+from capflow.capture.frame import Block, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.model import ModelInfo
+from capflow.capture.site import Site
+from capflow.capture.spec import CaptureSpec
+from capflow.cli.hub.running import rare_collections
+from capflow.hub.hub import Hub
+from capflow.plugins.configure import ConfiguredConsumer
+from capflow.plugins.consumer import Consumer
+from capflow.protocol.message import Hello
+from capflow.transport.links.worker import WorkerLink
 
 SIZES = (64 * limits.KIB, limits.MIB, 16 * limits.MIB)
 HIDDEN = 4096

@@ -1,20 +1,21 @@
 """capflow captures and steers what a language model computes while vLLM serves it.
 
-`hookimpl`, `Consumer` and `Controller` are for plugins; `LLM`, `AsyncLLM` and `sampling_params` need the engine extension
-(and so vLLM) and are loaded when first used; `open` reads a captured data set and needs neither.
+These are the public names. `hookimpl`, `Consumer` and `Controller` are for plugins. `LLM`, `AsyncLLM` and `sampling_params`
+need the engine extension, and so vLLM, and are loaded when they are first used. `open` reads a captured data set and needs neither.
+
+Invariant: importing capflow imports neither torch nor vLLM, and starts nothing.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from capflow.consumer import Consumer, Controller
+from capflow.capture.frame import Frame
+from capflow.capture.result import CaptureResult, RequestDone
+from capflow.capture.site import Site
+from capflow.capture.spec import CaptureSpec
 from capflow.errors import CapflowError, FatalError, RetryError, UsageError
-from capflow.frame import Frame
-from capflow.hookspecs import hookimpl
-from capflow.result import CaptureResult, RequestDone
-from capflow.site import Site
-from capflow.spec import CaptureSpec
+from capflow.plugins.consumer import Consumer, Controller, hookimpl
 
 __version__ = "0.1.0"
 
@@ -39,9 +40,9 @@ __all__ = [
 
 
 _ENGINE = {
-    "LLM": "capflow_engine.llm",
-    "AsyncLLM": "capflow_engine.async_llm",
-    "sampling_params": "capflow_engine.params",
+    "LLM": "capflow_engine.llm.llm",
+    "AsyncLLM": "capflow_engine.llm.async_llm",
+    "sampling_params": "capflow_engine.request.params",
 }
 
 
@@ -55,7 +56,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name == "open":
-        return importlib.import_module("capflow_consumers.reader").open_dataset
+        return importlib.import_module("capflow_consumers.dataset.reader").open_dataset
     if name in _ENGINE:
         return getattr(importlib.import_module(_ENGINE[name]), name)
     raise AttributeError(f"module 'capflow' has no attribute {name!r}")

@@ -6,6 +6,10 @@ checked against these before anything is allocated for it.
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 KIB = 1024
 MIB = 1024 * KIB
 
@@ -152,7 +156,7 @@ TRIM_S = 30.0  # between two times that a hub gives free memory back to the syst
 # What a hub bears: beyond these a peer is refused, or cut off.
 STATE_PER_BYTE_MAX = 32  # bytes of memory that a hub keeps of a message, for each byte on the wire
 SESSIONS_MAX = 4_096
-MEMORY_BYTES_MIN = 256 * MIB  # of a hub, for what peers send; see `capflow.budget`
+MEMORY_BYTES_MIN = 256 * MIB  # of a hub, for what peers send; see `capflow.hub.peers.budget`
 MEMORY_BYTES_MAX = 64 * 1024 * 1024 * MIB
 MEMORY_PART = 4  # a hub takes one of so many parts of the machine's memory, unless it is given another bound
 OWNERS_MAX = 1_024  # keys, or without keys engines and clients, that share the bounds of a hub at once
@@ -226,3 +230,29 @@ QUERY_S_MAX = 60.0  # one, whole
 SQL_BYTES_MAX = 1 * MIB
 QUERY_BATCH_BYTES_MAX = 256 * MIB  # of an answer, which comes in batches of 2,048 rows
 QUERY_ROWS_DEFAULT = 10_000
+
+# Types of what comes over the wire. A value outside its bounds is refused while it is decoded.
+
+Name = Annotated[str, Meta(max_length=REQUEST_ID_LENGTH_MAX)]
+"""What something is called: a request, an engine, an action."""
+
+Text = Annotated[str, Meta(max_length=TEXT_LENGTH_MAX)]
+"""A message for people."""
+
+Count = Annotated[int, Meta(ge=0, le=2**40)]
+"""How many there are of something; a hub that adds up millions of these still has a number of 64 bits."""
+
+Total = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+"""What adds up for as long as something runs, or a number of bytes."""
+
+Position = Annotated[int, Meta(ge=0, le=POSITION_MAX)]
+"""A position of a request, or a length."""
+
+Token = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+"""A token id, as vLLM holds it."""
+
+Place = Annotated[int, Meta(ge=0, le=RANK_MAX)]
+"""One of the numbers of a rank."""
+
+Nanoseconds = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""A time of the wall clock."""

@@ -21,9 +21,9 @@ import numpy as np
 from daft import DataType, col, lit
 from daft.exceptions import DaftCoreException
 
+from capflow.capture.frame import DTYPES
 from capflow.errors import UsageError, explain
-from capflow.frame import DTYPES
-from capflow.probe import Probe
+from capflow.probes.probe import Probe
 
 
 def rows_of(vectors: daft.Series, dtype: str) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:

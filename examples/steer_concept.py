@@ -139,7 +139,7 @@ def controls(differences: Any, length: float) -> dict[str, Any]:
 
 def measure(model: Any, layer: int, vectors: dict[str, Any], prompts: list[str]) -> list[Curve]:
     """Return a curve for each vector. Every prompt at every scale is a request of its own, and all go to the engine at once."""
-    from capflow_engine.params import sampling_params
+    from capflow_engine.request.params import sampling_params
 
     tokens = [single_tokens(model.llm.get_tokenizer(), words) for words in (GLAD, SAD)]
     first, *others = vectors
@@ -185,8 +185,8 @@ def again_in_transformers(directory: str, spec: Callable[[float], Any], prompts:
 
 def run(say: Callable[[str], None]) -> Result:
     """Fit, measure and check; say what is being done."""
-    from capflow.site import Site
-    from capflow_engine.demo import prepare
+    from capflow.capture.site import Site
+    from capflow_engine.jobs.demo import prepare
     from capflow_models import LayerSteeringSpec, SteeringSpec, VLLMSteerableModel, fit_vectors
 
     pairs = [(positive, negative) for positive, negative in read(PAIRS, "positive", "negative")]

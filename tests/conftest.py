@@ -26,7 +26,7 @@ def state_home(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """Return the directory of a tiny model without a tokenizer; nothing may be written there."""
-    from engines import save_tiny
+    from tests.kit.engines import save_tiny
 
     return save_tiny(tmp_path_factory.mktemp("llama"))
 
@@ -34,7 +34,7 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_with_words(tiny, tmp_path_factory):
     """Return the directory of the same model with a tokenizer beside it."""
-    from engines import save_words
+    from tests.kit.engines import save_words
 
     directory = tmp_path_factory.mktemp("words") / "llama"
     shutil.copytree(tiny, directory)
@@ -45,7 +45,7 @@ def tiny_with_words(tiny, tmp_path_factory):
 @pytest.fixture(scope="session")
 def reference(tiny):
     """What Transformers computes with `tiny`, and with `tiny_with_words`."""
-    from engines import Reference
+    from tests.kit.engines import Reference
 
     return Reference(tiny)
 
@@ -53,8 +53,8 @@ def reference(tiny):
 @pytest.fixture
 def keeper(tmp_path_factory):
     """A consumer on a hub of this process, its address in `keeper.address`."""
-    from hubs import running_hub
-    from rows import Keeper
+    from tests.kit.hubs import running_hub
+    from tests.kit.rows import Keeper
 
     keeper = Keeper()
     keeper.address = f"ipc://{tmp_path_factory.mktemp('h')}/h"

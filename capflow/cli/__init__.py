@@ -1,7 +1,9 @@
 """The command line. Each command is a module of its own, imported when it is run.
 
-Every error is one line on stderr, `capflow: MESSAGE`: exit code 2 for what the user is to mend, 1 for what
-failed, 130 when interrupted. `CAPFLOW_TRACEBACK=1` shows where an unexpected one came from.
+Every error is one line on stderr, `capflow: MESSAGE`. The exit code is 2 for what the user is to mend, 1 for what
+failed, and 130 when interrupted. `CAPFLOW_TRACEBACK=1` shows where an unexpected error came from.
+
+Invariant: showing help imports no command, no plugin and neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -14,31 +16,39 @@ from typing import NoReturn
 import click
 
 from capflow.errors import CapflowError, UsageError
-from capflow.printable import printable
+from capflow.text.printable import printable
 
 COMMANDS: dict[str, tuple[str, str, str]] = {
-    "abort": ("capflow.cli.act", "abort", "Stop a running request."),
-    "doctor": ("capflow.cli.doctor", "doctor", "Show versions, what is missing, and whether a capture works here."),
-    "export": ("capflow_consumers.exportcommand", "export", "Write a captured data set in another format."),
-    "inspect": ("capflow_consumers.inspectcommand", "inspect", "Show what a captured data set holds; draw its norms."),
+    "abort": ("capflow.cli.hub.act", "abort", "Stop a running request."),
+    "doctor": (
+        "capflow.cli.model.doctor",
+        "doctor",
+        "Show versions, what is missing, and whether a capture works here.",
+    ),
+    "export": ("capflow_consumers.export.command", "export", "Write a captured data set in another format."),
+    "inspect": ("capflow_consumers.inspect.command", "inspect", "Show what a captured data set holds; draw its norms."),
     "keys": ("capflow.cli.keys", "keys", "Make keys for TCP, and say whose may connect to a hub."),
     "plugin": ("capflow.cli.plugin", "plugin", "Write a package with a consumer of your own."),
     "plugins": ("capflow.cli.plugins", "plugins", "List the consumers and controllers that are installed."),
-    "probe": ("capflow.cli.probe", "probe", "Fit a probe on labelled captures, and judge one."),
-    "query": ("capflow.cli.query", "query", "Ask SQL of the duckdb consumer, running or not."),
-    "record": ("capflow.cli.record", "record", "Keep raw frames, to replay them."),
-    "replay": ("capflow.cli.replay", "replay", "Give a recording or a data set to consumers, as if engines were live."),
-    "result": ("capflow.cli.result", "result", "Show what became of a request's capture."),
-    "rollouts": ("capflow.cli.rollouts", "rollouts", "Answer prompts under vectors and scales, into a file."),
-    "run": ("capflow.cli.run", "run", "Run a hub with consumers, alone or with a model."),
-    "serve": ("capflow.cli.serve", "serve", "Serve a model with vLLM's OpenAI-compatible server, tapped."),
-    "sites": ("capflow.cli.sites", "sites", "Show which sites a model has, and which would carry a tap."),
-    "spool": ("capflow.cli.spool", "spool", "Look into a spool, verify it, or empty it."),
-    "status": ("capflow.cli.status", "status", "Show a running hub's counters."),
-    "steer": ("capflow.cli.act", "steer", "Add a vector to a running request."),
-    "top": ("capflow.cli.top", "top", "Watch a running hub: sessions, queues, credit, drops and rates."),
-    "unsteer": ("capflow.cli.act", "unsteer", "Take back what `steer` added."),
-    "vectors": ("capflow.cli.vectors", "vectors", "Make steering vectors from pairs of prompts."),
+    "probe": ("capflow.cli.probe.command", "probe", "Fit a probe on labelled captures, and judge one."),
+    "query": ("capflow_consumers.duckdb.command", "query", "Ask SQL of the duckdb consumer, running or not."),
+    "record": ("capflow.cli.engine.record", "record", "Keep raw frames, to replay them."),
+    "replay": (
+        "capflow.cli.hub.replay",
+        "replay",
+        "Give a recording or a data set to consumers, as if engines were live.",
+    ),
+    "result": ("capflow.cli.hub.result", "result", "Show what became of a request's capture."),
+    "rollouts": ("capflow.cli.engine.rollouts", "rollouts", "Answer prompts under vectors and scales, into a file."),
+    "run": ("capflow.cli.engine.run", "run", "Run a hub with consumers, alone or with a model."),
+    "serve": ("capflow.cli.engine.serve", "serve", "Serve a model with vLLM's OpenAI-compatible server, tapped."),
+    "sites": ("capflow.cli.model.sites", "sites", "Show which sites a model has, and which would carry a tap."),
+    "spool": ("capflow.cli.hub.spool", "spool", "Look into a spool, verify it, or empty it."),
+    "status": ("capflow.cli.hub.status", "status", "Show a running hub's counters."),
+    "steer": ("capflow.cli.hub.act", "steer", "Add a vector to a running request."),
+    "top": ("capflow.cli.hub.top", "top", "Watch a running hub: sessions, queues, credit, drops and rates."),
+    "unsteer": ("capflow.cli.hub.act", "unsteer", "Take back what `steer` added."),
+    "vectors": ("capflow.cli.engine.vectors", "vectors", "Make steering vectors from pairs of prompts."),
 }
 """Each command's module, its name there, and its line of help: the command is not imported to show it."""
 

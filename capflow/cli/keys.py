@@ -28,11 +28,11 @@ def new(name: str, where: Path | None) -> None:
 
     The file that it says it wrote is secret; what it prints is not.
     """
-    from capflow.keys import directory, make_directory, write_key
-    from capflow.transport import new_key
+    from capflow.transport.keys import directory, key_directory, write_key
+    from capflow.transport.zap import new_key
 
     pair = new_key()
-    path = write_key(make_directory(where or directory()), name, pair)
+    path = write_key(key_directory(where or directory()), name, pair)
     click.echo(f"capflow: wrote {path}; for --key. The public key:", err=True)
     click.echo(pair.public)
 
@@ -53,10 +53,10 @@ def allow(public: str, name: str | None, rights: str, where: Path | None) -> Non
 
     A hub that runs takes note by itself, within a second. Said again with other rights, those hold.
     """
-    from capflow.keys import AllowList, directory, make_directory, parse_rights
+    from capflow.transport.keys import AllowList, directory, key_directory, parse_rights
 
     granted = parse_rights(rights)
-    listed = AllowList(make_directory(where or directory()))
+    listed = AllowList(key_directory(where or directory()))
     listed.allow(public, granted, name or public[:12])
     click.echo(f"{name or public[:12]} may {', '.join(sorted(granted))}")
 
@@ -66,9 +66,9 @@ def allow(public: str, name: str | None, rights: str, where: Path | None) -> Non
 @_directory
 def revoke(key: str, where: Path | None) -> None:
     """Let a key connect no more; who is connected with it is cut off within a second."""
-    from capflow.keys import AllowList, directory, make_directory
+    from capflow.transport.keys import AllowList, directory, key_directory
 
-    gone = AllowList(make_directory(where or directory())).revoke(key)
+    gone = AllowList(key_directory(where or directory())).revoke(key)
     click.echo(f"{gone.name} may nothing any more")
 
 
@@ -76,9 +76,9 @@ def revoke(key: str, where: Path | None) -> None:
 @_directory
 def list_keys(where: Path | None) -> None:
     """Show the keys that lie here, and whose may connect to hubs that have one of them."""
-    from capflow.keys import RIGHTS, AllowList, directory, make_directory, read_key
+    from capflow.transport.keys import RIGHTS, AllowList, directory, key_directory, read_key
 
-    path = make_directory(where or directory())
+    path = key_directory(where or directory())
     click.echo(f"keys in {path}:")
     _print([(file.stem, read_key(file).public) for file in sorted(path.glob("*.key"))])
     listed = AllowList(path)

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from capflow.errors import CapflowError, UsageError
-from capflow.printable import printable
+from capflow.text.printable import printable
 
 Format = Literal["text", "json"]
 FORMATS: tuple[Format, ...] = ("text", "json")

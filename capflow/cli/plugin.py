@@ -21,8 +21,8 @@ def plugin() -> None:
 )
 def new(name: str, directory: Path | None) -> None:
     """Write a package with a consumer NAME that works, and its tests."""
-    from capflow.pluginkit import Names, write_plugin
-    from capflow.plugins import load_plugins
+    from capflow.plugins.configure import load_plugins
+    from capflow.plugins.kit import Names, write_plugin
 
     names = Names.of(name, load_plugins())
     directory = Path(f"capflow-{name}") if directory is None else directory

@@ -15,8 +15,8 @@ def plugins(as_json: bool) -> None:
 
     One hub may run several instances of a plugin: `--consumer NAME@INSTANCE:KEY=VALUE`, with an instance name of your own.
     """
-    from capflow.consumer import Consumer
-    from capflow.plugins import Plugin, load_plugins, options_of
+    from capflow.plugins.configure import Plugin, load_plugins, options_of
+    from capflow.plugins.consumer import Consumer
 
     def describe(name: str, plugin: Plugin) -> dict[str, Any]:
         return {

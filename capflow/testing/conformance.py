@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from capflow.consumer import Consumer
+from capflow.buffers.queue import Overload
+from capflow.capture.frame import Frame
+from capflow.capture.model import ModelInfo
+from capflow.capture.spec import CaptureSpec
 from capflow.errors import CapflowError, FatalError, UsageError
-from capflow.frame import Frame
-from capflow.message import ModelInfo
-from capflow.queue import Overload
-from capflow.spec import CaptureSpec
+from capflow.plugins.consumer import Consumer
 from capflow.testing.checks import check_given_back, compare
 from capflow.testing.frames import make_model
 from capflow.testing.hub import MemoryHub

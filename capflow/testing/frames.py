@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from capflow.frame import DTYPES, Block, Chunk, Finished, Frame, FrameHeader, Rank, RequestRows, Span
-from capflow.message import Hello, ModelInfo
-from capflow.site import HOOKS, Site
-from capflow.spec import Capture
+from capflow.capture.frame import DTYPES, Block, Chunk, Finished, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.model import ModelInfo
+from capflow.capture.site import HOOKS, Site
+from capflow.capture.spec import Capture
+from capflow.protocol.message import Hello
 
 BOOT = "boot-1"
 FIRST = Rank(0, 0, 0)

@@ -18,20 +18,21 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from capflow.action import Action, Applied, Outcome
-from capflow.address import private_address
-from capflow.consumer import Consumer
+from capflow.capture.frame import Dropped, Frame, Rank, rows_of
+from capflow.capture.model import ModelInfo
+from capflow.capture.result import CaptureResult
+from capflow.capture.site import Site
+from capflow.capture.spec import Capture
 from capflow.errors import CapflowError, explain
-from capflow.fanout import Lane
-from capflow.frame import Dropped, Frame, Rank, rows_of
-from capflow.hub import Hub
-from capflow.localpeer import LocalPeer
-from capflow.message import Act, Hello, ModelInfo
-from capflow.plugins import ConfiguredConsumer
-from capflow.result import CaptureResult
-from capflow.site import Site
-from capflow.spec import Capture
+from capflow.hub.hub import Hub
+from capflow.hub.lanes.lane import Lane
+from capflow.plugins.configure import ConfiguredConsumer
+from capflow.plugins.consumer import Consumer
+from capflow.protocol.message import Act, Hello
+from capflow.replay.peer import LocalPeer
+from capflow.steering.action import Action, Applied, Outcome
 from capflow.testing.frames import BOOT, FIRST, make_finished, make_frame, make_hello
+from capflow.transport.address import private_address
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from capflow.message import ModelInfo
+from capflow.capture.model import ModelInfo
 from capflow.testing.trial import Subject, trial
 
 _CHILD_S = 120.0

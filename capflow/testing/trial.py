@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from capflow.consumer import Consumer
-from capflow.frame import Block, Chunk, Frame, Rows
-from capflow.message import ModelInfo
-from capflow.plugins import ConfiguredConsumer, configure
-from capflow.result import CaptureResult
-from capflow.spec import CaptureSpec
+from capflow.capture.frame import Block, Chunk, Frame, Rows
+from capflow.capture.model import ModelInfo
+from capflow.capture.result import CaptureResult
+from capflow.capture.spec import CaptureSpec
+from capflow.plugins.configure import ConfiguredConsumer, configure
+from capflow.plugins.consumer import Consumer
 from capflow.testing.frames import make_model
 from capflow.testing.hub import Engine, MemoryHub
 

@@ -17,13 +17,15 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from capflow import limits, message, private
+from capflow import limits
+from capflow.buffers.spool import FullError, InUseError, Lost, Spool
+from capflow.capture.frame import Frame, FrameHeader
+from capflow.capture.losses import Losses, lessened, note_frame
 from capflow.errors import CapflowError, explain
-from capflow.frame import Frame, FrameHeader
-from capflow.losses import Losses, lessened, note_frame
-from capflow.message import Hello
-from capflow.session import Parts
-from capflow.spool import FullError, InUseError, Lost, Spool
+from capflow.files import write_private
+from capflow.protocol import message
+from capflow.protocol.message import Hello
+from capflow.protocol.session import Parts
 from capflow.transport import promises
 from capflow.transport.promises import Promises
 
@@ -76,9 +78,9 @@ class Outbox:
         if not path.exists():
             try:
                 if self.hub:
-                    private.write(self.directory / _HUB, self.hub.encode())
+                    write_private(self.directory / _HUB, self.hub.encode())
                 new = path.with_suffix(".new")
-                private.write(new, message.encode(self.hello))
+                write_private(new, message.encode(self.hello))
                 new.replace(path)
                 self.promises.open()
             except OSError as e:

@@ -27,9 +27,10 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from capflow import limits, private
-from capflow.frame import Finished, FrameHeader, rows_of
-from capflow.spec import Capture
+from capflow import limits
+from capflow.capture.frame import Finished, FrameHeader, rows_of
+from capflow.capture.spec import Capture
+from capflow.files import create_private
 
 logger = logging.getLogger("capflow.link")
 
@@ -109,7 +110,7 @@ class Promises:
 
     def open(self) -> None:
         """Make the file; raises OSError."""
-        self._fd = private.create(self.path, os.O_RDWR | os.O_TRUNC)
+        self._fd = create_private(self.path, os.O_RDWR | os.O_TRUNC)
         os.pwrite(self._fd, _HEAD.pack(_MAGIC, 0), 0)
         self._size = self._written_anew = _HEAD.size
 
@@ -180,7 +181,7 @@ class Promises:
         settled = _framed(_Record(self._acked, list(running.values())))
         content = b"".join([_HEAD.pack(_MAGIC, self._acked), settled, *left])
         new = self.path.with_suffix(".new")
-        fd = private.create(new, os.O_RDWR | os.O_TRUNC)
+        fd = create_private(new, os.O_RDWR | os.O_TRUNC)
         try:
             _write(fd, content, 0)
             new.replace(self.path)

@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from capflow import descriptors, limits
-from capflow.address import hub_key, in_use, without_key
+from capflow import limits
 from capflow.errors import CapflowError, explain
-from capflow.keys import KeyPair
-from capflow.session import Parts
+from capflow.protocol.session import Parts
+from capflow.system import descriptors
+from capflow.transport.address import hub_key, in_use, without_key
 from capflow.transport.connections import Connections
+from capflow.transport.keys import KeyPair
 from capflow.transport.zap import DOMAIN, Zap
 
 _MONITOR = "inproc://connections"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils import z85
 
-from capflow.keys import KeyPair
+from capflow.transport.keys import KeyPair
 
 logger = logging.getLogger("capflow.hub")
 

@@ -1,1 +1,5 @@
-"""The consumers and the controller that come with capflow; they use nothing that other people's cannot."""
+"""The consumers and the controller that come with capflow, and the commands about what they write.
+
+The plugin loader imports a module for each consumer. They use nothing that other people's consumers cannot use.
+Invariant: no consumer imports another one.
+"""

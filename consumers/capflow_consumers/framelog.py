@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from capflow.frame import FrameHeader, Rank
-from capflow.intervals import Intervals
+from capflow.capture.frame import FrameHeader, Rank
+from capflow.capture.intervals import Intervals
 
 Worker = tuple[str, Rank]
 """One boot of one worker: its boot and rank."""

@@ -2,7 +2,7 @@
 
 A controller: it runs between two steps, in the worker. A request is steered from the position behind a row at the probe's site
 that scores at or above `threshold`; with `release`, a row that scores below it takes the steering back, and the next firing
-steers anew. Only generated tokens are steered (see `capflow.action.Steer`), so what the prompt's rows come to holds from the first
+steers anew. Only generated tokens are steered (see `capflow.steering.action.Steer`), so what the prompt's rows come to holds from the first
 of them on.
 
 Invariant: every row counts, in the order of the positions, so that it makes no difference how a prompt is cut into chunks or
@@ -19,15 +19,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from capflow.action import Action, Steer, Unsteer
-from capflow.consumer import Controller, StepView
+from capflow.capture.model import ModelInfo
+from capflow.capture.site import Site
+from capflow.capture.spec import CaptureSpec
 from capflow.errors import UsageError, explain
-from capflow.hookspecs import hookimpl
-from capflow.message import ModelInfo
-from capflow.probe import Probe, load_vector
-from capflow.site import Site
-from capflow.spec import CaptureSpec
-from capflow.vector import SteeringVector
+from capflow.plugins.consumer import Controller, StepView, hookimpl
+from capflow.probes.probe import Probe, load_vector
+from capflow.steering.action import Action, Steer, Unsteer
+from capflow.steering.vector import SteeringVector
 
 
 class GateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

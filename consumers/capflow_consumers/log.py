@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from capflow import CaptureResult, CaptureSpec, Consumer, Frame, RequestDone, Site, UsageError, hookimpl
+from capflow.capture.result import Status
 from capflow.errors import explain
-from capflow.result import Status
 
 logger = logging.getLogger("capflow.consumer.log")
 

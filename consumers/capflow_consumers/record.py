@@ -1,6 +1,6 @@
 """The record consumer: frames as they came, all that is in them, for `capflow replay`.
 
-`capflow.recording` is the format. Every frame with a row that the options name, or that a request asked for, is kept whole, header and
+`capflow.protocol.recording` is the format. Every frame with a row that the options name, or that a request asked for, is kept whole, header and
 payload, once: one that is given again after a kill is known by its number.
 """
 
@@ -12,16 +12,15 @@ from typing import ClassVar, Literal
 import msgspec
 
 from capflow import limits
-from capflow.consumer import Consumer, Context
+from capflow.buffers.spool import check_root
+from capflow.capture.frame import Frame
+from capflow.capture.model import ModelInfo
+from capflow.capture.positions import Form
+from capflow.capture.result import CaptureResult, RequestDone
+from capflow.capture.spec import CaptureSpec, read_layers
 from capflow.errors import UsageError, explain
-from capflow.frame import Frame
-from capflow.hookspecs import hookimpl
-from capflow.message import ModelInfo
-from capflow.positions import Form
-from capflow.recording import Recorder
-from capflow.result import CaptureResult, RequestDone
-from capflow.spec import CaptureSpec, read_layers
-from capflow.spool import check_root
+from capflow.plugins.consumer import Consumer, Context, hookimpl
+from capflow.protocol.recording import Recorder
 
 
 class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from capflow.frame import Chunk, FrameHeader
-from capflow.message import ModelInfo
-from capflow.probe import Scorer
-from capflow.result import RequestDone
-from capflow.site import Site
+from capflow.capture.frame import Chunk, FrameHeader
+from capflow.capture.model import ModelInfo
+from capflow.capture.result import RequestDone
+from capflow.capture.site import Site
+from capflow.probes.probe import Scorer
 from capflow_dashboard import limits
 from capflow_dashboard.rates import Rates
 from capflow_dashboard.record import LIVE, Record

@@ -10,13 +10,13 @@ import socket
 import msgspec
 
 from capflow import CaptureResult, CaptureSpec, Consumer, Frame, RequestDone, UsageError, hookimpl
-from capflow.consumer import Context
+from capflow.capture.model import ModelInfo
+from capflow.capture.site import hook_named
+from capflow.capture.spec import read_layers
 from capflow.errors import explain
-from capflow.message import ModelInfo
-from capflow.probe import Scorer
-from capflow.probekinds import load_probe
-from capflow.site import hook_named
-from capflow.spec import read_layers
+from capflow.plugins.consumer import Context
+from capflow.probes.kinds import load_probe
+from capflow.probes.probe import Scorer
 from capflow_dashboard import limits
 from capflow_dashboard.board import Board
 from capflow_dashboard.pages import LOOPBACK_NAMES, Pages

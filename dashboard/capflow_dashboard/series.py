@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from capflow.capture.frame import Rows
+from capflow.capture.model import ModelInfo
+from capflow.capture.site import Site
 from capflow.errors import UsageError
-from capflow.frame import Rows
-from capflow.message import ModelInfo
-from capflow.probe import Scorer
-from capflow.site import Site
+from capflow.probes.probe import Scorer
 
 Values = npt.NDArray[np.float32]
 """`[series, tokens]` float32; NaN and infinity where rows hold them, `MISSING` where there is no row."""

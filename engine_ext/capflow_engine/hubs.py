@@ -1,6 +1,6 @@
 """The hubs of an engine, by number: where each is and with which key; and its scheduler's sessions with them.
 
-A hub's number is its place in the list that the engine was started with, and decides which requests are its own (`capflow.shard`).
+A hub's number is its place in the list that the engine was started with, and decides which requests are its own (`capflow.protocol.routing`).
 What one hub wants holds for its own requests; it may ask for actions on any.
 """
 
@@ -13,13 +13,13 @@ from typing import NamedTuple
 import msgspec
 
 from capflow import limits
-from capflow.action import Outcome
-from capflow.address import check_address, default_address, hub_key, is_listening, without_key
-from capflow.client import Client
 from capflow.errors import UsageError, explain
-from capflow.keys import peer_key_path, read_key
-from capflow.message import Act, Hello, Welcome
-from capflow.transport import SchedulerLink
+from capflow.protocol.message import Act, Hello, Welcome
+from capflow.steering.action import Outcome
+from capflow.transport.address import check_address, default_address, hub_key, is_listening, without_key
+from capflow.transport.client import Client
+from capflow.transport.keys import peer_key_path, read_key
+from capflow.transport.links.scheduler import SchedulerLink
 
 
 class HubAt(NamedTuple):

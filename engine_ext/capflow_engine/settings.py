@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from capflow import limits
-from capflow.consumer import FALLBACK_DEFAULT, POLICY_DEFAULT, Fallback, Policy
+from capflow.buffers.policy import FALLBACK_DEFAULT, POLICY_DEFAULT, Fallback, Policy
+from capflow.buffers.spool import check_root, default_root
+from capflow.capture.site import HOOK_ALIASES, HOOKS, Site
 from capflow.errors import UsageError, explain
-from capflow.shard import hub_of
-from capflow.site import HOOK_ALIASES, HOOKS, Site
-from capflow.spool import check_root, default_root
+from capflow.protocol.routing import hub_of
 from capflow_engine.hubs import HubAt
 
 if TYPE_CHECKING:  # it needs torch
@@ -167,7 +167,7 @@ def tapped_sites(patterns: Iterable[str], layers: Sequence[Structure]) -> tuple[
 def engine_arguments(settings: Settings) -> dict[str, Any]:
     """Return the arguments that make a vLLM engine a capflow engine."""
     return {
-        "worker_cls": "capflow_engine.worker.CaptureWorker",
-        "scheduler_cls": "capflow_engine.scheduler.CaptureScheduler",
+        "worker_cls": "capflow_engine.worker.worker.CaptureWorker",
+        "scheduler_cls": "capflow_engine.scheduler.mixin.CaptureScheduler",
         "additional_config": settings,
     }

@@ -1,6 +1,7 @@
 """Models that are steered by a specification, over vLLM or Hugging Face Transformers, and what makes vectors for them.
 
-What a back end needs is imported when it is first asked for: reading a specification needs neither torch nor vLLM.
+Users import it. A back end is imported when it is first asked for.
+Invariant: reading a specification needs neither torch nor vLLM.
 """
 
 from __future__ import annotations

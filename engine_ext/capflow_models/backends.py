@@ -22,7 +22,7 @@ def open_model(backend: Backend, model: str, arguments: dict[str, Any]) -> Steer
     if importlib.util.find_spec(backend) is None:
         raise UsageError(explain(f"--backend {backend}: not installed", do="pip install 'capflow[vllm]'"))
     if model == "demo":
-        from capflow_engine.demo import prepare
+        from capflow_engine.jobs.demo import prepare
 
         model = str(prepare())
     try:

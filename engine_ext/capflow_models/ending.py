@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.printable import printable
+from capflow.text.printable import printable
 
 _interrupts: list[int] = []  # those that came; Python drops the exception of one that comes in a callback of its own
 

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from capflow.capture.site import HOOK_DEFAULT
 from capflow.errors import UsageError, explain
-from capflow.site import HOOK_DEFAULT
 from capflow_models.model import Prompt, SteerableModel
 from capflow_models.spec import Vector, site_of
 

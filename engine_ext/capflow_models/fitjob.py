@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from capflow.capture.site import HOOK_DEFAULT
+from capflow.capture.spec import CaptureSpec, read_layers
 from capflow.errors import UsageError, explain
-from capflow.site import HOOK_DEFAULT
-from capflow.spec import CaptureSpec, read_layers
 from capflow_models.backends import Backend, open_model
 from capflow_models.ending import ended
 from capflow_models.fit import Method, Pair, fit_vectors

@@ -10,8 +10,9 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from capflow import jsontext, private
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.files import create_private
+from capflow.text import jsontext
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ class LineFile:
 
     def __enter__(self) -> Self:
         try:
-            self._file = private.create(self.path, os.O_RDWR | os.O_APPEND)
+            self._file = create_private(self.path, os.O_RDWR | os.O_APPEND)
         except OSError as e:
             got = e.strerror or str(e)
             raise CapflowError(explain(f"{self.path}", got=got, expected="a place to write to")) from e

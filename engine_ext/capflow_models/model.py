@@ -15,13 +15,13 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from capflow import plain
-from capflow.brief import brief
+from capflow.capture.model import ModelInfo
+from capflow.capture.site import HOOK_DEFAULT, Site
 from capflow.errors import UsageError, explain
-from capflow.message import ModelInfo
-from capflow.site import HOOK_DEFAULT, Site
-from capflow.steering import Steering
-from capflow_engine.store import SteeringStore
+from capflow.steering import plain
+from capflow.steering.request import Steering
+from capflow.text.brief import brief
+from capflow_engine.steering.store import SteeringStore
 from capflow_models.spec import (
     AblationSpec,
     LayerSteeringSpec,

@@ -19,8 +19,9 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from capflow import jsontext, private
 from capflow.errors import CapflowError, UsageError, explain
+from capflow.files import create_private
+from capflow.text import jsontext
 from capflow_models.backends import Backend, open_model
 from capflow_models.ending import check_interrupted, ended
 from capflow_models.lines import LineFile, read_lines
@@ -145,7 +146,7 @@ def write_parquet(path: Path, rows: Iterator[Rollout]) -> None:
     """Write rows to a Parquet file, which is there whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with os.fdopen(private.create(partial, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+        with os.fdopen(create_private(partial, os.O_WRONLY | os.O_TRUNC), "wb") as file:
             pq.write_table(pa.Table.from_pylist([msgspec.to_builtins(row) for row in rows], _SCHEMA), file)
         partial.replace(path)
     except OSError as e:

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
-from capflow.site import Site
 from capflow_models.backends import Backend
 from capflow_models.lines import LineFile
 from capflow_models.model import Job, Sampling, SteerableModel

@@ -1,7 +1,7 @@
 """Specifications: what steers a model at each of its layers, as a value that can be kept, changed and applied again.
 
 At a layer the vector is added first; then the projection is capped; then the ablation holds. A specification becomes
-a `capflow.steering.Steering`, which says what that does to the stream.
+a `capflow.steering.request.Steering`, which says what that does to the stream.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from capflow import plain
-from capflow.brief import brief
-from capflow.clamp import Clamp
+from capflow.capture.site import HOOK_DEFAULT, HOOKS, Site, hook_named
 from capflow.errors import UsageError, explain
-from capflow.site import HOOK_DEFAULT, HOOKS, Site, hook_named
-from capflow.steering import Steering, Tier
-from capflow.vector import SteeringVector
+from capflow.steering import plain
+from capflow.steering.clamp import Clamp
+from capflow.steering.request import Steering, Tier
+from capflow.steering.vector import SteeringVector
+from capflow.text.brief import brief
 
 Vector = npt.NDArray[np.float32]
 

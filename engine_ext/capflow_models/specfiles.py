@@ -15,9 +15,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from capflow import jsontext, private
+from capflow.capture.site import Site
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.site import Site
+from capflow.files import make_directory, write_private
+from capflow.text import jsontext
 from capflow_models.spec import AblationSpec, LayerSteeringSpec, ProjectionCapSpec, SteeringSpec, Vector
 
 SETTINGS, VECTORS = "steering.json", "steering.safetensors"
@@ -65,10 +66,10 @@ def save_spec(directory: str | os.PathLike[str], model: str, spec: SteeringSpec)
         )
     settings = msgspec.json.format(msgspec.json.encode(_Settings(_FORMAT, model, layers)), indent=2)
     try:
-        private.make_directory(Path(directory))
+        make_directory(Path(directory))
         for name, content in ((VECTORS, save_tensors(vectors)), (SETTINGS, settings)):
             partial = Path(directory, f".{name}.partial")
-            private.write(partial, content)
+            write_private(partial, content)
             partial.replace(Path(directory, name))
     except OSError as e:
         raise CapflowError(explain(f"save_pretrained {os.fspath(directory)}", got=e.strerror or str(e))) from e

@@ -1,7 +1,7 @@
 """The residual stream of a Transformers model: caught and steered at the hook points of its layers by forward hooks.
 
 Where a layer's hook points lie is found from how its output is summed, as in vLLM (`capflow_engine.structure`). Operations are done in
-float32 and rounded to the model's dtype once, as in `capflow.program`. One prompt is computed at a time: a site sees positions in
+float32 and rounded to the model's dtype once, as in `capflow.steering.program`. One prompt is computed at a time: a site sees positions in
 order, each once, so how many it saw is the position of the next.
 """
 
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from capflow.capture.site import HOOKS, Site
 from capflow.errors import UsageError, explain
-from capflow.program import ADD, CLAMP, RELATIVE, Op, SiteOps, SteeringProgram
-from capflow.site import HOOKS, Site
+from capflow.steering.program import ADD, CLAMP, RELATIVE, Op, SiteOps, SteeringProgram
 from capflow_engine.structure import Place, Slot, Structure, UnclearError, resolve
 
 _CACHES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})

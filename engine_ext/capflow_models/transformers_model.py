@@ -10,13 +10,13 @@ import numpy.typing as npt
 import torch
 import transformers
 
+from capflow.capture.model import ModelInfo
+from capflow.capture.site import HOOKS, Site
 from capflow.errors import UsageError, explain
-from capflow.message import ModelInfo
-from capflow.site import HOOKS, Site
-from capflow.steering import Steering
-from capflow_engine.fit import Fit
-from capflow_engine.holdings import Size
-from capflow_engine.store import SteeringStore
+from capflow.steering.request import Steering
+from capflow_engine.steering.budget import Size
+from capflow_engine.steering.fit import Fit
+from capflow_engine.steering.store import SteeringStore
 from capflow_models.model import Completion, Job, Prompt, Rows, Sampling, SteerableModel
 from capflow_models.stream import Stream, layers_of
 

@@ -1,4 +1,4 @@
-"""Vectors written to files, in the form that `capflow_engine.vectorfile` reads; it reads those of other tools too."""
+"""Vectors written to files, in the form that `capflow_engine.steering.files` reads; it reads those of other tools too."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from capflow import plain, private
+from capflow.capture.site import HOOK_DEFAULT
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.site import HOOK_DEFAULT
-from capflow_engine.vectorfile import load_sites, load_vector, load_vectors
+from capflow.files import write_private
+from capflow.steering import plain
+from capflow_engine.steering.files import load_sites, load_vector, load_vectors
 from capflow_models.spec import site_of
 
 __all__ = ["load_sites", "load_vector", "load_vectors", "save_vectors"]
@@ -33,7 +34,7 @@ def save_vectors(path: str | os.PathLike[str], vectors: Mapping[int, Any], *, ho
         raise UsageError(explain("vectors", got="none", expected="a vector for one layer or more"))
     partial = where.with_name(f".{where.name}.partial")
     try:
-        private.write(partial, save(tensors, {"hook": hook}))
+        write_private(partial, save(tensors, {"hook": hook}))
         partial.replace(where)
     except OSError as e:
         raise CapflowError(explain(os.fspath(path), got=e.strerror or str(e), expected="a place to write to")) from e

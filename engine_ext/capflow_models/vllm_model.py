@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 import capflow
+from capflow.capture.site import HOOKS, Site, layers_by_hook
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.site import HOOKS, Site, layers_by_hook
-from capflow.steering import Steering
-from capflow_engine.llm import LLM
-from capflow_engine.params import sampling_params
+from capflow.steering.request import Steering
+from capflow_engine.llm.llm import LLM
+from capflow_engine.request.params import sampling_params
 from capflow_models.model import Completion, Job, Prompt, Rows, SteerableModel
 
 _PROBABILITIES_ALL = -1

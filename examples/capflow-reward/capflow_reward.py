@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from capflow import CaptureResult, CaptureSpec, Consumer, Frame, RequestDone, UsageError, hookimpl
+from capflow.capture.model import ModelInfo
 from capflow.errors import explain
-from capflow.message import ModelInfo
-from capflow.probe import Probe
+from capflow.probes.probe import Probe
 
 
 class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,23 +11,23 @@ from unittest import mock
 
 import numpy as np
 import xxhash
-from frames import make_finished, make_frame, make_model
 
 import capflow
-from capflow import recording
-from capflow.inbox import Inbox, Known
-from capflow.keys import AllowList, KeyPair, read_key, write_key
-from capflow.plugins import configure_all, load_plugins
-from capflow.probe import Probe
-from capflow.probekinds import load_probe
-from capflow.result import RequestDone
-from capflow.site import Site
-from capflow.spool import Spool
-from capflow.spool.report import inspect
+from capflow.buffers.spool import Spool
+from capflow.buffers.spool.report import inspect
+from capflow.capture.result import RequestDone
+from capflow.capture.site import Site
+from capflow.hub.lanes.inbox import Inbox, Known
+from capflow.plugins.configure import configure_all, load_plugins
+from capflow.probes.kinds import load_probe
+from capflow.probes.probe import Probe
+from capflow.protocol import recording
 from capflow.testing import MemoryHub
-from capflow_consumers.filesystem import FilesystemConfig, FilesystemConsumer
-from capflow_consumers.reader import DirectoryCapture
+from capflow.transport.keys import AllowList, KeyPair, read_key, write_key
+from capflow_consumers.dataset.reader import DirectoryCapture
+from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemConsumer
 from tests.fuzz.mutator import mutated
+from tests.kit.frames import make_finished, make_frame, make_model
 
 NAME = b"\n"
 """Between the name and what the file holds, in one input."""

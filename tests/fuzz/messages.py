@@ -9,22 +9,22 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-from frames import make_hello
-from mutations import CORPUS
-from mutations import mutated as nearly_right
 
-from capflow import message
-from capflow.clamp import parse_clamps
-from capflow.consumer import Consumer
-from capflow.exchange import Exchange
-from capflow.guard import Guard
-from capflow.plugins import ConfiguredConsumer
-from capflow.session import PeerSession
-from capflow.spec import CaptureSpec
+from capflow.capture.spec import CaptureSpec
+from capflow.hub.exchange import Exchange
+from capflow.hub.peers.guard import Guard
+from capflow.plugins.configure import ConfiguredConsumer
+from capflow.plugins.consumer import Consumer
+from capflow.protocol import message
+from capflow.protocol.session import PeerSession
+from capflow.steering.clamp import parse_clamps
+from capflow.steering.vector import parse_steering
 from capflow.transport.sockets import Router
-from capflow.vector import parse_steering
 from capflow_dashboard import wire
 from tests.fuzz.mutator import mutated
+from tests.kit.frames import make_hello
+from tests.kit.mutations import CORPUS
+from tests.kit.mutations import mutated as nearly_right
 
 PARTS = b"\0|\0"
 """Between the parts of a message, in one input."""

@@ -13,20 +13,20 @@ import grpc
 import numpy as np
 import safetensors.numpy
 import torch
-from apps import WIDTH, server
 from google.protobuf.message import DecodeError
-from hubs import free_port
 from pydantic import ValidationError
 
 from capflow.errors import UsageError
-from capflow_engine.rpc import capflow_pb2 as pb
-from capflow_engine.rpc import port
-from capflow_engine.rpc.generation import body_of
-from capflow_engine.rpc.server import served
-from capflow_engine.vectorfile import load_sites, load_vector
+from capflow_engine.serve.rpc import capflow_pb2 as pb
+from capflow_engine.serve.rpc import port
+from capflow_engine.serve.rpc.generation import body_of
+from capflow_engine.serve.rpc.server import served
+from capflow_engine.steering.files import load_sites, load_vector
 from tests.fuzz.files import NAME, Files
 from tests.fuzz.messages import Messages
 from tests.fuzz.mutator import mutated
+from tests.kit.apps import WIDTH, server
+from tests.kit.hubs import free_port
 
 VECTOR = [1.0] * WIDTH
 VECTORS = {"post_block": {"1": VECTOR, "0": {"vector": VECTOR, "scale": 2.0, "relative": True}}}

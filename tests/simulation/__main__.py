@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.revision import revision
+from tests.kit.revision import revision
 from tests.simulation.mutations import MUTATIONS, undone
 from tests.simulation.run import simulate
 

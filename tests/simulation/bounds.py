@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from unittest import mock
 
-from capflow.shares import Shares
+from capflow.buffers.shares import Shares
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from capflow.consumer import Consumer
-from capflow.result import CaptureResult
-from capflow.spec import CaptureSpec
+from capflow.capture.result import CaptureResult
+from capflow.capture.spec import CaptureSpec
+from capflow.plugins.consumer import Consumer
 from capflow_consumers.framelog import FrameLog
 
 EVERYTHING = CaptureSpec({"post_block": "all"})

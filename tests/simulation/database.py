@@ -7,11 +7,11 @@ import contextlib
 import duckdb
 import numpy as np
 
-import capflow_consumers.database
-import capflow_consumers.duckdb
+import capflow_consumers.duckdb.consumer
+import capflow_consumers.duckdb.database
+from capflow.capture.site import Site
 from capflow.errors import CapflowError
-from capflow.site import Site
-from capflow_consumers.duckdb import DuckdbConfig, DuckdbConsumer
+from capflow_consumers.duckdb.consumer import DuckdbConfig, DuckdbConsumer
 from tests.simulation.oracle import rows_of
 
 SITE = Site(0, "post_block")
@@ -55,7 +55,7 @@ class Base:
     @contextlib.contextmanager
     def installed(self):
         """Have the consumer open this one."""
-        database, consumer = capflow_consumers.database, capflow_consumers.duckdb
+        database, consumer = capflow_consumers.duckdb.database, capflow_consumers.duckdb.consumer
         old = database.duckdb, database._identity, consumer.SqlPort
         database.duckdb = _Duckdb(self)
         database._identity = lambda _: (0, 0)

@@ -7,12 +7,13 @@ import os
 import numpy as np
 
 from capflow import limits
-from capflow.frame import DTYPES, Block, Finished, FrameHeader, Rank, RequestRows, Span
-from capflow.message import Hello, ModelInfo
-from capflow.site import Site
-from capflow.transport.formerlink import FormerLink
+from capflow.capture.frame import DTYPES, Block, Finished, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.model import ModelInfo
+from capflow.capture.site import Site
+from capflow.protocol.message import Hello
+from capflow.transport.links.former import FormerLink
+from capflow.transport.links.worker import WorkerLink
 from capflow.transport.outbox import Outbox, left_behind
-from capflow.transport.workerlink import WorkerLink
 from tests.simulation.oracle import Sent, rows_of
 
 ADDRESS = "tcp://127.0.0.1:5555"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from capflow import limits, message
-from capflow.frame import Block, Dropped, Finished, Frame, FrameHeader, Gap, Rank, RequestRows, Span
-from capflow.message import Ack, Await, Beat, Bye, Hello, Status, Tap
-from capflow.session import decode
-from capflow.site import Site
-from capflow.spec import CaptureSpec
+from capflow import limits
+from capflow.capture.frame import Block, Dropped, Finished, Frame, FrameHeader, Gap, Rank, RequestRows, Span
+from capflow.capture.site import Site
+from capflow.capture.spec import CaptureSpec
+from capflow.protocol import message
+from capflow.protocol.message import Ack, Await, Beat, Bye, Hello, Status, Tap
+from capflow.protocol.session import decode
 from capflow.transport.sockets import Event
 from tests.simulation.engine import ADDRESS, model_of
 from tests.simulation.network import Dealer

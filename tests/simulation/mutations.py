@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 
-from capflow import fanout
-from capflow import frame as frames
+from capflow.buffers.shares import Shares
+from capflow.capture import frame as frames
 from capflow.errors import RemoteProtocolError, RetryError
-from capflow.exchange import Exchange
-from capflow.inbox import Inbox
-from capflow.session import cost
-from capflow.shares import Shares
+from capflow.hub.exchange import Exchange
+from capflow.hub.lanes import lane
+from capflow.hub.lanes.inbox import Inbox
+from capflow.protocol.session import cost
 from capflow.transport.promises import Promises
-from capflow_consumers.duckdb import DuckdbConsumer
-from capflow_consumers.pendingrows import PendingRows
+from capflow_consumers.duckdb.consumer import DuckdbConsumer
+from capflow_consumers.duckdb.pending import PendingRows
 from tests.simulation.volume import Volume
 
 
@@ -57,7 +57,7 @@ def _one_width():
 
 def _acknowledge_errors():
     """Take an error that may go away for one that stays."""
-    return fanout, "kind_of", lambda _: "poison"
+    return lane, "kind_of", lambda _: "poison"
 
 
 def _leak_credit():

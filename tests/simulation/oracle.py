@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from capflow.frame import DTYPES
-from capflow.losses import Losses
+from capflow.capture.frame import DTYPES
+from capflow.capture.losses import Losses
 
 FAULTS_KEPT = 20  # of one run
 

@@ -9,14 +9,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import capflow.hub
-import capflow.transport.link
+import capflow.hub.hub
+import capflow.transport.links.link
 import capflow.transport.outbox
 from capflow import limits
+from capflow.buffers.spool import Spool
 from capflow.errors import CapflowError
-from capflow.hub import Hub
-from capflow.plugins import ConfiguredConsumer
-from capflow.spool import Spool
+from capflow.hub.hub import Hub
+from capflow.plugins.configure import ConfiguredConsumer
 from tests.simulation.bounds import checked
 from tests.simulation.consumers import Filing, Listening, Shelf
 from tests.simulation.database import SITE, Base
@@ -421,14 +421,14 @@ class Simulation:
             stack.callback(logger.removeHandler, failures)
             for module, name, value in (
                 *((limits, name, value) for name, value in LIMITS.items()),
-                (capflow.hub, "Router", router),
+                (capflow.hub.hub, "Router", router),
                 (
                     capflow.transport.outbox,
                     "Spool",
                     lambda *args, **kwargs: Spool(*args, files=world.process.files, **kwargs),
                 ),
-                (capflow.transport.link, "Dealer", dealer),
-                (capflow.transport.link, "Waker", lambda: Waker(world)),
+                (capflow.transport.links.link, "Dealer", dealer),
+                (capflow.transport.links.link, "Waker", lambda: Waker(world)),
             ):
                 stack.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, value)

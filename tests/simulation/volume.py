@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 
-from capflow.spool import Files
-from tests.disks import Disk
+from capflow.buffers.spool import Files
+from tests.kit.disks import Disk
 
 _DESCRIPTORS = 1_000_000  # of one directory
 

@@ -3,8 +3,8 @@ import pytest
 from capflow_reward import Reward, RewardConfig
 
 from capflow import Frame, RequestDone, Site, UsageError
-from capflow.frame import Block, FrameHeader, Rank, RequestRows, Span
-from capflow.probe import Probe
+from capflow.capture.frame import Block, FrameHeader, Rank, RequestRows, Span
+from capflow.probes.probe import Probe
 
 SITE = Site(1, "post_block")
 

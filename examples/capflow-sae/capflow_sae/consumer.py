@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from capflow import CaptureResult, CaptureSpec, Consumer, Frame, RequestDone, Site, UsageError, hookimpl
-from capflow.consumer import Context
+from capflow.capture.model import ModelInfo
 from capflow.errors import explain
-from capflow.message import ModelInfo
+from capflow.plugins.consumer import Context
 from capflow_sae.autoencoder import SparseAutoencoder
 from capflow_sae.buffer import ShuffleBuffer
 from capflow_sae.trainer import Trainer

@@ -10,7 +10,7 @@ from capflow_sae.trainer import Curve, Trainer
 from safetensors import safe_open
 
 from capflow import UsageError
-from capflow.message import ModelInfo
+from capflow.capture.model import ModelInfo
 
 
 def test_the_buffer_gives_out_each_row_once_shuffled_and_says_what_had_no_room():

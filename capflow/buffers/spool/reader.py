@@ -1,0 +1,125 @@
+"""The reader: finds records in segments by their numbers, in rising order, and says exactly which are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Container
+from typing import NamedTuple
+
+from capflow.buffers.spool import items
+from capflow.buffers.spool.files import Files
+from capflow.buffers.spool.survey import CURSOR, Segment
+
+_RETRY_S_MIN, _RETRY_S_MAX = 0.05, 1.0  # after a read failed, once and again; it doubles each time
+
+
+class Record(NamedTuple):
+    """A record as it was appended. id: its number."""
+
+    id: int
+    head: bytes
+    body: bytes | memoryview
+
+
+class Lost(NamedTuple):
+    """Records that were appended and cannot be read. head: of the only one, where just its body is damaged."""
+
+    first: int
+    last: int
+    reason: str
+    head: bytes | None = None
+
+    @property
+    def id(self) -> int:
+        """The number of the last of them."""
+        return self.last
+
+
+class Reader:
+    """A place in the segments; it may be moved to any segment, and reads forward from there. One thread at a time.
+
+    failure: why the last read failed, None if it did not; it is to be tried again from `again_at` on, of the monotonic clock.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._segment: Segment | None = None  # whose descriptor is open, until another one is read or `close`
+        self._fd = -1
+        self._offset = 0  # every item before it holds records below the one that is read next
+        self._pause_s = 0.0  # the last one after a failure
+        self.failure: OSError | None = None
+        self.failures = 0
+        self.again_at = 0.0
+
+    def seek(self, segment: Segment, offset: int) -> None:
+        """Go to an item of a segment."""
+        if segment is self._segment:
+            self._offset = offset
+            return
+        self.close()
+        self._fd = self._files.open(segment.path)
+        self._segment, self._offset = segment, offset
+
+    def close(self) -> None:
+        """Close the segment."""
+        if self._segment is not None:
+            self._segment = None
+            with contextlib.suppress(OSError):
+                self._files.close(self._fd)
+
+    def let_go(self, there: Container[Segment]) -> None:
+        """Close the segment if it is not there any more."""
+        if self._segment is not None and self._segment not in there:
+            self.close()
+
+    def get(self, id: int, segment: Segment, size: int, stop: int) -> Record | Lost:
+        """Return a record of a segment, or which are lost from it on, all of them below `stop`.
+
+        size: how much of the segment is written. Raises OSError when the disk does not give it; another time it may.
+        """
+        try:
+            found = self._get(id, segment, size, stop)
+        except OSError as e:
+            self.close()
+            if not self._is_gone(segment):
+                self._failed(e)
+                raise
+            found = Lost(id, stop - 1, "missing")
+        self.failure, self._pause_s = None, 0.0
+        if isinstance(found, Lost):
+            segment.damaged = True
+        return found
+
+    def _failed(self, e: OSError) -> None:
+        self.failure = e
+        self.failures += 1
+        self._pause_s = min(2 * self._pause_s or _RETRY_S_MIN, _RETRY_S_MAX)
+        self.again_at = time.monotonic() + self._pause_s
+
+    def _is_gone(self, segment: Segment) -> bool:
+        """Return whether the directory is there, and the segment is not in it."""
+        try:
+            names = self._files.names(segment.path.parent)
+        except OSError:
+            return False
+        return CURSOR in names and segment.path.name not in names
+
+    def _get(self, id: int, segment: Segment, size: int, stop: int) -> Record | Lost:
+        if segment is not self._segment:
+            self.seek(segment, 0)
+        for item in items.scan(self._files, self._fd, size, segment.salt, self._offset):
+            if isinstance(item, items.Damage) or item.header.kind != items.RECORD:
+                continue
+            if item.header.id >= stop:
+                break
+            self._offset = item.offset
+            if item.header.id > id:
+                return Lost(id, item.header.id - 1, "damaged")
+            if item.header.id == id:
+                self._offset = item.end
+                head, body = items.read(self._files, self._fd, item)
+                if head is None or body is None:
+                    return Lost(id, id, "damaged", head)
+                return Record(id, head, body)
+        return Lost(id, stop - 1, "damaged")

@@ -1,0 +1,498 @@
+"""The frame: the rows that one worker captured in one step, as it travels and as it is read.
+
+On the wire a frame is two ZMQ parts. The first is the header, a msgpack map, tagged
+`{"type": "frame"}` (see `capflow.protocol.message` for the other types). The second is the payload: the
+raw rows, in the byte order of the machine (little-endian on every platform vLLM runs on), nothing
+else. A frame without rows has an empty payload.
+
+A header holds blocks. A block is a set of sites that want exactly the same rows, and the spans of
+those rows: `Span(request, start, length, row)` says that positions `start .. start+length` of
+`header.requests[request]` are rows `row .. row+length` of the block at each of its sites. Blocks lie
+in the payload one after another; a block is `[len(sites), rows, hidden_size]` in C order.
+
+Spans tile: each row of a block belongs to at most one span, and a frame has each position of a request at a site at most
+once. A row without a span is nobody's: a draft token that was rejected, or a position behind the end of its request.
+
+`xxh3` is the XXH3 64-bit hash (xxHash specification, seed 0) of the payload. `seq` counts the frames of one boot of
+one worker from 1 without a gap.
+
+Invariant of a `Frame`: its blocks fill the payload exactly, its requests have different ids and at least one span each, every span
+lies inside its block and inside the positions of its request, and spans tile. `Frame.decode` refuses anything else, so that
+what a frame makes a consumer write is bounded by the bytes of the frame.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from capflow import limits
+from capflow.capture.frame_cost import check_cost
+from capflow.capture.positions import Positions
+from capflow.capture.site import HOOKS, Site
+from capflow.capture.spec import Capture, Wanted
+from capflow.errors import RemoteProtocolError, explain
+from capflow.limits import Count, Name, Nanoseconds, Place, Position, Token
+from capflow.text.brief import brief
+
+PROTOCOL_VERSION = 1
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+"""The dtypes that rows travel in, by the name that torch gives them."""
+
+Rows = npt.NDArray[Any]
+"""Captured rows, `[..., hidden_size]`, in the model's dtype; read-only views of a payload."""
+
+
+class Rank(NamedTuple):
+    """A worker's place: pipeline stage, data-parallel replica, tensor-parallel rank."""
+
+    pp: Place
+    dp: Place
+    tp: Place
+
+
+Source = tuple[str, str, Rank]
+"""One boot of one worker: engine, boot, rank."""
+
+
+class Span(NamedTuple):
+    """Positions `start .. start+length` of request number `request` are rows `row .. row+length`."""
+
+    request: int
+    start: int
+    length: int
+    row: int
+
+
+class Block(NamedTuple):
+    """Sites that hold the same `rows` rows, and whose they are."""
+
+    sites: Annotated[tuple[Site, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
+    rows: int
+    spans: tuple[Span, ...]
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+
+class RequestRows(msgspec.Struct, frozen=True):
+    """One request's part in a step.
+
+    token_ids and texts: of positions `start, start+1, …`, as many as the step captured of it.
+    `texts` is empty when the engine has no tokenizer. capture: what the request itself
+    asked for, if it did. incarnation: differs between requests that have the same id one after another.
+    """
+
+    id: Name
+    prompt_length: Position
+    start: Position
+    token_ids: tuple[Token, ...]
+    texts: tuple[str, ...] = ()
+    capture: Capture | None = None
+    incarnation: Name = ""
+
+    __repr__ = brief
+
+
+_SiteName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(HOOKS)}):[0-9]{{1,4}}$")]
+
+
+class Gap(msgspec.Struct, frozen=True):
+    """Rows that are missing: of positions `start .. stop`, at each of some sites, as `HOOK:LAYER`."""
+
+    sites: Annotated[tuple[_SiteName, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
+    start: Position
+    stop: Position
+
+    __repr__ = brief
+
+
+class Dropped(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Rows of a request that were captured or promised and did not arrive, and why.
+
+    gaps: where they were, as far as it is known: their rows are `rows` of them, or fewer.
+    """
+
+    rows: Count
+    reason: Name
+    gaps: Annotated[tuple[Gap, ...], msgspec.Meta(max_length=limits.GAPS_MAX)] = ()
+
+
+class Acted(msgspec.Struct, frozen=True):
+    """What steered a request was changed inside its worker, for the step numbered `step` and those after it.
+
+    by: `request`, what it came with, or `controller NAME`. kind: `steer` or `unsteer`; sites: where something is done.
+    """
+
+    by: Name
+    kind: Name
+    sites: Annotated[tuple[Site, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
+    step: Count
+    time_ns: Nanoseconds
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """A request is over on this worker, and this is the last frame that names it.
+
+    status: `stop`, `length`, `abort` or `error`. computed_length: tokens of it that were computed, so
+    that position `computed_length - 1` is its last row. rows: rows (position times site) sent for it
+    by this worker over all its frames; dropped: those that were not sent. acted: what steered it, in order, as far as nobody was told by a hub.
+    """
+
+    id: Name
+    status: Name
+    prompt_length: Position
+    computed_length: Position
+    rows: Count
+    dropped: Annotated[tuple[Dropped, ...], msgspec.Meta(max_length=limits.DROPPED_REASONS_MAX)] = ()
+    capture: Capture | None = None
+    acted: Annotated[tuple[Acted, ...], msgspec.Meta(max_length=limits.ACTED_MAX)] = ()
+    incarnation: Name = ""
+
+    __repr__ = brief
+
+
+class ActedOn(msgspec.Struct, frozen=True):
+    """A request is over of which nobody wants rows; acted: what steered it inside its worker, in order."""
+
+    id: Name
+    incarnation: Name
+    acted: Annotated[tuple[Acted, ...], msgspec.Meta(max_length=limits.ACTED_MAX)]
+
+
+class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
+    """Everything about a frame but its rows; see the module for the layout.
+
+    step counts the worker's steps; time_ns is the wall clock when the step was planned; step_tokens
+    is how many tokens the whole step computed and step_requests for how many requests, captured or
+    not.
+    """
+
+    version: int = PROTOCOL_VERSION
+    engine: str
+    boot: str
+    rank: Rank
+    seq: Count
+    step: Count
+    time_ns: Nanoseconds
+    dtype: str
+    hidden_size: int
+    requests: Annotated[tuple[RequestRows, ...], msgspec.Meta(max_length=limits.REQUESTS_PER_FRAME_MAX)]
+    blocks: Annotated[tuple[Block, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
+    finished: Annotated[tuple[Finished, ...], msgspec.Meta(max_length=limits.FINISHED_PER_FRAME_MAX)] = ()
+    acted: Annotated[tuple[ActedOn, ...], msgspec.Meta(max_length=limits.FINISHED_PER_FRAME_MAX)] = ()
+    step_tokens: Count = 0
+    step_requests: Count = 0
+    payload_bytes: int = 0
+    xxh3: int = 0
+
+    __repr__ = brief
+
+    @property
+    def source(self) -> Source:
+        """Whose frame it is; `seq` counts the frames of each."""
+        return self.engine, self.boot, self.rank
+
+
+class Chunk(NamedTuple):
+    """One request's new rows at some sites.
+
+    rows: `[len(sites), length, hidden_size]`, positions `start .. start+length`, read-only.
+    """
+
+    request: RequestRows
+    sites: tuple[Site, ...]
+    start: int
+    rows: Rows
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token ids of the chunk's positions."""
+        first = self.start - self.request.start
+        return self.request.token_ids[first : first + self.rows.shape[1]]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts of the chunk's tokens; empty when the engine has no tokenizer."""
+        first = self.start - self.request.start
+        return self.request.texts[first : first + self.rows.shape[1]]
+
+
+Wants = Callable[[RequestRows], Wanted]
+"""What a consumer wants of a request at each site."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(FrameHeader)
+_id_of = operator.attrgetter("id")
+_row_of = operator.itemgetter(3)  # of a span
+
+
+class Frame:
+    """A header and its payload. `wants` narrows what `chunks` yields; None yields everything."""
+
+    __slots__ = ("_counts", "header", "header_bytes", "payload", "wants")
+
+    def __init__(self, header: FrameHeader, payload: Any, wants: Wants | None = None, *, header_bytes: int = 0) -> None:
+        self.header = header
+        self.header_bytes = header_bytes  # of the header that was read; 0 for a frame that was made here
+        self.payload = payload  # any object with the buffer protocol; kept alive by the views of it
+        self.wants = wants
+        self._counts: list[int] | None = None  # what `counts` returns, once it is known
+
+    def __repr__(self) -> str:
+        about = self.header
+        requests, sites = len(about.requests), len({site for block in about.blocks for site in block.sites})
+        rows = f"{requests} requests, {sites} sites, {self.nbytes:,} bytes of {about.dtype}"
+        return f"<frame {about.seq} of {about.engine!r}, step {about.step}: {rows}>"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of rows in the frame."""
+        return self.header.payload_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """How much memory the frame takes at most: its rows and, where it was read, the objects of its header."""
+        return self.header.payload_bytes + limits.STATE_PER_BYTE_MAX * self.header_bytes
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """The rows of each request, over all its sites; in the order of the header's requests."""
+        if self._counts is None:
+            self._counts = [0] * len(self.header.requests)
+            for block in self.header.blocks:
+                for number, _, length, _ in block.spans:
+                    self._counts[number] += len(block.sites) * length
+        return self._counts
+
+    def narrowed(self, wants: Wants | None) -> Frame:
+        """Return the same frame, of which `chunks` yields what `wants` names."""
+        return Frame(self.header, self.payload, wants, header_bytes=self.header_bytes)
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield the wanted rows in chunks: of each request at each site, in the order of their positions."""
+        wants, whole = self.wants, self._whole()
+        if wants is None:
+            return whole
+        return itertools.chain.from_iterable(_narrow(chunk, wants(chunk.request)) for chunk in whole)
+
+    def blocks(self) -> Iterator[tuple[Block, Rows]]:
+        """Yield every block with its rows `[len(sites), rows, hidden_size]`, whoever wants them."""
+        header = self.header
+        if not header.blocks:
+            return
+        flat = np.frombuffer(self.payload, dtype=DTYPES[header.dtype])
+        begin = 0
+        for block in header.blocks:
+            end = begin + len(block.sites) * block.rows * header.hidden_size
+            yield block, flat[begin:end].reshape(len(block.sites), block.rows, header.hidden_size)
+            begin = end
+
+    def _whole(self) -> Iterator[Chunk]:
+        """Yield every span of every block as a chunk."""
+        header = self.header
+        spans = [(span, block, rows) for block, rows in self.blocks() for span in block.spans]
+        if len(header.blocks) > 1:
+            spans.sort(key=lambda found: found[0][:2])
+        for span, block, rows in spans:
+            request = header.requests[span.request]
+            yield Chunk(request, block.sites, span.start, rows[:, span.row : span.row + span.length])
+
+    def encode(self) -> list[Any]:
+        """Return the frame's parts for the wire; the payload is not copied."""
+        return [_encoder.encode(self.header), self.payload]
+
+    @classmethod
+    def seal(cls, header: FrameHeader, payload: Any) -> Frame:
+        """Return the frame with its payload's length and checksum written into the header."""
+        view = memoryview(payload).cast("B")
+        digest = xxhash.xxh3_64_intdigest(view)
+        return cls(msgspec.structs.replace(header, payload_bytes=len(view), xxh3=digest), view)
+
+    @classmethod
+    def decode(cls, header: bytes | memoryview, payload: Any) -> Frame:
+        """Return the frame that two parts hold, its payload not copied.
+
+        Raises RemoteProtocolError when a part is too large, the header is not one, the payload's
+        length or checksum is not what the header says, or a span points outside.
+        """
+        frame = cls.read(header, payload)
+        frame.check()
+        return frame
+
+    @classmethod
+    def read(cls, header: bytes | memoryview, payload: Any) -> Frame:
+        """Return the frame that two parts hold, without `check`: the first half of `decode`. Raises RemoteProtocolError."""
+        if len(header) > limits.FRAME_HEADER_BYTES_MAX:
+            expected = f"at most {limits.FRAME_HEADER_BYTES_MAX}"
+            raise RemoteProtocolError(explain("frame header", got=f"{len(header)} bytes", expected=expected))
+        rows = memoryview(payload).cast("B")
+        try:
+            check_cost(header, len(rows))
+            parsed = _decoder.decode(header)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+            raise RemoteProtocolError(explain("frame header", got=str(e), expected="a header of this version")) from e
+        return cls(parsed, rows, header_bytes=len(header))
+
+    def check(self, *, hashed: bool = True) -> None:
+        """Raise RemoteProtocolError unless the module's invariant holds; hashed: and the payload has its hash."""
+        header = self.header
+        counts = [0] * len(header.requests)
+        expected_bytes = _checked_rows(header, counts) * header.hidden_size * DTYPES[header.dtype].itemsize
+        if not len(self.payload) == header.payload_bytes == expected_bytes:
+            raise _broken("payload", f"{len(self.payload)} bytes", f"{expected_bytes} as the blocks say")
+        digest = xxhash.xxh3_64_intdigest(self.payload) if hashed else header.xxh3
+        if digest != header.xxh3:
+            raise _broken("payload checksum", f"{digest:#018x}", f"{header.xxh3:#018x}")
+        self._counts = counts
+
+
+def rows_of(header: FrameHeader) -> Counter[str]:
+    """Return how many rows of each request a frame holds."""
+    rows: Counter[str] = Counter()
+    for block in header.blocks:
+        for request, _, length, _ in block.spans:
+            rows[header.requests[request].id] += len(block.sites) * length
+    return rows
+
+
+def _checked_rows(header: FrameHeader, counts: list[int]) -> int:
+    """Return the rows of a frame over all its sites, once everything in its header is in bounds and its spans tile.
+
+    counts: the rows of each request are added to these.
+    """
+    if header.version != PROTOCOL_VERSION:
+        raise _broken("version", header.version, str(PROTOCOL_VERSION))
+    if header.dtype not in DTYPES:
+        raise _broken("dtype", header.dtype, f"one of {', '.join(DTYPES)}")
+    if not 0 < header.hidden_size <= limits.HIDDEN_SIZE_MAX:
+        raise _broken("hidden_size", header.hidden_size, f"1..{limits.HIDDEN_SIZE_MAX}")
+    for request in header.requests:
+        if request.texts and len(request.texts) != len(request.token_ids):
+            raise _broken("texts", len(request.texts), f"none or {len(request.token_ids)}")
+    total = spans = 0
+    for block in header.blocks:
+        total += len(block.sites) * _checked_block(block, header, counts)
+        spans += len(block.spans)
+    if total > limits.ROWS_PER_FRAME_MAX:
+        raise _broken("rows", total, f"at most {limits.ROWS_PER_FRAME_MAX} over all sites")
+    if len(set(map(_id_of, header.requests))) != len(header.requests):
+        raise _broken("requests", "an id twice", "each id once")
+    if 0 in counts:
+        named = len(counts) - counts.count(0)
+        raise _broken("requests", f"{len(counts)}, {named} of them with spans", "a span of each request")
+    if spans != len(counts):
+        _check_positions(header)
+    return total
+
+
+def _checked_block(block: Block, header: FrameHeader, counts: list[int]) -> int:
+    """Return the rows of a block at each of its sites, once its sites and spans are in bounds and no row has two spans."""
+    sites = len(block.sites)
+    if not sites or len(set(block.sites)) != sites:
+        raise _broken("block sites", block.sites, "one or more different sites")
+    for site in block.sites:
+        if site.hook not in HOOKS or not 0 <= site.layer < limits.LAYERS_MAX:
+            raise _broken("site", tuple(site), "a layer and a hook")
+    if not 0 <= block.rows <= limits.ROWS_PER_FRAME_MAX:
+        raise _broken("block rows", block.rows, f"0..{limits.ROWS_PER_FRAME_MAX}")
+    requests, count, rows = header.requests, len(header.requests), block.rows
+    end, in_order = 0, True
+    for number, start, length, row in block.spans:
+        if not 0 <= number < count or length <= 0:
+            raise _broken("span", (number, start, length, row), f"a request below {count} and a length above 0")
+        request = requests[number]
+        first = start - request.start
+        if first < 0 or first + length > len(request.token_ids):
+            raise _broken("span", (number, start, length, row), f"positions of request {request.id}")
+        if row < end:
+            in_order = False
+        end = row + length
+        counts[number] += sites * length
+    if not in_order or end > rows:
+        _check_order(block)
+    return rows
+
+
+def _check_order(block: Block) -> None:
+    """Raise RemoteProtocolError unless each span of a block lies inside it and no row has two."""
+    end, before = 0, None
+    for span in sorted(block.spans, key=_row_of):
+        if span.row < 0 or span.row + span.length > block.rows:
+            raise _broken("span", tuple(span), f"rows below {block.rows}")
+        if before is not None and span.row < end:
+            raise _broken("spans", f"{tuple(before)} and {tuple(span)}", "each row of a block in one span")
+        before, end = span, span.row + span.length
+
+
+def _is_in_order(spans: Sequence[Span], requests: int) -> bool:
+    """Return whether the spans of each request come in the order of their positions, apart."""
+    reach = [0] * requests
+    for number, start, length, _ in spans:
+        if start < reach[number]:
+            return False
+        reach[number] = start + length
+    return True
+
+
+def _check_positions(header: FrameHeader) -> None:
+    """Raise RemoteProtocolError when a position of a request comes twice at a site; no more work than there are rows."""
+    if len(header.blocks) == 1 and _is_in_order(header.blocks[0].spans, len(header.requests)):
+        return
+    spans = sorted((span[:3], number) for number, block in enumerate(header.blocks) for span in block.spans)
+    current, reach = -1, 0
+    ends: dict[Site, int] = {}  # where the rows of the request end at each site, since a position that no span crosses
+    first: tuple[Sequence[Site], int] | None = None  # the sites and end of a span that is not in `ends` yet
+    for (request, start, length), number in spans:
+        sites, stop = header.blocks[number].sites, start + length
+        if request != current or start >= reach:
+            current, reach, ends, first = request, stop, {}, (sites, stop)
+            continue
+        if first is not None:
+            ends, first = dict.fromkeys(*first), None
+        for site in sites:
+            if ends.get(site, 0) > start:
+                what = f"position {start} of request {header.requests[request].id} at {site} twice"
+                raise _broken("spans", what, "each position once at a site")
+            ends[site] = stop
+        reach = max(reach, stop)
+
+
+def _narrow(chunk: Chunk, wanted: Wanted) -> Iterator[Chunk]:
+    """Yield the parts of a chunk that are wanted, sites with the same positions together."""
+    stop = chunk.start + chunk.rows.shape[1]
+    groups: dict[Positions, list[int]] = {}
+    for index, site in enumerate(chunk.sites):
+        want = wanted.get(site)
+        if want is not None:
+            groups.setdefault(want.positions, []).append(index)
+    for positions, indices in groups.items():
+        runs = positions.at(chunk.request.prompt_length).runs(chunk.start, stop)
+        if not runs:
+            continue
+        whole = len(indices) == len(chunk.sites)
+        rows = chunk.rows if whole else chunk.rows[indices]
+        sites = chunk.sites if whole else tuple(chunk.sites[i] for i in indices)
+        for first, end in runs:
+            yield Chunk(chunk.request, sites, first, rows[:, first - chunk.start : end - chunk.start])
+
+
+def _broken(what: str, got: Any, expected: str) -> RemoteProtocolError:
+    return RemoteProtocolError(explain(f"frame {what}", got=got, expected=expected))

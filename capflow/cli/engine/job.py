@@ -1,0 +1,399 @@
+"""The model job of `capflow run`: a child process runs the engine over a file of prompts; this side watches it.
+
+The child is `python -m capflow_engine.jobs.batch`, so that this process needs neither torch nor vLLM and the hub's threads share no
+interpreter with the engine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from capflow import limits
+from capflow.capture.losses import MEANT, described
+from capflow.capture.model import ModelInfo
+from capflow.capture.result import CaptureResult
+from capflow.capture.site import Site
+from capflow.capture.spec import Capture, CaptureByConsumer, Wanted, join
+from capflow.cli.engine.prompts import Prompt
+from capflow.cli.hub.running import HubRun
+from capflow.cli.needs import check_vllm
+from capflow.cli.units import human_bytes
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.transport.client import Client
+
+_RESULTS_WAIT_S = 120.0
+_CAUSE = re.compile(r"^\(\w[^)]*\) ERROR [^\]]*\] (\w+(?:Error|Exception): .+)$", re.MULTILINE)
+_PLAIN_S = 10.0  # between two lines of progress where nobody watches
+
+
+def parse_pairs(pairs: tuple[str, ...], option: str) -> dict[str, Any]:
+    """Return `NAME=VALUE` pairs as a dict; a value is read as JSON where it is JSON, else as text."""
+    parsed: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(explain(option, got=pair, expected="NAME=VALUE"))
+        try:
+            parsed[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            parsed[name] = value
+    return parsed
+
+
+@dataclass
+class ModelJob:
+    """One run of a model over prompts, in a child process, from `start` to `finish`.
+
+    stage: what the child is at. done: its finished requests, in order, as it tells of them. Written by the
+    thread that reads the child's events, read by whoever shows progress.
+    """
+
+    model: str
+    prompts: list[Prompt]
+    sites: tuple[str, ...]
+    max_tokens: int
+    engine: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
+    key: str | None = None  # the hub's own, if it has one: the engine and this side speak with it too
+    outbound: dict[str, Any] = field(
+        default_factory=dict
+    )  # what workers do when their queue is full: `policy`, `spool_dir`, …
+    # Where the prompts came from, for messages.
+    prompts_file: str = ""
+    # What steers every prompt and what prompts may name: `steering`, `steering_modules` and `steering_bank_bytes` as options have them.
+    steering: dict[str, Any] = field(default_factory=dict)
+    # What the engine is called; None for a random name.
+    engine_name: str | None = None
+    hub: str = ""  # the address, known once the hub listens
+    # The engine's id, known once it runs.
+    engine_id: str = ""
+    stage: str = "starting"
+    shape: tuple[int, tuple[Site, ...]] | None = None  # layers and tapped sites, known before the model is loaded
+    info: ModelInfo | None = None
+    done: list[dict[str, Any]] = field(default_factory=list)
+    generated_s: float | None = None  # how long the requests took, once all are done
+    ready_at: float | None = None  # when the engine took its first request, on the monotonic clock
+    _process: subprocess.Popen[bytes] | None = None
+    _reader: threading.Thread | None = None
+    _error: CapflowError | None = None
+    _log: Path | None = None
+
+    def check(self) -> None:
+        """Raise UsageError for what can be known to be wrong before anything is started."""
+        check_vllm(option="--model")
+        path = Path(self.model)
+        local = path.exists() or self.model.startswith((".", "/", "~")) or self.model.count("/") > 1
+        if local and not (path / "config.json").is_file():
+            expected = "a directory with a config.json, a model's name, or `demo`"
+            raise UsageError(explain("--model", got=self.model, expected=expected))
+
+    def start(self, umask: int) -> None:
+        """Start the child with a umask: what it downloads may be shared, as the hub's files may not."""
+        log = tempfile.NamedTemporaryFile(prefix="capflow-engine-", suffix=".log", delete=False)  # noqa: SIM115
+        self._log = Path(log.name)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "capflow_engine.jobs.batch"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+            umask=umask,
+        )
+        log.close()
+        assert self._process.stdin is not None
+        asked = {
+            "model": self.model,
+            "prompts": self.prompts,
+            "prompts_file": self.prompts_file,
+            "hub": self.hub,
+            "key": self.key,
+            "sites": self.sites,
+            "max_tokens": self.max_tokens,
+            "engine": self.engine,
+            "sampling": self.sampling,
+            **self.steering,
+            "engine_name": self.engine_name,
+            **self.outbound,
+        }
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # `finish` tells of a child that died
+            stdin.write(msgspec.json.encode(asked))
+        self._reader = threading.Thread(target=self._read, name="capflow-job", daemon=True)
+        self._reader.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether the child is still there."""
+        return self._reader is not None and self._reader.is_alive()
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens were generated by finished requests."""
+        return sum(int(d["tokens"]) for d in self.done)
+
+    def stop(self, hurry: threading.Event) -> None:
+        """End the child and everything it started, whatever it is at; it sends what it has, unless someone is in a hurry."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.terminate()
+        deadline = time.monotonic() + limits.ENGINE_END_S_MAX + limits.HANG_S_MAX
+        while self._process.poll() is None and time.monotonic() < deadline and not hurry.wait(limits.IDLE_S):
+            pass
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def forget_log(self) -> None:
+        """Remove the child's log, of which nobody is told."""
+        if self._log is not None:
+            self._log.unlink(missing_ok=True)
+
+    def finish(self) -> None:
+        """Wait for the end of the child; raise what it failed with, if it did."""
+        assert self._process is not None
+        assert self._reader is not None
+        self._reader.join()
+        code = self._process.wait()
+        if self._error is None and (code != 0 or self.generated_s is None):
+            got = f"exit code {code}"
+            self._error = CapflowError(
+                explain("the engine ended before its work was done", got=got, do=self._see_log())
+            )
+        if self._error is not None:
+            raise self._error
+        self.forget_log()
+
+    def _see_log(self) -> str:
+        return f"see {self._log}"
+
+    def _root_cause(self) -> str | None:
+        """Return what a process of the engine died of, where the engine only says that one did."""
+        text = self._log.read_text(errors="replace") if self._log is not None else ""
+        causes = [m.group(1) for m in _CAUSE.finditer(text) if "ngine core" not in m.group(1)]
+        return explain("the engine failed", got=causes[0]) if causes else None
+
+    def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            match event.get("event"):
+                case "model":
+                    self.shape = int(event["num_layers"]), tuple(Site(*site) for site in event["sites"])
+                case "loading":
+                    self.stage = "loading the model"
+                case "preparing":
+                    self.stage = str(event["what"])
+                case "ready":
+                    self.info, self.engine_id = msgspec.convert(event["info"], ModelInfo), str(event["engine"])
+                    self.stage, self.ready_at = "running", time.monotonic()
+                case "done":
+                    self.done.append(event)
+                case "end":
+                    self.stage, self.generated_s = "done", float(event["seconds"])
+                case "error":
+                    message = str(event["message"])
+                    if event["usage"]:
+                        self._error = UsageError(message)
+                    else:
+                        self._error = CapflowError(f"{self._root_cause() or message}; {self._see_log()}")
+
+
+def run_job(running: HubRun, job: ModelJob) -> int:
+    """Run a job with a hub beside it, show how it goes, and say at the end what came of it.
+
+    Return the exit code: 0 only if every row that the consumers' specs promise of every request arrived; 130 or 143 when a signal
+    interrupted it.
+    Raises UsageError and CapflowError when the job could not be done.
+    """
+    _check_names(running, job)
+    with running:
+        running.tell_addresses()
+        job.hub = running.hub.address
+        job.start(running.umask_before)
+        try:
+            _watch(running, job)
+            interrupted = running.stopped.is_set()
+            if not interrupted:
+                job.finish()
+                results = _results(job)
+        finally:
+            job.stop(running.signals.second)
+    if interrupted:
+        job.forget_log()
+        running.tell("interrupted", "interrupted; what was captured until then is complete, request by request")
+        return running.signals.exit_code
+    missing = _missing(running, job, results)
+    running.console.print(_outcome(running, job, results))
+    for line in missing[:20]:
+        running.tell("missing", line, style="red")
+    return 1 if missing else running.exit_code
+
+
+def _watch(running: HubRun, job: ModelJob) -> None:
+    """Show progress until the job's child is over or a signal came."""
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rates]}"),
+        TimeElapsedColumn(),
+        console=running.console,
+        transient=True,
+        disable=not running.console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task(job.stage, total=len(job.prompts), rates="")
+        said, said_at = "", 0.0
+        checked = False
+        while job.running and not running.stopped.wait(limits.IDLE_S):
+            if not checked and job.shape is not None:
+                _check_specs(running, job, *job.shape)
+                checked = True
+            if running.refusals:
+                raise UsageError(running.refusals[0])
+            rates = _rates(running, job)
+            bar.update(task, description=job.stage, completed=len(job.done), rates=rates)
+            now = time.monotonic()
+            if bar.disable and (job.stage != said or now - said_at > _PLAIN_S):
+                line = f"{job.stage}, {len(job.done)} of {len(job.prompts)} requests  {rates}"
+                running.tell("progress", line.rstrip(), stage=job.stage, done=len(job.done), of=len(job.prompts))
+                said, said_at = job.stage, now
+
+
+def _check_names(running: HubRun, job: ModelJob) -> None:
+    """Raise UsageError when a prompt's capture names a consumer that is not here or reads no requests."""
+    readers = {consumer.name for consumer in running.hub.consumers if consumer.consumer.reads_requests}
+    for prompt in job.prompts:
+        capture = prompt.asked
+        named = set(capture.by_name) if isinstance(capture, CaptureByConsumer) else set()
+        if strangers := sorted(named - readers):
+            expected = f"one of {', '.join(sorted(readers)) or 'none, for no consumer reads requests'}"
+            raise UsageError(explain(f"prompt {prompt.id}, capture", got=f"consumer {strangers[0]}", expected=expected))
+
+
+def _check_specs(running: HubRun, job: ModelJob, num_layers: int, sites: tuple[Site, ...]) -> None:
+    """Raise UsageError when a consumer, a controller or a prompt wants what the model does not have."""
+    for prompt in job.prompts:
+        if (asked := prompt.asked) is not None:
+            asked.resolve(sites, num_layers=num_layers, where=f"prompt {prompt.id}, capture")
+    running.check_specs(num_layers, sites)
+
+
+def _rates(running: HubRun, job: ModelJob) -> str:
+    if job.ready_at is None:
+        return ""
+    now = running.hub.snapshot()
+    seconds = max(time.monotonic() - job.ready_at, 1e-3)
+    return (
+        f"{now.tokens / seconds:.0f} tok/s  {now.rows / seconds:.0f} rows/s  {human_bytes(now.bytes / seconds)}/s  "
+        f"queued {human_bytes(now.queued_bytes)}  dropped {now.rows_lost}  spilled {now.spilled}"
+    )
+
+
+def _results(job: ModelJob) -> dict[str, dict[str, CaptureResult]]:
+    """Return what the consumers say of every request, waiting until they are done with all of them."""
+    with Client(job.hub, key=job.key, insecure=True) as client:
+        return client.results([p.id for p in job.prompts], wait=True, timeout=_RESULTS_WAIT_S, engine=job.engine_id)
+
+
+def _resolved(capture: Capture | None, info: ModelInfo) -> Wanted:
+    return {} if capture is None else capture.resolve(info.sites, num_layers=info.num_layers)
+
+
+def _wanted(running: HubRun, own: dict[str, Wanted], prompt: Prompt, info: ModelInfo) -> dict[str, Wanted]:
+    """Return what each consumer is to have of a prompt: by its own spec, and by the prompt's."""
+    capture = prompt.asked
+    if capture is None:
+        return own
+    readers = (consumer for consumer in running.hub.consumers if consumer.consumer.reads_requests)
+    asked = {consumer.name: _resolved(capture.of(consumer.name), info) for consumer in readers}
+    return {name: join((wanted, asked.get(name, {}))) for name, wanted in own.items()}
+
+
+def _missing(running: HubRun, job: ModelJob, results: dict[str, dict[str, CaptureResult]]) -> list[str]:
+    """Return what is wrong with what arrived: counted here from the specs, not from what anyone reports."""
+    assert job.info is not None
+    own = {consumer.name: _resolved(consumer.consumer.spec(), job.info) for consumer in running.hub.consumers}
+    lines = []
+    answered = {str(d["id"]): d for d in job.done}
+    total = 0
+    for prompt in job.prompts:
+        done = answered.get(prompt.id)
+        if done is None:
+            lines.append(f"request {prompt.id}: no answer")
+            continue
+        wanted = _wanted(running, own, prompt, job.info)
+        computed = int(done["prompt_tokens"]) + int(done["tokens"]) - 1
+        count = {
+            name: sum(w.positions.count(int(done["prompt_tokens"]), computed) for w in sites.values())
+            for name, sites in wanted.items()
+        }
+        total += sum(w.positions.count(int(done["prompt_tokens"]), computed) for w in join(wanted.values()).values())
+        for name, rows in count.items():
+            result = results.get(prompt.id, {}).get(name)
+            if result is not None and _only_skipped(result):
+                continue
+            if rows and (result is None or result.status != "ok"):
+                why = "no result" if result is None else f"{result.status}: {result.error}"
+                lines.append(f"request {prompt.id}, {name}: {why}")
+            elif result is not None and result.payload.get("rows", rows) != rows:
+                lines.append(f"request {prompt.id}, {name}: got {result.payload['rows']} rows, expected {rows}")
+    received = running.hub.snapshot().rows
+    if received != total:
+        lines.append(f"rows received: got {received}, expected {total} as the specs and the answers' lengths say")
+    return lines
+
+
+def _only_skipped(result: CaptureResult) -> bool:
+    """Return whether nothing is wrong with a result but that a live consumer skipped rows."""
+    reasons = {each.reason for each in result.dropped}
+    return bool(reasons) and reasons <= MEANT and result.error == "; ".join(map(described, result.dropped))
+
+
+def _steered(done: dict[str, Any]) -> bool:
+    """Return whether a request came with something that steers it; what controllers may have done is not counted."""
+    applied = done["steering_applied"]
+    return applied is not None and applied["key"].partition("+")[0] not in ("none", "dynamic")
+
+
+def _outcome(running: HubRun, job: ModelJob, results: dict[str, dict[str, CaptureResult]]) -> Table:
+    """Return the table of what was captured, where it lies, and how to look at it."""
+    assert job.generated_s is not None
+    now = running.hub.snapshot()
+    prompt_tokens = sum(int(d["prompt_tokens"]) for d in job.done)
+    rate = job.tokens / job.generated_s
+    steered = sum(map(_steered, job.done))
+    table = Table(
+        title=f"{len(job.done)} requests, {prompt_tokens} prompt and {job.tokens} generated tokens in "
+        f"{job.generated_s:.1f} s: {rate:.0f} generated tok/s, {now.rows} rows, {human_bytes(now.bytes)}, "
+        f"{now.rows_lost} dropped" + (f", {steered} requests steered" if steered else ""),
+        title_justify="left",
+    )
+    for column in ("consumer", "requests ok", "where it lies", "look at it with"):
+        table.add_column(column, overflow="fold")
+    for consumer in running.hub.consumers:
+        fine = sum(r[consumer.name].status == "ok" for r in results.values() if consumer.name in r)
+        where, how = consumer.consumer.look() or ("", "")
+        table.add_row(consumer.name, str(fine), where, how)
+    return table

@@ -1,0 +1,94 @@
+"""`capflow rollouts`: the answers to many prompts under many vectors and scales, in a file."""
+
+from __future__ import annotations
+
+import click
+
+from capflow.errors import UsageError, explain
+
+
+@click.command()
+@click.option("--model", required=True, metavar="MODEL", help="A model's directory or name, or `demo`.")
+@click.option("--prompts", required=True, metavar="FILE", help='JSON Lines: {"id": "…", "prompt": "…"}.')
+@click.option("--out", required=True, metavar="FILE", help="A .jsonl or .parquet file; what it has is not done again.")
+@click.option("--vector", "vectors", multiple=True, metavar="NAME=FILE", help="A file of vectors; repeatable.")
+@click.option("--scales", default="0,1", show_default=True, metavar="X,Y,…", help="Scales of each; 0 steers nothing.")
+@click.option(
+    "--normalize-steering", is_flag=True, help="Scales are of the stream's norm at each token; vectors have length 1."
+)
+@click.option("--samples", type=click.IntRange(1), default=1, show_default=True, help="Answers for each.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of sample 0; the next has the next."
+)
+@click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True)
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
+@click.option("--backend", type=click.Choice(["vllm", "transformers"]), default="vllm", show_default=True)
+@click.option("--batch", type=click.IntRange(1), help="Answers asked for at once: 64 with vllm, 1 with transformers.")
+@click.option("--stride", type=click.IntRange(1), default=1, show_default=True, help="How many workers share the work.")
+@click.option("--offset", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is, from 0.")
+@click.option("--model-arg", multiple=True, metavar="NAME=VALUE", help="An argument of the back end; repeatable.")
+def rollouts(
+    model: str,
+    prompts: str,
+    out: str,
+    vectors: tuple[str, ...],
+    scales: str,
+    normalize_steering: bool,
+    samples: int,
+    seed: int,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    backend: str,
+    batch: int | None,
+    stride: int,
+    offset: int,
+    model_arg: tuple[str, ...],
+) -> None:
+    """Answer every prompt under every vector at every scale.
+
+    A run that was stopped goes on where it was when it is started again. With --stride N each worker writes a file of its own,
+    FILE.K-of-N.
+    """
+    from capflow.cli.engine.become import become
+    from capflow.cli.engine.job import parse_pairs
+
+    become(
+        "capflow_models.rolloutjob",
+        {
+            "model": model,
+            "backend": backend,
+            "prompts": prompts,
+            "out": out,
+            "vectors": _files(vectors),
+            "scales": _numbers(scales),
+            "samples": samples,
+            "seed": seed,
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "batch": batch or 0,
+            "relative": normalize_steering,
+            "stride": stride,
+            "offset": offset,
+            "arguments": parse_pairs(model_arg, "--model-arg"),
+        },
+    )
+
+
+def _files(vectors: tuple[str, ...]) -> dict[str, str]:
+    files: dict[str, str] = {}
+    for each in vectors:
+        name, equals, path = each.partition("=")
+        if not equals or not name or not path or name in files:
+            raise UsageError(explain("--vector", got=each, expected="NAME=FILE, each name once"))
+        files[name] = path
+    return files
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as e:
+        raise UsageError(explain("--scales", got=text, expected="numbers, comma separated")) from e

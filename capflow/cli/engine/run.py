@@ -1,0 +1,232 @@
+"""`capflow run`: a hub with consumers, alone or for as long as a model's job takes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from capflow import limits
+
+if TYPE_CHECKING:
+    from capflow.buffers.policy import Fallback, Policy
+    from capflow.cli.hub.running import HubRun
+    from capflow.cli.logs import Format
+
+
+def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
+    """Have a command say what it fails with in the format of its log."""
+
+    @functools.wraps(command)
+    def run_it(*, log_format: Format, **options: Any) -> None:
+        if log_format == "text":
+            command(log_format=log_format, **options)
+            return
+        from capflow.cli.logs import failures_as_json
+
+        with failures_as_json():
+            command(log_format=log_format, **options)
+
+    return run_it
+
+
+@click.command()
+@click.option(
+    "--consumer",
+    "consumers",
+    multiple=True,
+    metavar="NAME[@INSTANCE]:KEY=VALUE,…",
+    help="A consumer or controller and its options; may be repeated, also the same one as NAME@INSTANCE. See `capflow plugins`.",
+)
+@click.option("--config", type=click.Path(path_type=Path), help="A TOML file with a [[consumer]] table for each.")
+@click.option("--address", metavar="ADDRESS", help="Where to listen: ipc:///PATH or tcp://HOST:PORT.")
+@click.option(
+    "--key", metavar="NAME|PATH", help="The hub's key, for TCP: then only peers with a key get in. See `keys`."
+)
+@click.option("--insecure", is_flag=True, help="Allow an address that other machines can reach, without a key.")
+@click.option(
+    "--tap",
+    metavar="ADDRESS",
+    help="Watch what the hub at this address takes, live: for consumers with policy drop or skip. It waits for nothing here.",
+)
+@click.option("--tap-key", metavar="NAME|PATH", help="This side's key for --tap. Default: that of CAPFLOW_KEY.")
+@click.option(
+    "--drain-s",
+    type=click.FloatRange(min=0),
+    help="How long consumers that get on may take at the end. Default: 20; with --model 60.",
+)
+@click.option("--model", metavar="MODEL", help="Run this model over --prompts, and end when it is through.")
+@click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="The prompts for --model, JSON Lines.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens for each answer.")
+@click.option("--sites", multiple=True, metavar="HOOK:LAYER", help="Sites that carry a tap, with *; post_block:*.")
+@click.option("--steering", metavar="FILE", help="Steer every prompt of --model by this module: JSON, or vectors.")
+@click.option(
+    "--steering-modules", multiple=True, metavar="NAME=FILE", help="A module that prompts may name; repeatable."
+)
+@click.option(
+    "--steering-bank-bytes",
+    type=click.IntRange(1, limits.BANK_BYTES_MAX),
+    help="The memory for what steers. Default: 256 MiB.",
+)
+@click.option(
+    "--engine-name", metavar="NAME", help="What the engine of --model is called. Default: another name each time."
+)
+@click.option("--engine-arg", multiple=True, metavar="NAME=VALUE", help="An engine argument of vLLM; repeatable.")
+@click.option("--sampling", multiple=True, metavar="NAME=VALUE", help="A sampling parameter of vLLM; repeatable.")
+@click.option(
+    "--policy",
+    type=click.Choice(["block", "drop", "spill"]),
+    help="What a worker of --model does when its queue is full. Default: block.",
+)
+@click.option("--spool-dir", metavar="DIR", help="Where a worker with policy spill has its spool.")
+@click.option("--spool-bytes", type=click.IntRange(min=1), help="How much it may hold. Default: 2 GiB.")
+@click.option(
+    "--spill-fallback", type=click.Choice(["block", "drop"]), help="What holds when it is full. Default: block."
+)
+@click.option(
+    "--memory-bytes-max",
+    type=click.IntRange(limits.MEMORY_BYTES_MIN, limits.MEMORY_BYTES_MAX),
+    help="The memory for what peers send. Default: a quarter of the machine's.",
+)
+@click.option(
+    "--metrics-address",
+    metavar="[HOST:]PORT",
+    help="Serve /metrics, /healthz and /readyz over HTTP; HOST is 127.0.0.1 unless given, PORT 0 is any free one.",
+)
+@click.option(
+    "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Of standard error."
+)
+@click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does: with the parent process.")
+@_failures_in_its_log
+def run(
+    consumers: tuple[str, ...],
+    config: Path | None,
+    address: str | None,
+    key: str | None,
+    insecure: bool,
+    tap: str | None,
+    tap_key: str | None,
+    drain_s: float | None,
+    model: str | None,
+    prompts: Path | None,
+    max_tokens: int,
+    sites: tuple[str, ...],
+    steering: str | None,
+    steering_modules: tuple[str, ...],
+    steering_bank_bytes: int | None,
+    engine_name: str | None,
+    engine_arg: tuple[str, ...],
+    sampling: tuple[str, ...],
+    policy: Policy | None,
+    spool_dir: str | None,
+    spool_bytes: int | None,
+    spill_fallback: Fallback | None,
+    memory_bytes_max: int | None,
+    metrics_address: str | None,
+    log_format: Format,
+    until_eof: bool,
+) -> None:
+    """Run a hub with consumers.
+
+    Alone it waits for engines until Ctrl-C; with --model and --prompts it runs that model and ends when all its
+    prompts are through. The exit code is 1 when rows were lost.
+    """
+    from capflow.cli.hub.running import HubRun
+    from capflow.errors import UsageError, explain
+    from capflow.hub.monitor.endpoint import parse_listen
+    from capflow.plugins.configure import configure_all, load_plugins
+    from capflow.text.engine_name import checked
+    from capflow.transport.address import check_address, default_address, private_address
+
+    if (model is None) != (prompts is None):
+        given, missing = ("--prompts", "--model") if model is None else ("--model", "--prompts")
+        raise UsageError(explain(given, got=f"no {missing}", expected="both or neither"))
+    spill = {"spool_dir": spool_dir, "spool_bytes": spool_bytes, "spill_fallback": spill_fallback}
+    outbound = {name: value for name, value in {"policy": policy, **spill}.items() if value is not None}
+    _check_beside(outbound, model, policy)
+    steers = {"steering": steering, "steering_modules": steering_modules, "steering_bank_bytes": steering_bank_bytes}
+    steers = {name: value for name, value in steers.items() if value not in (None, ())}
+    if model is None and (steers or engine_name is not None):
+        option = "--" + next(iter(steers), "engine_name").replace("_", "-")
+        raise UsageError(explain(option, got="no --model", expected="it beside", do="see `capflow serve` for a server"))
+    if tap is not None and model is not None:
+        raise UsageError(explain("--tap", got="--model with it", expected="one of them"))
+    if tap is None and tap_key is not None:
+        raise UsageError(explain("--tap-key", got="no --tap", expected="both or neither"))
+    if tap is not None and address is None:
+        address = private_address("tap")
+    address = check_address(address or default_address(), insecure=insecure or key is not None, where="--address")
+    metrics = None if metrics_address is None else parse_listen(metrics_address, "--metrics-address")
+    made, controllers = configure_all(consumers, config, load_plugins())
+    if not made and not controllers:
+        raise UsageError(explain("--consumer", got="none", expected="at least one", do="see `capflow plugins`"))
+    tapping = None
+    if tap is not None:
+        from capflow.hub.watch import Tapping, check_live
+
+        check_live(made, controllers)
+        tapping = functools.partial(Tapping, tap, key=tap_key, insecure=insecure, own_key=key)
+    job = None
+    if model is not None and prompts is not None:
+        from capflow.cli.engine.job import ModelJob, parse_pairs
+        from capflow.cli.engine.prompts import read_prompts
+
+        job = ModelJob(
+            model=model,
+            prompts=read_prompts(prompts),
+            prompts_file=str(prompts),
+            sites=sites or ("post_block:*",),
+            max_tokens=max_tokens,
+            engine=parse_pairs(engine_arg, "--engine-arg"),
+            sampling=parse_pairs(sampling, "--sampling"),
+            key=key,
+            outbound=outbound,
+            engine_name=None if engine_name is None else checked(engine_name, where="--engine-name"),
+            steering=steers,
+        )
+        job.check()
+    running = HubRun(
+        address,
+        made,
+        controllers,
+        key=key,
+        insecure=insecure,
+        drain_s=drain_s,
+        memory_bytes_max=memory_bytes_max,
+        ends=job is not None or until_eof,
+        metrics=metrics,
+        log_format=log_format,
+    )
+    if job is not None:
+        from capflow.cli.engine.job import run_job
+
+        sys.exit(run_job(running, job))
+    with running, contextlib.nullcontext() if tapping is None else tapping(running.hub):
+        if until_eof:
+            threading.Thread(target=_stop_at_eof, args=(running,), name="capflow-stdin", daemon=True).start()
+        running.wait()
+    sys.exit(running.exit_code)
+
+
+def _check_beside(outbound: dict[str, Any], model: str | None, policy: Policy | None) -> None:
+    """Raise UsageError for an option of a worker's queue without the model or the policy that it is for."""
+    from capflow.errors import UsageError, explain
+
+    for name in outbound:
+        if model is None or (name != "policy" and policy != "spill"):
+            missing = "no --model" if model is None else "no --policy spill"
+            do = "say the policy where the engine is started" if model is None else ""
+            raise UsageError(explain("--" + name.replace("_", "-"), got=missing, expected="it beside", do=do))
+
+
+def _stop_at_eof(running: HubRun) -> None:
+    while os.read(sys.stdin.fileno(), 4096):  # not by `sys.stdin`, whose lock the interpreter takes when it ends
+        pass
+    running.stopped.set()

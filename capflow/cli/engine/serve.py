@@ -1,0 +1,99 @@
+"""`capflow serve MODEL …`: vLLM's OpenAI-compatible server with the engine extension, with a hub beside it if asked for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+import click
+
+from capflow.cli.needs import check_vllm
+
+if TYPE_CHECKING:
+    from capflow.cli.hub.running import HubRun
+    from capflow.cli.logs import Format
+    from capflow.cli.signals import Signals
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+    add_help_option=False,
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def serve(arguments: tuple[str, ...]) -> None:
+    """Serve MODEL with vLLM's OpenAI-compatible server, tapped: `capflow serve MODEL [options of capflow and of vLLM]`."""
+    from capflow.errors import UsageError, explain
+    from capflow.serve_options import engine_options, help_text, hub_options
+
+    if "--help" in arguments or "-h" in arguments:
+        click.echo(help_text().rstrip())
+        return
+    if any(one.startswith("--help=") for one in arguments):
+        check_vllm("to serve models")
+        os.execv(sys.executable, [sys.executable, "-m", "capflow_engine.serve.server", *arguments])  # noqa: S606
+    hub, rest = hub_options().parse_known_args(list(arguments))
+    engine, others = engine_options().parse_known_args(rest)
+    if not others:
+        raise UsageError(explain("MODEL", got="none", expected="capflow serve MODEL"))
+    check_vllm("to serve models")
+    sys.exit(_serve(hub, engine, rest))
+
+
+def _serve(hub: Namespace, engine: Namespace, arguments: list[str]) -> int:
+    """Serve until a signal comes; return the exit code."""
+    from capflow import limits
+    from capflow.cli.engine.server import ServerProcess
+    from capflow.cli.signals import Signals
+
+    shutdown_s = limits.SHUTDOWN_S_DEFAULT if engine.shutdown_timeout is None else engine.shutdown_timeout
+    with Signals() as signals:
+        running = _hub_beside(hub, engine, signals)
+        with ServerProcess(arguments, signals, shutdown_s=shutdown_s) as server:
+            shape = server.shape()
+            if running is None or shape is None:
+                server.go_on(None)
+                return server.follow()
+            running.check_specs(shape.num_layers, shape.sites)
+            with running:
+                running.tell_addresses()
+                server.go_on(running.hub.address)
+                code = server.follow()
+        return code or running.exit_code
+
+
+def _hub_beside(hub: Namespace, engine: Namespace, signals: Signals) -> HubRun | None:
+    """Return the hub that is asked for, not yet started; None when none is."""
+    from capflow.cli.hub.running import HubRun
+    from capflow.errors import UsageError, explain
+    from capflow.hub.monitor.endpoint import parse_listen
+    from capflow.plugins.configure import configure_all, load_plugins
+    from capflow.serve_options import HUB_FLAGS
+    from capflow.transport.address import check_address, private_address
+
+    if not hub.consumer and hub.consumer_config is None:
+        for flag in HUB_FLAGS[2:]:
+            if getattr(hub, flag.removeprefix("--").replace("-", "_")) is not None:
+                raise UsageError(explain(flag, got="no --consumer", expected="it beside: it is of the hub inside"))
+        return None
+    if engine.hub:
+        raise UsageError(explain("--hub", got="--consumer with it", expected="one of them"))
+    address = hub.address or private_address("serve")
+    made, controllers = configure_all(hub.consumer, hub.consumer_config, load_plugins())
+    log_format: Format = hub.log_format or "text"
+    return HubRun(
+        check_address(address, insecure=engine.insecure or engine.key is not None, where="--address"),
+        made,
+        controllers,
+        key=engine.key,
+        insecure=engine.insecure,
+        drain_s=hub.drain_s,
+        memory_bytes_max=hub.memory_bytes_max,
+        ends=True,
+        metrics=None if hub.metrics_address is None else parse_listen(hub.metrics_address, "--metrics-address"),
+        log_format=log_format,
+        # Not a terminal: the server's log is written there too, over which no live line can be drawn.
+        live=False,
+        signals=signals,
+    )

@@ -1,0 +1,54 @@
+"""`capflow vectors fit`: steering vectors from contrastive pairs of prompts."""
+
+from __future__ import annotations
+
+import click
+
+from capflow.capture.site import HOOK_ALIASES, HOOKS, hook_named
+
+
+@click.group()
+def vectors() -> None:
+    """Make steering vectors."""
+
+
+@vectors.command()
+@click.option("--model", required=True, metavar="MODEL", help="A model's directory or name, or `demo`.")
+@click.option("--pairs", required=True, metavar="FILE", help='JSON Lines: {"positive": "…", "negative": "…"}.')
+@click.option("--out", required=True, metavar="FILE", help="The .safetensors file to write.")
+@click.option("--method", type=click.Choice(["mean", "pca"]), default="mean", show_default=True)
+@click.option("--layers", default="all", show_default=True, metavar="LAYERS", help="As in a capture: 4-11, or 3+7.")
+@click.option("--hook", type=click.Choice((*HOOKS, *HOOK_ALIASES)), default="post_block", show_default=True)
+@click.option("--backend", type=click.Choice(["vllm", "transformers"]), default="vllm", show_default=True)
+@click.option("--model-arg", multiple=True, metavar="NAME=VALUE", help="An argument of the back end; repeatable.")
+def fit(
+    model: str,
+    pairs: str,
+    out: str,
+    method: str,
+    layers: str,
+    hook: str,
+    backend: str,
+    model_arg: tuple[str, ...],
+) -> None:
+    """Fit a vector for each layer from prompts that show a concept and prompts that show its opposite.
+
+    The stream at the prompts' last tokens is compared: `mean` is the difference of the means, `pca` the first principal
+    direction of the pairs' differences.
+    """
+    from capflow.cli.engine.become import become
+    from capflow.cli.engine.job import parse_pairs
+
+    become(
+        "capflow_models.fitjob",
+        {
+            "model": model,
+            "backend": backend,
+            "pairs": pairs,
+            "out": out,
+            "method": method,
+            "layers": layers,
+            "hook": hook_named(hook),
+            "arguments": parse_pairs(model_arg, "--model-arg"),
+        },
+    )

@@ -1,0 +1,110 @@
+"""`capflow steer`, `unsteer` and `abort`: have the engine that runs a request act on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from capflow.cli.hub.address import engine_option, hub_options
+
+if TYPE_CHECKING:
+    from capflow.steering.action import Action
+
+
+_engine = engine_option("The engine that runs the request, where several have its id.")
+
+
+@click.command()
+@click.argument("request")
+@_engine
+@click.option("--vector", required=True, metavar="FILE.safetensors[:KEY]", help="The vector, [hidden_size].")
+@click.option("--site", required=True, metavar="HOOK:LAYER", help="Where to add it, e.g. post_block:12.")
+@click.option("--scale", type=float, default=1.0, show_default=True, help="What to multiply it by.")
+@hub_options
+def steer(request: str, engine: str, vector: str, site: str, scale: float, **hub: Any) -> None:
+    """Add a vector to the running REQUEST, from its next generated token on."""
+    from capflow.capture.site import Site
+    from capflow.steering.action import Steer
+    from capflow.steering.vector import SteeringVector
+
+    where = Site.parse(site)
+    made = SteeringVector.make(where, read_vector(vector), scale, where=f"--vector {vector}")
+    _act(Steer(request, (made,), engine=engine), hub)
+
+
+@click.command()
+@click.argument("request")
+@_engine
+@hub_options
+def unsteer(request: str, engine: str, **hub: Any) -> None:
+    """Take back what `steer` added to the running REQUEST."""
+    from capflow.steering.action import Unsteer
+
+    _act(Unsteer(request, engine=engine), hub)
+
+
+@click.command()
+@click.argument("request")
+@_engine
+@hub_options
+def abort(request: str, engine: str, **hub: Any) -> None:
+    """Stop the running REQUEST; what it generated so far is its result."""
+    from capflow.steering.action import Abort
+
+    _act(Abort(request, engine=engine), hub)
+
+
+def read_vector(text: str) -> Any:
+    """Return the tensor that `FILE[:KEY]` names, as an array.
+
+    Raises UsageError when there is no such file or tensor, or no KEY and several tensors.
+    """
+    from capflow.errors import UsageError, explain
+
+    file, separator, key = text, "", ""
+    if not Path(text).exists():
+        file, separator, key = text.rpartition(":")
+    where = f"--vector {text}"
+    if not Path(file).is_file():
+        raise UsageError(explain(where, got="no such file", expected="FILE.safetensors[:KEY]"))
+    tensors = _read_safetensors(Path(file), where)
+    if separator and key not in tensors:
+        raise UsageError(explain(where, got=f"no tensor {key}", expected=f"one of {', '.join(sorted(tensors))}"))
+    if not separator and len(tensors) != 1:
+        raise UsageError(
+            explain(where, got=f"{len(tensors)} tensors", expected=f":KEY, one of {', '.join(sorted(tensors))}")
+        )
+    return tensors[key] if separator else next(iter(tensors.values()))
+
+
+def _read_safetensors(file: Path, where: str) -> dict[str, Any]:
+    import ml_dtypes
+    import numpy as np
+    import safetensors
+
+    from capflow.errors import UsageError, explain
+
+    dtypes = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
+    try:
+        found = safetensors.deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
+    except (OSError, safetensors.SafetensorError) as e:
+        raise UsageError(explain(where, got=str(e), expected="a safetensors file")) from e
+    return {
+        name: np.frombuffer(tensor["data"], dtypes[tensor["dtype"]]).reshape(tensor["shape"]).astype(np.float32)
+        for name, tensor in found
+        if tensor["dtype"] in dtypes
+    }
+
+
+def _act(action: Action, hub: dict[str, Any]) -> None:
+    from capflow.errors import CapflowError
+    from capflow.steering.action import Applied
+    from capflow.transport.client import Client
+
+    with Client(**hub) as client:
+        outcome = client.act(action)
+    if not isinstance(outcome, Applied):
+        raise CapflowError(outcome.reason)
+    click.echo(f"applied in step {outcome.step}")

@@ -1,0 +1,36 @@
+"""The options by which commands find a running hub, the same for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from capflow import limits
+from capflow.errors import UsageError, explain
+
+KEY_HELP = "This side's key: its name in the directory of keys, or a path. Default: that of CAPFLOW_KEY."
+
+
+def engine_option(what: str) -> Callable[..., Any]:
+    """Return the option `--engine` of a command about a request, with its help."""
+    return click.option("--engine", metavar="NAME", default="", callback=_engine, help=what)
+
+
+def _engine(_: click.Context, __: click.Parameter, engine: str) -> str:
+    if len(engine) > limits.REQUEST_ID_LENGTH_MAX:
+        expected = f"at most {limits.REQUEST_ID_LENGTH_MAX} characters"
+        raise UsageError(explain("--engine", got=engine, expected=expected, do="see `capflow status`"))
+    return engine
+
+
+def hub_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command `--address`, `--key` and `--insecure`, named as `capflow.transport.client.Client` takes them."""
+    for option in (
+        click.option("--insecure", is_flag=True, help="Allow TCP to another machine without keys."),
+        click.option("--key", metavar="NAME|PATH", help=KEY_HELP),
+        click.option("--address", metavar="ADDRESS", help="The hub's address, as the hub prints it."),
+    ):
+        command = option(command)
+    return command

@@ -1,0 +1,334 @@
+"""A hub as commands run it: started with its consumers, shown while it runs, drained and summed up at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TextIO, cast
+
+import msgspec
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from capflow import limits
+from capflow.buffers.spool import default_root
+from capflow.capture.losses import MEANT
+from capflow.capture.site import Site
+from capflow.cli.logs import Format, dropped_as_json, dropped_as_text, logger, logs_to
+from capflow.cli.signals import Signals
+from capflow.cli.units import human_bytes
+from capflow.files import private_umask
+from capflow.hub.counts import Snapshot
+from capflow.hub.hub import Hub
+from capflow.hub.lanes.durable import SpillingLane
+from capflow.hub.monitor.endpoint import Endpoint
+from capflow.plugins.configure import ConfiguredConsumer, ConfiguredController
+from capflow.system import descriptors, heap
+from capflow.system.stderr import Outlet
+from capflow.text.printable import printable
+from capflow.transport.links.former import FormerLink
+from capflow.transport.outbox import left_behind
+
+_LIVE_S = 0.5  # between two drawings of the live line
+_RATE_S = 5.0  # over which rates are taken
+_COLLECT_AT = (20_000, 50, 100)  # new objects, then collections of one generation before the next
+_PLAIN_S = 10.0  # between two plain lines, where nobody watches
+
+
+class HubRun:
+    """A running hub, from `with` to its end: then it drains, and prints what came of it.
+
+    hub: the hub. refusals: why engines were refused, in the order in which they were. A first Ctrl-C or
+    SIGTERM sets `stopped`, which `wait` returns on; a second one cuts the drain short. ends: the run is over when all is done, so consumers
+    that spill handle everything too; otherwise what they have not handled is left to the next hub. drain_s: by default as long as limits say.
+    memory_bytes_max: as of `Hub`. metrics: host and port to serve
+    metrics and health at. log_format: `json` logs everything and prints nothing. live: whether a terminal is shown a line that changes.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        consumers: Sequence[ConfiguredConsumer],
+        controllers: Sequence[ConfiguredController] = (),
+        *,
+        key: str | None = None,
+        insecure: bool = False,
+        drain_s: float | None = None,
+        memory_bytes_max: int | None = None,
+        ends: bool = False,
+        metrics: tuple[str, int] | None = None,
+        log_format: Format = "text",
+        console: Console | None = None,
+        live: bool = True,
+        signals: Signals | None = None,
+    ) -> None:
+        self.log_format: Format = log_format
+        self._outlet = _outlet(log_format) if console is None else None
+        if console is None and log_format == "text":
+            console = Console(file=self._file, force_terminal=None if live else False)
+        self.console = console or Console(file=io.StringIO(), quiet=True)
+        self.ends = ends
+        self.drain_s = (limits.DRAIN_S_MAX if ends else limits.DRAIN_S_DEFAULT) if drain_s is None else drain_s
+        self.refusals: list[str] = []
+        self.signals = signals or Signals()
+        self.stopped = self.signals.first
+        self._owns_signals = signals is None
+        self.controllers = tuple(controllers)
+        self.hub = Hub(
+            address,
+            consumers,
+            controllers,
+            key=key,
+            insecure=insecure,
+            on_refused=self.refusals.append,
+            memory_bytes_max=memory_bytes_max,
+            log_lines_dropped=lambda: 0 if self._outlet is None else self._outlet.lines_dropped,
+        )
+        self.endpoint = None if metrics is None else Endpoint(self.hub, *metrics)
+        self._drained = True  # whether the consumers handled everything
+        self._recent: deque[tuple[float, Snapshot]] = deque()  # what was shown in the last `_RATE_S`, and just before
+        self._undo = contextlib.ExitStack()  # from start to end
+        # Of what workers of this machine left that are gone.
+        self._former: list[FormerLink] = []
+        self.umask_before = -1  # of this process, known from the start on: that of its children
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as undo:
+            if self._owns_signals:
+                undo.enter_context(self.signals)
+            descriptors.raise_limit()
+            self.umask_before = undo.enter_context(private_umask())
+            undo.enter_context(rare_collections())
+            undo.enter_context(heap.trimmed())
+            if self._outlet is not None:
+                undo.callback(self._outlet.close)
+            undo.enter_context(logs_to(self.console, self.log_format, self._file))
+            if self.endpoint is not None:
+                self.endpoint.start()  # before the consumers open, which may take long: it says that they do
+                undo.callback(self.endpoint.stop)
+            self.hub.start()
+            self._undo = undo.pop_all()
+        self._former = _former_links(self.hub.address)
+        self._recent.append((time.monotonic(), self.hub.snapshot()))
+        self.tell("listening", f"listening at {self.hub.address}", address=self.hub.address)
+        for notice in self.hub.notices:
+            self.tell("notice", notice)
+        if self.endpoint is not None:
+            self.tell("metrics", f"metrics at {self.endpoint.url}/metrics", url=self.endpoint.url)
+            if not self.endpoint.is_local:
+                logger.warning("other machines can read the metrics", extra={"event": "metrics_open"})
+        return self
+
+    @property
+    def _file(self) -> TextIO:
+        return sys.stderr if self._outlet is None else cast("TextIO", self._outlet)
+
+    def tell(self, event: str, text: str, *, style: str = "", **fields: Any) -> None:
+        """Say something to whoever runs the command: a line, or an event in the log."""
+        if self.log_format == "json":
+            logger.info("%s", text, extra={"event": event, **fields})
+        else:
+            self.console.print(Text(printable(f"capflow: {text}"), style=style), highlight=False, soft_wrap=True)
+
+    def check_specs(self, num_layers: int, sites: tuple[Site, ...]) -> None:
+        """Raise UsageError when a consumer or a controller wants what a model does not have."""
+        for consumer in self.hub.consumers:
+            if (spec := consumer.consumer.spec()) is not None:
+                spec.resolve(sites, num_layers=num_layers, where=f"consumers.{consumer.name}")
+        for controller in self.controllers:
+            spec = controller.make().spec()
+            spec.resolve(sites, num_layers=num_layers, where=f"consumers.{controller.name}")
+
+    def tell_addresses(self) -> None:
+        """Say where consumers listen that do."""
+        for consumer in self.hub.consumers:
+            address = getattr(consumer.consumer, "address", None)
+            if address:
+                self.tell("consumer_listening", f"{consumer.name} at {address}", consumer=consumer.name, url=address)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._undo:
+            before = self.hub.snapshot()
+            if before.queued_bytes:
+                size = human_bytes(before.queued_bytes)
+                self.tell("draining", f"draining {size}", queued_bytes=before.queued_bytes)
+            for link in self._former:
+                link.close(0.0)
+            self._drained = self._stop_hub()
+            self._tell_left()
+            self.console.print(self._summary())
+            if self.log_format == "json":
+                self._tell_end()
+
+    @property
+    def exit_code(self) -> int:
+        """1 when a promised row is not where it was promised, as far as the hub knows; known at the end.
+
+        So it is when rows were lost, a consumer failed, did not store what it was given, was not told of an end, did not drain, or
+        could not go on when the hub stopped.
+        """
+        now = self.hub.snapshot()
+        failed = any(lane.notes.lost["end"] or lane.unkept or lane.gave_up for lane in self.hub.lanes)
+        return 1 if now.rows_lost or now.errors or failed or not self._drained else 0
+
+    @property
+    def took_all(self) -> bool:
+        """Whether every consumer took what it was given; known at the end. Rows that a replay does not have are no failure of a consumer."""
+        lanes = self.hub.lanes
+        failed = any(lane.errors or lane.unkept or lane.gave_up or lane.results["error"] for lane in lanes)
+        return self._drained and not failed and not any(lane.dropped.keys() - {"not_recorded"} for lane in lanes)
+
+    def wait(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Show how things go until `until` holds or a signal comes."""
+        if self.console.is_terminal:
+            with Live(self._line(), console=self.console, auto_refresh=False, transient=True) as live:
+                for _ in self._turns(until, _LIVE_S):
+                    live.update(self._line(), refresh=True)
+            return
+        shown = self.hub.snapshot()
+        for _ in self._turns(until, _PLAIN_S):
+            now = self.hub.snapshot()
+            if now != shown:
+                self.console.print(self._line(), soft_wrap=True)
+            shown = now
+
+    def _turns(self, until: Callable[[], bool], every_s: float) -> Iterator[None]:
+        """Yield every so often until it is over; look often whether it is."""
+        due = time.monotonic() + every_s
+        while not until() and not self.stopped.wait(limits.IDLE_S):
+            if time.monotonic() >= due:
+                due = time.monotonic() + every_s
+                yield
+
+    def _stop_hub(self) -> bool:
+        """Stop the hub, in the time allowed or as soon as someone is in a hurry."""
+        result: list[bool] = []
+
+        def stop() -> None:
+            result.append(self.hub.stop(self.drain_s, leave=not self.ends))
+
+        stopping = threading.Thread(target=stop, name="capflow-stop")
+        stopping.start()
+        while stopping.is_alive():
+            stopping.join(limits.IDLE_S)
+            if self.signals.second.is_set():
+                for lane in self.hub.lanes:
+                    lane.discard()
+        return bool(result and result[0])
+
+    def _line(self) -> Text:
+        now, at = self.hub.snapshot(), time.monotonic()
+        self._recent.append((at, now))
+        while len(self._recent) > 2 and self._recent[1][0] <= at - _RATE_S:
+            self._recent.popleft()
+        since, before = self._recent[0]
+        elapsed_s = max(at - since, 1e-3)
+        parts = [
+            f"{now.sessions} sessions",
+            f"requests {now.requests_done} done, {now.requests_open} open",
+            f"{(now.tokens - before.tokens) / elapsed_s:.0f} tok/s",
+            f"{(now.rows - before.rows) / elapsed_s:.0f} rows/s",
+            f"{human_bytes((now.bytes - before.bytes) / elapsed_s)}/s",
+            f"queued {human_bytes(now.queued_bytes)}",
+            f"dropped {now.rows_lost}",
+            *([f"skipped {now.rows_skipped}"] if now.rows_skipped else []),
+            f"spilled {now.spilled}",
+        ]
+        return Text("  ".join(parts), style="red" if now.rows_lost else "")
+
+    def _tell_left(self) -> None:
+        for lane in self.hub.lanes:
+            if isinstance(lane, SpillingLane) and any(lane.left):
+                frames, requests = lane.left
+                text = f"{lane.name}: {requests} requests run on, {frames} frames wait; the next hub with this consumer goes on with them"
+                self.tell(
+                    "left",
+                    text,
+                    consumer=lane.name,
+                    frames=frames,
+                    requests=requests,
+                    directory=str(lane.inbox.directory),
+                )
+
+    def _tell_end(self) -> None:
+        now = self.hub.snapshot()
+        consumers = {
+            lane.name: {"rows": lane.rows, "dropped_rows": dict(lane.dropped), "errors": lane.errors}
+            for lane in self.hub.lanes
+        }
+        counts = msgspec.to_builtins(now)
+        self.tell("stopped", "stopped", **counts, drained=self._drained, exit_code=self.exit_code, consumers=consumers)
+
+    def _summary(self) -> Table:
+        now = self.hub.snapshot()
+        title = f"{now.requests_done} requests, {now.tokens} tokens, {now.rows} rows, {human_bytes(now.bytes)}"
+        if now.requests_failed:
+            title += f", {now.requests_failed} requests unfinished"
+        table = Table(title=title, title_justify="left", caption=_lost(now), caption_justify="left")
+        table.add_column("consumer")
+        for column in ("frames", "rows", "bytes", "dropped", "errors"):
+            table.add_column(column, justify="right")
+        for lane in self.hub.lanes:
+            cells = (lane.frames, lane.rows, human_bytes(lane.bytes), sum(lane.dropped.values()), lane.errors)
+            is_bad = lane.errors or lane.dropped.keys() - MEANT
+            table.add_row(lane.name, *map(str, cells), style="red" if is_bad else "")
+        return table
+
+
+def _lost(now: Snapshot) -> str | None:
+    """Return what was lost, and what was skipped, by reason; None for nothing."""
+    lines = []
+    for what, reasons in (("lost", now.dropped_rows.keys() - MEANT), ("skipped by live consumers", MEANT)):
+        if rows := [
+            f"{now.dropped_rows[reason]} {reason}" for reason in sorted(reasons) if now.dropped_rows.get(reason)
+        ]:
+            lines.append(f"rows {what}: {', '.join(rows)}")
+    return "\n".join(lines) or None
+
+
+def _outlet(log_format: Format) -> Outlet | None:
+    """Return a way to standard error that never waits; None where that is no file of the system."""
+    try:
+        descriptor = sys.stderr.fileno()
+    except (OSError, AttributeError):
+        return None
+    return Outlet(descriptor, dropped_as_text if log_format == "text" else dropped_as_json)
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """Look for garbage in cycles less often.
+
+    Frames on their way are thousands of small objects that are in no cycle, and by its defaults the collector goes through
+    all of them again and again: a quarter of what a frame costs a hub.
+    """
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECT_AT)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def _former_links(address: str) -> list[FormerLink]:
+    """Begin to send a hub on a socket of this machine what workers left for it in the usual place that are gone; return what sends it."""
+    if not address.startswith("ipc://"):
+        return []
+    links = [FormerLink(address, outbox) for outbox in left_behind(default_root(), address, only=True)]
+    for link in links:
+        link.start()
+    return links

@@ -1,0 +1,28 @@
+"""`capflow status`: a running hub's counters."""
+
+from __future__ import annotations
+
+import click
+
+from capflow.cli.hub.address import hub_options
+
+
+@click.command()
+@hub_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(address: str | None, key: str | None, insecure: bool, as_json: bool) -> None:
+    """Show a running hub's counters."""
+    from capflow.transport.client import Client
+
+    with Client(address, key=key, insecure=insecure) as client:
+        told = client.status()
+    if as_json:
+        import json
+
+        click.echo(json.dumps(told, indent=2))
+        return
+    from rich.console import Console
+
+    from capflow.cli.hub.view import view
+
+    Console().print(view(told, None))

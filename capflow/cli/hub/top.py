@@ -1,0 +1,197 @@
+"""`capflow top`: a running hub's sessions, queues, credit, drops and rates, live in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Self
+
+import click
+
+from capflow.cli.hub.address import hub_options
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from capflow.cli.hub.rates import History
+    from capflow.transport.client import Client
+
+_EVERY_S = 1.0
+_WINDOW_S = 5.0  # over which rates are taken
+_ANSWER_S = 3.0  # how long the hub has, each time
+_KEYS_S = 0.25  # how long a key may go unseen; the view is drawn that often too
+_LINES_ELSE = 16  # of the screen, besides the rows of workers and consumers
+_LEAVE = ("q", "Q", "\x03", "\x04", "\x1b")
+
+
+@click.command()
+@hub_options
+@click.option("--once", is_flag=True, help="Print one table, with the rates of a second, and end.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with the rates of a second, and end.")
+def top(address: str | None, key: str | None, insecure: bool, once: bool, as_json: bool) -> None:
+    """Watch a running hub: sessions, queues, credit, drops and rates.
+
+    q or Ctrl-C leaves. A hub that is gone is waited for. Where standard output is no terminal, the same as --once.
+    """
+    from capflow.transport.client import Client
+
+    client = functools.partial(Client, address, _ANSWER_S, key=key, insecure=insecure)
+    client()  # says at once what is wrong with the address or the key
+    if as_json or once or not sys.stdout.isatty():
+        _print_once(client, as_json=as_json)
+    else:
+        _live(client)
+
+
+def _print_once(client: Callable[[], Client], *, as_json: bool) -> None:
+    from capflow.cli.hub.rates import History
+
+    history = History(_WINDOW_S)
+    history.add(_ask(client))
+    time.sleep(_EVERY_S)
+    history.add(_ask(client))
+    told, rates = history.now, history.rates
+    assert told is not None
+    if as_json:
+        import json
+
+        click.echo(json.dumps({**told, "rates": None if rates is None else rates.as_json()}, indent=2))
+        return
+    from rich.console import Console
+
+    from capflow.cli.hub.view import view
+
+    Console().print(view(told, rates))
+
+
+def _ask(client: Callable[[], Client]) -> dict[str, Any]:
+    with client() as asking:
+        return asking.status()
+
+
+class _Feed:
+    """Asks a hub again and again, on a thread of its own, so that keys are never waited for."""
+
+    def __init__(self, client: Callable[[], Client], history: History) -> None:
+        self.address = client().address
+        self._client = client
+        self.history = history  # written by the thread, under `lock`
+        self.lock = threading.Lock()  # guards all that the thread writes
+        self.gone_since: float | None = None  # when the hub first did not answer, on the monotonic clock
+        self.why = ""  # why it does not
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="capflow-top", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()  # and nobody waits for an answer that may not come
+
+    def _run(self) -> None:
+        from capflow.errors import CapflowError
+
+        while not self._stop.is_set():
+            try:
+                told = _ask(self._client)
+            except CapflowError as e:
+                with self.lock:
+                    self.why = str(e)
+                    self.gone_since = self.gone_since or time.monotonic()
+            else:
+                with self.lock:
+                    self.gone_since = None
+                    self.history.add(told)
+            self._stop.wait(_EVERY_S)
+
+
+def _live(client: Callable[[], Client]) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from capflow.cli.hub.rates import History
+
+    console = Console()
+    with (
+        _signals() as came,
+        _Feed(client, History(_WINDOW_S)) as feed,
+        _keys() as keys,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while not came:
+            with feed.lock:
+                live.update(screen(feed.address, feed.history, _gone(feed), height=console.height), refresh=True)
+            if any(key in _LEAVE for key in _pressed(keys)):
+                return
+
+
+def _gone(feed: _Feed) -> tuple[float, str] | None:
+    """Return for how long the hub has not answered, and why; None when it does."""
+    return None if feed.gone_since is None else (time.monotonic() - feed.gone_since, feed.why)
+
+
+def screen(address: str, history: History, gone: tuple[float, str] | None, *, height: int) -> RenderableType:
+    """Return what is on the screen."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from capflow.cli.hub.view import clean, view
+    from capflow.cli.units import human_seconds
+
+    told = history.now
+    keys = Text("\nq leaves", "dim")
+    if told is None:
+        waiting = f"no answer for {human_seconds(gone[0])}; waiting\n{clean(gone[1])}" if gone else "connecting"
+        return Group(Text(f"capflow  {clean(address)}", "bold"), Text(waiting, "red" if gone else "dim"), keys)
+    note = None if gone is None else Text(f"no answer for {human_seconds(gone[0])}; waiting", "bold red")
+    rows_max = max(3, height - _LINES_ELSE - len(told["consumers"]))
+    return Group(view(told, history.rates, rows_max=rows_max, note=note), keys)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[int | None]:
+    """Have keys come one by one and unseen; yield where they are read, None when nobody types."""
+    if not sys.stdin.isatty():
+        yield None
+        return
+    import termios
+    import tty
+
+    source = sys.stdin.fileno()
+    before = termios.tcgetattr(source)
+    tty.setcbreak(source)
+    try:
+        yield source
+    finally:
+        termios.tcsetattr(source, termios.TCSADRAIN, before)
+
+
+def _pressed(source: int | None) -> str:
+    """Return the keys that are pressed within a moment."""
+    if source is None:
+        time.sleep(_KEYS_S)
+        return ""
+    if not select.select([source], [], [], _KEYS_S)[0]:
+        return ""
+    keys = os.read(source, 32).decode(errors="replace")
+    return keys if len(keys) == 1 or not keys.startswith("\x1b") else ""  # an arrow is no escape
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Have Ctrl-C and SIGTERM leave, with the terminal as it was: yield those that came."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

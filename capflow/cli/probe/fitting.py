@@ -1,0 +1,95 @@
+"""Fitting linear probes with scikit-learn, and judging probes of any kind."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from capflow.capture.site import Site
+from capflow.cli.probe.labelled import LabelledRows
+from capflow.errors import UsageError, explain
+from capflow.probes.probe import Pool, Probe, Scorer
+
+Method = Literal["logistic", "mean"]
+
+_ITERATIONS_MAX = 5_000
+
+
+class Judgement(NamedTuple):
+    """How well one probe tells labels apart. judged: how many rows or requests; accuracy: of whether it fires; auroc: of its score at any threshold."""
+
+    probe: str
+    pool: Pool
+    requests: int
+    judged: int
+    positive: int
+    accuracy: float
+    auroc: float
+
+
+def split(data: LabelledRows, held_out: float, seed: int) -> tuple[LabelledRows, LabelledRows]:
+    """Return the requests to fit on and those held out, the labels in the same proportion; no request is in both."""
+    from sklearn.model_selection import train_test_split
+
+    data.check_both("labelled requests", 2)
+    try:
+        parts = train_test_split(
+            np.arange(len(data.requests)), test_size=held_out, random_state=seed, stratify=data.labels
+        )
+    except ValueError as e:
+        do = "label more requests, or choose another --held-out"
+        raise UsageError(explain("--held-out", got=f"{held_out} of {len(data.requests)} requests: {e}", do=do)) from e
+    return data.part(parts[0]), data.part(parts[1])
+
+
+def fit(data: LabelledRows, site: Site, *, name: str, method: Method, pool: Pool) -> Probe:
+    """Return a probe whose score is above 0 for the positive label.
+
+    `logistic`: the log-odds of a logistic regression on standardised rows, both labels weighing the same. `mean`: along the difference of the labels' means, 1 at the
+    mean of the positive and -1 at that of the other. Raises UsageError when rows are not finite.
+    """
+    data.check_finite("captured rows", data.rows)
+    rows, labels = data.examples(pool)
+    weight, bias = _logistic(rows, labels) if method == "logistic" else _difference(rows, labels)
+    return Probe.make(site, weight, bias, names=[name], pool=pool)
+
+
+def judge(data: LabelledRows, scorer: Scorer) -> list[Judgement]:
+    """Return how well each probe of a file tells the labels apart. Raises UsageError when rows or scores are not finite."""
+    from sklearn.metrics import accuracy_score, roc_auc_score
+
+    scores, labels = data.judged(scorer)
+    return [
+        Judgement(
+            name,
+            scorer.pool,
+            len(data.requests),
+            len(labels),
+            int(labels.sum()),
+            float(accuracy_score(labels, scores[:, index] >= scorer.thresholds[index])),
+            float(roc_auc_score(labels, scores[:, index])),
+        )
+        for index, name in enumerate(scorer.names)
+    ]
+
+
+def _logistic(rows: Any, labels: Any) -> tuple[Any, Any]:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.preprocessing import StandardScaler
+
+    scaler = StandardScaler().fit(rows.astype(np.float64))
+    model = LogisticRegression(class_weight="balanced", max_iter=_ITERATIONS_MAX)
+    model.fit(scaler.transform(rows.astype(np.float64)), labels)
+    weight = model.coef_[0] / scaler.scale_
+    return weight, model.intercept_[0] - weight @ scaler.mean_
+
+
+def _difference(rows: Any, labels: Any) -> tuple[Any, Any]:
+    positive, negative = (rows[labels == label].mean(axis=0, dtype=np.float64) for label in (True, False))
+    difference = positive - negative
+    square = difference @ difference
+    if not square > 0:
+        raise UsageError(explain("captured rows", got="the same mean for both labels", expected="different ones"))
+    weight = 2 * difference / square
+    return weight, -(weight @ (positive + negative)) / 2

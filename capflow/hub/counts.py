@@ -1,0 +1,60 @@
+"""What a hub counts, and the picture of it that is shown while it runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import msgspec
+
+from capflow.capture.losses import MEANT
+
+
+@dataclass
+class Counts:
+    """What the hub counts from its start to its end; written by its thread, read by anyone."""
+
+    frames: int = 0
+    rows: int = 0
+    bytes: int = 0
+    tokens: int = 0
+    duplicates: int = 0
+    protocol_errors: int = 0
+    ignored: int = 0  # messages of peers that broke the protocol too often
+    sessions_lost: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # peers, by reason
+    frame_at: float | None = None  # when the last frame was taken, on the monotonic clock
+
+
+def age_s(at: float | None, now: float) -> float | None:
+    """Return how many seconds ago something was, for showing; None when it never was."""
+    return None if at is None else round(max(0.0, now - at), 3)
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The hub at one moment, for showing how things go; rows and bytes are as received."""
+
+    requests_done: int
+    requests_open: int
+    requests_failed: int
+    tokens: int
+    frames: int
+    rows: int
+    bytes: int
+    queued_bytes: int
+    dropped_rows: dict[str, int]
+    sessions: int
+    engines: int
+    refused: int
+    errors: int
+    spilled: int
+
+    @property
+    def rows_lost(self) -> int:
+        """How many rows were lost that a consumer was to have; a row that two consumers lost counts twice."""
+        return sum(self.dropped_rows.values()) - self.rows_skipped
+
+    @property
+    def rows_skipped(self) -> int:
+        """How many rows live consumers passed over, as their policy or their tap says: no loss."""
+        return sum(rows for reason, rows in self.dropped_rows.items() if reason in MEANT)

@@ -1,0 +1,285 @@
+"""Dead letters: what one consumer could not handle, on disk, with the reason, until somebody replays or drops it.
+
+They lie in a spool (`capflow.buffers.spool`) beside the consumer's inbox, in the directory of the same name with `.dead` behind it. A record's head is the
+byte `P` and a `Letter` in msgpack; its body is the payload of the letter's frame. A hub opens the spool when it has a letter to put,
+and gives it back when nothing has come for a moment, so that `capflow spool dead` can use it while the hub runs.
+
+Invariants: a letter is durable before the frame or request that it holds counts as handled; a frame or an end of a request is in the spool once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from capflow import limits
+from capflow.buffers.spool import Files, FullError, InUseError, Lost, Spool, records
+from capflow.capture.frame import Block, Chunk, Frame, FrameHeader, Source, Span, rows_of
+from capflow.capture.model import ModelInfo
+from capflow.capture.result import RequestDone
+from capflow.capture.site import Site
+from capflow.errors import CapflowError, RetryError, UsageError, explain
+from capflow.protocol.recording import Engine, Said
+
+SUFFIX = ".dead"
+_SYNC_S = 5.0  # how long the disk may take for one letter before it counts as failed
+_KIND = b"P"
+
+
+class Letter(msgspec.Struct, frozen=True, kw_only=True):
+    """A frame, or the end of a request, that a consumer could not handle.
+
+    method: the method of the consumer that failed, `on_frame` or `on_request_done`; `lane` where it was not the consumer.
+    error: why.
+    requests: the ids of the requests that it holds rows or the end of.
+    model: of the engine; None where it is not known any more.
+    header: of the frame that is the record's body; None for an end.
+    done: the end of the request, as the consumer was told; None for a frame.
+    """
+
+    consumer: str
+    method: str
+    error: str
+    time_ns: int
+    engine: str
+    requests: tuple[str, ...]
+    model: ModelInfo | None = None
+    header: FrameHeader | None = None
+    done: RequestDone | None = None
+
+
+class Found(NamedTuple):
+    """A letter that was read, its number, and its frame if it holds one."""
+
+    number: int
+    letter: Letter
+    frame: Frame | None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Letter)
+
+_Key = tuple[Source, int]
+
+
+class DeadLetters:
+    """One consumer's dead letters, from `open` to `close`; for one thread. bytes_max bounds the files."""
+
+    def __init__(self, directory: Path, bytes_max: int, files: Files | None = None) -> None:
+        self.directory = directory
+        self.letters = 0  # that are there; as is known to this process
+        self.refused = 0  # for which there was no room
+        self._bytes_max = bytes_max
+        self._files = files or Files()
+        # The requests with rows in each frame that is here: because the frame failed, and because a request's end did.
+        self._frames: dict[_Key, set[str]] = {}
+        self._parts: dict[_Key, set[str]] = {}
+        self._ends: set[bytes] = set()
+        self._spool: Spool | None = None  # while letters come
+        self._put_at = 0.0  # when the last one did, on the monotonic clock
+        self._pending: tuple[Letter, int] | None = None  # put in, and not known to be durable; and its number
+
+    def open(self) -> None:
+        """Find what an earlier hub put there. Raises CapflowError when that cannot be read."""
+        with contextlib.suppress(OSError):  # mostly because it is not there
+            if self._files.names(self.directory):
+                for _, head in self._opened().heads():
+                    if (letter := _read(head)) is not None:
+                        self._note(letter)
+        self.close()
+
+    def has(self, header: FrameHeader, requests: Sequence[str]) -> bool:
+        """Return whether a frame was put here with its rows of these requests, because `on_frame` failed."""
+        return bool(self._frames) and self._frames.get((header.source, header.seq), set()).issuperset(requests)
+
+    def put(self, letter: Letter, payload: Any = b"") -> bool:
+        """Take a letter, unless it is there; return False when there is no room for it. When this returns, it is durable.
+
+        Raises RetryError when the disk does not take it, or `capflow spool dead` has the spool: it may later.
+        """
+        if self._is_here(letter):
+            return True
+        number = self._append(letter, payload)
+        if number is None:
+            self.refused += 1
+            return False
+        self._pending = letter, number
+        if not self._opened().wait_synced(number, _SYNC_S):
+            raise RetryError(explain(f"spool {self.directory}", got="a disk that does not take a dead letter"))
+        self._pending = None
+        self._note(letter)
+        return True
+
+    def _append(self, letter: Letter, payload: Any) -> int | None:
+        """Return the number of a letter, which is put in unless that was done at an earlier try; None when there is no room. Raises RetryError."""
+        if self._pending is not None and self._pending[0] is letter:
+            return self._pending[1]
+        if self.letters >= limits.DEAD_LETTERS_MAX:
+            return None
+        try:
+            return self._opened().append(_KIND + _encoder.encode(letter), payload)
+        except FullError as e:
+            if e.reason != "spool_full":
+                raise RetryError(str(e)) from e
+            return None
+        except InUseError as e:
+            raise RetryError(str(e)) from e
+
+    def rest(self) -> None:
+        """Give the spool back if nothing has come for a moment."""
+        if self._spool is not None and time.monotonic() - self._put_at > limits.IDLE_S:
+            self.close()
+
+    def close(self) -> None:
+        """Give the spool back."""
+        spool, self._spool, self._pending = self._spool, None, None
+        if spool is not None:
+            spool.close()
+
+    def _opened(self) -> Spool:
+        self._put_at = time.monotonic()
+        if self._spool is None:
+            spool = Spool(self.directory, bytes_max=self._bytes_max, files=self._files)
+            spool.open()
+            self._spool = spool
+        return self._spool
+
+    def _is_here(self, letter: Letter) -> bool:
+        header = letter.header
+        if header is not None:
+            return self._of(letter).get((header.source, header.seq), set()).issuperset(letter.requests)
+        return letter.done is not None and _encoder.encode(letter.done) in self._ends
+
+    def _note(self, letter: Letter) -> None:
+        self.letters += 1
+        header = letter.header
+        if header is not None:
+            self._of(letter).setdefault((header.source, header.seq), set()).update(letter.requests)
+        elif letter.done is not None:
+            self._ends.add(_encoder.encode(letter.done))
+
+    def _of(self, letter: Letter) -> dict[_Key, set[str]]:
+        return self._parts if letter.method == "on_request_done" else self._frames
+
+
+def _read(head: bytes) -> Letter | None:
+    """Return the letter of a record; None for one of another kind or version."""
+    if head[:1] != _KIND:
+        return None
+    try:
+        return _decoder.decode(head[1:])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def read(directory: Path) -> Iterator[Found | Lost]:
+    """Yield the letters in a spool, oldest first, and those that cannot be read.
+
+    Raises UsageError when the directory holds no dead letters, CapflowError when it cannot be read.
+    """
+    for found in records(directory):
+        if isinstance(found, Lost):
+            yield found
+            continue
+        letter = _read(found.head)
+        if letter is None:
+            do = "name the directory of a consumer's dead letters: it ends in .dead"
+            raise UsageError(explain(str(directory), got=f"record {found.id}, which is no dead letter", do=do))
+        frame = None if letter.header is None else Frame(letter.header, memoryview(found.body).cast("B"))
+        yield Found(found.id, letter, frame)
+
+
+def drop(directory: Path, through: int | None = None) -> int:
+    """Remove the letters up to a number, or all; return how many. Raises CapflowError, InUseError while a process writes the spool."""
+    with Spool(directory) as spool:
+        before = len(spool)
+        while (found := spool.read(0)) is not None and (through is None or found.id <= through):
+            spool.acknowledge(found.id)
+        left = len(spool)
+        if not spool.wait_acknowledged(spool.last - left, limits.BLOCK_S_MAX):
+            raise CapflowError(explain(f"spool {directory}", got="a disk that does not answer", do="try again"))
+    return before - left
+
+
+def cut(frame: Frame, request: str | None = None) -> Frame:
+    """Return a sealed frame with the rows that a consumer wants of a frame, of one request or of all, and nothing else of it."""
+    numbers: dict[str, int] = {}
+    requests = []
+    by_sites: dict[tuple[Site, ...], list[Chunk]] = {}
+    for chunk in frame.chunks():
+        if request in (None, chunk.request.id):
+            if chunk.request.id not in numbers:
+                numbers[chunk.request.id] = len(numbers)
+                requests.append(chunk.request)
+            by_sites.setdefault(chunk.sites, []).append(chunk)
+    blocks, parts = [], []
+    for sites, chunks in by_sites.items():
+        spans, row = [], 0
+        for chunk in chunks:
+            length = chunk.rows.shape[1]
+            spans.append(Span(numbers[chunk.request.id], chunk.start, length, row))
+            row += length
+        blocks.append(Block(sites, row, tuple(spans)))
+        parts.append(np.concatenate([chunk.rows for chunk in chunks], axis=1).tobytes())
+    header = msgspec.structs.replace(
+        frame.header, requests=tuple(requests), blocks=tuple(blocks), finished=(), acted=()
+    )
+    return Frame.seal(header, b"".join(parts))
+
+
+def said_by(directory: Path) -> Iterator[Said]:
+    """Yield what the letters in a spool say to a replay: engines, frames and the ends of requests.
+
+    Frames come as those of one boot of each worker, numbered as their letters are, so that what a consumer took of them once is known if they come again.
+    Raises as `read` does.
+    """
+    models: dict[str, ModelInfo] = {}
+    incomplete: list[RequestDone] = []
+    for found in read(directory):
+        if not isinstance(found, Lost) and found.letter.model is not None:
+            models.setdefault(found.letter.engine, found.letter.model)
+    boot = f"dead-{xxhash.xxh3_64_hexdigest(str(directory.resolve()).encode())}"
+    met: dict[str, ModelInfo] = {}
+    rows: dict[tuple[str, str], Counter[int]] = {}  # of requests, by pipeline stage, until their end
+    for found in read(directory):
+        if isinstance(found, Lost):
+            yield found
+            continue
+        letter = found.letter
+        model = letter.model or models.get(letter.engine)
+        if model is None:
+            yield Lost(found.number, found.number, "no model is known of its engine")
+            continue
+        if met.get(letter.engine) != model:
+            met[letter.engine] = model
+            yield Engine(letter.engine, model)
+        if found.frame is not None:
+            header = msgspec.structs.replace(found.frame.header, boot=boot, seq=found.number, finished=(), acted=())
+            for name, count in rows_of(header).items():
+                rows.setdefault((header.engine, name), Counter())[header.rank.pp] += count
+            yield Frame(header, found.frame.payload)
+        elif letter.done is not None:
+            done = _narrowed(letter.done, rows.pop((letter.engine, letter.done.request), Counter()))
+            if len(done.finished) < model.stages:
+                incomplete.append(done)
+            else:
+                yield done
+    yield from incomplete
+
+
+def _narrowed(done: RequestDone, rows: Counter[int]) -> RequestDone:
+    """Return the end of a request with as many rows as the consumer was to have; rows: of these, those in letters, by stage."""
+    missing = max(0, done.rows - rows.total())  # that the consumer took
+    ends = [
+        msgspec.structs.replace(finished, rows=rows[stage] + (0 if stage else missing))
+        for stage, finished in enumerate(done.finished)
+    ]
+    return msgspec.structs.replace(done, finished=tuple(ends))

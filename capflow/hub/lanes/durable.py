@@ -1,0 +1,746 @@
+"""The spilling lane: one consumer's, which is given everything from its inbox on disk, by a ledger of its own.
+
+A frame is its worker's until it is durable in the inbox, and the inbox's until the consumer is done with the requests in it. So a consumer may be
+as slow as it likes, and a hub that was killed, or stopped while requests ran, leaves the next one what the consumer has not made its
+own: it is given that again. A consumer that keeps, with its data, which frames of which worker they came from recognises what it has.
+
+While the consumer asks for a retry, the lane keeps its place. After a fatal error the lane reads the inbox again from the first record that is needed, as
+the next hub would. What is poison goes to the dead letters of the consumer (`capflow.hub.lanes.dead_letters`) and is not given to it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from capflow import limits
+from capflow.buffers.queue import Overload
+from capflow.buffers.shares import Shares
+from capflow.buffers.spool import FullError, Lost
+from capflow.capture.frame import Frame, FrameHeader, Rank, RequestRows, rows_of
+from capflow.capture.losses import described, note_chunk
+from capflow.capture.model import ModelInfo
+from capflow.capture.result import CaptureResult, RequestDone
+from capflow.errors import CapflowError, RemoteProtocolError, kind_of
+from capflow.hub.lanes.dead_letters import SUFFIX, DeadLetters, Letter, cut
+from capflow.hub.lanes.inbox import Done, Gone, Inbox, Item, Known, Missed, Unkept
+from capflow.hub.lanes.lane import Lane, LeftError
+from capflow.hub.lanes.leftover import take_beside, tell_of_others
+from capflow.hub.lanes.notes import weight
+from capflow.hub.lanes.writer import Greeting, InboxWriter, Kept, Taken
+from capflow.hub.requests.ledger import NOT_ENDED, Delivery, Engine, Ledger, Request, Wish
+from capflow.plugins.configure import ConfiguredConsumer
+from capflow.steering.action import Action, Answered
+
+logger = logging.getLogger("capflow.consumer")
+
+_MISSED_S = 0.5  # how often it is put down that an engine is missed
+DEAD_FULL = "dead_letters_full"
+"""Under which rows are counted that a consumer could not handle and its dead letters had no room for."""
+
+FRAME_INVALID = "frame_invalid"
+"""Under which rows are counted that lie in an inbox in a frame that no hub takes any more."""
+
+_PINNED_MAX = 0.5  # of the inbox's bytes: above, the oldest open requests are not kept for the next hub any more
+
+
+@dataclass
+class _Open:
+    """A request without a result, its first record, and the bytes that were taken out before that.
+
+    over_at: when the consumer was given its end. rows: of it in each frame that is not forgotten, as number, stage and count; forgotten: in those that are, by stage; recalled: in those that
+    an earlier hub forgot.
+    """
+
+    first: int
+    taken_bytes: int
+    request: Request
+    part: RequestRows
+    rank: Rank
+    model: ModelInfo | None = None
+    rows: deque[tuple[int, int, int]] = field(default_factory=deque)
+    forgotten: Counter[int] = field(default_factory=Counter)
+    recalled: int = 0
+    over_at: float | None = None
+
+    def unkept(self, number: int) -> Unkept:
+        """Return what is to be known of it when the records up to one are forgotten."""
+        while self.rows and self.rows[0][0] <= number:
+            _, stage, rows = self.rows.popleft()
+            self.forgotten[stage] += rows
+        return Unkept(self.request.engine, self.rank, self.part, dict(self.forgotten))
+
+
+class AnewError(Exception):
+    """The lane is to close the consumer, open it again, and read the inbox again; the cause is the consumer's error."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__(method)
+        self.method = method
+
+
+class SpillingLane(Lane):
+    """One consumer's inbox and threads, from `open` to `close`; `taken` of a frame is called when the frame is durable.
+
+    What happens when the inbox has no room is its writer's to know.
+    """
+
+    keeps = True
+
+    def __init__(
+        self,
+        index: int,
+        configured: ConfiguredConsumer,
+        *,
+        on_result: Callable[[Request, int, CaptureResult], None],
+        on_action: Callable[[str, Action], None],
+    ) -> None:
+        super().__init__(index, configured, on_result=on_result, on_action=on_action)
+        spill = configured.spill
+        assert spill is not None
+        self.inbox = Inbox(spill.root, spill.name, spill.bytes_max, on_synced=self._synced)
+        self.dead = DeadLetters(  # the consumer's thread's, once it is open
+            spill.root / f"{spill.name}{SUFFIX}", min(limits.DEAD_BYTES_DEFAULT, spill.bytes_max)
+        )
+        self._wish = Wish(self.name, self.consumer.spec(), self.consumer.reads_requests)
+        self.state = Shares("memory of a consumer's inbox", limits.MEMORY_BYTES_MIN)  # until a hub gives it its part
+        self.ledger = self._new_ledger()  # the consumer's thread's; results are the hub's
+        self.writer = InboxWriter(self.name, self.inbox, self.queue, spill.fallback, self.dropped)
+        self._lost_unknown = False  # as the writer's, of what was taken out
+        self._engines: dict[str, Engine] = {}  # the consumer's thread's
+        self._full: set[str] = set()  # engines of which the hub had no room for requests; the hub's thread's
+        self._boots: dict[tuple[str, Rank], str] = {}  # of workers, as of the last frame; the consumer's thread's
+        self._open: dict[tuple[str, str], _Open] = {}  # not over, by first record; the consumer's thread's
+        self._long: dict[
+            tuple[str, str], _Open
+        ] = {}  # likewise, and not kept to their beginning; the consumer's thread's
+        self._missing: dict[tuple[str, int], tuple[float, float]] = {}  # seconds, as of when; the hub's thread's
+        self._gone: set[Gone] = set()  # asked to be ended by the hub; its thread's
+        self._opened_at = 0.0  # when the inbox was
+        self._handled = 0  # the record that was handled last; the consumer's thread's
+        # Records up to here may be another hub's, whose frames are checked once more; set by `open`.
+        self._found_through = 0.0
+        self._stuck = (
+            False  # whether it could not be put down that a request is done with, the last time, which is said once
+        )
+        # Requests that have results and are in `_open` or `_long` yet; the last record of each, and whether the inbox has its `Done`.
+        self._settled: SimpleQueue[tuple[Request, int, bool]] = SimpleQueue()
+        # Of requests with results, each `Done` that found no room, behind the first record of the request; the consumer's thread's, as is the next.
+        self._owed: deque[tuple[int, Done]] = deque()
+        self._owed_at = 0.0  # when the last of these was tried
+        # When the last result came, or the consumer last asked for a retry; the consumer's thread's.
+        self._result_at = 0.0
+        self._done: dict[
+            tuple[str, str], int
+        ] = {}  # the same, of which records are in the inbox; the consumer's thread's
+        self._at = 0  # the record in hand; the consumer's thread's
+        self._taken_bytes = 0  # of records that were taken out before the one in hand; the consumer's thread's
+        # Requests whose Futures failed, and how; filled by any thread, emptied by the consumer's.
+        self._failures: SimpleQueue[tuple[Request, Callable[[], None] | None, BaseException]] = SimpleQueue()
+        self._is_closing = False  # set before the consumer is closed for good
+        self._told_of_dead = False  # whether the log says where they are; the consumer's thread's
+        self._aside: set[tuple[str, str]] = (
+            set()
+        )  # open requests of which frames were set aside; the consumer's thread's
+        self.requests_unkept = 0  # requests too long for the inbox; written by the consumer's thread
+
+    # Called by the hub.
+
+    def open(self) -> None:
+        """Open the inbox and the consumer; what an earlier hub left is given to it first. Raises CapflowError."""
+        self.inbox.open()
+        self.dead.directory = self.inbox.directory.with_name(f"{self.inbox.directory.name}{SUFFIX}")
+        self._opened_at = time.monotonic()
+        self._handled = self.inbox.spool.last - self.inbox.unread
+        beside: list[Inbox] = []
+        try:
+            beside += take_beside(self.inbox)
+            self._found_through = math.inf if beside else self.inbox.spool.last
+            here = self.inbox.frames_here() if beside else {}
+            for other in beside:
+                self.inbox.join(other, here)
+            if self.inbox.frames_left:
+                event = {"event": "inbox_found", "consumer": self.name, "frames": self.inbox.frames_left}
+                text = "consumer %s: %d frames wait that an earlier hub left"
+                logger.info(text, self.name, self.inbox.frames_left, extra=event)
+            tell_of_others(self.inbox, self.name)
+            self.dead.open()
+            super().open()
+        except BaseException:
+            for other in beside:
+                other.spool.close()
+            self.inbox.close(0, self._unkept_by, keep=False)
+            raise
+        self.writer.start(beside, here)
+
+    def keep(self, frame: Frame, model: ModelInfo, taken: Taken) -> None:
+        """Take a frame of an engine with this model; `taken` is called, on any thread, when it is durable."""
+        if self._gone:
+            self._gone = {gone for gone in self._gone if gone.engine != frame.header.engine}
+        self.queue.force(Kept(frame, taken, model), frame.nbytes)
+
+    def lose(self, engine: str, replica: int | None, stage: int | None = None, *, anew: bool = False) -> None:
+        """Tell the consumer, after everything before, that a part of an engine is gone, as `Ledger.lose` takes it."""
+        gone = Gone(engine, replica, stage, anew)
+        if gone not in self._gone:
+            self._gone.add(gone)
+            self.queue.force(gone)
+
+    def greet(self, engine: str, model: ModelInfo) -> None:
+        """Tell the consumer, after everything before, that an engine connected; without room for that, before its first frame."""
+        self._gone = {gone for gone in self._gone if gone.engine != engine}
+        nbytes = weight(model)
+        if self.notes.admit(nbytes):
+            self.queue.force(Greeting(Known(engine, model), functools.partial(self.notes.taken, nbytes)))
+        else:
+            self.notes.lost["session"] += 1
+
+    def note_full(self, engine: str) -> None:
+        """Note that the hub had no room for requests of an engine."""
+        if len(self._full) < limits.SESSIONS_MAX:
+            self._full.add(engine)
+
+    def missed(self, here: set[tuple[str, int]], now: float) -> Iterator[tuple[str, int]]:
+        """Yield the engines and replicas that were not connected for `limits.MISSED_S` while a hub ran, this or earlier.
+
+        A replica counts if it has open requests, and an engine without any if none of it is connected. here: those that are connected.
+        """
+        waits = {
+            (known.request.engine, known.request.replica) for known in [*self._open.values(), *self._long.values()]
+        }
+        connected = {engine for engine, _ in here}
+        waits |= {(engine, 0) for engine in self.inbox.engines if engine not in connected}
+        before, self._missing = self._missing, dict.fromkeys(here, (0.0, now))
+        waits |= self.inbox.left.keys()
+        known = {engine for engine, _ in waits}
+        self._gone = {gone for gone in self._gone if gone.engine in known}
+        for key in sorted(waits - here):
+            left = self.inbox.left.get(key)
+            seconds, since = before.get(key) or ((0.0, now) if left is None else (left, self._opened_at))
+            total = seconds + now - since
+            self._missing[key] = (total, now)
+            if total >= limits.MISSED_S:
+                yield key
+            elif total // _MISSED_S > seconds // _MISSED_S:
+                self.queue.force(Missed(key[0], total))
+
+    def trouble(self, now: float) -> str | None:
+        """Return why the consumer or its inbox is taken to have failed; None when neither has. It names nothing that is captured."""
+        return super().trouble(now) or self.writer.trouble()
+
+    def status(self) -> dict[str, Any]:
+        """Return the lane's counters."""
+        spool = self.inbox.status() | {"requests_unkept": self.requests_unkept} if self.inbox.is_open else None
+        dead = {"directory": str(self.dead.directory), "letters": self.dead.letters, "refused": self.dead.refused}
+        return super().status() | {"spool": spool, "dead_letters": dead}
+
+    @property
+    def left(self) -> tuple[int, int]:
+        """How many frames the consumer was not given, and how many requests are open."""
+        return self.inbox.frames_waiting if self.inbox.is_open else 0, len(self._open) + len(self._long)
+
+    def _synced(self, number: int) -> None:
+        self.writer.synced(number)
+
+    # The consumer's thread.
+
+    def _run(self) -> None:
+        if not self._open_consumer():
+            return
+        through = False  # whether everything was handled
+        failed: tuple[str, BaseException] | None = None  # for which the lane is to begin again
+        while not through and not self._discarded.is_set():
+            try:
+                if failed is not None:
+                    self._begin_again(*failed)
+                    failed = None
+                through = self._take_all()
+            except LeftError:
+                break
+            except AnewError as e:
+                failed = e.method, e.__cause__ or e
+            except Exception as e:  # noqa: BLE001  no memory, or our own bug: without this thread nothing would be handled any more
+                failed = "lane", e
+        self._end_thread(through=through)
+
+    def _end_thread(self, *, through: bool) -> None:
+        """Close the consumer and the inbox; through: whether everything was handled."""
+        self._is_closing = True
+        if error := self._close_consumer():
+            self._failed("close", error)
+        self.writer.ended.wait(limits.SILENCE_S_MAX)
+        with contextlib.suppress(LeftError):
+            self._see_to_failures()
+        self._let_go()
+        if through:
+            self._pass_notes()
+        self.dead.close()
+        keep = bool(self.inbox.engines or self._long or self.inbox.unkept)
+        self._put_owed()
+        self.inbox.close(self._needless(), self._unkept_by, keep=keep, needed=self._engines_open, done=self._owed_by)
+
+    def _take_all(self) -> bool:
+        """Handle what comes; return True when everything was handled, False when it is to be discarded."""
+        self._recall()
+        idle_at = time.monotonic() + limits.IDLE_S
+        while not self._discarded.is_set():
+            written = self.writer.ended.is_set()
+            self._taken_bytes = self.inbox.taken_bytes
+            item = self.inbox.take(max(0.0, idle_at - time.monotonic()))
+            if item is not None:
+                self._at = item.number
+                self._safely(item)
+                self._handled = item.number
+                del self._fatal[item.number]
+                del item
+            elif written:
+                return True
+            self._see_to_failures()
+            self._let_go()
+            self._forget()
+            if time.monotonic() >= idle_at:
+                self._idle()
+                self.dead.rest()
+                idle_at = time.monotonic() + limits.IDLE_S
+        return False
+
+    def _begin_again(self, method: str, error: BaseException) -> None:
+        """Open the consumer again and give it what it is not done with, as the next hub would. Raises LeftError."""
+        self._given = ()
+        self.pace.waited_since = None
+        self._open_again(method, error)
+        self._failures = SimpleQueue()  # of requests that come again
+        self._let_go()
+        needless = self._needless()
+        known = [*self._open.values(), *self._long.values()]
+        models = {each.request.engine: each.model for each in known if each.model is not None}
+        done = {key: through for key, through in self._done.items() if through > needless}
+        self.inbox.again(needless, self._unkept_by(needless), models, done)
+        self.ledger = self._new_ledger()
+        self._engines, self._boots, self._open, self._long, self._aside = {}, {}, {}, {}, set()
+        self._handled = needless
+
+    def _new_ledger(self) -> Ledger:
+        self.state.clear()  # of what an earlier ledger had
+        return Ledger([self._wish], self.state, results_kept_max=0)
+
+    def _place(self, method: str) -> int | str:
+        return method if method == "on_idle" else self._at
+
+    def _restart(self, method: str, error: BaseException) -> None:
+        raise AnewError(method) from error
+
+    def _wait(self, method: str, error: BaseException) -> None:
+        super()._wait(method, error)
+        self._result_at = time.monotonic()
+
+    def _take_failure(self, request: Request, settled: Callable[[], None] | None, error: BaseException) -> bool:
+        """Leave a request whose Future failed to the consumer's thread. Called on any thread."""
+        self._failures.put((request, settled, error))
+        return True
+
+    def _see_to_failures(self) -> None:
+        """Have requests whose Futures failed given again, or set aside. Raises AnewError and LeftError."""
+        while not self._failures.empty():
+            request, settled, error = self._failures.get()
+            key = f"{request.engine} {request.id}"
+            if kind_of(error) != "poison" and self._is_closing:
+                self.gave_up = True  # the inbox keeps it
+            elif kind_of(error) != "poison" and self._fatal[key] < limits.RESTARTS_MAX:
+                self._fatal[key] += 1
+                raise AnewError("on_request_done") from error
+            else:
+                del self._fatal[key]
+                text = self._give_up(request, request.done_for(0), self._failed("on_request_done", error))
+                self._settle(request, 0, settled, CaptureResult("error", text))
+
+    def _pass_notes(self) -> None:
+        """Handle what was noted since everything was: results that came with `close`."""
+        while (item := self.inbox.take(0.0)) is not None:
+            self._handled = item.number
+
+    def _recall(self) -> None:
+        """Take up the requests of which an earlier hub forgot frames: what that lost is said at their ends."""
+        while self.inbox.unkept:
+            long = self.inbox.unkept[0]
+            engine = self._engine(long.engine)
+            if engine is not None and self.inbox.done.get((long.engine, long.request.id), 0) == 0:
+                request = self.ledger.recall(long.request, engine, long.rank, long.rows)
+                forgotten = Counter(long.rows)
+                known = _Open(0, 0, request, long.request, long.rank, engine.model)
+                known.forgotten, known.recalled = forgotten, forgotten.total()
+                self._long[long.engine, long.request.id] = known
+            del self.inbox.unkept[0]
+
+    def _engines_open(self) -> dict[str, ModelInfo]:
+        """Return the engines of requests without a result, gone or not, each with the model that the next hub is to begin with."""
+        models = {known.request.engine: known.model for known in reversed(self._open.values())}  # of the oldest
+        for known in self._long.values():
+            engine = known.request.engine
+            models.setdefault(engine, self.inbox.model(engine) or known.model)
+        return {engine: model for engine, model in models.items() if model is not None}
+
+    def _unkept_by(self, number: int) -> list[Unkept]:
+        """Return the open requests of which records up to a number are forgotten."""
+        return [*self.inbox.unkept, *(long.unkept(number) for long in list(self._long.values()))]
+
+    def _owed_by(self, number: int) -> list[Done]:
+        """Return each `Done` that is not in the inbox and whose request has records on both sides of a number."""
+        return [done for first, done in self._owed if first <= number < done.through]
+
+    def _put_owed(self, again_s: float = 0.0) -> None:
+        """Put in each `Done` that found no room, as far as there is room now, unless that was tried in the last `again_s`."""
+        if time.monotonic() < self._owed_at + again_s:
+            return
+        self._owed_at = time.monotonic()
+        while self._owed and (self._owed[0][1].through <= self.inbox.forgotten or self._put_done(self._owed[0][1])):
+            self._owed.popleft()
+
+    def _needless(self) -> int:
+        """Return the last record that no next hub would need."""
+        return next((known.first for known in self._open.values()), self._handled + 1) - 1
+
+    def _may_settle(self, known: _Open) -> bool:
+        """Return whether the result of a request is waited for: it is over, results come, and frames wait for room instead of being dropped."""
+        if known.over_at is None or self.writer.fallback is not Overload.BLOCK:
+            return False
+        return time.monotonic() < max(known.over_at, self._result_at) + limits.RESULT_S_MAX
+
+    def _forget(self) -> None:
+        held_max = min(_PINNED_MAX * self.inbox.bytes_max, self.inbox.held_bytes_max)
+        while self._open:
+            key, oldest = next(iter(self._open.items()))
+            if self.inbox.taken_bytes - oldest.taken_bytes <= held_max or self._may_settle(oldest):
+                break
+            self._long[key] = self._open.pop(key)
+            self.requests_unkept += 1
+            if self.requests_unkept == 1:
+                text = "consumer %s: the spool is too small for the requests that run; a hub that ends now loses rows of the oldest"
+                logger.warning(text, self.name, extra={"event": "inbox_small", "consumer": self.name})
+        needless = self._needless()
+        self.inbox.forget(needless, self._unkept_by, needed=self._engines_open, done=self._owed_by)
+        if self._owed:
+            self._put_owed(again_s=limits.IDLE_S)
+        while self._done and self._done[key := next(iter(self._done))] <= needless:
+            del self._done[key]
+
+    def _safely(self, item: Item) -> None:
+        """Handle an item; one that the lane itself fails at again and again is set aside. Raises AnewError and LeftError."""
+        try:
+            self._handle_item(item)
+        except (AnewError, LeftError):
+            raise
+        except Exception as e:
+            if not isinstance(e, RemoteProtocolError) and self._fatal[item.number] < limits.RESTARTS_MAX:
+                self._fatal[item.number] += 1
+                raise AnewError("lane") from e
+            self._failed("lane", e)
+            if isinstance(item.what, Frame):
+                requests = [part.id for part in item.what.header.requests]
+                self._set_aside("lane", f"{type(e).__name__}: {e}", item.what, requests)
+
+    def _handle_item(self, item: Item) -> None:
+        match item.what:
+            case Frame() as frame:
+                self._frame(frame, item)
+            case Known(engine, model):
+                if (before := self._engines.get(engine)) is not None and before.model != model:
+                    self._end_all(self.ledger.lose(before), item.number - 1)
+                self._greeted(engine, model)
+            case Gone() as gone:
+                self._gone_now(gone, item.number)
+            case Answered() as answered:
+                self._guard("on_action", self.consumer.on_action, answered)
+            case Lost() as lost:
+                self._damaged(lost, item.number)
+
+    def _greeted(self, name: str, model: ModelInfo) -> Engine:
+        engine = self._engines.get(name)
+        if engine is None or engine.model != model:
+            engine = self._engines[name] = Engine(name, model)
+            self._guard("on_session", self.consumer.on_session, name, model)
+        return engine
+
+    def _engine(self, name: str) -> Engine | None:
+        engine = self._engines.get(name)
+        if engine is None and (model := self.inbox.model(name)) is not None:
+            return self._greeted(name, model)
+        return engine
+
+    def _frame(self, frame: Frame, item: Item) -> None:
+        header = frame.header
+        engine = self._engine(header.engine)
+        if engine is None:  # all of its requests are over, and done with
+            return
+        boot = self._boots.get((engine.name, header.rank), header.boot)
+        if boot != header.boot:  # started again, while no hub was there to tell
+            self._end_all(self.ledger.lose(engine, header.rank.dp, header.rank.pp, anew=True), item.number - 1)
+        self._boots[engine.name, header.rank] = header.boot
+        if self.inbox.has_done:
+            for name in {*(part.id for part in header.requests), *(finished.id for finished in header.finished)}:
+                if self.inbox.is_done(engine.name, name, item.number):
+                    self.ledger.pass_over(name, engine, header.rank)
+        try:
+            if item.number <= self._found_through:
+                frame.check(hashed=False)  # the spool has a checksum of its own
+            engine.format.check(header)
+        except RemoteProtocolError as e:
+            self._refuse(frame, engine, item.number, e)
+            return
+        deliveries = self.ledger.take(frame, engine)
+        self._note_open(engine, header, item.number)
+        for delivery in deliveries:
+            for tally, rows in delivery.parts:
+                tally.rows += rows
+            self.pace.waited_since = time.monotonic()
+            self._give(delivery)
+            self.pace.waited_since = None
+        self._finish_all(engine, header, item.number)
+
+    def _refuse(self, frame: Frame, engine: Engine, number: int, error: RemoteProtocolError) -> None:
+        """Set aside a frame that an earlier version of the hub let in, whole, and count its rows as lost. Raises LeftError."""
+        header = frame.header
+        self._failed("lane", error)
+        letter = self._letter("lane", str(error), engine.name, [part.id for part in header.requests], header=header)
+        self._put_dead(letter, frame.payload, 0)
+        self._lose_rows(header, engine, number, FRAME_INVALID)
+
+    def _lose_rows(self, header: FrameHeader, engine: Engine, number: int, reason: str) -> None:
+        """Count the rows of a frame as lost; the ends of requests in it hold."""
+        self.dropped[reason] += self.ledger.miss(header, engine, reason, placed=reason != FRAME_INVALID)
+        self._note_open(engine, header, number)
+        self._finish_all(engine, header, number)
+
+    def _hand_over(self, delivery: Delivery) -> str | None:
+        """Have the consumer take a frame, or set it aside; return what is wrong with it. Raises AnewError and LeftError."""
+        header = delivery.frame.header
+        requests = [tally.request for tally, _ in delivery.parts]
+        if self.dead.has(header, requests):  # by an earlier hub, or before the consumer was opened again
+            error: str | None = f"{self.name}.on_frame failed before; see its dead letters"
+        else:
+            error = super()._hand_over(delivery)
+            if error is None:
+                return None
+            aside = self._set_aside("on_frame", error, delivery.frame, requests)
+            error += aside
+            if DEAD_FULL in aside:
+                tallies = {tally.request: tally for tally, _ in delivery.parts}
+                for chunk in delivery.frame.chunks():
+                    note_chunk(tallies[chunk.request.id].lost, chunk, DEAD_FULL)
+        self._aside.update((header.engine, name) for name in requests)
+        return error
+
+    def _set_aside(self, method: str, error: str, frame: Frame, requests: Sequence[str]) -> str:
+        """Put the rows of a frame that the consumer wants into its dead letters; return what to add to the error. Raises LeftError."""
+        try:
+            mine = cut(frame)
+        except Exception:  # noqa: BLE001  the frame cannot be read: all of it is put there
+            mine = Frame(frame.header, frame.payload)
+        engine = frame.header.engine
+        letter = self._letter(method, error, engine, requests, header=mine.header)
+        return self._put_dead(letter, mine.payload, rows_of(mine.header).total())
+
+    def _give_up(self, request: Request, done: RequestDone, error: str) -> str:
+        """Set a request aside whose end can never be handled, with its rows in the inbox; return its error. Raises LeftError."""
+        share, known = request.shares[0], self._known(request)
+        wanted = {} if share is None else share.wanted
+        for number in sorted({number for number, _, _ in known.rows}) if known is not None else ():
+            frame = self._read_again(number)
+            if frame is not None and not self.dead.has(frame.header, [request.id]):
+                mine = frame.narrowed(lambda part: wanted if part.id == request.id else {})
+                self._set_aside("on_request_done", error, mine, [request.id])
+        letter = self._letter("on_request_done", error, request.engine, [request.id], done=done)
+        return error + self._put_dead(letter, b"", 0)
+
+    def _letter(self, method: str, error: str, engine: str, requests: Sequence[str], **what: Any) -> Letter:
+        return Letter(
+            consumer=self.name,
+            method=method,
+            error=error,
+            time_ns=time.time_ns(),
+            engine=engine,
+            requests=tuple(requests),
+            model=self.inbox.model(engine),
+            **what,
+        )
+
+    def _put_dead(self, letter: Letter, payload: Any, rows: int) -> str:
+        """Put a letter down, however long the disk takes; return what to add to the error. Raises LeftError when the hub stops first."""
+        while True:
+            try:
+                kept = self.dead.put(letter, payload)
+            except (CapflowError, OSError, MemoryError) as e:
+                self._wait("dead letters", e)
+                continue
+            self.backoff.over()
+            if kept:
+                self._tell_of_dead()
+                return "; set aside in its dead letters"
+            self.dropped[DEAD_FULL] += rows
+            return f"; its dead letters have no room for it ({DEAD_FULL})"
+
+    def _tell_of_dead(self) -> None:
+        """Log where the dead letters are, once."""
+        if not self._told_of_dead:
+            self._told_of_dead = True
+            event = {"event": "dead_letter", "consumer": self.name, "directory": str(self.dead.directory)}
+            text = "consumer %s: what it cannot handle is in %s; `capflow spool dead list %s` lists it"
+            logger.error(text, self.name, self.dead.directory, self.dead.directory, extra=event)
+
+    def _read_again(self, number: int) -> Frame | None:
+        """Return a frame that was taken out before, however long the disk takes; None when it is damaged. Raises LeftError."""
+        while True:
+            try:
+                return next(frame for _, frame in self.inbox.look([number]))
+            except OSError as e:
+                self._wait("dead letters", e)
+
+    def _known(self, request: Request) -> _Open | None:
+        """Return what is known of a request that the consumer is not done with."""
+        key = request.engine, request.id
+        return next(
+            (known for known in (self._open.get(key), self._long.get(key)) if known and known.request is request), None
+        )
+
+    def _finish_all(self, engine: Engine, header: FrameHeader, number: int) -> None:
+        if header.finished:
+            engine.full = engine.full or engine.name in self._full
+            untold = {}
+            for finished in header.finished:
+                if self.ledger.was_lost(finished, engine):  # the hub may have been another one then
+                    late = self.ledger.late(finished, engine, header.rank.pp)
+                    if late is None:
+                        continue  # the hub, too, waits for the other pipeline stages
+                    if late.untold:
+                        untold[finished.id] = late.untold
+                    for lost in late.untold:
+                        self.dropped[lost.reason] += lost.rows
+                    again = Request(engine.name, finished.id, header.rank.dp, (None,), ("",))
+                    text = "; ".join([*map(described, late.dropped), NOT_ENDED])
+                    self._on_result(again, self.index, CaptureResult("error", text, dropped=late.dropped))
+            self._losses.tell_late(untold, engine.name)
+            for request in self.ledger.finish(header, engine):
+                self._end(request, number)
+            ends = (RequestRows(f.id, f.prompt_length, 0, (), capture=f.capture) for f in header.finished)
+            self._note(engine, ends, header.rank, number)
+
+    def _note_open(self, engine: Engine, header: FrameHeader, number: int) -> None:
+        """Note which open requests a frame has rows of, and how many."""
+        self._note(engine, header.requests, header.rank, number)
+        for name, rows in rows_of(header).items():
+            known = self._open.get((engine.name, name)) or self._long.get((engine.name, name))
+            if known is not None:
+                known.rows.append((number, header.rank.pp, rows))
+
+    def _note(self, engine: Engine, parts: Iterable[RequestRows], rank: Rank, number: int) -> None:
+        for part in parts:
+            request = engine.open.get(part.id)
+            key = (engine.name, part.id)
+            if request is None or request.tallies[0] is None:
+                continue
+            known = self._open.get(key) or self._long.get(key)
+            if known is not None and known.request is not request:  # one of the same id, whose result is to come
+                self._let_go(known.request)
+            elif known is not None:
+                continue
+            bare = RequestRows(part.id, part.prompt_length, 0, (), capture=part.capture)
+            self._open[key] = _Open(number, self._taken_bytes, request, bare, rank, engine.model)
+
+    def _gone_now(self, gone: Gone, number: int) -> None:
+        engine = self._engine(gone.engine)
+        if engine is None:
+            return
+        self._end_all(self.ledger.lose(engine, gone.replica, gone.stage, anew=gone.anew), number)
+        if gone.replica is None:
+            del self._engines[engine.name]
+            self._boots = {worker: boot for worker, boot in self._boots.items() if worker[0] != engine.name}
+            self._guard("on_engine_gone", self.consumer.on_engine_gone, engine.name)
+
+    def _end_all(self, lost: Iterable[Request], number: int) -> None:
+        for request in lost:
+            self._end(request, number)
+
+    def _end(self, request: Request, number: int) -> None:
+        """Tell the consumer of the end of a request, whose last record has this number, unless an earlier hub did."""
+        if request.tallies[0] is None:
+            return
+        if rows := request.lost.rows["earlier_hub"]:
+            self._explain(request, rows)
+        if (request.engine, request.id) in self._aside:
+            error = "the end of a request of which frames failed"
+            done = request.done_for(0)
+            self._put_dead(self._letter("on_frame", error, request.engine, [request.id], done=done), b"", 0)
+            self._aside.remove((request.engine, request.id))
+        if (known := self._known(request)) is not None:
+            known.over_at = time.monotonic()
+        self._finish(request, 0, functools.partial(self._done_with, request, number))
+        self._let_go()
+
+    def _explain(self, request: Request, rows: int) -> None:
+        """Count the rows that did not come of a request that is over: an earlier hub or its worker had them, or a record of which nothing is known."""
+        known = self._long.get((request.engine, request.id))
+        damaged = rows - (known.recalled if known is not None and known.request is request else 0)
+        if damaged and (self._lost_unknown or self.writer.lost_unknown):
+            request.lost.blame("spool_damaged", damaged, instead_of="earlier_hub")
+            self.dropped["spool_damaged"] += damaged
+            rows -= damaged
+        if rows:
+            self.dropped["earlier_hub"] += rows
+
+    def _done_with(self, request: Request, number: int) -> None:
+        """Put down that the consumer has made a request its own. Called on any thread."""
+        self._settled.put((request, number, self._put_done(Done(request.engine, request.id, number))))
+
+    def _put_done(self, done: Done) -> bool:
+        """Return whether there was room for the record. Called on any thread."""
+        try:
+            self.inbox.put(done)
+        except FullError as e:
+            if not self._stuck:
+                event = {"event": "inbox_full", "consumer": self.name, "reason": e.reason}
+                text = "consumer %s: what it is done with may be given to it again: %s"
+                logger.warning(text, self.name, e, extra=event)
+            self._stuck = True
+            return False
+        self._stuck = False
+        return True
+
+    def _let_go(self, until: Request | None = None) -> None:
+        """Forget the requests of which there are results; wait for that of `until`. Raises AnewError and LeftError when it has none."""
+        while until is not None or not self._settled.empty():
+            try:
+                request, number, is_put = self._settled.get(timeout=limits.IDLE_S)
+            except Empty:
+                if self._discarded.is_set():
+                    raise LeftError from None
+                self._see_to_failures()
+                self._idle()
+                continue
+            self._result_at = time.monotonic()
+            key = (request.engine, request.id)
+            self._done[key] = number
+            known = self._known(request)
+            if not is_put:
+                self._owed.append((known.first if known is not None else 0, Done(*key, number)))
+            for each in (self._open, self._long):
+                if known is not None and each.get(key) is known:
+                    del each[key]
+            until = None if request is until else until
+
+    def _damaged(self, lost: Lost, number: int) -> None:
+        """Count the rows of a record that cannot be read again; what its head says holds."""
+        header = self.inbox.header_of(lost)
+        engine = self._engine(header.engine) if header is not None else None
+        if header is None:
+            self._lost_unknown = True
+        if header is None or engine is None:
+            return
+        self._lose_rows(header, engine, number, "spool_damaged")

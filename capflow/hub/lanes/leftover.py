@@ -1,0 +1,117 @@
+"""The inboxes of a root that are not this hub's own: left by hubs that ran at the same time, were killed, or were started otherwise.
+
+Those of the same consumer are opened and emptied into its own. Of the others, one that holds frames which its consumer
+has not stored is logged and stays; one that holds none is removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from capflow import limits
+from capflow.buffers.spool import InUseError, heads
+from capflow.buffers.spool.report import in_use, remove
+from capflow.capture.frame import FrameHeader
+from capflow.errors import CapflowError
+from capflow.hub.lanes.inbox import INBOXES_MAX, Checkpoint, Done, Inbox, read_head
+
+logger = logging.getLogger("capflow.consumer")
+
+_HASH = r"-[0-9a-f]{16}(\.\d+)?"  # behind the name of the consumer, in that of a directory
+_INBOX = re.compile(r".+" + _HASH)
+
+
+def take_beside(inbox: Inbox) -> list[Inbox]:
+    """Return, opened, the other inboxes of the same consumer that no hub has. What cannot be opened is left alone, and said."""
+    found = []
+    for number in range(1, INBOXES_MAX + 1):
+        place = inbox.place(number)
+        if place == inbox.directory or not place.is_dir():
+            continue
+        other = inbox.another()
+        try:
+            other.open_at(place)
+        except InUseError:  # a hub beside this one
+            continue
+        except CapflowError as e:
+            event = {"event": "inbox_left", "directory": str(place)}
+            logger.error("what a hub left is not given to its consumer: %s", e, extra=event)
+            continue
+        found.append(other)
+    return found
+
+
+def tell_of_others(inbox: Inbox, consumer: str) -> None:
+    """Log which inboxes hold frames for a consumer of this name that is not given them, and what to do."""
+    for place in others(inbox, consumer):
+        event = {"event": "inbox_left", "consumer": consumer, "directory": str(place)}
+        do = f"start a hub once with the options and in the directory of then; `capflow spool inspect {place}` shows what it is"
+        text = "consumer %s: frames wait in %s, which are not given to it: its options or its directory were others; %s"
+        logger.error(text, consumer, place, do, extra=event)
+
+
+def others(inbox: Inbox, consumer: str) -> Iterator[Path]:
+    """Yield the directories beside an inbox that hold frames for a consumer of this name with other options, and that nobody has."""
+    own = {inbox.place(number) for number in range(1, INBOXES_MAX + 1)}
+    named = re.compile(re.escape(consumer) + _HASH)
+    for place in sorted(inbox.root.iterdir()):
+        if place not in own and named.fullmatch(place.name) and not in_use(place) and waits(place):
+            yield place
+
+
+def collect(root: Path) -> list[Path]:
+    """Remove the inboxes below a root that no hub has and in which nothing waits; return them.
+
+    An inbox that was written within `limits.MISSED_S` stays: its hub may be starting again.
+    """
+    return [place for place in sorted(root.iterdir()) if _INBOX.fullmatch(place.name) and _removed(place)]
+
+
+def _removed(place: Path) -> bool:
+    """Remove an inbox, unless it is used, new or needed; return whether it is gone."""
+    try:
+        if not _is_old(place) or in_use(place) or waits(place):
+            return False
+        return remove(place, lambda: not waits(place))
+    except (OSError, CapflowError):  # another hub removed it, or it cannot be read
+        return False
+
+
+def waits(place: Path) -> bool:
+    """Return whether an inbox holds rows of a request that its consumer is not done with, or anything that cannot be read."""
+    last: dict[tuple[str, str], int] = {}  # the number of the last record, by engine and request
+    done: dict[tuple[str, str], int] = {}  # likewise of the last one that the consumer is done with
+    unkept: set[tuple[str, str]] = set()  # requests whose frames were forgotten while they ran
+    try:
+        for number, head in heads(place):
+            match None if head is None else read_head(head):
+                case None:
+                    return True
+                case FrameHeader(engine=engine, requests=requests, finished=finished):
+                    names = {*(part.id for part in requests), *(end.id for end in finished)}
+                    last |= {(engine, name): number for name in names}
+                case Done(engine, request, through):
+                    done[engine, request] = through or number
+                case Checkpoint() as checkpoint:
+                    unkept = {(long.engine, long.request.id) for long in checkpoint.unkept}
+                    done |= {(each.engine, each.request): each.through for each in checkpoint.done}
+    except (CapflowError, msgspec.MsgspecError, KeyError):  # the last two of another version
+        return True
+    return bool(unkept - done.keys()) or any(number > done.get(key, 0) for key, number in last.items())
+
+
+def _is_old(place: Path) -> bool:
+    """Return whether a directory is this user's and was not written for a while. Raises OSError."""
+    found = place.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        return False
+    written = max(entry.stat().st_mtime for entry in (place, *place.iterdir()))
+    return abs(time.time() - written) > limits.MISSED_S  # also when the clock was set back

@@ -1,0 +1,345 @@
+"""The writer of an inbox: puts what a hub gives one consumer on disk, on a thread of its own, and says when it is there.
+
+What always holds: a frame is its worker's until it is durable here, or until its rows were counted as lost. A disk that fails, in whatever way, is
+one without room: frames wait, or their rows are lost, as the fallback says, and it is tried again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from capflow import limits
+from capflow.buffers.queue import ByteQueue, Overload
+from capflow.buffers.spool import FullError, Lost
+from capflow.capture.frame import Frame, FrameHeader, Source, rows_of
+from capflow.capture.losses import Losses, lessened, note_frame
+from capflow.capture.model import ModelInfo
+from capflow.hub.lanes.inbox import TOO_LARGE, Gone, Inbox, Known, Missed
+from capflow.steering.action import Answered
+
+logger = logging.getLogger("capflow.consumer")
+
+_RETRY_S = 1.0
+
+Taken = Callable[[], None]
+
+
+class Kept(NamedTuple):
+    """A frame on its way into the inbox. model: its engine's."""
+
+    frame: Frame
+    taken: Taken
+    model: ModelInfo
+
+
+class Greeting(NamedTuple):
+    """An engine that connected, on its way into the inbox; done: called when it is through."""
+
+    known: Known
+    done: Callable[[], None]
+
+
+class InboxWriter:
+    """One inbox's writer, from `start` until the queue is closed and empty.
+
+    fallback: what happens when the inbox has no room. `block`: frames wait, holding their workers' credit. `drop`: their rows are lost, counted
+    by reason in `dropped`.
+    """
+
+    def __init__(
+        self, name: str, inbox: Inbox, queue: ByteQueue[Any], fallback: Overload, dropped: Counter[str]
+    ) -> None:
+        self.name = name
+        self.ended = threading.Event()  # set when the thread has
+        self.failed = False  # whether something went wrong, the last time, that is no disk without room
+        self.failures = 0  # how often something went wrong that is no disk without room
+        self.lost_unknown = False  # whether a record was lost of which nobody knows what it held
+        self._inbox = inbox
+        self._queue = queue
+        self.fallback = fallback
+        self._dropped = dropped
+        self._beside: list[Inbox] = []  # to be emptied into the inbox before anything else
+        self._here: Mapping[tuple[Source, int], int] = {}  # the numbers of frames that are in it since before
+        # Rows that did not get in, by engine and pipeline stage, and request, until the stage's end of the request says so.
+        self._lost: defaultdict[tuple[str, int], dict[str, Losses]] = defaultdict(dict)
+        self._owed: deque[FrameHeader] = deque()  # the ends of requests without room
+        self._pending_lock = threading.Lock()  # guards the next
+        self._pending: deque[tuple[int, Taken, float]] = deque()  # not durable: number, and when it was written
+        self._writing_since: float | None = None  # set by the thread while it writes
+        self._thread = threading.Thread(target=self._run, name=f"capflow-{name}-inbox", daemon=True)
+
+    def start(self, beside: Sequence[Inbox], here: Mapping[tuple[Source, int], int]) -> None:
+        """Begin, with what other inboxes hold, each of them opened and joined; here: frames that were copied from them before."""
+        self._beside = list(beside)
+        self._here = here
+        self._thread.start()
+
+    def synced(self, number: int) -> None:
+        """Note that every record up to here is durable. Called on any thread."""
+        ready = []
+        with self._pending_lock:
+            while self._pending and self._pending[0][0] <= number:
+                ready.append(self._pending.popleft()[1])
+        for taken in ready:
+            taken()
+
+    def trouble(self) -> str | None:
+        """Return why the inbox is taken to have failed; None when it has not."""
+        if self.failed:
+            return "its inbox failed; see the log"
+        if self._inbox.is_open and not self._inbox.directory.is_dir():
+            return "the directory of its inbox is gone"
+        if self._stalled_s() > limits.HANG_S_MAX:
+            return f"the disk of its inbox has taken nothing for {limits.HANG_S_MAX:g} s or more"
+        spools = [inbox.spool for inbox in (self._inbox, *self._beside) if inbox.is_open]
+        said = next((spool.trouble for spool in spools if spool.trouble is not None), None)
+        return None if said is None else f"the disk of its inbox: {said}"
+
+    def _stalled_s(self) -> float:
+        """Return for how long the disk has been at one write, or at making one durable."""
+        with self._pending_lock:
+            written = self._pending[0][2] if self._pending else None
+        begun = [since for since in (self._writing_since, written) if since is not None]
+        return time.monotonic() - min(begun) if begun else 0.0
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while self._beside:
+                self._safely(self._empty, self._beside[0])
+                self._beside[0].spool.close()
+                self._beside = self._beside[1:]
+            self._here = {}
+            while (item := self._queue.get(_RETRY_S)) is not None or not self._queue.closed:
+                self._put_owed()
+                self._put_safely(item)
+                del item
+            self._put_owed()
+        except FullError:  # the hub stops: what was not taken, this and all behind it, is its worker's for the next one
+            pass
+        finally:
+            for other in self._beside:
+                other.spool.close()
+            self.ended.set()
+
+    def _safely(self, do: Callable[[Any], None], what: Any) -> None:
+        """Do something. Raises FullError, and nothing else: a frame that is left over then is its worker's."""
+        try:
+            do(what)
+        except FullError:
+            raise
+        except Exception as e:  # noqa: BLE001  without this thread nothing would be acknowledged any more
+            self._note_failure(e)
+
+    def _put_safely(self, item: Any) -> None:
+        """Put an item in. A frame at which this fails is tried again before those behind it, whose marks would vouch for it. Raises FullError."""
+        while True:
+            failed = self.failures
+            self._safely(self._put, item)
+            if failed == self.failures or not isinstance(item, Kept) or self._inbox.has(item.frame.header):
+                return
+            if self._queue.closed:
+                raise FullError("disk_failed", "the hub stops")
+            self.ended.wait(_RETRY_S)
+
+    def _note_failure(self, e: Exception) -> None:
+        self.failures += 1
+        if not self.failed:
+            event = {"event": "inbox_failed", "consumer": self.name}
+            logger.error("consumer %s: its inbox failed; it goes on", self.name, exc_info=e, extra=event)
+        self.failed = True
+
+    def _put(self, item: Any) -> None:
+        match item:
+            case Kept(frame, taken, _) if self._inbox.has(frame.header):  # perhaps it is not durable yet
+                self._take_when_durable(self._inbox.spool.last, taken)
+            case Kept(frame, taken, model):
+                self._put_frame(frame, taken, self.fallback, model)
+            case Greeting(known, done):
+                done()
+                if not self._inbox.tells_of(known.engine, known.model):
+                    with contextlib.suppress(FullError):  # it comes before its first frame
+                        self._try(functools.partial(self._inbox.put, known), 0.0)
+            case Gone() | Missed() | Answered():
+                self._note(item)
+                if isinstance(item, Gone) and item.replica is None:
+                    for stage in [stage for stage in self._lost if stage[0] == item.engine]:
+                        del self._lost[stage]
+
+    def _put_frame(self, frame: Frame, taken: Taken, fallback: Overload, model: ModelInfo | None = None) -> int:
+        """Put a frame in; return the number of its record, 0 of one that has no room and is not to wait for it.
+
+        model: its engine's, which is put in too where the inbox does not tell of it.
+        """
+        if frame.header.finished:
+            frame = Frame(self._lessened(frame.header), frame.payload)
+        put = functools.partial(self._inbox.put_frame, frame)
+        try:
+            self._put_engine(frame, fallback, model)
+            number = self._insist(put) if fallback is Overload.BLOCK else self._try(put, 0.0)
+            behind = self._put_engine(frame, fallback, model) or number  # when it was forgotten meanwhile
+        except FullError as e:
+            if fallback is Overload.BLOCK and e.reason != TOO_LARGE:
+                raise
+            self._refuse(frame.header, e.reason)
+            taken()
+            return 0
+        self._take_when_durable(behind, taken)
+        return number
+
+    def _take_when_durable(self, number: int, taken: Taken) -> None:
+        """Call `taken` when every record up to here is durable."""
+        with self._pending_lock:
+            self._pending.append((number, taken, time.monotonic()))
+        self.synced(self._inbox.spool.synced_through)
+
+    def _put_engine(self, frame: Frame, fallback: Overload, model: ModelInfo | None) -> int:
+        """Put in which model the engine of a frame has, unless the inbox tells of it; return the number of the record, 0 of none. Raises FullError."""
+        engine = frame.header.engine
+        if model is None or self._inbox.tells_of(engine, model):
+            return 0
+        put = functools.partial(self._inbox.put, Known(engine, model))
+        return self._insist(put) if fallback is Overload.BLOCK else self._try(put, 0.0)
+
+    def _note(self, what: Known | Gone | Missed | Answered) -> None:
+        """Put in what is no frame, however long it takes; what never fits is left out, and logged. Raises FullError when the hub stops before there is room."""
+        try:
+            self._insist(functools.partial(self._inbox.put, what))
+        except FullError as e:
+            if e.reason != TOO_LARGE:
+                raise
+            self._note_failure(e)
+
+    def _insist(self, put: Callable[[float], int]) -> int:
+        """Put something in, however long it takes; put is given how long to wait.
+
+        Raises FullError when the hub stops before there is room, and when there never will be.
+        """
+        while True:
+            stopping = self._queue.closed
+            try:
+                return self._try(put, 0.0 if stopping else _RETRY_S)
+            except FullError as e:
+                if stopping or e.reason == TOO_LARGE:
+                    raise
+
+    def _try(self, put: Callable[[float], int], timeout_s: float) -> int:
+        """Put something in, waiting for room for at most so long. Raises FullError, and nothing else, whatever went wrong."""
+        self._writing_since = time.monotonic()
+        try:
+            number = put(timeout_s)
+        except FullError:
+            raise
+        except Exception as e:
+            self._note_failure(e)
+            if timeout_s:
+                self.ended.wait(timeout_s)
+            raise FullError("disk_failed", f"{type(e).__name__}: {e}") from e
+        finally:
+            self._writing_since = None
+        self.failed = False
+        return number
+
+    def _refuse(self, header: FrameHeader, reason: str) -> None:
+        """Count the rows of a frame that does not get in as lost, and owe the consumer the ends of requests in it."""
+        lost = self._lost[_stage_of(header)]
+        note_frame(lost, header, reason)
+        while len(lost) > limits.RESULTS_KEPT_MAX:
+            del lost[next(iter(lost))]
+        self._dropped[reason] += rows_of(header).total()
+        self._inbox.skip(header)
+        if header.finished:
+            bare = msgspec.structs.replace(self._lessened(header), requests=(), blocks=())
+            self._owed.append(Frame.seal(bare, b"").header)
+
+    def _lessened(self, header: FrameHeader) -> FrameHeader:
+        """Return a header whose ends of requests say which of their rows did not get in."""
+        lost = self._lost.get(_stage_of(header))
+        if lost is None:
+            return header
+        told = lessened(header, lost)
+        if not lost:
+            del self._lost[_stage_of(header)]
+        return told
+
+    def _put_owed(self) -> None:
+        while self._owed:
+            try:
+                self._try(lambda _: self._inbox.put_frame(Frame(self._owed[0], b""), 0.0, spared=True), 0.0)
+            except FullError as e:
+                if e.reason != TOO_LARGE:
+                    return
+                smaller = _smaller(self._owed.popleft())
+                self._owed.extendleft(reversed(smaller))
+                if not smaller:
+                    self._note_failure(e)
+            else:
+                self._owed.popleft()
+
+    def _empty(self, other: Inbox) -> None:
+        """Have in the inbox what another one holds, each thing that one's until it is durable here; then that one goes. Raises FullError when the hub stops before."""
+        event = {"event": "inbox_joined", "consumer": self.name, "directory": str(other.directory)}
+        logger.info("consumer %s: what is in %s is given to it", self.name, other.directory, extra=event)
+        done = deque(sorted(other.done.items(), key=lambda end: end[1]))
+        last = 0  # of its frames, the number here
+        while other.unread:
+            item = other.take(_RETRY_S)
+            if item is None:  # its disk does not give it, yet
+                if self._queue.closed:
+                    raise FullError("disk_failed", "the hub stops")
+                continue
+            while done and done[0][1] < item.number:
+                self._pass_over(done.popleft()[0], last)
+            match item.what:
+                case Frame() as frame if number := self._here.get((frame.header.source, frame.header.seq)):
+                    last = max(last, number)
+                case Frame() as frame:
+                    taken = functools.partial(other.spool.acknowledge, item.number)
+                    last = self._put_frame(frame, taken, Overload.BLOCK, other.model(frame.header.engine))
+                case Known() | Gone() | Answered() as what:
+                    self._note(what)
+                case Lost() as lost:
+                    self._miss(other, lost)
+        for key, _ in done:
+            self._pass_over(key, last)
+        while not self._inbox.spool.wait_synced(self._inbox.spool.last, _RETRY_S):
+            if self._queue.closed:
+                raise FullError("disk_failed", "the hub stops")
+        other.close(other.spool.last, lambda _: [], keep=False)
+
+    def _pass_over(self, key: tuple[str, str], last: int) -> None:
+        if last:
+            self._insist(functools.partial(self._inbox.put, self._inbox.joined(key, last)))
+
+    def _miss(self, other: Inbox, lost: Lost) -> None:
+        header = other.header_of(lost)
+        if header is None:
+            self.lost_unknown = True
+        else:
+            self._refuse(header, "spool_damaged")
+
+
+def _stage_of(header: FrameHeader) -> tuple[str, int]:
+    return header.engine, header.rank.pp
+
+
+def _smaller(header: FrameHeader) -> list[FrameHeader]:
+    """Return headers that have the ends of one that does not fit: half of them each, or the only one without places; none where that is no smaller."""
+    ends = header.finished
+    if len(ends) > 1:
+        half = len(ends) // 2
+        return [msgspec.structs.replace(header, finished=part) for part in (ends[:half], ends[half:])]
+    dropped = tuple(msgspec.structs.replace(each, gaps=()) for each in ends[0].dropped)
+    if dropped == ends[0].dropped:
+        return []
+    return [msgspec.structs.replace(header, finished=(msgspec.structs.replace(ends[0], dropped=dropped),))]

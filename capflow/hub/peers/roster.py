@@ -1,0 +1,340 @@
+"""The roster: which peers are connected, which engines they belong to, and what the hub has of each worker.
+
+It belongs to the hub's thread and does no I/O. A worker's source outlives its connections, so that it can resume; it ends
+with the worker's Bye, or when the worker comes back with another boot.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from capflow import limits
+from capflow.buffers.shares import Shares
+from capflow.capture.frame import FrameHeader, Rank
+from capflow.capture.model import ModelInfo
+from capflow.errors import UsageError, explain
+from capflow.hub.counts import age_s
+from capflow.hub.requests.ledger import Engine
+from capflow.plugins.configure import ConfiguredController
+from capflow.protocol.credit import Intake, Pool
+from capflow.protocol.message import Hello, WorkerCounts
+from capflow.protocol.session import HubSession
+from capflow.text.engine_name import name_of
+
+SOURCE_BYTES = 4 * limits.KIB  # of memory, of a worker
+
+
+@dataclass(eq=False)
+class Source:
+    """What the hub has of one boot of one worker, and what came from it so far."""
+
+    boot: str
+    rank: Rank
+    engine: Engine
+    intake: Intake
+    peer: bytes | None = None  # its connection, while it has one
+    silent_since: float | None = None  # since when it has none, as the hub last looked; on the monotonic clock
+    frames: int = 0
+    rows: int = 0
+    bytes: int = 0
+    step_tokens: int = 0
+    frame_at: float | None = None  # when the last frame was taken, on the monotonic clock
+    told: WorkerCounts | None = None  # what the worker said last of its own side
+    troubles: tuple[str, ...] = ()  # likewise, of its controllers
+
+    def count(self, header: FrameHeader, rows: int, now: float) -> None:
+        """Count a frame."""
+        self.frame_at = now
+        self.frames += 1
+        self.rows += rows
+        self.bytes += header.payload_bytes
+        self.step_tokens += header.step_tokens
+
+
+class Peer(NamedTuple):
+    """One connection that said Hello and was let in. owner: who has what it takes of the hub, as of `capflow.buffers.shares`."""
+
+    session: HubSession
+    hello: Hello
+    source: Source | None  # a worker's
+    owner: str
+
+    def status(self, now: float) -> dict[str, Any]:
+        """Return what is shown of a session."""
+        told: dict[str, Any] = {"role": self.hello.role, "engine": self.hello.engine, "rank": list(self.hello.rank)}
+        if self.hello.model is not None:
+            told["model"] = self.hello.model.name
+        if self.source is not None:
+            told |= {
+                "frames": self.source.frames,
+                "rows": self.source.rows,
+                "bytes": self.source.bytes,
+                "step_tokens": self.source.step_tokens,
+                "credit_bytes": self.source.intake.credit_bytes,
+                "held_bytes": self.source.intake.held_bytes,
+                "held_bytes_peak": self.source.intake.held_bytes_peak,
+                "last_frame_age_s": age_s(self.source.frame_at, now),
+                "worker": None if self.source.told is None else msgspec.to_builtins(self.source.told),
+            }
+        return told
+
+
+class OnLost(Protocol):
+    """Called with the part of an engine that is gone, as `Ledger.lose` takes it."""
+
+    def __call__(
+        self, engine: Engine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
+    ) -> None:
+        """Take note of it."""
+
+
+class Roster:
+    """All peers, sources and engines of a hub.
+
+    fits(model) raises UsageError when consumers want what a model lacks. on_engine is told of an engine that
+    connected or came back. on_lost takes what `Ledger.lose` takes: the part of an engine that is gone.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        state: Shares,
+        controllers: Sequence[ConfiguredController],
+        *,
+        fits: Callable[[ModelInfo], None],
+        on_engine: Callable[[Engine], None],
+        on_lost: OnLost,
+    ) -> None:
+        self.pool = pool  # of credit, which the workers share
+        self.controllers = tuple(controllers)
+        self.sessions = Shares("sessions", limits.SESSIONS_MAX, unit="sessions", do="close some, or try again later")
+        self.state = state  # of memory
+        self.peers: dict[bytes, Peer] = {}  # by connection, until they leave
+        self.engines: dict[str, Engine] = {}  # by name, while a worker or a scheduler of it is known
+        self.resumed = 0  # workers that came back with the boot that they had
+        self._sources: dict[tuple[str, Rank], Source] = {}
+        self._fits = fits
+        self._on_engine = on_engine
+        self._on_lost = on_lost
+
+    def schedulers(self) -> Iterator[tuple[bytes, Hello]]:
+        """Yield the connected schedulers."""
+        return ((peer, known.hello) for peer, known in self.peers.items() if known.hello.role == "scheduler")
+
+    def engines_connected(self) -> int:
+        """Return how many engines have a peer that is connected."""
+        return len({known.hello.engine for known in list(self.peers.values()) if known.hello.role != "client"})
+
+    def frames_spilled(self) -> int:
+        """Return how many frames went to the spools of the workers that are connected, as they say."""
+        told = [known.source.told for known in list(self.peers.values()) if known.source is not None]
+        return sum(counts.spool.get("frames_spilled", 0) for counts in told if counts is not None and counts.spool)
+
+    def troubles(self) -> list[str]:
+        """Return why controllers in the workers that are connected do not do what they are there for."""
+        sources = [known.source for known in list(self.peers.values()) if known.source is not None]
+        told = {f"engine {source.engine.name}: {trouble}": None for source in sources for trouble in source.troubles}
+        return list(told)  # each once, whichever pipeline stages and replicas say it
+
+    def join(self, peer: bytes, session: HubSession, hello: Hello) -> Peer:
+        """Let a peer in, in the place of any connection it had before.
+
+        Raises UsageError when consumers want what its model lacks, RoomError when the hub has no room for it.
+        """
+        self.leave(peer, for_good=False)
+        owner = owner_of(session.user, hello, peer)
+        self.sessions.take(owner, 1)
+        try:
+            source = None
+            if hello.role != "client":
+                assert hello.model is not None
+                self._check_name(hello)
+                engine = self._engine(hello.engine, hello.model, session.user)
+                session.hello = hello = msgspec.structs.replace(hello, model=engine.model)  # kept once
+                source = self._source(engine, hello, peer) if hello.role == "worker" else None
+        except BaseException:
+            self.sessions.give(owner, 1)
+            self._forget_unexpected(hello.engine)
+            raise
+        known = self.peers[peer] = Peer(session, hello, source, owner)
+        return known
+
+    def leave(self, peer: bytes, *, for_good: bool) -> Peer | None:
+        """Forget a connection; return what it was.
+
+        for_good: its worker does not come back. Nothing is kept to resume it with, and requests that it has not ended are over.
+        The engine is forgotten when each pipeline stage left so, or when nobody of it came for a while (`forget_missed`).
+        """
+        known = self.peers.pop(peer, None)
+        if known is None:
+            return None
+        self.sessions.give(known.owner, 1)
+        name = known.hello.engine
+        if known.source is not None:
+            known.source.peer = None
+            known.source.intake.revoke()
+            if for_good:
+                self._drop(known.source)
+                known.source.engine.stages_left.add(known.hello.rank.pp)
+                self._on_lost(known.source.engine, known.hello.rank.dp, known.hello.rank.pp)
+            elif not known.source.intake.last_seq:  # no frame came: there is nothing to resume
+                self._drop(known.source)
+        engine = self.engines.get(name)
+        if engine is not None and len(engine.stages_left) >= engine.model.stages:
+            self._forget_unexpected(name)
+        return known
+
+    def _check_name(self, hello: Hello) -> None:
+        """Raise UsageError when an engine of the same name lives; one that has not said anything lately is taken to be gone."""
+        if hello.former is True:
+            return
+        now = time.monotonic()
+        name = name_of(hello.engine)
+        for peer, known in list(self.peers.items()):
+            other = known.hello
+            if other.role == "client" or other.former is True or other.engine == hello.engine:
+                continue
+            if name_of(other.engine) != name:
+                continue
+            if now - known.session.heard_at < limits.NAME_KEPT_S:
+                do = "give this engine another --engine-name, or stop the other"
+                raise UsageError(explain(f"engine name {name}", got="that of an engine that is connected", do=do))
+            self.leave(peer, for_good=False)
+            if known.source is not None:
+                self._on_lost(known.source.engine, other.rank.dp)
+
+    def forget_missed(self, now: float) -> None:
+        """Forget workers that have been silent for `limits.RESUME_S_MAX`, and engines of which nobody was connected or expected for `limits.MISSED_S`.
+
+        The open requests of such an engine are over, and those of a replica without a connected worker for `limits.MISSED_S`.
+        """
+        self._end_missed_replicas(now)
+        for source in list(self._sources.values()):
+            if source.peer is not None:
+                source.silent_since = None
+            elif source.silent_since is None:
+                source.silent_since = now
+            elif now - source.silent_since >= limits.RESUME_S_MAX:
+                self._drop(source)
+                self._on_lost(source.engine, source.rank.dp, source.rank.pp)
+        here = {known.hello.engine for known in self.peers.values() if known.hello.role != "client"}
+        here |= {name for name, _ in self._sources}
+        for name, engine in list(self.engines.items()):
+            if name in here:
+                engine.missed_since = None
+            elif engine.missed_since is None:
+                engine.missed_since = now
+            elif now - engine.missed_since >= limits.MISSED_S:
+                self._forget_unexpected(name)
+
+    def _end_missed_replicas(self, now: float) -> None:
+        """End the requests of replicas of which no worker was connected for `limits.MISSED_S`, also those that some pipeline stages have ended."""
+        here = {(peer.hello.engine, peer.hello.rank.dp) for peer in self.peers.values() if peer.source is not None}
+        for engine in list(self.engines.values()):
+            for replica, since in list(engine.replicas.items()):
+                if (engine.name, replica) in here:
+                    engine.replicas[replica] = None
+                elif since is None:
+                    engine.replicas[replica] = now
+                elif now - since >= limits.MISSED_S:
+                    del engine.replicas[replica]
+                    self._on_lost(engine, replica)
+
+    def _expected(self, engine: str) -> bool:
+        """Return whether somebody of an engine is connected, or may resume."""
+        return self.connected(engine) or any(name == engine for name, _ in self._sources)
+
+    def connected(self, engine: str) -> bool:
+        """Return whether a worker or a scheduler of an engine is connected."""
+        return any(known.hello.engine == engine and known.hello.role != "client" for known in self.peers.values())
+
+    def _engine(self, name: str, model: ModelInfo, user: str) -> Engine:
+        engine = self.engines.get(name)
+        if engine is not None and engine.user != user:
+            raise UsageError(explain(f"engine {name}", got="another key than its other workers", expected="the same"))
+        connected = self.connected(name)
+        if engine is not None and engine.model == model:
+            if not connected:
+                self._on_engine(engine)
+            return engine
+        if connected:
+            raise UsageError(explain(f"engine {name}", got="another model than its other workers", expected="the same"))
+        self._fits(model)
+        for controller in self.controllers:
+            controller.check(model)
+        if engine is not None:
+            self._forget(engine)
+        new = Engine(name, model, user)
+        self._take(new, new.nbytes)
+        self.engines[name] = new
+        self._on_engine(new)
+        return new
+
+    def _source(self, engine: Engine, hello: Hello, peer: bytes) -> Source:
+        """Return what the hub has of a worker, new if it is a new boot of it."""
+        key = engine.name, hello.rank
+        source = self._sources.get(key)
+        if source is not None and source.peer is not None:
+            self._replace(source.peer)
+        if source is None or source.boot != hello.boot:
+            if source is not None:
+                source.intake.revoke()
+                self._drop(source)
+                self._on_lost(source.engine, hello.rank.dp, hello.rank.pp, anew=True)
+            self._take(engine, SOURCE_BYTES)
+            source = self._sources[key] = Source(hello.boot, hello.rank, engine, Intake(self.pool, engine.owner))
+        else:
+            self.resumed += 1
+        source.engine = engine
+        source.peer = peer
+        engine.stages_left.discard(hello.rank.pp)
+        engine.replicas[hello.rank.dp] = None
+        return source
+
+    def _replace(self, peer: bytes) -> None:
+        """Forget a connection, its worker having another one."""
+        known = self.peers.pop(peer, None)
+        if known is not None:
+            self.sessions.give(known.owner, 1)
+            if known.source is not None:
+                known.source.peer = None  # acknowledgements of its frames are not for the next peer with this name
+
+    def _take(self, engine: Engine, nbytes: int) -> None:
+        """Take memory for an engine. When there is no room, its owner's workers that fell silent are forgotten. Raises RoomError."""
+        if nbytes > self.state.room(engine.owner):
+            for source in [each for each in self._sources.values() if each.peer is None]:
+                if source.engine.owner == engine.owner:
+                    self._drop(source)
+                    self._on_lost(source.engine, source.rank.dp, source.rank.pp)
+            for each in [each for each in self.engines.values() if each.owner == engine.owner]:
+                if each.name != engine.name:
+                    self._forget_unexpected(each.name)
+        self.state.take(engine.owner, nbytes, what="engines and workers")
+
+    def _drop(self, source: Source) -> None:
+        """Forget a worker."""
+        key = source.engine.name, source.rank
+        if self._sources.get(key) is source:
+            del self._sources[key]
+            self.state.give(source.engine.owner, SOURCE_BYTES)
+
+    def _forget_unexpected(self, name: str) -> None:
+        """Forget an engine of which nobody is connected or may resume; its open requests are over."""
+        engine = self.engines.get(name)
+        if engine is not None and not self._expected(name):
+            self._forget(engine)
+
+    def _forget(self, engine: Engine) -> None:
+        del self.engines[engine.name]
+        self._on_lost(engine)
+        self.state.give(engine.owner, engine.nbytes)
+
+
+def owner_of(user: str, hello: Hello, peer: bytes) -> str:
+    """Return who has what a peer takes: its key, and on a hub without keys its engine, or its connection if it is a client."""
+    return user or (f"client {peer.hex()}" if hello.role == "client" else f"engine {hello.engine}")

@@ -1,0 +1,193 @@
+"""Tapping: what one hub takes, brought live to another one, for consumers that only watch.
+
+Each worker of the tapped hub is a worker here too, with a link of its own to this process's hub: to that hub and its consumers nothing is
+special about them. What always holds: nothing here is waited for by the tapped hub or its engines; rows that a request had before the tap
+joined, or that it skipped, are counted in the request's result as `not_tapped`.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from capflow import limits
+from capflow.buffers.queue import Overload
+from capflow.capture.frame import Finished, Frame, FrameHeader, Rank, rows_of
+from capflow.capture.losses import Losses, note_frame
+from capflow.capture.model import ModelInfo
+from capflow.capture.spec import CaptureSpec, Want, Wanted, join
+from capflow.errors import CapflowError, HubUnreachableError, UsageError, explain
+from capflow.hub.hub import Hub
+from capflow.plugins.configure import ConfiguredConsumer, ConfiguredController
+from capflow.protocol.message import Hello, Tapped
+from capflow.transport.address import check_address
+from capflow.transport.links.tap import TapLink
+from capflow.transport.links.worker import WorkerLink
+
+logger = logging.getLogger("capflow.tap")
+
+
+def check_live(consumers: Sequence[ConfiguredConsumer], controllers: Sequence[ConfiguredController]) -> None:
+    """Raise UsageError for a consumer that would have to be waited for, and for a controller: a tap only watches."""
+    for controller in controllers:
+        do = "give it to the hub that the engine is connected to"
+        raise UsageError(explain(f"--consumer {controller.name}", got="a controller", expected="a consumer", do=do))
+    for consumer in consumers:
+        if consumer.policy not in (Overload.DROP, Overload.SKIP):
+            got = f"policy {consumer.policy.value}"
+            do = f"{consumer.name}:policy=drop, or give it to the hub that is tapped: a tap misses what it has no time for"
+            raise UsageError(
+                explain(f"--consumer {consumer.name} with --tap", got=got, expected="policy drop or skip", do=do)
+            )
+
+
+class Tapping:
+    """Brings the frames of the hub at an address to a hub of this process, from `start` to `close`.
+
+    key: this side's, for the tapped hub; own_key: the own hub's, if it has one. Both by name or path. insecure allows TCP off loopback
+    without a key. Raises UsageError for a wrong address or key.
+    """
+
+    def __init__(
+        self, tapped: str, own: Hub, *, key: str | None = None, own_key: str | None = None, insecure: bool = False
+    ) -> None:
+        check_address(tapped, insecure=insecure, where="--tap")
+        self._own = own
+        self._own_key = own_key
+        self._models: dict[str, ModelInfo] = {}  # by engine, until it is gone; the link's thread's, as is the next
+        self._workers: dict[tuple[str, Rank], _Worker] = {}
+        self.skipped_frames = 0  # since the start
+        self.link = TapLink(tapped, on_frame=self._take, on_tapped=self._note, on_lost=self._end, key=key)
+
+    def start(self) -> None:
+        """Begin; the tapped hub must be there now. Raises HubUnreachableError when it is not, CapflowError when it refuses."""
+        self.link.start()
+        if self.link.wait_welcome(limits.HUB_WAIT_S_DEFAULT) is None:
+            refusal = self.link.refusal
+            self.close()
+            if refusal is not None:
+                raise CapflowError(explain(f"the hub at {self.link.address} refused", got=refusal))
+            raise HubUnreachableError(explain(f"no hub answers at {self.link.address}", do="see --tap"))
+
+    def close(self) -> None:
+        """Leave both hubs."""
+        self.link.close()
+        self._end()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # On the link's thread.
+
+    def _note(self, said: Tapped) -> None:
+        if said.model is None:
+            self._end(said.engine, said.replica, said.stage)
+        else:
+            if self._models.pop(said.engine, None) != said.model:
+                self._tell_of_misses(said.engine, said.model)
+            self._models[said.engine] = said.model
+            while len(self._models) > limits.SESSIONS_MAX:  # more the hub does not have: the oldest is gone
+                del self._models[next(iter(self._models))]
+
+    def _tell_of_misses(self, engine: str, model: ModelInfo) -> None:
+        """Say what consumers want of every request and the tapped hub does not: it is not captured for a tap's sake."""
+        welcome = self.link.welcome
+        captured = _resolved(model, () if welcome is None else welcome.captures)
+        for consumer in self._own.consumers:
+            spec = consumer.consumer.spec()
+            wanted = _resolved(model, () if spec is None else (spec,))
+            missed = [str(site) for site, want in wanted.items() if not _covers(captured.get(site), want)]
+            if missed:
+                event = {"event": "tap_misses", "consumer": consumer.name, "sites": missed}
+                what = "engine %s: nobody captures all that consumer %s wants at %s; it sees what others want there"
+                logger.warning(what, engine, consumer.name, ", ".join(missed), extra=event)
+
+    def _end(self, engine: str | None = None, replica: int | None = None, stage: int | None = None) -> None:
+        """End the workers of a stage of an engine's replica; None is every one."""
+        for key in list(self._workers):
+            if engine in (None, key[0]) and replica in (None, key[1].dp) and stage in (None, key[1].pp):
+                self._workers.pop(key).link.close()
+
+    def _take(self, frame: Frame) -> None:
+        header = frame.header
+        key = header.engine, header.rank
+        worker = self._workers.get(key)
+        if worker is None or worker.boot != header.boot:
+            if worker is not None:
+                self._workers.pop(key).link.close()
+            hello = Hello(
+                "worker", header.engine, uuid.uuid4().hex, header.rank, self._models[header.engine], former=True
+            )
+            link = WorkerLink(self._own.address, hello, policy="drop", key=self._own_key)
+            worker = self._workers[key] = _Worker(header, link, hello.boot)
+            link.start()
+            link.wait_welcome(limits.HUB_WAIT_S_DEFAULT)
+        if (skipped := header.seq - worker.seq - 1) > 0:
+            self.skipped_frames += skipped
+            event = {"event": "tap_skipped", "skipped_frames": skipped}
+            logger.warning("skipped %d frames of engine %s", skipped, header.engine, extra=event)
+        worker.give(frame)
+
+
+def _resolved(model: ModelInfo, specs: Sequence[CaptureSpec]) -> Wanted:
+    """Return what specs want of a model; nothing of a spec that does not fit it, which the own hub refuses."""
+    try:
+        return join(spec.resolve(model.sites, num_layers=model.num_layers) for spec in specs)
+    except UsageError:
+        return {}
+
+
+def _covers(captured: Want | None, want: Want) -> bool:
+    return captured is not None and captured.positions | want.positions == captured.positions
+
+
+class _Worker:
+    """One worker of the tapped hub: how far its frames came, and what became of its requests' rows."""
+
+    def __init__(self, first: FrameHeader, link: WorkerLink, own_boot: str) -> None:
+        self.boot = first.boot
+        self.seq = first.seq - 1
+        self.link = link
+        self._own_boot = own_boot
+        self._given: Counter[str] = Counter()  # rows by request, until it is over
+        self._lost: dict[str, Losses] = {}  # likewise
+
+    def give(self, frame: Frame) -> None:
+        """Give a frame to this process's hub, as far as that has room."""
+        header = frame.header
+        self.seq = header.seq
+        rows = rows_of(header)
+        reason = self._send(header, frame.payload, rows)
+        if reason is None:
+            self._given.update(rows)
+        else:
+            note_frame(self._lost, header, reason)
+            if header.finished:
+                self._send(msgspec.structs.replace(header, requests=(), blocks=()), b"", Counter())
+        for finished in header.finished:
+            self._given.pop(finished.id, None)
+            self._lost.pop(finished.id, None)
+
+    def _send(self, header: FrameHeader, payload: object, more: Counter[str]) -> str | None:
+        finished = tuple(self._told(one, self._given[one.id] + more[one.id]) for one in header.finished)
+        return self.link.send(msgspec.structs.replace(header, boot=self._own_boot, finished=finished), payload)
+
+    def _told(self, finished: Finished, given: int) -> Finished:
+        """Return the end of a request with what of its rows was given here, and why the rest was not."""
+        lost = Losses()
+        lost.update(self._lost[finished.id].dropped if finished.id in self._lost else ())
+        lost.count("not_tapped", max(0, finished.rows - given - lost.rows.total()))
+        lost.update(finished.dropped)
+        return msgspec.structs.replace(finished, rows=given, dropped=lost.dropped)

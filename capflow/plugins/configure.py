@@ -1,0 +1,459 @@
+"""Plugins: finds them, and makes configured consumers and controllers of what the user wrote.
+
+Every plugin that is installed is loaded, capflow's own like anyone's, and one that cannot be stops the
+start: a consumer that is silently missing is found out when its data is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pluggy
+import xxhash
+from msgspec import inspect
+
+from capflow import limits
+from capflow.buffers.policy import FALLBACK_DEFAULT, ConsumerPolicy, Fallback
+from capflow.buffers.queue import Overload
+from capflow.buffers.spool import check_root, default_root
+from capflow.capture.model import ModelInfo
+from capflow.capture.spec import CaptureSpec
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.plugins import consumer as contract
+from capflow.plugins.consumer import Consumer, Controller
+from capflow.protocol.message import ControllerSpec
+
+Plugin = type[Consumer] | type[Controller]
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_AT = "@"  # between a plugin's name and that of an instance of it
+_FIELD = re.compile(r" - at `\$\.(\w+)")
+_EXPECTED = re.compile(r"Expected (.*?)(?:, got .*?)?(?: - at .*)?$")
+_SEQUENCES = (inspect.ListType, inspect.VarTupleType, inspect.TupleType, inspect.SetType, inspect.FrozenSetType)
+
+UNIVERSAL_OPTIONS = ("policy", "queue_bytes_max", "spool_dir", "spool_bytes", "spill_fallback")
+"""The options that every consumer has besides its own; the last three go with policy `spill`."""
+
+
+@dataclass(frozen=True)
+class Spill:
+    """Where a consumer with policy `spill` has its inbox: the directory `name`, or one beside it, below `root`; how much it may hold; what holds then.
+
+    The name is the same wherever and whenever the consumer is run with the same configuration from the same directory.
+    """
+
+    root: Path
+    name: str
+    bytes_max: int
+    fallback: Overload
+
+    @classmethod
+    def of(cls, consumer: Consumer, root: Path | None, bytes_max: int | None, fallback: str | None) -> Spill:
+        """Return it as given, or as is the default."""
+        said = msgspec.json.encode(consumer.config, enc_hook=str, order="sorted")
+        digest = xxhash.xxh3_64_hexdigest(said + str(Path.cwd()).encode())
+        return cls(
+            (root or default_root() / "hub").absolute(),
+            f"{consumer.instance}-{digest}",
+            limits.SPOOL_BYTES_DEFAULT if bytes_max is None else bytes_max,
+            Overload(fallback or FALLBACK_DEFAULT),
+        )
+
+
+@dataclass(frozen=True)
+class ConfiguredConsumer:
+    """A consumer ready to be opened, and the queue that it is to have in the hub.
+
+    name: what the instance is called. spill: of one with that policy.
+    """
+
+    name: str
+    consumer: Consumer
+    policy: Overload
+    queue_bytes_max: int = limits.QUEUE_BYTES_DEFAULT
+    spill: Spill | None = None
+
+    @classmethod
+    def of(
+        cls,
+        consumer: Consumer,
+        *,
+        policy: str | None = None,
+        queue_bytes_max: int | None = None,
+        spool_dir: Path | None = None,
+        spool_bytes: int | None = None,
+        spill_fallback: str | None = None,
+    ) -> ConfiguredConsumer:
+        """Return the consumer with a queue as given, or as its class and the limits say."""
+        overload = Overload(policy or consumer.policy)
+        return cls(
+            consumer.instance,
+            consumer,
+            overload,
+            limits.QUEUE_BYTES_DEFAULT if queue_bytes_max is None else queue_bytes_max,
+            Spill.of(consumer, spool_dir, spool_bytes, spill_fallback) if overload is Overload.SPILL else None,
+        )
+
+
+@dataclass(frozen=True)
+class ConfiguredController:
+    """A controller ready to be sent to workers. name: what the instance is called."""
+
+    name: str
+    kind: type[Controller]
+    state: msgspec.Struct
+
+    def spec(self) -> ControllerSpec:
+        """Return what tells a worker to run it."""
+        instance = "" if self.name == self.kind.name else self.name
+        return ControllerSpec(self.kind.name, msgspec.msgpack.encode(self.state), instance, self.capture)
+
+    @functools.cached_property
+    def capture(self) -> CaptureSpec:
+        """What it sees of every request. Raises CapflowError when the plugin does not say it."""
+        try:
+            spec = self.make().spec()
+        except CapflowError:
+            raise
+        except Exception as e:
+            raise CapflowError(explain(f"controller {self.name} failed", got=f"{type(e).__name__}: {e}")) from e
+        if not isinstance(spec, CaptureSpec):
+            expected = "a CaptureSpec"
+            raise CapflowError(explain(f"controller {self.name}: spec()", got=type(spec).__name__, expected=expected))
+        return spec
+
+    def check(self, model: ModelInfo) -> None:
+        """Raise UsageError when the model does not have what the controller needs, or its plugin fails at it."""
+        self.capture.resolve(model.sites, num_layers=model.num_layers, where=f"controllers.{self.name}.capture")
+        try:
+            self.make().open(model)
+        except UsageError:
+            raise
+        except Exception as e:
+            raise UsageError(explain(f"controller {self.name} failed", got=f"{type(e).__name__}: {e}")) from e
+
+    def make(self) -> Controller:
+        """Return the controller, as a worker makes it."""
+        controller = self.kind(self.state)
+        controller.instance = self.name
+        return controller
+
+
+Configured = ConfiguredConsumer | ConfiguredController
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One option of a plugin, for showing: its type as a user reads it, and its default unless required."""
+
+    name: str
+    type: str
+    required: bool
+    default: Any = None
+
+
+def load_plugins(entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> dict[str, Plugin]:
+    """Return the consumers and controllers of every installed plugin, by name.
+
+    Raises CapflowError naming the plugin that cannot be imported, brings what is neither, or repeats a name.
+    """
+    if entry_points is None:
+        entry_points = importlib.metadata.entry_points(group=contract.ENTRY_POINT_GROUP)
+    found: dict[str, Plugin] = {}
+    brought_by: dict[str, str] = {}
+    for entry_point in sorted(entry_points, key=lambda e: e.name):
+        for plugin in _brought(entry_point):
+            _check(plugin, entry_point.name)
+            if plugin.name in found:
+                got = f"{plugin.name} from both {brought_by[plugin.name]} and {entry_point.name}"
+                raise CapflowError(
+                    explain("plugins", got=got, expected="names of their own", do="uninstall one of them")
+                )
+            found[plugin.name] = plugin
+            brought_by[plugin.name] = entry_point.name
+    return found
+
+
+def _brought(entry_point: importlib.metadata.EntryPoint) -> list[Any]:
+    """Return what one plugin's hook gives."""
+    what = f"plugin {entry_point.name} ({entry_point.value})"
+    manager = pluggy.PluginManager("capflow")
+    manager.add_hookspecs(contract)
+    try:
+        manager.register(entry_point.load(), name=entry_point.name)
+        manager.check_pending()
+        brought = manager.hook.capflow_consumers()
+    except Exception as e:
+        got = f"{type(e).__name__}: {e}"
+        raise CapflowError(explain(f"{what} cannot be loaded", got=got, do="mend it or uninstall it")) from e
+    if not brought:
+        raise CapflowError(explain(what, got="no hook", expected="an implementation of capflow_consumers()"))
+    classes = brought[0]
+    if not isinstance(classes, Sequence) or isinstance(classes, str):
+        raise CapflowError(explain(f"{what}: capflow_consumers()", got=classes, expected="a list of classes"))
+    return list(classes)
+
+
+def _check(plugin: Any, entry_point: str) -> None:
+    what = f"plugin {entry_point}: capflow_consumers()"
+    if not (isinstance(plugin, type) and issubclass(plugin, Consumer | Controller)):
+        raise CapflowError(explain(what, got=plugin, expected="subclasses of Consumer or Controller"))
+    name = getattr(plugin, "name", None)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise CapflowError(explain(f"{what}: {plugin.__name__}.name", got=name, expected="letters, digits, - and _"))
+    missing: Iterable[str] = getattr(plugin, "__abstractmethods__", ())
+    if missing:
+        expected = f"methods {', '.join(sorted(missing))}"
+        raise CapflowError(explain(f"{what}: {plugin.__name__}", got="an abstract class", expected=expected))
+    config = getattr(plugin, "Config", None)
+    if not (isinstance(config, type) and issubclass(config, msgspec.Struct)):
+        raise CapflowError(explain(f"{what}: {plugin.__name__}.Config", got=config, expected="a msgspec.Struct"))
+
+
+def options_of(plugin: Plugin) -> list[Option]:
+    """Return a plugin's options, in the order of its Config, and after them every consumer's."""
+    options = [
+        Option(
+            field.name,
+            _type_name(field.type),
+            field.required,
+            msgspec.to_builtins(_default(field), enc_hook=str),
+        )
+        for field in _fields(plugin.Config)
+    ]
+    if issubclass(plugin, Consumer):
+        options += [
+            Option("policy", " or ".join(get_args(ConsumerPolicy)), required=False, default=plugin.policy),
+            Option("queue_bytes_max", "int", required=False, default=limits.QUEUE_BYTES_DEFAULT),
+            Option("spool_dir", "str", required=False, default=str(default_root() / "hub")),
+            Option("spool_bytes", "int", required=False, default=limits.SPOOL_BYTES_DEFAULT),
+            Option("spill_fallback", " or ".join(get_args(Fallback)), required=False, default=FALLBACK_DEFAULT),
+        ]
+    return options
+
+
+def parse(text: str) -> tuple[str, dict[str, str]]:
+    r"""Return the name and the options that `NAME:key=value,key=value` or `NAME@INSTANCE:key=value` holds.
+
+    A value may contain `=`; a comma in it is written `\,`, a backslash before a comma `\\`.
+    """
+    name, _, rest = text.partition(":")
+    options: dict[str, str] = {}
+    for part in re.findall(r"(?:\\[\\,]|[^,])+|(?<=,)(?=,|$)", rest):
+        key, equals, value = part.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise UsageError(explain(f"consumers.{name}", got=part, expected="key=value", do=r"write \, for a comma"))
+        if key in options:
+            raise UsageError(explain(f"consumers.{name}.{key}", got="the option twice", expected="it once"))
+        options[key] = re.sub(r"\\([\\,])", r"\1", value)
+    return name.strip(), options
+
+
+def read_config(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Return the names and options of the consumers that a TOML file lists as `[[consumer]]` tables; a name may be `NAME@INSTANCE`."""
+    try:
+        with path.open("rb") as file:
+            content = tomllib.load(file)
+    except (OSError, ValueError, RecursionError) as e:  # also a number of 5,000 digits, and what is nested too deeply
+        got = e.strerror if isinstance(e, OSError) else str(e)
+        raise UsageError(explain(f"--config {path}", got=got, expected="a TOML file")) from e
+    unknown = set(content) - {"consumer"}
+    tables = content.get("consumer", [])
+    if unknown or not isinstance(tables, list):
+        got = min(unknown, default="consumer")
+        raise UsageError(explain(f"--config {path}", got=got, expected="tables [[consumer]] and nothing else"))
+    consumers = []
+    for number, table in enumerate(tables, 1):
+        name = table.get("name") if isinstance(table, dict) else None
+        if not isinstance(name, str):
+            raise UsageError(
+                explain(f"--config {path}: consumer {number}: name", got=name, expected="a consumer's name")
+            )
+        consumers.append((name, {key: value for key, value in table.items() if key != "name"}))
+    return consumers
+
+
+def configure(name: str, options: Mapping[str, Any], known: Mapping[str, Plugin]) -> Configured:
+    """Return the consumer or controller of that name, `NAME` or `NAME@INSTANCE`, with its options, checked.
+
+    Raises UsageError naming the option, what came and what was expected.
+    """
+    kind, at, instance = name.partition(_AT)
+    plugin = known.get(kind)
+    if plugin is None:
+        expected = f"one of {', '.join(sorted(known)) or 'none installed'}"
+        raise UsageError(explain("--consumer", got=kind, expected=expected, do="see `capflow plugins`"))
+    if at and not _NAME.fullmatch(instance):
+        expected = f"{kind}@ and 1..64 letters, digits, - and _"
+        raise UsageError(explain("--consumer", got=name, expected=expected))
+    where = f"consumers.{name}"
+    own = {
+        key: value for key, value in options.items() if key not in UNIVERSAL_OPTIONS or not issubclass(plugin, Consumer)
+    }
+    config = _convert(plugin, own, where)
+    try:
+        if not issubclass(plugin, Consumer):
+            controller = ConfiguredController(name, plugin, plugin.load(config))
+            assert controller.capture is not None  # asked for now, so that a plugin that fails at it stops the start
+            return controller
+        consumer = plugin(config)
+        consumer.instance = name
+        consumer.check()
+    except CapflowError as e:
+        rename(e, kind, name)
+        raise
+    except Exception as e:
+        raise CapflowError(explain(f"consumer {name} failed", got=f"{type(e).__name__}: {e}")) from e
+    return _with_queue(consumer, options, where)
+
+
+def rename(error: CapflowError, name: str, instance: str) -> None:
+    """Have an error about an option name the instance, where its message begins with the plugin's name alone."""
+    option = str(error).removeprefix(f"consumers.{name}.")
+    if option != str(error):
+        error.args = (f"consumers.{instance}.{option}",)
+
+
+def configure_all(
+    texts: Iterable[str], config: Path | None, known: Mapping[str, Plugin]
+) -> tuple[list[ConfiguredConsumer], list[ConfiguredController]]:
+    """Return what a config file lists and then what `--consumer` options say, each name once.
+
+    Raises UsageError for a name that comes twice, and for two instances of a consumer that would write the same.
+    """
+    asked: list[tuple[str, Mapping[str, Any]]] = list(read_config(config)) if config is not None else []
+    asked.extend(parse(text) for text in texts)
+    made: dict[str, Configured] = {}
+    for name, options in asked:
+        if name in made:
+            do = f"name the other one {name.partition(_AT)[0]}@NAME, with a name of your own"
+            raise UsageError(explain(f"consumers.{name}", got="the consumer twice", expected="it once", do=do))
+        made[name] = configure(name, options, known)
+    _check_claims(one.consumer for one in made.values() if isinstance(one, ConfiguredConsumer))
+    return (
+        [c for c in made.values() if isinstance(c, ConfiguredConsumer)],
+        [c for c in made.values() if isinstance(c, ConfiguredController)],
+    )
+
+
+def _check_claims(consumers: Iterable[Consumer]) -> None:
+    """Raise UsageError when two instances of one consumer would write to the same place."""
+    claimed: dict[tuple[type[Consumer], tuple[str, str]], str] = {}
+    for consumer in consumers:
+        claim = consumer.claim()
+        if claim is None:
+            continue
+        option, value = claim
+        holder = claimed.setdefault((type(consumer), claim), consumer.instance)
+        if holder != consumer.instance:
+            expected = f"another than that of {holder}"
+            raise UsageError(explain(f"consumers.{consumer.instance}.{option}", got=value, expected=expected))
+
+
+def _fields(config: type[msgspec.Struct]) -> Sequence[inspect.Field]:
+    info = inspect.type_info(config)
+    assert isinstance(info, inspect.StructType)
+    return info.fields
+
+
+def _default(field: inspect.Field) -> Any:
+    if field.default is not msgspec.NODEFAULT:
+        return field.default
+    return field.default_factory() if field.default_factory is not msgspec.NODEFAULT else None
+
+
+def _convert(plugin: Plugin, options: Mapping[str, Any], where: str) -> msgspec.Struct:
+    fields = {field.name: field for field in _fields(plugin.Config)}
+    own = (*fields, *(UNIVERSAL_OPTIONS if issubclass(plugin, Consumer) else ()))
+    for key in options:
+        if key not in fields:
+            raise UsageError(explain(f"{where}.{key}", got="an unknown option", expected=f"one of {', '.join(own)}"))
+    for field in fields.values():
+        if field.required and field.name not in options:
+            expected = f"{_type_name(field.type)}, required"
+            raise UsageError(explain(f"{where}.{field.name}", got="nothing", expected=expected))
+    values = {key: _split(value, fields[key].type) for key, value in options.items()}
+    try:
+        return msgspec.convert(values, plugin.Config, strict=False)
+    except msgspec.ValidationError as e:
+        at = _FIELD.search(str(e))
+        if at is None:
+            raise UsageError(explain(where, got=str(e), expected="valid options")) from e
+        said = _EXPECTED.match(str(e))
+        expected = said[1].replace("`", "") if said else _type_name(fields[at[1]].type)
+        raise UsageError(explain(f"{where}.{at[1]}", got=str(options[at[1]]), expected=expected)) from e
+
+
+def _members(kind: inspect.Type) -> Sequence[inspect.Type]:
+    return kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+
+
+def _split(value: Any, kind: inspect.Type) -> Any:
+    """Return the list that `a+b+c` means, where a list is expected."""
+    members = _members(kind)
+    if not isinstance(value, str) or not any(isinstance(member, _SEQUENCES) for member in members):
+        return value
+    if any(isinstance(member, inspect.StrType) for member in members) and "+" not in value:
+        return value
+    return value.split("+") if value else []
+
+
+def _type_name(kind: inspect.Type) -> str:
+    names = []
+    for member in _members(kind):
+        match member:
+            case inspect.LiteralType():
+                names.append(" or ".join(map(str, member.values)))
+            case inspect.ListType() | inspect.VarTupleType() | inspect.SetType() | inspect.FrozenSetType():
+                names.append(f"list of {_type_name(member.item_type)}")
+            case inspect.NoneType():
+                continue
+            case _:
+                names.append(type(member).__name__.removesuffix("Type").lower())
+    return " or ".join(names)
+
+
+def _with_queue(consumer: Consumer, options: Mapping[str, Any], where: str) -> ConfiguredConsumer:
+    """Return a consumer with the queue that the options of every consumer say."""
+    policy = _one_of(options, "policy", get_args(ConsumerPolicy), where) or consumer.policy
+    if policy != "spill":
+        for name in UNIVERSAL_OPTIONS[2:]:
+            if name in options:
+                raise UsageError(explain(f"{where}.{name}", got=f"policy {policy}", expected="policy spill with it"))
+    root = Path(str(options["spool_dir"])) if "spool_dir" in options else None
+    if policy == "spill":
+        check_root((root or default_root()).absolute(), f"{where}.spool_dir")
+    return ConfiguredConsumer.of(
+        consumer,
+        policy=policy,
+        queue_bytes_max=_size(options, "queue_bytes_max", limits.QUEUE_BYTES_MAX, where),
+        spool_dir=root,
+        spool_bytes=_size(options, "spool_bytes", limits.SPOOL_BYTES_MAX, where),
+        spill_fallback=_one_of(options, "spill_fallback", get_args(Fallback), where),
+    )
+
+
+def _one_of(options: Mapping[str, Any], name: str, words: Sequence[str], where: str) -> str | None:
+    value = options.get(name)
+    if value is None or value in words:
+        return None if value is None else str(value)
+    raise UsageError(explain(f"{where}.{name}", got=value, expected=f"one of {', '.join(words)}"))
+
+
+def _size(options: Mapping[str, Any], name: str, size_max: int, where: str) -> int | None:
+    value = options.get(name)
+    if value is None:
+        return None
+    number = int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,20}", value) else value
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= size_max:
+        expected, do = f"1..{size_max}", "remove it to use the default"
+        raise UsageError(explain(f"{where}.{name}", got=value, expected=expected, do=do))
+    return number

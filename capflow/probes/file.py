@@ -1,0 +1,148 @@
+"""A file of a direction, a probe or a dictionary: safetensors whose JSON header says what it is.
+
+The header's `__metadata__` maps text to text. `ProbeFile` reads it and the tensors, and names the file and the field in whatever is wrong
+with them; `write_file` writes such a file. What the fields mean is said where they are used, in `capflow.probes.probe` and `capflow.probes.kinds`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from capflow.capture.site import Site
+from capflow.errors import UsageError, explain
+from capflow.files import whole_file
+
+Float32s = npt.NDArray[np.float32]
+
+DTYPES = ("F64", "F32", "F16", "BF16")
+"""What tensors may be stored in; they are computed with in float32."""
+
+_SHOWN_MAX = 8
+
+
+class ProbeFile:
+    """A file's metadata, and of its tensors those that are expected. Raises UsageError for a file that is none."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.where = os.fspath(path)
+        self.stem = Path(path).stem
+        if not Path(path).is_file():
+            raise UsageError(explain(self.where, got="no such file", expected="a safetensors file"))
+        try:
+            with safe_open(path, "numpy") as file:
+                self.metadata: Mapping[str, str] = file.metadata() or {}
+                self.found = frozenset(file.keys())
+        except (SafetensorError, OSError) as e:
+            raise self._none(e) from e
+
+    def _tensor(self, file: Any, name: str) -> Float32s:
+        dtype = file.get_slice(name).get_dtype()
+        if dtype not in DTYPES:
+            raise self.wrong(name, f"dtype {dtype}", f"one of {', '.join(DTYPES)}")
+        with np.errstate(over="ignore"):  # what is too large for float32 is infinite, and refused
+            values = np.asarray(file.get_tensor(name)).astype(np.float32)
+        if not np.isfinite(values).all():
+            raise self.wrong(name, "NaN or infinity", "finite numbers")
+        return values
+
+    def expect(
+        self, required: Collection[str], optional: Collection[str] = (), unread: Collection[str] = ()
+    ) -> dict[str, Float32s]:
+        """Return the tensors, float32 each, those that are required and which there are of the optional ones.
+
+        Raises UsageError when one is missing, for numbers that are none, and for a tensor that is not in `unread` either: it would not be minded.
+        """
+        if not set(required) <= self.found or self.found - {*required, *optional, *unread}:
+            got = ", ".join(sorted(self.found)[:_SHOWN_MAX]) or "none"
+            expected = " and maybe ".join(", ".join(part) for part in (required, optional) if part)
+            raise self.wrong("tensors", got, expected)
+        try:
+            with safe_open(self.where, "numpy") as file:
+                return {name: self._tensor(file, name) for name in sorted(self.found & {*required, *optional})}
+        except (SafetensorError, OSError) as e:
+            raise self._none(e) from e
+
+    def expect_shapes(self, tensors: Mapping[str, Float32s], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise UsageError when one of the tensors that are there has another shape."""
+        for name, shape in shapes.items():
+            if name in tensors and tensors[name].shape != shape:
+                raise self.wrong(name, f"shape {list(tensors[name].shape)}", str(list(shape)))
+
+    def _none(self, error: Exception) -> UsageError:
+        return UsageError(explain(self.where, got=str(error), expected="a safetensors file"))
+
+    def expect_fields(self, *known: str) -> None:
+        """Raise UsageError when the metadata has a field that means nothing here, since it would not be minded."""
+        unknown = sorted(set(self.metadata) - {"site", "format", *known})  # torch's save_file writes format=pt
+        if unknown:
+            raise self.wrong("metadata", unknown[0], f"only site, {', '.join(known)}")
+
+    def site(self) -> Site:
+        """Return the site that the metadata names."""
+        try:
+            return Site.parse(self.metadata.get("site", "nothing"))
+        except UsageError as e:
+            do = 'give save_file metadata like {"site": "post_block:12"}'
+            raise UsageError(f"{self.where}: metadata {explain(str(e), do=do)}") from e
+
+    def choice(self, field: str, values: Collection[str], default: str) -> str:
+        """Return a field of the metadata that is one of some values."""
+        value = self.metadata.get(field, default)
+        if value not in values:
+            raise self.wrong(f"metadata {field}", value, f"one of {', '.join(values)}")
+        return value
+
+    def numbers(self, field: str, default: str = "0") -> tuple[float, ...]:
+        """Return a field of the metadata that is finite numbers, comma separated."""
+        text = self.metadata.get(field, default)
+        try:
+            numbers = tuple(float(part) for part in text.split(","))
+        except ValueError:
+            numbers = (math.nan,)
+        if not all(math.isfinite(number) for number in numbers):
+            raise self.wrong(f"metadata {field}", text, "finite numbers, comma separated")
+        return numbers
+
+    def thresholds(self, count: int) -> tuple[float, ...]:
+        """Return a threshold for each of the probes."""
+        numbers = self.numbers("threshold")
+        return numbers * count if len(numbers) == 1 else numbers
+
+    def names(self, default: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the probes' names."""
+        names = self.metadata.get("names")
+        return default if names is None else tuple(name.strip() for name in names.split(","))
+
+    def wrong(self, field: str, got: str, expected: str) -> UsageError:
+        """Return the error that says what is wrong with a field of the file."""
+        return UsageError(explain(f"{self.where}: {field}", got=got, expected=expected))
+
+
+def write_file(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, npt.NDArray[Any]],
+    metadata: Mapping[str, str],
+    check: Callable[[str], object] | None = None,
+) -> None:
+    """Write a file, in the place of one that is there, whole or not at all. Raises CapflowError when it cannot be written.
+
+    check: reads it, under another name, before it has its own; a UsageError of it is raised, and what is there stays.
+    """
+    whole = save(dict(tensors), dict(metadata))
+    with whole_file(Path(path)) as stream:
+        stream.write(whole)
+        if check is not None:
+            stream.flush()
+            try:
+                check(stream.name)
+            except UsageError as e:
+                raise UsageError(str(e).replace(stream.name, os.fspath(path))) from e

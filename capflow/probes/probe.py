@@ -1,0 +1,190 @@
+"""Probes and vectors in files: directions of the residual stream that were found elsewhere and are used here.
+
+Both are safetensors files. A linear probe's holds `weight`, `[hidden_size]` or `[k, hidden_size]`, and may hold `bias`, `[k]`. The metadata of
+any probe file says `site` (`post_block:12`), and may say
+
+* `names` (comma separated, one for each of the k; the file's name unless given),
+* `threshold` (one number, or one for each; 0 unless given),
+* `pool`, what is recorded of a request: `token` (the default), every token's score; `mean`, `max` or `last`, one score of the request, over the
+  scores of its tokens. The mean of a linear probe's scores is its score of the mean row.
+* `kind`: `linear` unless given; `capflow.probes.kinds` has the others.
+
+A vector file holds `vector`, `[hidden_size]`, and its metadata says `site`. A linear score is `row · weight + bias`; a probe fires where
+its score is at or above its threshold.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Literal, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from capflow import limits
+from capflow.capture.site import Site
+from capflow.errors import UsageError, explain
+from capflow.probes.file import Float32s, ProbeFile, write_file
+from capflow.steering.vector import SteeringVector
+
+Pool = Literal["token", "mean", "max", "last"]
+POOLS: tuple[Pool, ...] = get_args(Pool)
+
+
+@dataclass(frozen=True, eq=False)
+class Scorer(ABC):
+    """One or more probes at one site: what has a score for every row.
+
+    names, thresholds: k of each. Raises UsageError, naming the file (`where`) and the field, when they do not agree.
+    """
+
+    kind: ClassVar[str]
+
+    site: Site
+    names: tuple[str, ...]
+    _: KW_ONLY
+    thresholds: tuple[float, ...]
+    pool: Pool = "token"
+    where: str = "probe"
+
+    @property
+    @abstractmethod
+    def hidden_size(self) -> int:
+        """The width of the rows that the probes read."""
+
+    @abstractmethod
+    def scores(self, rows: npt.NDArray[Any]) -> Float32s:
+        """Return the scores `[n, k]` float32 of rows `[n, hidden_size]` of any dtype."""
+
+    @abstractmethod
+    def parts(self, index: int) -> tuple[bytes, ...]:
+        """Return what the scores of one of the probes are made with, for telling it from another of its name."""
+
+    def check(self, sites: Sequence[Site], hidden_size: int) -> None:
+        """Raise UsageError unless the probes fit a model with these tapped sites and this width."""
+        if self.hidden_size != hidden_size:
+            raise self._wrong("weight", f"{self.hidden_size} numbers", f"{hidden_size}, the model's width")
+        if self.site not in sites:
+            do = f"start the engine with --sites {self.site} to tap it"
+            raise UsageError(explain(f"{self.where}: site", got=str(self.site), expected="a tapped site", do=do))
+
+    def _check_names(self, count: int) -> None:
+        if not 0 < count <= limits.PROBES_PER_FILE_MAX:
+            raise self._wrong("weight", f"{count} probes", f"1..{limits.PROBES_PER_FILE_MAX} in one file")
+        if len(self.names) != count or len(set(self.names)) != count or not all(self.names):
+            raise self._wrong("names", ",".join(self.names), f"{count} different names")
+        if len(self.thresholds) != count:
+            raise self._wrong("threshold", f"{len(self.thresholds)} numbers", f"1 or {count}")
+        if not np.isfinite(self.thresholds).all():
+            raise self._wrong("threshold", "NaN or infinity", "finite numbers")
+
+    def _header(self) -> dict[str, str]:
+        """Return the metadata that every kind has."""
+        header = {"site": str(self.site), "names": ",".join(self.names), "pool": self.pool, "kind": self.kind}
+        return header | {"threshold": ",".join(repr(float(number)) for number in self.thresholds)}
+
+    def _wrong(self, field: str, got: str, expected: str) -> UsageError:
+        return UsageError(explain(f"{self.where}: {field}", got=got, expected=expected))
+
+
+@dataclass(frozen=True, eq=False)
+class Probe(Scorer):
+    """One or more linear probes at one site. weight: `[k, hidden_size]` float32, bias: `[k]` float32, both finite."""
+
+    kind: ClassVar[str] = "linear"
+
+    _: KW_ONLY
+    weight: Float32s
+    bias: Float32s
+
+    def __post_init__(self) -> None:
+        shape = self.weight.shape
+        if len(shape) != 2 or not shape[0] or not 0 < shape[1] <= limits.HIDDEN_SIZE_MAX:
+            raise self._wrong("weight", f"shape {list(shape)}", "[hidden_size] or [k, hidden_size]")
+        if self.bias.shape != shape[:1]:
+            raise self._wrong("bias", f"shape {list(self.bias.shape)}", f"[{shape[0]}]")
+        for field, values in (("weight", self.weight), ("bias", self.bias)):
+            if not np.isfinite(values).all():
+                raise self._wrong(field, "NaN or infinity", "finite numbers")
+        self._check_names(shape[0])
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Probe:
+        """Return the linear probes in a file; raises UsageError when it is not a file of them."""
+        return cls.read(ProbeFile(path))
+
+    @classmethod
+    def read(cls, file: ProbeFile) -> Probe:
+        """Return the linear probes in an open file; raises UsageError when it is not a file of them."""
+        file.choice("kind", (cls.kind,), cls.kind)
+        tensors = file.expect(("weight",), ("bias",))
+        file.expect_fields("names", "threshold", "pool", "kind")
+        weight = np.atleast_2d(tensors["weight"])
+        count = weight.shape[0]
+        return cls(
+            site=file.site(),
+            names=file.names((file.stem,) if count == 1 else tuple(f"{file.stem}.{i}" for i in range(count))),
+            weight=weight,
+            bias=np.atleast_1d(tensors["bias"]) if "bias" in tensors else np.zeros(count, np.float32),
+            thresholds=file.thresholds(count),
+            pool=cast("Pool", file.choice("pool", POOLS, "token")),
+            where=file.where,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file that `load` reads, whole or not at all; raises CapflowError when it cannot be written."""
+        write_file(path, {"weight": self.weight, "bias": self.bias}, self._header())
+
+    @classmethod
+    def make(
+        cls,
+        site: Site,
+        weight: Any,
+        bias: Any = None,
+        *,
+        names: Sequence[str] = ("probe",),
+        threshold: float = 0.0,
+        pool: Pool = "token",
+    ) -> Probe:
+        """Return the probes that plain arrays or lists hold, with one threshold."""
+        weights = np.atleast_2d(np.asarray(weight, np.float32))
+        count = weights.shape[0]
+        biases = np.zeros(count, np.float32) if bias is None else np.atleast_1d(np.asarray(bias, np.float32))
+        return cls(site, tuple(names), weight=weights, bias=biases, thresholds=(float(threshold),) * count, pool=pool)
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of the rows that the probes read."""
+        return int(self.weight.shape[1])
+
+    def scores(self, rows: npt.NDArray[Any]) -> Float32s:
+        """Return the scores `[n, k]` float32 of rows `[n, hidden_size]` of any dtype."""
+        return np.asarray(as_float32(rows) @ self.weight.T + self.bias, dtype=np.float32)
+
+    def parts(self, index: int) -> tuple[bytes, ...]:
+        """Return the probe's weight and bias."""
+        return self.weight[index].tobytes(), self.bias[index].tobytes()
+
+
+def as_float32(rows: npt.NDArray[Any]) -> Float32s:
+    """Return rows of any of the dtypes that rows travel in as float32, which holds each of their numbers."""
+    if rows.dtype.name == "bfloat16":  # the upper half of a float32
+        wide = rows.view(np.uint16).astype(np.uint32)
+        np.left_shift(wide, 16, out=wide)
+        return wide.view(np.float32)
+    return rows.astype(np.float32, copy=False)
+
+
+def load_vector(path: str | os.PathLike[str], scale: float = 1.0) -> SteeringVector:
+    """Return the steering vector in a file, to be added `scale` times; raises UsageError when it is not a vector file."""
+    file = ProbeFile(path)
+    tensors = file.expect(("vector",))
+    return SteeringVector.make(file.site(), tensors["vector"], scale, where=file.where)
+
+
+def save_vector(path: str | os.PathLike[str], site: Site, vector: Any) -> None:
+    """Write a file that `load_vector` reads, whole or not at all; raises CapflowError when it cannot be written."""
+    write_file(path, {"vector": np.asarray(vector, np.float32)}, {"site": str(site)})

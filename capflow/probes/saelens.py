@@ -1,0 +1,139 @@
+"""Features of an autoencoder that SAELens saved, as a probe file.
+
+`sae_weights.safetensors` and `cfg.json` lie in one directory, as `SAE.save_inference_model` writes them. What `cfg.json` says of how activations are
+computed becomes part of the tensors or of the header, so that a score is the activation that `SAE.encode` returns:
+`apply_b_dec_to_input: false` leaves `b_dec` out, and `rescale_acts_by_decoder_norm` multiplies the encoder's columns by the norms of
+the decoder's rows. An architecture, or a way to normalise rows, that `capflow.probes.kinds` does not compute is refused.
+https://decoderesearch.github.io/SAELens/
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from capflow import limits
+from capflow.capture.site import TRANSFORMER_LENS_NAMES, Site
+from capflow.errors import UsageError, explain
+from capflow.files import read_regular
+from capflow.probes.file import Float32s, ProbeFile
+from capflow.text import jsontext
+
+WEIGHTS_NAME = "sae_weights.safetensors"
+CONFIG_NAME = "cfg.json"
+
+_ACTIVATIONS = {"standard": "relu", "jumprelu": "jumprelu", "topk": "topk"}
+_NONE = {None, "none"}
+
+
+class _Metadata(msgspec.Struct):
+    hook_name: str | None = None
+
+
+class _Config(msgspec.Struct):
+    """What is read of `cfg.json`; older files have `hook_name` at the top, and may have another function under `standard`."""
+
+    architecture: str = "standard"
+    apply_b_dec_to_input: bool = True
+    normalize_activations: str | None = None
+    reshape_activations: str | None = None
+    rescale_acts_by_decoder_norm: bool = False
+    k: int | None = None
+    activation_fn_str: str | None = None
+    activation_fn: str | None = None
+    hook_name: str | None = None
+    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
+
+
+def read_saelens(
+    directory: str | os.PathLike[str], stem: str, *, features: Sequence[int] | None = None, site: Site | None = None
+) -> tuple[dict[str, Float32s], dict[str, str]]:
+    """Return the tensors and the metadata of a probe file of kind `sae`; stem: what its probes' names begin with.
+
+    features: which are recorded, all by default. site: where the rows come from, by default the one that `cfg.json` names. Raises UsageError.
+    """
+    where = Path(directory)
+    config = _config(where / CONFIG_NAME)
+    activation = _ACTIVATIONS[config.architecture]
+    jumping, rescaled = activation == "jumprelu", config.rescale_acts_by_decoder_norm
+    file = ProbeFile(where / WEIGHTS_NAME)
+    required = ["W_enc", "b_enc", *["threshold"] * jumping, *["W_dec"] * rescaled]
+    tensors = file.expect(required, ["b_dec"] if config.apply_b_dec_to_input else [], unread=["b_dec", "W_dec"])
+    count = _check_shapes(file, tensors)
+    if jumping:  # which SAELens computes behind a ReLU
+        tensors["threshold"] = np.maximum(tensors["threshold"], 0)
+    if rescaled:
+        norms = np.linalg.norm(tensors.pop("W_dec"), axis=1)
+        tensors["W_enc"], tensors["b_enc"] = tensors["W_enc"] * norms, tensors["b_enc"] * norms
+    wanted = list(range(count)) if features is None else list(features)
+    if not wanted or not all(0 <= number < count for number in wanted):
+        raise UsageError(
+            explain("features", got=", ".join(map(str, wanted)) or "none", expected=f"some of 0..{count - 1}")
+        )
+    if len(wanted) > limits.PROBES_PER_FILE_MAX:
+        do = "say which with --features"
+        raise UsageError(explain("features", got=len(wanted), expected=f"at most {limits.PROBES_PER_FILE_MAX}", do=do))
+    about = {
+        "site": str(site or _site(where, config)),
+        "kind": "sae",
+        "activation": activation,
+        "names": ",".join(f"{stem}.{number}" for number in wanted),
+    }
+    if activation == "topk":  # all of them decide which are the highest
+        return tensors, about | {"k": str(config.k), "features": ",".join(map(str, wanted))}
+    chosen = {
+        name: np.ascontiguousarray(tensors[name][..., wanted])
+        for name in {"W_enc", "b_enc", "threshold"} & set(tensors)
+    }
+    return tensors | chosen, about
+
+
+def _check_shapes(file: ProbeFile, tensors: Mapping[str, Float32s]) -> int:
+    """Return d_sae; raise UsageError unless the tensors fit each other."""
+    encoder = tensors["W_enc"]
+    if encoder.ndim != 2 or not encoder.size:
+        raise file.wrong("W_enc", f"shape {list(encoder.shape)}", "[d_in, d_sae]")
+    width, count = encoder.shape
+    file.expect_shapes(tensors, {"b_enc": (count,), "threshold": (count,), "b_dec": (width,), "W_dec": (count, width)})
+    return int(count)
+
+
+def _config(path: Path) -> _Config:
+    try:
+        config = jsontext.decode(read_regular(path, limits.SIDECAR_BYTES_MAX), _Config)
+    except OSError as e:
+        got, expected = e.strerror or str(e), f"the file that SAELens writes beside {WEIGHTS_NAME}"
+        raise UsageError(explain(str(path), got=got, expected=expected)) from e
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise UsageError(explain(str(path), got=str(e), expected="what SAELens writes")) from e
+    if config.architecture not in _ACTIVATIONS:
+        raise _wrong(path, "architecture", config.architecture, f"one of {', '.join(_ACTIVATIONS)}")
+    for name in ("normalize_activations", "reshape_activations"):
+        if (got := getattr(config, name)) not in _NONE:
+            do = "fold it into the weights, as SAELens' fold_activation_norm_scaling_factor does, and save again"
+            raise _wrong(path, name, got, "none", do)
+    if config.architecture == "topk" and config.k is None:
+        raise _wrong(path, "k", "nothing", "how many features are active at once")
+    for name in ("activation_fn_str", "activation_fn") if config.architecture != "topk" else ():
+        if (got := getattr(config, name)) not in {None, "relu"}:
+            do = "load it with a newer SAELens and save it again, as architecture topk where that is it"
+            raise _wrong(path, name, got, f"relu with {config.architecture}", do)
+    return config
+
+
+def _site(where: Path, config: _Config) -> Site:
+    name = config.metadata.hook_name or config.hook_name
+    found = Site.of_transformer_lens(name or "")
+    if found is None:
+        expected = f"blocks.LAYER.HOOK with HOOK one of {', '.join(TRANSFORMER_LENS_NAMES.values())}"
+        raise _wrong(where / CONFIG_NAME, "hook_name", name or "nothing", expected, "say which with --site")
+    return found
+
+
+def _wrong(path: Path, field: str, got: Any, expected: str, do: str = "") -> UsageError:
+    return UsageError(explain(f"{path}: {field}", got=got, expected=expected, do=do))

@@ -1,0 +1,179 @@
+"""A captured data set as a recording would say it: the requests of `capflow.open(path)`, step by step.
+
+A data set does not say when its rows were computed nor which requests shared a step, so that is made up: some requests run at a time, the
+prompt is one step, or several where it is large, and each generated token another. Rows, positions, token ids and texts are what is stored.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from capflow import limits
+from capflow.capture.frame import DTYPES, Block, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.model import ModelInfo
+from capflow.capture.site import Site, layers_by_hook
+from capflow.capture.spec import CaptureSpec
+from capflow.protocol.recording import Engine, Said
+
+_AT_ONCE = 8  # requests that run at a time
+_STEP_BYTES_MAX = 64 * limits.MIB  # of rows in one step, unless one position has more
+_BOOT = "replayed"
+
+
+class _Group(NamedTuple):
+    """Sites that have rows of the same positions; rows: of each site `[len(positions), hidden_size]`."""
+
+    sites: tuple[Site, ...]
+    positions: npt.NDArray[np.int64]
+    rows: list[npt.NDArray[Any]]
+
+
+def said_by(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Said]:
+    """Yield what engines would have said of these captures, as `capflow.open(path)` iterates over them.
+
+    An engine's model has the sites that have rows, and as many layers as the highest of them says; its dtype is that of the rows as they
+    are stored. An engine of which several dtypes are stored connects once for each. ask: each request brings a spec
+    that names its sites, for consumers that capture nothing of every request.
+    """
+    for (engine, model, hidden_size), found in itertools.groupby(sorted(captures, key=_whose), key=_whose):
+        mine = list(found)
+        sites = tuple(sorted({site for capture in mine for site in capture.sites}))
+        layers = max((site.layer for site in sites), default=0) + 1
+        by_dtype: dict[str, list[Any]] = {}
+        for capture in sorted(mine, key=lambda capture: not capture.sites):  # one without rows has any dtype
+            dtype = _dtype_of(capture.sidecar) if capture.sites or not by_dtype else next(iter(by_dtype))
+            by_dtype.setdefault(dtype, []).append(capture)
+        for dtype, alike in by_dtype.items():
+            yield Engine(engine, ModelInfo(model, layers, hidden_size, dtype, sites))
+            yield from _run(alike, dtype, ask=ask)
+
+
+def _run(captures: Iterable[Any], dtype: str, *, ask: bool) -> Iterator[Frame]:
+    """Yield the frames of captures whose rows are replayed in one dtype, some captures at a time."""
+    waiting = iter(captures)
+    running = [_steps(capture, dtype, ask=ask) for capture in itertools.islice(waiting, _AT_ONCE)]
+    steps = itertools.count(1)
+    while running:
+        for one in list(running):
+            if (part := next(one, None)) is not None:
+                yield _numbered(part, next(steps))
+                continue
+            running.remove(one)
+            running += [_steps(capture, dtype, ask=ask) for capture in itertools.islice(waiting, 1)]
+
+
+def _whose(capture: Any) -> tuple[str, str, int]:
+    sidecar = capture.sidecar
+    return sidecar.engine, sidecar.model, sidecar.hidden_size
+
+
+def _dtype_of(sidecar: Any) -> str:
+    """Return the dtype of a capture's rows as they are replayed: that of all its sites, or float32, which holds every number of the others."""
+    dtypes = {entry.dtype or sidecar.dtype for entry in sidecar.sites} or {sidecar.dtype}
+    return str(dtypes.pop()) if len(dtypes) == 1 else "float32"
+
+
+def _numbered(frame: Frame, step: int) -> Frame:
+    return Frame(msgspec.structs.replace(frame.header, seq=step, step=step), frame.payload)
+
+
+def _steps(capture: Any, dtype: str, *, ask: bool) -> Iterator[Frame]:
+    """Yield a request's frames, numbered by nobody yet, the last of them with its end."""
+    told = capture.sidecar
+    groups, ids = _groups(capture)
+    row_bytes = told.hidden_size * DTYPES[dtype].itemsize * max(1, len(capture.sites))
+    runs = list(_runs(sorted(ids), told.prompt_length, max(1, _STEP_BYTES_MAX // row_bytes)))
+    texts = capture.texts
+    spec = _spec(capture.sites, told.tag) if ask else None
+    rows_total = sum(len(group.positions) * len(group.sites) for group in groups)
+    finished = Finished(
+        id=told.request,
+        status=told.status,
+        prompt_length=told.prompt_length,
+        computed_length=told.computed_length,
+        rows=rows_total,
+        dropped=tuple(Dropped(rows, reason) for rows, reason in told.dropped),
+        capture=spec,
+    )
+    for start, stop in runs or [(0, 0)]:
+        places = range(start, stop)
+        part = RequestRows(
+            id=told.request,
+            prompt_length=told.prompt_length,
+            start=start,
+            token_ids=tuple(ids[place] for place in places),
+            texts=tuple(texts[place] for place in places) if all(place in texts for place in places) else (),
+            capture=spec,
+        )
+        blocks, payload = _blocks(groups, start, stop, dtype)
+        header = FrameHeader(
+            engine=told.engine,
+            boot=_BOOT,
+            rank=Rank(0, 0, 0),
+            seq=1,
+            step=1,
+            time_ns=0,
+            dtype=dtype,
+            hidden_size=told.hidden_size,
+            requests=(part,) if places else (),
+            blocks=blocks,
+            finished=(finished,) if not runs or stop == runs[-1][1] else (),
+            step_tokens=len(places),
+            step_requests=1,
+        )
+        yield Frame.seal(header, payload)
+
+
+def _groups(capture: Any) -> tuple[list[_Group], dict[int, int]]:
+    """Return a request's rows by which positions they are of, and the token ids of all positions that have any."""
+    groups: dict[bytes, _Group] = {}
+    ids: dict[int, int] = {}
+    for site in sorted(capture.sites):
+        rows, positions, token_ids = capture[site]
+        key = positions.tobytes()
+        if key not in groups:
+            groups[key] = _Group((), positions, [])
+            ids.update(zip(positions.tolist(), token_ids.tolist(), strict=True))
+        groups[key] = groups[key]._replace(sites=(*groups[key].sites, site), rows=[*groups[key].rows, rows])
+    return list(groups.values()), ids
+
+
+def _runs(positions: list[int], prompt_length: int, length_max: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs of positions that steps compute: of the prompt as long as they may be, behind it one by one."""
+    start = stop = -1
+    for position in positions:
+        if position == stop and position < prompt_length and stop - start < length_max:
+            stop += 1
+            continue
+        if stop > start:
+            yield start, stop
+        start, stop = position, position + 1
+    if stop > start:
+        yield start, stop
+
+
+def _blocks(groups: list[_Group], start: int, stop: int, dtype: str) -> tuple[tuple[Block, ...], bytes]:
+    """Return the blocks of the rows of positions `start .. stop`, and their payload."""
+    blocks, payload = [], []
+    for group in groups:
+        first, last = np.searchsorted(group.positions, [start, stop])
+        if first == last:
+            continue
+        places = group.positions[first:last]
+        cuts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
+        spans = tuple(Span(0, int(places[a]), b - a, a) for a, b in itertools.pairwise(cuts))
+        blocks.append(Block(group.sites, len(places), spans))
+        payload += [rows[first:last].astype(DTYPES[dtype], copy=False).tobytes() for rows in group.rows]
+    return tuple(blocks), b"".join(payload)
+
+
+def _spec(sites: Iterable[Site], tag: str) -> CaptureSpec | None:
+    """Return the spec that names these sites, with the tag of the capture."""
+    hooks = layers_by_hook(sites)
+    return CaptureSpec.parse({"hooks": hooks, "tag": tag}) if hooks else None

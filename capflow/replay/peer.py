@@ -1,0 +1,111 @@
+"""A peer in the process of its hub, a worker or a scheduler: a real session of the protocol, with the hub's thread in the place of a connection.
+
+What always holds: what peers say reaches the hub in the order in which it is said, also that of several which one thread drives; no more
+frames are on the way than the hub's credit allows. The hub takes a peer in its own process to be alive.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+from capflow import limits
+from capflow.capture.frame import Frame, FrameHeader
+from capflow.errors import CapflowError, explain
+from capflow.hub.hub import Hub
+from capflow.protocol.message import Act, ActionOutcome, Bye, Hello
+from capflow.protocol.session import Parts, PeerSession, State
+from capflow.steering.action import Outcome, Rejected
+
+
+def _reject(act: Act) -> Outcome:
+    return Rejected(act.id, explain("action", got="an engine that only seems to run", expected="one that does"))
+
+
+class LocalPeer:
+    """A worker or a scheduler, from its making to `close`; one thread drives it. Raises CapflowError with the hub's reason when it is refused.
+
+    seq: the number of the last frame of this boot, sent by a process that is gone. stopped: whether to wait for the hub no longer. on_act: answers the actions that a scheduler is sent, when `hear` is called.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        hello: Hello,
+        *,
+        seq: int = 0,
+        stopped: Callable[[], bool] = lambda: False,
+        on_act: Callable[[Act], Outcome] = _reject,
+    ) -> None:
+        self.hello = hello
+        self._hub = hub
+        self._stopped = stopped
+        self._on_act = on_act
+        self._session = PeerSession(hello, seq=seq)
+        self._heard: queue.SimpleQueue[Parts] = queue.SimpleQueue()  # filled by the hub's thread
+        self._peer = b"local" + os.urandom(8)
+        hub.attach(self._peer, self._heard.put)
+        hub.receive(self._peer, self._session.connected(time.monotonic()))
+        while self._session.state is State.HELLO and not stopped():
+            self.hear(limits.IDLE_S)
+
+    @property
+    def seq(self) -> int:
+        """The number of the last frame."""
+        return self._session.seq
+
+    def give(self, frame: Frame) -> bool:
+        """Give a sealed frame, with the number it has, to the hub, waiting for credit; return False when `stopped` held first."""
+        self._session.push_sealed(frame.header.seq, frame.encode())
+        return self._out()
+
+    def push(self, header: FrameHeader, payload: Any = b"") -> bool:
+        """Number and seal a frame, and give it to the hub as `give` does."""
+        self._session.push(header, payload)
+        return self._out()
+
+    def settle(self, timeout_s: float = float("inf")) -> bool:
+        """Wait until the hub has acknowledged every frame; return whether it has."""
+        deadline = time.monotonic() + timeout_s
+        while self._session.unacked and not self._stopped() and time.monotonic() < deadline:
+            self.hear(limits.IDLE_S)
+        return not self._session.unacked
+
+    def hear(self, timeout_s: float = 0.0) -> None:
+        """Take what the hub said, waiting for the first of it for at most so long. Raises CapflowError when it ended the session."""
+        try:
+            parts = self._heard.get(timeout=timeout_s) if timeout_s else self._heard.get_nowait()
+            while True:
+                said = self._session.receive(parts, time.monotonic())
+                if isinstance(said, Act):
+                    answer = ActionOutcome(self._on_act(said))
+                    self._hub.receive(self._peer, self._session.send(answer, time.monotonic()))
+                parts = self._heard.get_nowait()
+        except queue.Empty:
+            pass
+        if self._session.state in (State.LOST, State.REFUSED) and not self._stopped():
+            self._hub.detach(self._peer)
+            got = self._session.refusal or "the hub ended the session"
+            raise CapflowError(explain(f"the hub refused engine {self.hello.engine}", got=got))
+
+    def close(self) -> None:
+        """Say Bye: the peer does not come back, and what it has not ended is over."""
+        if self._session.state is State.OPEN:
+            self._hub.receive(self._peer, self._session.send(Bye(), time.monotonic()))
+        self._session.lost()
+        self._hub.detach(self._peer)
+
+    def _out(self) -> bool:
+        while self._session.waiting:
+            parts = self._session.next_frame(time.monotonic())
+            if parts is not None:
+                self._hub.receive(self._peer, parts)
+            elif self._stopped():
+                return False
+            else:
+                self.hear(limits.IDLE_S)
+        self.hear()
+        return True

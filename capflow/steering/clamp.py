@@ -1,0 +1,156 @@
+"""Clamps: a bound on how much of a direction the residual stream has at a site.
+
+With `p = x · d` for the unit vector `d`, a clamp does `x ← x + strength · (min(max(p, low), high) - p) · d`. Equal
+bounds set the projection to a value; 0 removes the direction (directional ablation, Arditi et al. 2024, arXiv:2406.11717).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from capflow.capture.site import Site
+from capflow.errors import UsageError, explain
+from capflow.steering import plain
+from capflow.steering.packed import Block, is_packed
+from capflow.text.brief import brief
+
+_BOUNDS = ("min", "max", "value", "strength")
+_EXAMPLE = '{"post_block": {12: {"vector": [0.1, …], "min": -1.0, "max": 1.0}}}'
+_SQUARE_MIN = 1e-200  # of a length; below this, squares of numbers that matter may be lost
+_LENGTH_ERROR_MAX = 1e-3  # of what is said to be a unit vector
+
+
+class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One direction at one site. data: the unit vector, `[hidden_size]` float32 little-endian.
+
+    low, high: the bounds of the projection, in the stream's units. strength: 1 moves the projection all the way
+    into its bounds, 0 not at all.
+    """
+
+    layer: int
+    hook: str
+    data: bytes
+    low: float = -math.inf
+    high: float = math.inf
+    strength: float = 1.0
+
+    __repr__ = brief
+
+    @property
+    def site(self) -> Site:
+        """The site that is clamped."""
+        return Site(self.layer, self.hook)
+
+    @property
+    def width(self) -> float:
+        """How many numbers the direction has; no whole number where its bytes do not fit."""
+        return len(self.data) / 4
+
+    @classmethod
+    def make(
+        cls,
+        site: Site,
+        direction: npt.NDArray[Any],
+        bounds: Mapping[str, Any],
+        *,
+        where: str,
+        of: str | None = None,
+        at: str = "",
+    ) -> Clamp:
+        """Return the clamp along a direction, `[hidden_size]` of any length but 0.
+
+        bounds: `value`, or one or both of `min` and `max`; and `strength`, 1 by default. where: the field of these. of: the
+        direction's field, by default `where.vector`. at: where in these fields, for the message. Raises UsageError with the field first.
+        """
+        given = {name: plain.number(value, f"{where}.{name}") for name, value in bounds.items()}
+        check_bounds(given, where)
+        low = given.get("value", given.get("min", -math.inf))
+        high = given.get("value", given.get("max", math.inf))
+        if low > high:
+            raise UsageError(explain(f"{where}.min", got=f"{low}{at}", expected=f"at most max, {high}"))
+        data = _unit(direction, of or f"{where}.vector", at).tobytes()
+        return cls(site.layer, site.hook, data, low, high, given.get("strength", 1.0))
+
+    def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering_clamps") -> None:
+        """Raise UsageError unless the clamp fits a model with these tapped sites and this width."""
+        field = f"{where}.{self.hook}.{self.layer}"
+        self.site.check_tapped(sites, field)
+        if self.width != hidden_size:
+            expected = f"{hidden_size}, the model's width"
+            raise UsageError(explain(field, got=f"{self.width:g} numbers", expected=expected))
+        direction = np.frombuffer(self.data, np.float32)
+        length = float(np.sqrt(np.square(direction, dtype=np.float64).sum()))
+        if not abs(length - 1.0) <= _LENGTH_ERROR_MAX:
+            raise UsageError(explain(field, got=f"a direction of length {length:g}", expected="a unit vector"))
+        if not self.low <= self.high or not math.isfinite(self.strength):
+            got = f"bounds {self.low}..{self.high}, strength {self.strength}"
+            raise UsageError(explain(field, got=got, expected="bounds in order and a finite strength"))
+
+
+def parse_clamps(value: Any, *, where: str = "steering_clamps") -> tuple[Clamp, ...]:
+    """Return the clamps that a plain value describes: `{hook: layers}`.
+
+    Layers are, for each hook, either `{layer: clamp or [clamps]}`, a clamp being `{"vector": [hidden_size], "min": x,
+    "max": y, "strength": s}` with at least one bound, or with `value` in the place of both; or packed (see
+    `capflow.steering.packed`), where each of `min`, `max`, `value` and `strength` is a number or a list of one for each row, and a
+    layer may have several rows.
+
+    Raises UsageError with the field first. Clamps already parsed are returned as they are.
+    """
+    if isinstance(value, list | tuple) and value and all(isinstance(each, Clamp) for each in value):
+        return tuple(value)
+    clamps: list[Clamp] = []
+    for hook, layers in plain.by_hook(value, where, _EXAMPLE):
+        at = f"{where}.{hook}"
+        if is_packed(layers):
+            clamps += _unpacked(layers, hook, at)
+            continue
+        for site, field, entry in plain.by_layer(layers, at, hook, "clamp"):
+            for one, clamp in plain.one_or_several(entry, field, "a clamp"):
+                plain.check_keys(clamp, one, ("vector", *_BOUNDS), ("vector",))
+                bounds = {name: number for name, number in clamp.items() if name != "vector"}
+                direction = plain.vector(clamp["vector"], f"{one}.vector")
+                clamps.append(Clamp.make(site, direction, bounds, where=one))
+    return tuple(clamps)
+
+
+def check_bounds(given: Mapping[str, Any], where: str) -> None:
+    """Raise UsageError unless there is a value or a bound, and not both."""
+    if "value" in given and ("min" in given or "max" in given):
+        raise UsageError(explain(f"{where}.value: given beside a bound", expected="value, or min and max"))
+    if not {"value", "min", "max"} & set(given):
+        raise UsageError(explain(f"{where}: no bound", expected="min, max or both, or value"))
+
+
+def _unpacked(layers: Mapping[str, Any], hook: str, where: str) -> list[Clamp]:
+    block = Block.read(layers, where, _BOUNDS)
+    given = {name: block.numbers(layers[name], f"{where}.{name}") for name in _BOUNDS if name in layers}
+    check_bounds(given, where)
+    clamps = []
+    for row, (layer, direction) in enumerate(zip(block.layers, block.packed.array(), strict=True)):
+        bounds = {name: numbers[row] for name, numbers in given.items()}
+        clamps.append(
+            Clamp.make(Site(layer, hook), direction, bounds, where=where, of=f"{where}.data", at=f" in row {row}")
+        )
+    return clamps
+
+
+def _unit(direction: npt.NDArray[Any], field: str, at: str) -> npt.NDArray[np.float32]:
+    """Return a direction at length 1, worked out in float64 and rounded to float32 once."""
+    values = direction.astype(np.float64)
+    square = np.square(values).sum()
+    if square < _SQUARE_MIN:
+        largest = np.abs(values).max()
+        if largest == 0.0:
+            raise UsageError(explain(field, got=f"a zero vector{at}", expected="a direction"))
+        values /= largest
+        square = np.square(values).sum()
+    values /= np.sqrt(square)
+    unit: npt.NDArray[np.float32] = values.astype(np.float32) + np.float32(0)  # no negative zeros
+    return unit

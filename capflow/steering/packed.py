@@ -1,0 +1,132 @@
+"""The packed form: numbers as the bytes of an array, with its dtype and shape.
+
+    {"dtype": "float16", "shape": [2, 4096], "layer_indices": [3, 12], "data": "<base64>"}
+
+`data` holds the array's elements in row-major order, little-endian: as base64 text (RFC 4648, padded, without line breaks)
+or, where the carrier has them, as raw bytes. `dtype` is float16, bfloat16, float32 or float64. Row `i` belongs to layer
+`layer_indices[i]`. Numbers that go with rows, such as `scales`, are one for all or a list with one for each row.
+
+The bytes are never converted here; what is checked is their count, and that they hold no NaN and no infinity.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from capflow import limits
+from capflow.errors import UsageError, explain
+from capflow.steering.plain import DTYPES, check_finite, check_keys, layer_number, number, whole
+from capflow.text.brief import brief
+
+FIELDS = ("dtype", "shape", "data")
+BLOCK_FIELDS = ("dtype", "shape", "layer_indices", "data")
+
+
+class Packed(NamedTuple):
+    """An array as it came. data: `shape` elements of `dtype`, row-major, little-endian."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+    @classmethod
+    def read(cls, value: Mapping[str, Any], where: str, dimensions: Sequence[int] = (2,)) -> Packed:
+        """Return the array that the fields `dtype`, `shape` and `data` of a mapping describe.
+
+        dimensions: how many it may have; the last is `hidden_size`. Raises UsageError with the field that is wrong first.
+        """
+        dtype, shape = value["dtype"], _items(value["shape"])
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            expected = f"one of {', '.join(DTYPES)}"
+            raise UsageError(explain(f"{where}.dtype", got=reprlib.repr(dtype), expected=expected))
+        if shape is None or len(shape) not in dimensions:
+            expected = " or ".join("[hidden_size]" if count == 1 else "[n, hidden_size]" for count in dimensions)
+            raise UsageError(explain(f"{where}.shape", got=reprlib.repr(value["shape"]), expected=expected))
+        for size in shape[:-1]:
+            whole(size, f"{where}.shape", 1, limits.POSITION_MAX, "a number of rows")
+        whole(shape[-1], f"{where}.shape", 1, limits.HIDDEN_SIZE_MAX, "a width")
+        data = _bytes(value["data"], f"{where}.data")
+        size = math.prod(shape) * DTYPES[dtype].itemsize
+        if len(data) != size:
+            expected = f"{size}, {dtype} of shape {list(shape)}"
+            raise UsageError(explain(f"{where}.data", got=f"{len(data)} bytes", expected=expected))
+        packed = cls(dtype, tuple(shape), data)
+        check_finite(packed.array(), f"{where}.data")
+        return packed
+
+    def array(self) -> npt.NDArray[Any]:
+        """Return the array, a read-only view of the bytes."""
+        return np.frombuffer(self.data, DTYPES[self.dtype]).reshape(self.shape)
+
+    def rows(self) -> list[bytes]:
+        """Return the bytes of each row, `[hidden_size]` of `dtype`."""
+        size = self.shape[-1] * DTYPES[self.dtype].itemsize
+        return [self.data[start : start + size] for start in range(0, len(self.data), size)]
+
+
+class Block(NamedTuple):
+    """Rows of one hook, `[n, hidden_size]`, and the layer of each."""
+
+    layers: tuple[int, ...]
+    packed: Packed
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+    @classmethod
+    def read(cls, value: Mapping[str, Any], where: str, more: Sequence[str] = ()) -> Block:
+        """Return the rows that a mapping describes. more: further keys that it may have.
+
+        Raises UsageError with the field that is wrong first.
+        """
+        check_keys(value, where, (*BLOCK_FIELDS, *more), BLOCK_FIELDS)
+        packed = Packed.read(value, where)
+        field = f"{where}.layer_indices"
+        given = _items(value["layer_indices"])
+        if given is None or len(given) != packed.shape[0]:
+            expected = f"a list of {packed.shape[0]} layers, one for each row"
+            raise UsageError(explain(field, got=reprlib.repr(value["layer_indices"]), expected=expected))
+        return cls(tuple(layer_number(layer, field) for layer in given), packed)
+
+    def numbers(self, value: Any, field: str) -> list[float]:
+        """Return a number for each row: one for all, or a list of them."""
+        count = len(self.layers)
+        given = _items(value)
+        if given is None:
+            return [number(value, field)] * count
+        if len(given) != count:
+            raise UsageError(explain(field, got=f"{len(given)} numbers", expected=f"one number, or {count}"))
+        return [number(each, field, f" at index {index}") for index, each in enumerate(given)]
+
+
+def is_packed(value: Any) -> bool:
+    """Whether a value is meant to be packed: a mapping with any of the packed form's keys."""
+    return isinstance(value, Mapping) and any(field in value for field in BLOCK_FIELDS)
+
+
+def _items(value: Any) -> list[Any] | None:
+    """Return a list's, a tuple's or an array's items; None when it is none."""
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        return list(value.tolist())
+    return list(value) if isinstance(value, list | tuple) else None
+
+
+def _bytes(value: Any, field: str) -> bytes:
+    if isinstance(value, str):
+        try:
+            return msgspec.convert(value, bytes)
+        except msgspec.ValidationError:
+            pass
+    elif isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    raise UsageError(explain(field, got=reprlib.repr(value), expected="base64 text, padded, or raw bytes"))

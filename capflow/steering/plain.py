@@ -1,0 +1,165 @@
+"""Plain values of steering: numbers, layers and vectors as JSON, dicts and arrays have them.
+
+Each function takes a value and the field that it stands in, and returns what it says, or raises UsageError with the
+field first. A bool is no number. Every number lies in float32's range, because that is what steering is computed in.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from capflow import limits
+from capflow.capture.frame import DTYPES as ROW_DTYPES
+from capflow.capture.site import Site, by_own_name
+from capflow.errors import UsageError, explain
+
+DTYPES: dict[str, np.dtype[Any]] = {**ROW_DTYPES, "float64": np.dtype(np.float64)}
+"""The dtypes that vectors travel in, by the name that torch gives them; little-endian."""
+
+NUMBER_MAX = float(np.finfo(np.float32).max)
+"""The largest number of float32's range."""
+
+_BITS: dict[np.dtype[Any], tuple[npt.DTypeLike, int, int]] = {
+    DTYPES["bfloat16"]: (np.uint16, 0x7FFF, 0x7F80),
+    DTYPES["float16"]: (np.uint16, 0x7FFF, 0x7C00),
+    DTYPES["float32"]: (np.uint32, 0x7FFFFFFF, 0x7F800000),
+}
+"""How a dtype's bits are read: as what, all but the sign, and infinity. NaN is above infinity."""
+
+_FINITE = "finite numbers of float32's range"
+
+
+def finite(values: npt.NDArray[Any]) -> bool:
+    """Whether every number of an array, of one of `DTYPES` and not empty, lies in float32's range."""
+    if values.dtype not in _BITS:
+        return bool(np.abs(values).max() <= NUMBER_MAX)  # not so for NaN
+    unsigned, number, infinity = _BITS[values.dtype]
+    return bool((values.view(unsigned) & number).max() < infinity)
+
+
+def check_finite(values: npt.NDArray[Any], field: str) -> None:
+    """Raise UsageError with the first index of a number that is NaN or beyond float32's range."""
+    if finite(values):
+        return
+    bad = np.argwhere(~(np.abs(values.astype(np.float64)) <= NUMBER_MAX))[0].tolist()
+    index = bad[0] if len(bad) == 1 else bad
+    raise UsageError(explain(field, got=f"{values[tuple(bad)]} at index {index}", expected=_FINITE))
+
+
+def number(value: Any, field: str, at: str = "") -> float:
+    """Return the number in a field. at: where in it, for the message."""
+    plain = value.item() if isinstance(value, np.generic) else value
+    if isinstance(plain, bool) or not isinstance(plain, int | float):
+        raise UsageError(explain(field, got=f"{reprlib.repr(plain)}{at}", expected="a number"))
+    if not -NUMBER_MAX <= plain <= NUMBER_MAX:
+        expected = "a finite number of float32's range"
+        raise UsageError(explain(field, got=f"{reprlib.repr(plain)}{at}", expected=expected))
+    return float(plain)
+
+
+def whole(value: Any, field: str, low: int, high: int, what: str) -> int:
+    """Return the whole number of `low..high` in a field. what: what it is, for the message."""
+    plain = value.item() if isinstance(value, np.generic) else value
+    if type(plain) is not int or not low <= plain <= high:
+        raise UsageError(explain(field, got=reprlib.repr(plain), expected=f"{what}, {low}..{high}"))
+    return plain
+
+
+def layer_number(value: Any, field: str) -> int:
+    """Return the layer that a whole number, or its digits as text, names."""
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 4:
+        value = int(value)
+    return whole(value, field, 0, limits.LAYERS_MAX - 1, "a layer number")
+
+
+def by_hook(value: Any, where: str, example: str) -> Iterator[tuple[str, Any]]:
+    """Yield each hook of a mapping, by its own name, with what stands there. example: a value that is right."""
+    if not isinstance(value, Mapping) or not value:
+        raise UsageError(explain(where, got=reprlib.repr(value), expected=f"a mapping like {example}"))
+    yield from by_own_name(value, where).items()
+
+
+def by_layer(layers: Any, where: str, hook: str, what: str) -> Iterator[tuple[Site, str, Any]]:
+    """Yield the site of each layer of a mapping, its field, and what stands there. what: what is to stand there."""
+    if not isinstance(layers, Mapping) or not layers:
+        expected = f"a mapping of layer to {what}, or packed"
+        raise UsageError(explain(where, got=reprlib.repr(layers), expected=expected))
+    seen = set()
+    for key, entry in layers.items():
+        layer = layer_number(key, where)
+        if layer in seen:
+            raise UsageError(explain(f"{where}.{layer}", got="the layer twice", expected="each layer once"))
+        seen.add(layer)
+        yield Site(layer, hook), f"{where}.{layer}", entry
+
+
+def one_or_several(entry: Any, field: str, what: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """Yield each mapping of a list, or the one that stands alone, with its field. what: what each is, for the message."""
+    several = isinstance(entry, list | tuple)
+    if several and not entry:
+        raise UsageError(explain(field, got="[]", expected=f"{what}, or a list of them"))
+    for index, one in enumerate(entry if several else (entry,)):
+        at = f"{field}.{index}" if several else field
+        if not isinstance(one, Mapping):
+            raise UsageError(explain(at, got=reprlib.repr(one), expected=f"{what}, a mapping"))
+        yield at, one
+
+
+def check_keys(value: Mapping[Any, Any], where: str, known: Sequence[str], needed: Sequence[str] = ()) -> None:
+    """Raise UsageError for a key that is not known and for one that is missing."""
+    for key in value:
+        if key not in known:
+            raise UsageError(explain(f"{where}.{key}: unknown", expected=f"one of {', '.join(known)}"))
+    for key in needed:
+        if key not in value:
+            raise UsageError(explain(f"{where}.{key}: missing", expected=f"all of {', '.join(needed)}"))
+
+
+def vector(value: Any, field: str) -> npt.NDArray[np.float64]:
+    """Return the numbers of an array, a tensor or a list, `[hidden_size]` float64.
+
+    Raises UsageError when they are not one-dimensional, none, too many, NaN or infinite.
+    """
+    if hasattr(value, "shape"):  # first: a view of one number may have any shape
+        _check_shape(value.shape, field)
+    values = _listed(value, field) if isinstance(value, list | tuple) else array(value, field)
+    _check_shape(values.shape, field)
+    check_finite(values, field)
+    return values
+
+
+def _check_shape(shape: Sequence[int], field: str) -> None:
+    if len(shape) != 1 or not 0 < shape[0] <= limits.HIDDEN_SIZE_MAX:
+        raise UsageError(explain(field, got=f"shape {list(shape)}", expected="[hidden_size]"))
+
+
+def _listed(value: Sequence[Any], field: str) -> npt.NDArray[np.float64]:
+    if len(value) > limits.HIDDEN_SIZE_MAX:
+        raise UsageError(explain(field, got=f"shape [{len(value)}]", expected="[hidden_size]"))
+    try:
+        numbers = msgspec.convert(value, list[float])  # refuses bools, which numpy takes for numbers
+    except msgspec.ValidationError:
+        numbers = [number(each, field, f" at index {index}") for index, each in enumerate(value)]
+    return np.frombuffer(struct.pack(f"{len(numbers)}d", *numbers), np.float64)
+
+
+def array(value: Any, field: str) -> npt.NDArray[np.float64]:
+    """Return an array or a tensor of any shape as float64; raise UsageError when it does not hold numbers."""
+    try:
+        if hasattr(value, "detach"):
+            value = value.detach().cpu()
+            value = (value.float() if "bfloat16" in str(value.dtype) else value).numpy()  # which has no bfloat16
+        values = np.asarray(value)
+    except (TypeError, ValueError) as e:
+        raise UsageError(explain(field, got=str(e), expected="a list of numbers")) from e
+    if values.dtype.kind not in "fiu" and values.dtype != DTYPES["bfloat16"]:
+        got = f"an array of {values.dtype}" if isinstance(value, np.ndarray) else reprlib.repr(value)
+        raise UsageError(explain(field, got=got, expected="a list of numbers"))
+    return values.astype(np.float64)

@@ -1,0 +1,340 @@
+"""Programs: what steers one request, worked out to operations on rows.
+
+Of a position, at each steered site, a program says which operations are done, in order, on the stream `x` there, in float32:
+
+| operation | what it does |
+|---|---|
+| `PATCH` | `x ← x + amount · (row - x)` |
+| `RELATIVE` | `x ← x + amount · ‖x‖ · row` |
+| `ADD` | `x ← x + amount · row` |
+| `CLAMP` | `x ← x + amount · (min(max(x · row, low), high) - x · row) · row` |
+
+Two requests that ask for the same in different words have equal programs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from capflow import limits
+from capflow.capture.model import ModelInfo
+from capflow.capture.site import Site, refusal_of_fixed
+from capflow.errors import UsageError, explain
+from capflow.steering.clamp import Clamp
+from capflow.steering.patch import Patch
+from capflow.steering.plain import NUMBER_MAX
+from capflow.steering.request import Steering, Tier
+from capflow.steering.vector import SteeringVector
+from capflow.text.brief import brief
+
+ADD, CLAMP, PATCH, RELATIVE = 0, 1, 2, 3
+DIGEST_BYTES = 16
+
+Row = npt.NDArray[np.float32]
+
+
+class SiteError(UsageError):
+    """The vectors or the clamps at one site are refused. kind: `vectors` or `clamps`, the end of the field's name.
+
+    got, expected, do: as in `explain`. where: the field; by default the one of the base tier.
+    """
+
+    def __init__(self, site: Site, kind: str, got: str, expected: str, do: str, where: str = "") -> None:
+        where = where or f"steering_{kind}.{site.hook}.{site.layer}"
+        super().__init__(explain(where, got=got, expected=expected, do=do))
+        self.site, self.kind, self._parts = site, kind, (got, expected, do)
+
+    def named(self, where: str) -> SiteError:
+        """Return the same error for another field."""
+        return SiteError(self.site, self.kind, *self._parts, where)
+
+    @classmethod
+    def too_large(cls, site: Site, kind: str, got: str) -> SiteError:
+        """Return the error for numbers beyond float32."""
+        do = "make the vectors, or the scales that multiply them, smaller"
+        return cls(site, kind, got, f"at most {NUMBER_MAX:.3g}", do)
+
+
+class Op(NamedTuple):
+    """One operation with row `row` of its program's rows."""
+
+    kind: int
+    row: int
+    amount: float = 1.0
+    low: float = -math.inf
+    high: float = math.inf
+
+
+class SiteOps(NamedTuple):
+    """What is done at one site, in order."""
+
+    layer: int
+    hook: str
+    ops: tuple[Op, ...]
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+
+class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The operations of one request.
+
+    rows: `[n, hidden_size]` float32 little-endian, no two alike. digests: of each row its `DIGEST_BYTES`. prefill, decode: what is
+    done at each prompt position and at each generated one. patched: for single positions, negative ones from the
+    prompt's end, what is done before that.
+    """
+
+    hidden_size: int
+    rows: bytes
+    digests: tuple[bytes, ...]
+    prefill: tuple[SiteOps, ...] = ()
+    decode: tuple[SiteOps, ...] = ()
+    patched: tuple[tuple[int, tuple[SiteOps, ...]], ...] = ()
+
+    __repr__ = brief
+
+    def array(self) -> Row:
+        """Return the rows, `[n, hidden_size]` float32."""
+        return np.frombuffer(self.rows, np.float32).reshape(-1, self.hidden_size)
+
+    def key(self, ops: Sequence[SiteOps]) -> str:
+        """Return a name for these operations: equal for two programs that do the same."""
+        return _name(self._said(ops))
+
+    def patched_key(self, prompt_length: int) -> str:
+        """Return a name for what is done at single positions of a request with this prompt."""
+        return _name([(position, self._said(ops)) for position, ops in self.patches(prompt_length).items()])
+
+    def _said(self, ops: Sequence[SiteOps]) -> list[Any]:
+        """Return operations by what their rows hold, instead of by their numbers."""
+        return [
+            (layer, hook, [(op.kind, self.digests[op.row], op.amount, op.low, op.high) for op in each])
+            for layer, hook, each in ops
+        ]
+
+    def patches(self, prompt_length: int) -> dict[int, tuple[SiteOps, ...]]:
+        """Return what is done at single positions of a request with this prompt, patches with what its phase does."""
+        merged: dict[int, dict[Site, tuple[Op, ...]]] = {}
+        for written, ops in self.patched:
+            position = written if written >= 0 else prompt_length + written
+            if position < 0:
+                continue
+            here = merged.setdefault(position, {})
+            for layer, hook, each in ops:
+                here[Site(layer, hook)] = (*here.get(Site(layer, hook), ()), *each)
+        return {
+            position: _behind(here, self.prefill if position < prompt_length else self.decode)
+            for position, here in sorted(merged.items())
+        }
+
+    def first_patched(self, prompt_length: int) -> int | None:
+        """Return the first position that is patched; None when none is."""
+        return next(iter(self.patches(prompt_length)), None)
+
+    def check(self, info: ModelInfo) -> None:
+        """Raise UsageError unless the program is of this model, and its sites are tapped."""
+        if self.hidden_size != info.hidden_size:
+            expected = f"{info.hidden_size}, the model's width"
+            raise UsageError(explain("steering", got=f"{self.hidden_size} numbers", expected=expected))
+        if len(self.rows) != 4 * self.hidden_size * len(self.digests):
+            raise UsageError(explain("steering", got=f"{len(self.rows)} bytes", expected=f"{len(self.digests)} rows"))
+        numbers = (
+            op.row for ops in (self.prefill, self.decode, *(o for _, o in self.patched)) for s in ops for op in s.ops
+        )
+        if not all(0 <= number < len(self.digests) for number in numbers):
+            expected = f"rows of 0..{len(self.digests) - 1}" if self.digests else "no operations, for there are no rows"
+            do = "make the program with capflow.steering.program.program_of"
+            raise UsageError(explain("steering", got="an operation on no row", expected=expected, do=do))
+        longest = max(
+            (len(s.ops) for ops in (self.prefill, self.decode, *(o for _, o in self.patched)) for s in ops), default=0
+        )
+        if longest > limits.SITE_OPS_MAX:
+            expected = f"at most {limits.SITE_OPS_MAX} at one site"
+            raise UsageError(explain("steering", got=f"{longest} operations", expected=expected))
+        for site in sorted(self.sites - set(info.sites)):
+            do = f"start the engine with --sites {site} to tap it"
+            raise UsageError(explain("steering", got=f"no tap at {site}", expected="a tapped site", do=do))
+        for site in sorted(self.sites & set(info.fixed)):
+            raise UsageError(refusal_of_fixed("steering", site))
+
+    @property
+    def sites(self) -> frozenset[Site]:
+        """Every site at which something is done."""
+        every = (self.prefill, self.decode, *(ops for _, ops in self.patched))
+        return frozenset(Site(layer, hook) for ops in every for layer, hook, _ in ops)
+
+
+def _name(said: Any) -> str:
+    return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _behind(first: Mapping[Site, tuple[Op, ...]], then: Sequence[SiteOps]) -> tuple[SiteOps, ...]:
+    behind = {Site(layer, hook): ops for layer, hook, ops in then}
+    sites = sorted({*first, *behind})
+    return tuple(SiteOps(*site, (*first.get(site, ()), *behind.get(site, ()))) for site in sites)
+
+
+def digest(row: bytes | memoryview) -> bytes:
+    """Return what stands for a row's content where rows are compared."""
+    return hashlib.sha256(row).digest()[:DIGEST_BYTES]
+
+
+class _Rows:
+    """Rows by content. program: whose rows come first."""
+
+    def __init__(self, program: SteeringProgram | None = None) -> None:
+        self._numbers = {} if program is None else {name: number for number, name in enumerate(program.digests)}
+        self._rows = [] if program is None else list(program.array())
+
+    def number(self, row: Row) -> int:
+        """Return the number of a row, contiguous, which is kept if there is none like it."""
+        number = self._numbers.setdefault(digest(row.data), len(self._rows))
+        if number == len(self._rows):
+            self._rows.append(row)
+        return number
+
+    def content(self) -> bytes:
+        return b"".join(row.data for row in self._rows)
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        return tuple(self._numbers)
+
+
+def program_of(hidden_size: int, parts: Sequence[Steering]) -> SteeringProgram | None:
+    """Return the program of everything that holds for a request: the global state, its modules, what it brought itself."""
+    return compile_program(
+        hidden_size,
+        [tier for part in parts for tier in (part.base, part.prefill)],
+        [tier for part in parts for tier in (part.base, part.decode)],
+        [patch for part in parts for patch in part.patches],
+    )
+
+
+def compile_program(
+    hidden_size: int, prefill: Sequence[Tier], decode: Sequence[Tier], patches: Iterable[Patch] = ()
+) -> SteeringProgram | None:
+    """Return the program of a request with these tiers, in order, at its two phases; None when it does nothing.
+
+    Vectors at a site are added up in float64 and rounded to float32 once; what comes to nothing is left out. Raises UsageError
+    for a part of another width and for a position that is patched twice, SiteError for what is beyond float32 and for more than
+    `limits.CLAMPS_AT_SITE_MAX` clamps at one site and position.
+    """
+    rows = _Rows()
+    before = _site_ops(hidden_size, prefill, rows)
+    after = before if decode == prefill else _site_ops(hidden_size, decode, rows)
+    patched: dict[int, dict[Site, tuple[Op, ...]]] = {}
+    for patch in patches:
+        _check_width(patch, "steering_patches", hidden_size)
+        if patch.amount == 0.0:
+            continue
+        given = np.frombuffer(patch.data, np.float32).reshape(len(patch.positions), hidden_size)
+        for position, row in zip(patch.positions, given, strict=True):
+            here = patched.setdefault(position, {})
+            if patch.site in here:
+                at, expected = f"steering_patches.{patch.hook}.{patch.layer}.positions", "each position of a site once"
+                raise UsageError(explain(at, got=f"{position} twice", expected=expected))
+            here[patch.site] = (Op(PATCH, rows.number(row), patch.amount),)
+    if not before and not after and not patched:
+        return None
+    return SteeringProgram(
+        hidden_size,
+        rows.content(),
+        rows.digests,
+        before,
+        after,
+        tuple(
+            (position, tuple(SiteOps(*site, ops) for site, ops in sorted(here.items())))
+            for position, here in sorted(patched.items())
+        ),
+    )
+
+
+def _site_ops(hidden_size: int, tiers: Sequence[Tier], rows: _Rows) -> tuple[SiteOps, ...]:
+    ops: dict[Site, list[Op]] = {}
+    for kind in (RELATIVE, ADD):  # so that the norm is the one before anything is added
+        vectors = (v for tier in tiers for v in tier.vectors if v.relative == (kind == RELATIVE))
+        for site, total in _sums(hidden_size, vectors).items():
+            ops.setdefault(site, []).append(Op(kind, rows.number(total)))
+    for tier in tiers:
+        for clamp in tier.clamps:
+            _check_width(clamp, "steering_clamps", hidden_size)
+            if not abs(clamp.strength) <= NUMBER_MAX:
+                raise SiteError.too_large(clamp.site, "clamps", f"a strength of {clamp.strength:g}")
+            if clamp.strength != 0.0:
+                row = rows.number(np.frombuffer(clamp.data, np.float32))
+                ops.setdefault(clamp.site, []).append(Op(CLAMP, row, clamp.strength, clamp.low, clamp.high))
+    for site, each in ops.items():
+        count = sum(op.kind == CLAMP for op in each)
+        if count > limits.CLAMPS_AT_SITE_MAX:
+            expected = (
+                f"at most {limits.CLAMPS_AT_SITE_MAX} at one position, with those of modules and of the global state"
+            )
+            raise SiteError(site, "clamps", f"{count:,} clamps", expected, "clamp fewer directions there")
+    return tuple(SiteOps(*site, tuple(each)) for site, each in sorted(ops.items()))
+
+
+def _check_width(part: SteeringVector | Clamp | Patch, field: str, hidden_size: int) -> None:
+    if part.width != hidden_size:
+        at, expected = f"{field}.{part.hook}.{part.layer}", f"{hidden_size}, the model's width"
+        raise UsageError(explain(at, got=f"{part.width:g} numbers", expected=expected))
+
+
+def _sums(hidden_size: int, vectors: Iterable[SteeringVector]) -> dict[Site, Row]:
+    """Return the sum of the vectors at each site where it is not nothing."""
+    at: dict[Site, list[SteeringVector]] = {}
+    for vector in vectors:
+        _check_width(vector, "steering_vectors", hidden_size)
+        if vector.scale != 0.0:
+            at.setdefault(vector.site, []).append(vector)
+    sums = np.empty((len(at), hidden_size), np.float32)
+    with np.errstate(over="ignore"):
+        for total, some in zip(sums, at.values(), strict=True):
+            total[:] = some[0].array() if len(some) == 1 else np.sum([v.array(np.float64) for v in some], axis=0)
+    largest = np.maximum(sums.max(axis=1), -sums.min(axis=1))  # NaN where there is one
+    for site, size in zip(at, largest, strict=True):
+        if not size <= NUMBER_MAX:
+            raise SiteError.too_large(site, "vectors", "a sum beyond float32")
+    sums += np.float32(0)  # no negative zeros
+    return {site: total for site, total, size in zip(at, sums, largest, strict=True) if size > 0.0}
+
+
+def with_vectors(
+    program: SteeringProgram | None, hidden_size: int, vectors: Sequence[SteeringVector]
+) -> SteeringProgram | None:
+    """Return a program that adds vectors at generated positions too, behind what it adds there and before it clamps.
+
+    What is added relative to the stream's norm is added before that, relative to the stream as it comes to the site.
+    """
+    sums = _sums(hidden_size, [vector for vector in vectors if not vector.relative])
+    relative = _sums(hidden_size, [vector for vector in vectors if vector.relative])
+    if not sums and not relative:
+        return program
+    old = program or SteeringProgram(hidden_size, b"", ())
+    given, rows = old.array(), _Rows(old)
+    more = {site: Op(ADD, rows.number(total)) for site, total in sums.items()}
+    decode = {Site(layer, hook): ops for layer, hook, ops in old.decode}
+    for site, total in relative.items():
+        ops = decode.get(site, ())
+        held = [given[op.row] for op in ops if op.kind == RELATIVE]
+        number = rows.number(np.sum([total, *held], axis=0, dtype=np.float32))
+        decode[site] = (Op(RELATIVE, number), *(op for op in ops if op.kind != RELATIVE))
+    for site, add in more.items():
+        ops = decode.get(site, ())
+        begins = next((n for n, op in enumerate(ops) if op.kind == CLAMP), len(ops))
+        decode[site] = (*ops[:begins], add, *ops[begins:])
+    return SteeringProgram(
+        hidden_size,
+        rows.content(),
+        rows.digests,
+        old.prefill,
+        tuple(SiteOps(*site, ops) for site, ops in sorted(decode.items())),
+        old.patched,
+    )

@@ -1,0 +1,170 @@
+"""Steering vectors: what is added to the residual stream at a site, and how it travels.
+
+A `SteeringVector` is `scale · vector`, added to the stream `x` at one site; a relative one is `scale · ‖x‖ · vector / ‖vector‖`. It travels as its dtype's name and its raw
+little-endian bytes, in the dtype that it came in; lists of numbers and arrays are kept as float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from capflow import limits
+from capflow.capture.site import Site
+from capflow.errors import UsageError, explain
+from capflow.limits import Name
+from capflow.steering import plain
+from capflow.steering.packed import Block, is_packed
+from capflow.steering.plain import DTYPES
+from capflow.text.brief import brief
+
+_EXAMPLE = '{"post_block": {12: [0.1, …]}}'
+
+
+class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One vector for one site. data: `[hidden_size]` in `dtype`; scale multiplies it.
+
+    relative: whether the scale is of the stream's norm at each token, and the vector is brought to length 1.
+    """
+
+    layer: int
+    hook: Name
+    data: Annotated[bytes, msgspec.Meta(max_length=8 * limits.HIDDEN_SIZE_MAX)]
+    dtype: Name = "float32"
+    scale: float = 1.0
+    relative: bool = False
+
+    __repr__ = brief
+
+    @property
+    def site(self) -> Site:
+        """The site the vector is added at."""
+        return Site(self.layer, self.hook)
+
+    @property
+    def width(self) -> float:
+        """How many numbers the vector has; no whole number where its bytes do not fit its dtype."""
+        return len(self.data) / DTYPES[self.dtype].itemsize
+
+    def _stored(self) -> npt.NDArray[Any]:
+        return np.frombuffer(self.data, DTYPES[self.dtype])
+
+    def array(self, dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
+        """Return `scale · vector`, `[hidden_size]`, computed in float64 and rounded once; a relative vector at length 1 first."""
+        values = self._stored()
+        if self.relative:
+            return (_unit(values.astype(np.float64)) * self.scale).astype(dtype)
+        if self.scale == 1.0:
+            return values.astype(dtype, copy=False)
+        return (values.astype(np.float64) * self.scale).astype(dtype)
+
+    @classmethod
+    def make(
+        cls, site: Site, vector: Any, scale: float = 1.0, relative: bool = False, *, where: str = "steering"
+    ) -> SteeringVector:
+        """Return the vector made of an array, a tensor or a list of `hidden_size` numbers.
+
+        Raises UsageError when it is not one-dimensional, is empty, or holds NaN or infinity.
+        """
+        field = f"{where}.{site.hook}.{site.layer}"
+        values = plain.vector(vector, field).astype(np.float32)
+        return cls(site.layer, site.hook, values.tobytes(), "float32", plain.number(scale, f"{field}.scale"), relative)
+
+    def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering") -> None:
+        """Raise UsageError unless the vector fits a model with these tapped sites and this width."""
+        field = f"{where}.{self.hook}.{self.layer}"
+        if self.dtype not in DTYPES:
+            raise UsageError(explain(f"{field}.dtype", got=self.dtype, expected=f"one of {', '.join(DTYPES)}"))
+        self.site.check_tapped(sites, field)
+        if self.width != hidden_size:
+            expected = f"{hidden_size}, the model's width"
+            raise UsageError(explain(field, got=f"{self.width:g} numbers", expected=expected))
+        if self.relative and not self._stored().any():
+            raise UsageError(explain(field, got="a zero vector", expected="a direction, as it is relative"))
+        if not self._finite():
+            expected = "finite numbers of float32's range"
+            raise UsageError(explain(field, got="NaN or infinity", expected=expected))
+
+    def _finite(self) -> bool:
+        """Whether `scale · vector` is finite; it is looked at itself only where the scale makes it larger."""
+        if not plain.finite(self._stored()):
+            return False
+        if abs(self.scale) <= 1.0 or (self.relative and abs(self.scale) <= plain.NUMBER_MAX):
+            return True
+        with np.errstate(over="ignore"):
+            return plain.finite(self.array())  # not so where the scale is NaN
+
+
+def parse_steering(value: Any, *, where: str = "steering") -> tuple[SteeringVector, ...]:
+    """Return the vectors that a plain value describes: `{hook: layers}`.
+
+    Layers are, for each hook, either `{layer: vector or {"vector": vector, "scale": number, "relative": bool}}`, a vector being an
+    array, a tensor or a list of `hidden_size` numbers; or packed (see `capflow.steering.packed`) with `scales` and `relative` besides. A layer is a whole
+    number or its digits.
+
+    Raises UsageError with the field first. Vectors already parsed are returned as they are.
+    """
+    if isinstance(value, Sequence) and value and all(isinstance(v, SteeringVector) for v in value):
+        _check_each(value, where)
+        return tuple(value)
+    vectors: list[SteeringVector] = []
+    for hook, layers in plain.by_hook(value, where, _EXAMPLE):
+        at = f"{where}.{hook}"
+        if is_packed(layers):
+            vectors += _unpacked(layers, hook, at)
+            continue
+        for site, field, entry in plain.by_layer(layers, at, hook, "vector"):
+            vector, scale, relative = entry, 1.0, False
+            if isinstance(entry, Mapping):
+                plain.check_keys(entry, field, ("vector", "scale", "relative"), ("vector",))
+                vector, scale = entry["vector"], entry.get("scale", 1.0)
+                relative = _flag(entry.get("relative", False), f"{field}.relative")
+            vectors.append(SteeringVector.make(site, vector, scale, relative, where=where))
+    return tuple(vectors)
+
+
+def _check_each(vectors: Sequence[SteeringVector], where: str) -> None:
+    """Raise UsageError when two vectors of one kind are of one site, or one is of no known dtype."""
+    seen = set()
+    for vector in vectors:
+        field = f"{where}.{vector.hook}.{vector.layer}"
+        if vector.dtype not in DTYPES:
+            raise UsageError(explain(f"{field}.dtype", got=vector.dtype, expected=f"one of {', '.join(DTYPES)}"))
+        if (vector.site, vector.relative) in seen:
+            raise UsageError(explain(field, got="the site twice", expected="each site once"))
+        seen.add((vector.site, vector.relative))
+
+
+def _unpacked(layers: Mapping[str, Any], hook: str, where: str) -> list[SteeringVector]:
+    """Return a vector for each row of a block, which holds the row's bytes as they came."""
+    block = Block.read(layers, where, ("scales", "relative"))
+    for place, layer in enumerate(block.layers):
+        if layer in block.layers[:place]:
+            raise UsageError(explain(f"{where}.layer_indices", got=f"{layer} twice", expected="each layer once"))
+    scales = block.numbers(layers.get("scales", 1.0), f"{where}.scales")
+    relative = _flag(layers.get("relative", False), f"{where}.relative")
+    dtype = block.packed.dtype
+    return [
+        SteeringVector(layer, hook, data, dtype, scale, relative)
+        for layer, data, scale in zip(block.layers, block.packed.rows(), scales, strict=True)
+    ]
+
+
+def _flag(value: Any, field: str) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(explain(field, got=repr(value), expected="true or false"))
+    return value
+
+
+def _unit(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return a vector at length 1; zeros as they are."""
+    largest = np.abs(values).max()
+    if largest == 0.0:
+        return values
+    values = values / largest  # squares of very large or small numbers would be lost
+    unit: npt.NDArray[np.float64] = values / np.linalg.norm(values)
+    return unit

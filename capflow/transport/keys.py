@@ -1,0 +1,279 @@
+"""Keys: who a peer is on TCP, and what a hub lets it do.
+
+A key is a CURVE25519 pair; its public half, 64 hexadecimal digits, is the peer's name to the hub. Keys lie in one directory that
+only their owner can enter:
+
+| file | what |
+|---|---|
+| `NAME.key` | a pair, in two lines `public HEX` and `secret HEX` |
+| `allowed` | the hub's list of who may connect, a line `PUBLIC RIGHTS NAME` each; `#` begins a comment |
+
+What always holds: a file or directory that someone else can read or write is refused, not mended. A secret is in no message,
+representation or address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from capflow import limits
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.files import make_directory
+from capflow.transport.address import hub_key
+
+logger = logging.getLogger("capflow.keys")
+
+ENVIRONMENT_VARIABLE = "CAPFLOW_KEY"
+RIGHTS: tuple[str, ...] = ("capture", "read", "steer")
+"""What a peer may do: `capture`, be an engine; `read`, ask for results and status; `steer`, act on running requests."""
+
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{limits.KEY_NAME_LENGTH_MAX - 1}}}")
+_HEX = re.compile(r"[0-9a-f]{64}")
+_NAME_EXPECTED = f"1..{limits.KEY_NAME_LENGTH_MAX} letters, digits, '.', '_' and '-'"
+_ALLOWED = "allowed"
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """A key: `public`, 64 hexadecimal digits, and `secret`, as many."""
+
+    public: str
+    secret: str = field(repr=False)
+
+
+class Allowed(NamedTuple):
+    """One who may connect."""
+
+    public: str
+    rights: frozenset[str]
+    name: str
+
+
+def directory() -> Path:
+    """Return where a user's keys lie: `capflow/keys` in `XDG_CONFIG_HOME`, or else in `~/.config`."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "capflow" / "keys"
+
+
+def key_directory(path: Path) -> Path:
+    """Return the directory, made if need be; raise UsageError when others can enter it."""
+    try:
+        make_directory(path)
+    except OSError as e:
+        expected, do = "one that can be made", "set XDG_CONFIG_HOME to a directory that you can write to"
+        raise CapflowError(
+            explain(f"directory of keys {path}", got=e.strerror or str(e), expected=expected, do=do)
+        ) from e
+    check_directory(path)
+    return path
+
+
+def check_directory(path: Path) -> None:
+    """Raise UsageError when others than the owner can enter a directory of keys."""
+    _check_private(path, path.stat(), "drwx------", "700")
+
+
+def find_key(key: str) -> Path:
+    """Return the file that a user means: a path when it has a slash, else a name in the user's directory."""
+    if "/" in key:
+        return Path(key).absolute()
+    return directory() / f"{key.removesuffix('.key')}.key"
+
+
+def read_key(path: Path, *, where: str = "--key") -> KeyPair:
+    """Return the pair in a file; raise UsageError when there is none, or when others can read it."""
+    text = _read_private(path, where)
+    fields = dict(line.split(maxsplit=1) for line in text.splitlines() if len(line.split()) == 2)
+    public, secret = fields.get("public", "").strip(), fields.get("secret", "").strip()
+    if not _HEX.fullmatch(public) or not _HEX.fullmatch(secret):
+        raise UsageError(explain(where, got=str(path), expected="a file that `capflow keys new` made"))
+    return KeyPair(public, secret)
+
+
+def write_key(where: Path, name: str, pair: KeyPair) -> Path:
+    """Write a pair to a new file in a directory that only its owner can read, and return it; raise UsageError when there is one."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(explain("name of a key", got=name, expected=_NAME_EXPECTED))
+    path = where / f"{name}.key"
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except FileExistsError as e:
+        do = "choose another name, or remove it if nothing uses it"
+        raise UsageError(explain(f"key {path}", got="a file that exists", do=do)) from e
+    except OSError as e:
+        expected, do = "a file that can be written", f"look at the room and the rights at {path.parent}"
+        raise CapflowError(explain(f"key {path}", got=e.strerror or str(e), expected=expected, do=do)) from e
+    with os.fdopen(handle, "w", encoding="ascii") as file:
+        os.fchmod(handle, 0o600)  # whatever the umask
+        file.write(f"public {pair.public}\nsecret {pair.secret}\n")
+    return path
+
+
+def peer_key(address: str, key: str | None) -> KeyPair | None:
+    """Return the key to speak with to the hub at an address: the one named, or else that of `CAPFLOW_KEY`.
+
+    None when the address names no key of a hub. Raises UsageError when one is needed and missing, or named in vain.
+    """
+    path = peer_key_path(address, key)
+    return None if path is None else read_key(path, where="--key" if key is not None else ENVIRONMENT_VARIABLE)
+
+
+def peer_key_path(address: str, key: str | None) -> Path | None:
+    """Return where the key lies that `peer_key` reads: what may travel to other processes in its place."""
+    if hub_key(address) is None:
+        if key is not None:
+            expected = "an address with the hub's key, tcp://KEY@HOST:PORT, as the hub prints it"
+            raise UsageError(explain("--key", got=f"the address {address}", expected=expected))
+        return None
+    named = key or os.environ.get(ENVIRONMENT_VARIABLE)
+    if not named:
+        do = f"make one with `capflow keys new NAME`, and name it with --key or {ENVIRONMENT_VARIABLE}"
+        raise UsageError(explain("--key", got="none", expected="a key, for this hub takes only who has one", do=do))
+    return find_key(named)
+
+
+def parse_rights(text: str, *, where: str = "--rights") -> frozenset[str]:
+    """Return the rights in a text, separated by commas; raise UsageError for any other, and for none."""
+    rights = frozenset(part.strip() for part in text.split(","))
+    if not rights <= set(RIGHTS):
+        raise UsageError(explain(where, got=text, expected=f"some of {','.join(RIGHTS)}"))
+    return rights
+
+
+class AllowList:
+    """Who may connect to a hub: the file `allowed` beside its key, read again whenever it has changed.
+
+    A file that is missing or that others can write allows nobody; a line that is none is passed over. Both are logged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path / _ALLOWED
+        self.version = 0  # counts how often the file was read again
+        self._entries: dict[str, Allowed] = {}  # by public key; replaced by `refresh`
+        self._seen: tuple[int, ...] | None = (-1,)  # what the file looked like when it was read; None: missing
+
+    def find(self, public: str) -> Allowed | None:
+        """Return the entry of a key, as it was at the last `refresh`."""
+        return self._entries.get(public)
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed."""
+        try:
+            found = self.path.stat()
+            seen = (found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode, found.st_uid)
+        except OSError:
+            seen = None
+        if seen == self._seen:
+            return
+        self._seen = seen
+        self.version += 1
+        self._entries = {}
+        if seen is None:
+            logger.warning("nobody may connect: no file %s; see `capflow keys allow`", self.path)
+            return
+        try:
+            text = _read_private(self.path, "allow-list")
+        except CapflowError as e:
+            logger.error("nobody may connect: %s", e)
+            return
+        self._entries = {entry.public: entry for entry in _entries(text, self.path)}
+
+    def entries(self) -> list[Allowed]:
+        """Return all entries, by name."""
+        self.refresh()
+        return sorted(self._entries.values(), key=lambda entry: (entry.name, entry.public))
+
+    def allow(self, public: str, rights: Iterable[str], name: str) -> None:
+        """Let a key connect with these rights, in place of those it had.
+
+        Raises UsageError for what is no key or no name, and for a name that another key has.
+        """
+        if not _HEX.fullmatch(public):
+            raise UsageError(explain("key", got=public, expected="the 64 digits that `capflow keys new` prints"))
+        if not _NAME.fullmatch(name):
+            raise UsageError(explain("--name", got=name, expected=_NAME_EXPECTED))
+        with self._changing() as entries:
+            if any(entry.name == name and entry.public != public for entry in entries.values()):
+                do = f"choose another name, or revoke it first: capflow keys revoke {name}"
+                raise UsageError(explain("--name", got=f"{name}, which another key has", do=do))
+            entries[public] = Allowed(public, frozenset(rights), name)
+
+    def revoke(self, who: str) -> Allowed:
+        """Let a key, named or given, connect no more; return what it was. Raises UsageError when there is none."""
+        with self._changing() as entries:
+            for entry in entries.values():
+                if who in (entry.name, entry.public):
+                    return entries.pop(entry.public)
+            names = ", ".join(sorted(entry.name for entry in entries.values())) or "nobody"
+            raise UsageError(explain("key", got=who, expected=f"one that is allowed: {names}"))
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[dict[str, Allowed]]:
+        """Give the entries to change, and write them back whole; one writer at a time."""
+        handle = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            text = _read_private(self.path, "allow-list") if self.path.exists() else ""
+            entries = {entry.public: entry for entry in _entries(text, self.path)}
+            yield entries
+            lines = [f"{e.public} {','.join(r for r in RIGHTS if r in e.rights)} {e.name}\n" for e in entries.values()]
+            fresh = self.path.with_name(f".{_ALLOWED}.new")
+            fresh.unlink(missing_ok=True)
+            writing = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(writing, "w", encoding="ascii") as file:
+                os.fchmod(writing, 0o600)
+                file.write("# PUBLIC-KEY RIGHTS NAME; `capflow keys allow` and `revoke` write this file\n")
+                file.writelines(lines)
+                file.flush()
+                os.fsync(writing)
+            fresh.replace(self.path)
+        finally:
+            os.close(handle)
+
+
+def _entries(text: str, path: Path) -> Iterator[Allowed]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        fields = line.split()
+        try:
+            public, rights, name = fields
+            if _HEX.fullmatch(public) and _NAME.fullmatch(name):
+                yield Allowed(public, parse_rights(rights), name)
+                continue
+        except ValueError:  # UsageError is one
+            pass
+        logger.error("%s", explain(f"{path}:{number}", got=line, expected="PUBLIC-KEY RIGHTS NAME; it allows nobody"))
+
+
+def _read_private(path: Path, where: str) -> str:
+    """Return the text of a file that only its owner can read, in a directory that only its owner can enter."""
+    try:
+        check_directory(path.parent)
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise UsageError(explain(where, got=f"{path}, which is no file", expected="a file"))
+            _check_private(path, found, "-rw-------", "600")
+            return file.read(limits.KEY_FILE_BYTES_MAX).decode("ascii", "replace")
+    except OSError as e:
+        do = "make a key with `capflow keys new NAME`"
+        raise UsageError(explain(where, got=f"{path}: {e.strerror}", expected="a file of keys", do=do)) from e
+
+
+def _check_private(path: Path, found: os.stat_result, expected: str, mode: str) -> None:
+    if found.st_mode & 0o077:
+        raise UsageError(
+            explain(str(path), got=stat.filemode(found.st_mode), expected=expected, do=f"run: chmod {mode} {path}")
+        )
+    if os.getuid() not in (0, found.st_uid):
+        raise UsageError(explain(str(path), got=f"a file of user {found.st_uid}", expected=f"one of {os.getuid()}"))

@@ -1,0 +1,305 @@
+"""A worker's link to its hub, which takes frames from the worker and gets each there once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from capflow import limits
+from capflow.buffers.policy import FALLBACK_DEFAULT, POLICY_DEFAULT, Fallback, Policy
+from capflow.buffers.queue import ByteQueue, Overload
+from capflow.capture.frame import Frame, FrameHeader
+from capflow.errors import CapflowError
+from capflow.protocol.message import Beat, Hello, Message, Welcome, WorkerCounts
+from capflow.protocol.session import Parts, State
+from capflow.transport.links.link import Link
+from capflow.transport.outbox import Outbox
+from capflow.transport.sockets import Dealer
+
+logger = logging.getLogger("capflow.link")
+
+_SPILL_AT = 4  # with an outbox, memory holds this part of its bound: the rest is for steps under way, and for what is being synced
+_FRAME_OVERHEAD_BYTES = 512  # what a queued frame weighs besides its payload
+
+
+class Staged(NamedTuple):
+    """What a worker holds before its link: bytes of rows, their bound, the rows it dropped, by reason, and its troubles."""
+
+    nbytes: int = 0
+    bytes_max: int = 0
+    dropped_rows: Mapping[str, int] = MappingProxyType({})
+    troubles: tuple[str, ...] = ()
+
+
+class WorkerLink(Link):
+    """A worker's link: takes frames from one thread and gets each to the hub once.
+
+    outbound_bytes_max bounds the frames that wait here; those sent and not acknowledged are bounded by the hub's
+    credit besides, and by `limits.UNACKED_BYTES_MAX` whatever the hub says. policy: what `send` does when there is no room, waiting at most block_s_max seconds
+    for it. on_welcome: called on the link's thread with every Welcome. staged: gives, on the link's thread, what the hub
+    is told of what comes before this link.
+
+    `send` answers `None`, or why the frame was dropped: `no_hub`, no hub was ever there; `hub_gone`, there was one
+    and the queue is full; `queue_full`, the hub is there and takes less than is sent; `refused`, the hub
+    refused this worker; `too_large`, the payload is above `limits.PAYLOAD_BYTES_MAX`; `closed`. With policy `spill`, which needs an
+    outbox, what has no room goes there, as does everything while the hub is gone; when it takes nothing, `fallback` holds
+    and the reason is the spool's: `spool_full`, `disk_full`, `disk_failed`. The outbox is opened and closed by the link.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        *,
+        outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT,
+        policy: Policy = POLICY_DEFAULT,
+        block_s_max: float = limits.BLOCK_S_MAX,
+        on_welcome: Callable[[Welcome], None] | None = None,
+        staged: Callable[[], Staged] = Staged,
+        key: str | None = None,
+        outbox: Outbox | None = None,
+        fallback: Fallback = FALLBACK_DEFAULT,
+    ) -> None:
+        super().__init__(address, hello, key=key)
+        assert policy != "spill" or outbox is not None
+        self.policy = Overload(policy)
+        self.fallback = Overload(fallback)
+        self.outbox = outbox
+        self._spills = policy == "spill"
+        self.block_s_max = block_s_max
+        self.on_welcome = on_welcome
+        self._staged = staged
+        self._told_at = 0.0  # when the hub was last told the counts; the thread's
+        self._queue: ByteQueue[tuple[int, FrameHeader, memoryview]] = ByteQueue(outbound_bytes_max)
+        self._close_lock = threading.Lock()  # guards the next two: whoever waits for an end may close once more
+        self._outbox_closed = False
+        self._frames_left = False  # in the outbox, as it was closed
+        self._gave_up = False  # a whole `block_s_max` was waited for a hub that is gone; cleared by its return
+        self._frames = 0  # accepted by `send`
+        self._bytes = 0
+        self._dropped: Counter[str] = Counter()  # frames by reason; written by the thread that calls `send`
+
+    @property
+    def patient(self) -> bool:
+        """Whether a full queue is waited for: not once that was in vain, for as long as the hub is gone."""
+        return not self._gave_up
+
+    def give_up(self) -> None:
+        """Note that it was waited for room in vain."""
+        self._gave_up = not self.connected
+
+    @property
+    def acked(self) -> int:
+        """The number of the frame up to which the hub has acknowledged all."""
+        return self._session.acked
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is left that `close` should wait for."""
+        return self._drained()
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        """What went through: frames and bytes accepted, waiting and unacknowledged, and drops by reason."""
+        return {
+            "frames": self._frames,
+            "bytes": self._bytes,
+            "queued_frames": len(self._queue),
+            "queued_bytes": self._queue.nbytes,
+            "unacked_frames": self._session.unacked,
+            "credit_bytes": self._session.credit_bytes,
+            "reconnects": self.reconnects,
+            "dropped_frames": dict(self._dropped),
+            "spool": self._spool_status(),
+        }
+
+    def start(self) -> None:
+        """Start connecting. Raises CapflowError when the outbox is needed for frames and cannot be opened."""
+        if self.outbox is not None:
+            try:
+                self.outbox.open()
+            except CapflowError as e:
+                if self._spills:
+                    raise
+                event = {"event": "promises_failed", "path": str(self.outbox.promises.path)}
+                logger.warning("what this worker promises is not noted: %s", e, extra=event)
+                self.outbox = None
+        super().start()
+
+    def send(self, header: FrameHeader, payload: Any) -> str | None:
+        """Take a frame; return None, or why it was dropped.
+
+        payload: any C-contiguous buffer (view bfloat16 as bytes), not changed from here on. The header's
+        seq, payload_bytes and checksum are filled in later, on the link's thread.
+        """
+        view = memoryview(payload).cast("B")
+        reason = self._offer(header, view)
+        if reason is not None:
+            self._dropped[reason] += 1
+            return reason
+        self._frames += 1
+        if self.outbox is not None:
+            self.outbox.promise(self._frames, header)
+        self._bytes += len(view)
+        self._waker.wake()
+        return None
+
+    def _offer(self, header: FrameHeader, view: memoryview) -> str | None:
+        if _is_too_large(header, view):
+            return "too_large"
+        if self._closing.is_set():
+            return "closed"
+        if self._session.state is State.REFUSED:
+            return "refused"
+        if not self.ever_connected:
+            return "no_hub"
+        if self._spills and self.outbox is not None:
+            return self._offer_or_spill(self.outbox, header, view)
+        item, nbytes = (self._frames + 1, header, view), len(view) + _FRAME_OVERHEAD_BYTES
+        if len(view) == 0 and self._queue.nbytes <= self._queue.bytes_max + limits.HEADER_BYTES_MAX:
+            self._queue.force(item, nbytes)  # the ends of requests are worth a little room of their own
+            return None
+        if self.policy is Overload.DROP or self._gave_up:
+            accepted = self._queue.offer(item, nbytes)
+        else:
+            accepted = self._queue.put(item, nbytes, self.block_s_max)
+            if not accepted:
+                self.give_up()
+        if accepted:
+            return None
+        return "queue_full" if self.connected else "hub_gone"
+
+    def _offer_or_spill(self, outbox: Outbox, header: FrameHeader, view: memoryview) -> str | None:
+        """Take a frame into memory if it is the hub's next and there is room, else onto disk: so they stay in order."""
+        seq = self._frames + 1
+        item, nbytes = (seq, header, view), len(view) + _FRAME_OVERHEAD_BYTES
+        in_memory = self._queue.nbytes + self._session.unacked_bytes + nbytes
+        at_once = self.connected and not outbox.waiting and in_memory <= self._queue.bytes_max // _SPILL_AT
+        if at_once and self._queue.offer(item, nbytes):
+            return None
+        reason = outbox.put(seq, header, view, 0.0)
+        if reason is not None and self.fallback is Overload.BLOCK and not self._gave_up:
+            reason = outbox.put(seq, header, view, self.block_s_max)
+            self._gave_up = reason is not None and not self.connected
+        return reason
+
+    def close(self, drain_s: float = limits.LINGER_S) -> None:
+        """Get out what was taken, until the hub has acknowledged it or `drain_s` is over, and stop.
+
+        Frames that are in an outbox by then stay there, for a later process, and Bye is not said: the hub keeps what it has of this worker.
+        """
+        super().close(drain_s)
+        self._queue.close()
+        if not self._thread.is_alive():
+            self._close_outbox()
+
+    def _leaves_nothing(self) -> bool:
+        return self._close_outbox()
+
+    def _close_outbox(self) -> bool:
+        """Close the outbox, once; return whether no frame is left in it."""
+        with self._close_lock:
+            if self.outbox is not None and not self._outbox_closed:
+                self._outbox_closed = True
+                self._frames_left = not self.outbox.close()
+            return not self._frames_left
+
+    def _fill(self, dealer: Dealer, now: float) -> None:
+        if self.outbox is not None:
+            self.outbox.acknowledge(self._session.acked)
+        super()._fill(dealer, now)
+
+    def _push(self) -> bool:
+        if (item := self._queue.get(timeout_s=0)) is not None:  # older than what is spilled
+            self._push_queued(*item)
+        elif self.outbox is not None and (spilled := self.outbox.take()) is not None:
+            # Frames that came by memory since the queue was empty may be older than this one.
+            while (item := self._queue.get(timeout_s=0)) is not None and item[0] < spilled.seq:
+                self._push_queued(*item)
+            self._skip(spilled.seq - 1)
+            self._session.push_sealed(*spilled)
+            if item is not None:
+                self._push_queued(*item)
+        else:
+            return False
+        return True
+
+    def _push_queued(self, seq: int, header: FrameHeader, view: memoryview) -> None:
+        self._skip(seq - 1)
+        self._session.push(self.outbox.amended(header) if self.outbox is not None else header, view)
+
+    def _skip(self, seq: int) -> None:
+        """Say an empty frame for each that the disk did not give back: the hub counts their rows as missing."""
+        while self._session.seq < seq:
+            self._session.push(empty_header(self._session.hello), b"")
+
+    def _beat(self, now: float) -> Parts | None:
+        if self._session.state is not State.OPEN or now < self._told_at + limits.HEARTBEAT_S:
+            return None
+        self._told_at = now
+        staged = self._staged()
+        return self._session.send(Beat(self._counts(staged), staged.troubles[: limits.REASONS_MAX]), now)
+
+    def _counts(self, staged: Staged) -> WorkerCounts:
+        return WorkerCounts(
+            sent_frames=self._frames,
+            sent_bytes=self._bytes,
+            queued_frames=len(self._queue),
+            queued_bytes=self._queue.nbytes,
+            queue_bytes_max=self._queue.bytes_max,
+            queue_bytes_peak=self._queue.bytes_peak,
+            unacked_frames=self._session.unacked,
+            unacked_bytes=self._session.unacked_bytes,
+            unacked_bytes_peak=self._session.unacked_bytes_peak,
+            staged_bytes=staged.nbytes,
+            staged_bytes_max=staged.bytes_max,
+            dropped_rows=dict(staged.dropped_rows),
+            reconnects=self.reconnects,
+            spool=self._spool_status(),
+        )
+
+    def _spool_status(self) -> dict[str, Any] | None:
+        return self.outbox.status() if self._spills and self.outbox is not None else None
+
+    def _drained(self) -> bool:
+        waiting = len(self._queue) or self._session.unacked or (self.outbox is not None and self.outbox.waiting)
+        return not self.ever_connected or not waiting
+
+    def _received(self, said: Frame | Message) -> None:
+        if isinstance(said, Welcome):
+            self._gave_up = False
+            self._told_at = 0.0
+            if self.on_welcome is not None:
+                self.on_welcome(said)
+
+
+def _is_too_large(header: FrameHeader, view: memoryview) -> bool:
+    """Return whether a frame has more than a hub takes."""
+    spans = sum(len(block.spans) for block in header.blocks)
+    tokens = sum(len(request.token_ids) for request in header.requests)
+    return (
+        len(view) > limits.PAYLOAD_BYTES_MAX
+        or spans > limits.SPANS_PER_FRAME_MAX
+        or tokens > limits.TOKENS_PER_FRAME_MAX
+    )
+
+
+def empty_header(hello: Hello) -> FrameHeader:
+    """Return the header of a frame of a worker that says nothing."""
+    assert hello.model is not None
+    return FrameHeader(
+        engine=hello.engine,
+        boot=hello.boot,
+        rank=hello.rank,
+        seq=0,
+        step=0,
+        time_ns=0,
+        dtype=hello.model.dtype,
+        hidden_size=hello.model.hidden_size,
+        requests=(),
+        blocks=(),
+    )

@@ -1,0 +1,303 @@
+"""A captured request as it is read: what its sidecar says, and its rows by site, wherever they lie."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from capflow.capture.site import Site
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.text.brief import brief
+from capflow_consumers.dataset import layout
+
+_RUNS_SHOWN_MAX = 8
+
+
+class Rows(NamedTuple):
+    """A site's rows: `rows` `[n, hidden_size]` as stored, `positions` `[n]` int64, `token_ids` `[n]` int32."""
+
+    rows: npt.NDArray[Any]
+    positions: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int32]
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Return rows `start..stop`, views of these."""
+        return Rows(self.rows[start:stop], self.positions[start:stop], self.token_ids[start:stop])
+
+
+class Damage(NamedTuple):
+    """What cannot be read, and is left out by those who read on: the file, what is wrong with it, and whether it is one capture's."""
+
+    path: Path
+    error: CapflowError
+    of_capture: bool
+
+
+class RequestCapture(ABC):
+    """One captured request; `capture[(12, "post_block")]` or `capture["post_block:12"]` gives a site's rows.
+
+    path: the request's directory, or the shard that it is in.
+    """
+
+    def __init__(self, path: Path, sidecar: layout.Sidecar) -> None:
+        self.path = path
+        self.sidecar = sidecar
+        self._entries = {entry.site: entry for entry in sidecar.sites}
+
+    def __repr__(self) -> str:
+        about = f"{len(self.sites)} sites, {self.sidecar.rows} rows, {self.prompt_length} prompt tokens"
+        return f"<capture {self.id!r}: {about}, {self.status}>"
+
+    @property
+    def id(self) -> str:
+        """The request's id, exactly."""
+        return self.sidecar.request
+
+    @property
+    def engine(self) -> str:
+        """The id of the engine that ran it: `NAME@START` of one with a name."""
+        return self.sidecar.engine
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The sites that have rows."""
+        return tuple(self._entries)
+
+    @property
+    def prompt_length(self) -> int:
+        """How many tokens the prompt has."""
+        return self.sidecar.prompt_length
+
+    @property
+    def computed_length(self) -> int:
+        """How many tokens were computed: position `computed_length - 1` is the last that can have a row."""
+        return self.sidecar.computed_length
+
+    @property
+    def status(self) -> str:
+        """`ok` when every promised row is here; else `partial_error` or `error`, and `error` says what is missing."""
+        return self.sidecar.capture_status
+
+    @property
+    def error(self) -> str | None:
+        """What is missing."""
+        return self.sidecar.error
+
+    @property
+    def budget_reached(self) -> bool:
+        """Whether `max_rows` left out positions that were asked for and that the request has."""
+        return self.sidecar.budget_reached
+
+    @property
+    def tag(self) -> str:
+        """The tag of the request's spec, empty when it had none."""
+        return self.sidecar.tag
+
+    @property
+    def texts(self) -> dict[int, str]:
+        """The token's text at each position where it is known."""
+        return {run.start + i: text for run in self.sidecar.texts for i, text in enumerate(run.texts)}
+
+    def rows_at(self, site: Site) -> int:
+        """Return how many rows a site has, as the sidecar says."""
+        entry = self._entries.get(site)
+        return entry.rows if entry is not None else 0
+
+    def __contains__(self, site: object) -> bool:
+        return site_of(site) in self._entries
+
+    def __getitem__(self, site: tuple[int, str] | str) -> Rows:
+        """Return a site's rows, read-only, memory-mapped unless they are compressed; raises UsageError when it has none."""
+        entry = self._entries.get(site_of(site))
+        if entry is None:
+            have = ", ".join(map(str, self.sites)) or "none"
+            raise UsageError(
+                explain(f"{self.path}: no rows at a site", got=str(site_of(site)), expected=f"one of {have}")
+            )
+        return self._rows(entry)
+
+    def in_batches(self, site: tuple[int, str] | str) -> Iterator[Rows]:
+        """Yield a site's rows in parts that follow one another, of which memory holds one at a time; raises as `capture[site]` does."""
+        yield self[site]
+
+    def positions(self, site: tuple[int, str] | str) -> npt.NDArray[np.int64]:
+        """Return the positions `[n]` of a site's rows, without touching these; raises as `capture[site]` does."""
+        return self[site].positions
+
+    @abstractmethod
+    def _rows(self, entry: layout.SiteFile) -> Rows:
+        """Return the rows of one of the sidecar's sites; raises CapflowError when they cannot be those that were written."""
+
+    @abstractmethod
+    def verify_rows(self) -> None:
+        """Read every row; raise CapflowError naming the first file that is not what was written."""
+
+    def verify(self) -> None:
+        """Check every row and position; raise CapflowError naming the first file or site that is wrong."""
+        self.verify_rows()
+        for site in self.sites:
+            self.check_positions(site, self.positions(site))
+
+    def check_positions(self, site: Site, positions: npt.NDArray[np.int64]) -> None:
+        """Raise CapflowError unless the positions of a site's rows rise and the request computed them.
+
+        A request that did not end (status `error`) has no known length: its engine died before it reported one.
+        """
+        if not len(positions):
+            return
+        rises = not (positions[1:] <= positions[:-1]).any()
+        ended = self.sidecar.status != "error"
+        if rises and positions[0] >= 0 and (not ended or positions[-1] < self.computed_length):
+            return
+        expected = f"rising from 0 to below {self.computed_length}" if ended else "rising from 0"
+        raise CapflowError(explain(f"positions of {site}", got=shown(positions), expected=expected))
+
+
+class JoinedCapture(RequestCapture):
+    """A request whose captures have each a part of its rows; `path` is the last one's."""
+
+    def __init__(self, parts: Sequence[RequestCapture]) -> None:
+        self.parts = tuple(parts)
+        super().__init__(parts[-1].path, _joined_sidecar([part.sidecar for part in parts]))
+
+    def in_batches(self, site: tuple[int, str] | str) -> Iterator[Rows]:
+        """Yield a site's rows part by part; where parts have positions between each other's, all at once."""
+        found = site_of(site)
+        ends = [(where[0], where[-1], part) for part in self._with(found) if len(where := part.positions(found))]
+        ends.sort(key=itemgetter(0))
+        if ends and all(last < first for (_, last, _), (first, _, _) in itertools.pairwise(ends)):
+            for _, _, part in ends:
+                yield from part.in_batches(found)
+        else:
+            yield self[found]
+
+    def positions(self, site: tuple[int, str] | str) -> npt.NDArray[np.int64]:
+        """Return the positions `[n]` of a site's rows, without touching these; raises as `capture[site]` does."""
+        found = site_of(site)
+        parts = self._with(found)
+        return np.sort(np.concatenate([part.positions(found) for part in parts])) if parts else super().positions(found)
+
+    def _with(self, site: Site) -> list[RequestCapture]:
+        return [part for part in self.parts if site in part]
+
+    def _rows(self, entry: layout.SiteFile) -> Rows:
+        found = [part[entry.site] for part in self._with(entry.site)]
+        if len(found) == 1:
+            return found[0]
+        rows, positions, token_ids = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        order = np.argsort(positions, kind="stable")
+        joined = Rows(rows[order], positions[order], token_ids[order])
+        for array in joined:
+            array.flags.writeable = False
+        return joined
+
+    def verify_rows(self) -> None:
+        """Verify the rows of each part."""
+        for part in self.parts:
+            part.verify_rows()
+
+
+def joined(captures: Sequence[RequestCapture]) -> list[RequestCapture]:
+    """Return captures of one id with those that are parts of one request made one.
+
+    A part is what a worker sent after it was taken to be gone, or what other pipeline stages of the same engine have of the same tokens.
+    """
+    groups: list[list[RequestCapture]] = []
+    latest: dict[str, list[RequestCapture]] = {}  # by engine
+    for capture in captures:
+        group = latest.get(capture.engine)
+        if group is not None and all(_belong(part.sidecar, capture.sidecar) for part in group):
+            group.append(capture)
+        else:
+            latest[capture.engine] = [capture]
+            groups.append(latest[capture.engine])
+    return [group[0] if len(group) == 1 else JoinedCapture(group) for group in groups]
+
+
+def shown(positions: npt.NDArray[np.int64]) -> str:
+    """Return positions as they stand in a message, `0..3 7 9..12`."""
+    if not len(positions):
+        return "none"
+    ends = np.flatnonzero(np.diff(positions) != 1)
+    firsts, lasts = positions[np.r_[0, ends + 1]], positions[np.r_[ends, len(positions) - 1]]
+    runs = zip(firsts[:_RUNS_SHOWN_MAX].tolist(), lasts[:_RUNS_SHOWN_MAX].tolist(), strict=True)
+    more = len(firsts) - _RUNS_SHOWN_MAX
+    text = " ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
+    return text + (f" and {more} more" if more > 0 else "")
+
+
+def site_of(value: object) -> Site:
+    """Return the site that `(layer, hook)` or `"hook:layer"` names; raises UsageError."""
+    if isinstance(value, str):
+        return Site.parse(value)
+    if isinstance(value, tuple) and len(value) == 2:
+        return Site(*value)
+    raise UsageError(explain("site", got=value, expected='(layer, hook) or "hook:layer"'))
+
+
+def damaged(file: Path, got: str, expected: str) -> CapflowError:
+    """Return the error of a file that is not what was written."""
+    return CapflowError(explain(str(file), got=got, expected=expected, do="restore it from a copy or capture it again"))
+
+
+def _belong(first: layout.Sidecar, later: layout.Sidecar) -> bool:
+    same = ("engine", "model", "dtype", "hidden_size", "prompt_length")
+    if any(getattr(first, name) != getattr(later, name) for name in same):
+        return False
+    workers = [{(source.boot, source.rank) for source in sidecar.sources} for sidecar in (first, later)]
+    if first.status == "error" and workers[0] & workers[1]:
+        had = {entry.site: entry.rows for entry in first.sites}
+        return all(had.get(e.site, 0) + e.rows <= (e.rows_expected or 0) for e in later.sites)
+    stages = [{source.rank.pp for source in sidecar.sources} for sidecar in (first, later)]
+    return first.computed_length == later.computed_length and all(stages) and not stages[0] & stages[1]
+
+
+def _joined_sidecar(sidecars: Sequence[layout.Sidecar]) -> layout.Sidecar:
+    """Return what the parts' sidecars say together: whole when each site has as many rows as one of them expected of it."""
+    sites: dict[Site, layout.SiteFile] = {}
+    for entry in (entry for sidecar in sidecars for entry in sidecar.sites):
+        had = sites.get(entry.site)
+        sites[entry.site] = entry if had is None else _added(had, entry)
+    last = sidecars[-1]
+    dropped = [drop for sidecar in sidecars for drop in sidecar.dropped]
+    whole = last.status != "error" and not dropped and all(e.rows == e.rows_expected for e in sites.values())
+    errors = "; ".join(dict.fromkeys(sidecar.error for sidecar in sidecars if sidecar.error))
+    texts = {run.start: run for sidecar in sidecars for run in sidecar.texts}
+    return layout.Sidecar(
+        **{
+            name: getattr(last, name)
+            for name in layout.Sidecar.__struct_fields__
+            if name not in {"capture_status", "error", "dropped", "rows", "sites", "texts", "sources"}
+        },
+        capture_status="ok" if whole else "partial_error",
+        error=None if whole else errors or None,
+        dropped=dropped,
+        rows=sum(sidecar.rows for sidecar in sidecars),
+        sites=[sites[site] for site in sorted(sites)],
+        texts=[texts[start] for start in sorted(texts)],
+        sources=[source for sidecar in sidecars for source in sidecar.sources],
+    )
+
+
+def _added(had: layout.SiteFile, entry: layout.SiteFile) -> layout.SiteFile:
+    expected = None if entry.rows_expected is None else max(had.rows_expected or 0, entry.rows_expected)
+    return layout.SiteFile(
+        *entry.site,
+        entry.file,
+        had.rows + entry.rows,
+        expected,
+        had.bytes + entry.bytes,
+        "",
+        entry.dtype,
+        had.rows_overflowed + entry.rows_overflowed,
+    )

@@ -1,0 +1,370 @@
+"""Reading a captured data set: `capflow.open(path)`, whatever layouts are in it.
+
+Needs neither torch nor vLLM. Rows are memory-mapped: opening a request reads its sidecar, and indexing a site what says where its rows
+lie. Nothing is checked against the checksums until `verify` is called.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from capflow import limits
+from capflow.capture.frame import DTYPES
+from capflow.capture.site import HOOKS
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.files import open_regular, read_regular
+from capflow.text import jsontext
+from capflow.text.brief import brief
+from capflow.text.engine_name import is_of, name_of
+from capflow_consumers.dataset import layout
+from capflow_consumers.dataset.capture import Damage, JoinedCapture, RequestCapture, Rows, damaged, joined, site_of
+from capflow_consumers.dataset.disk import mapped
+from capflow_consumers.dataset.names import Numbered, slug, split
+from capflow_consumers.dataset.running import RunningCapture, running
+from capflow_consumers.dataset.shards.reader import PATTERN, ShardSet
+
+__all__ = ["Damage", "Dataset", "JoinedCapture", "RequestCapture", "RowBatch", "Rows", "RunningCapture", "open_dataset"]
+
+logger = logging.getLogger("capflow.data")
+
+_READ_BYTES = 1 << 22
+
+assert DTYPES["bfloat16"] == ml_dtypes.bfloat16
+
+
+class RowBatch(NamedTuple):
+    """Rows of one site: `rows` `[n, hidden_size]`, whose `requests` `[n]`, at which `positions` `[n]` int64, of which `token_ids` `[n]` int32."""
+
+    rows: npt.NDArray[Any]
+    requests: list[str]
+    positions: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int32]
+
+    def __repr__(self) -> str:
+        return brief(self)
+
+
+class DirectoryCapture(RequestCapture):
+    """A request with a directory of its own."""
+
+    @cached_property
+    def _packed_header(self) -> tuple[bytes, int]:
+        """How the one file of a packed request begins, and how long it is."""
+        shapes = []
+        for entry in self.sidecar.sites:
+            dtype, row_bytes = self._dtype(entry)
+            shapes.append((entry.site, dtype, entry.rows, row_bytes))
+        header, begins = layout.packed_header(shapes, self.sidecar.hidden_size)
+        if begins != [entry.offset for entry in self.sidecar.sites]:
+            raise damaged(self.path / layout.SIDECAR_NAME, "sites at other places", "one behind the other")
+        return header, len(header) + sum(layout.part_bytes(shape[2], shape[3]) for shape in shapes)
+
+    def _rows(self, entry: layout.SiteFile) -> Rows:
+        file = self.path / entry.file
+        begin = self._begin(entry)
+        dtype, row_bytes = self._dtype(entry)
+        self._check_header(file, entry)
+        whole = mapped(file)
+        ends = np.cumsum([begin, entry.rows * row_bytes, entry.rows * 8, entry.rows * 4])
+        rows, positions, token_ids = (whole[start:end] for start, end in itertools.pairwise(ends))
+        shape = (entry.rows, self.sidecar.hidden_size)
+        return Rows(rows.view(DTYPES[dtype]).reshape(shape), positions.view(np.int64), token_ids.view(np.int32))
+
+    def verify_rows(self) -> None:
+        """Read every file; raise CapflowError naming the first that is not what was written."""
+        for entry in self.sidecar.sites:
+            file = self.path / entry.file
+            packed = self.sidecar.layout == "packed"
+            if packed:
+                self._check_header(file, entry)
+            elif entry.offset:
+                raise damaged(
+                    self.path / layout.SIDECAR_NAME, f"rows at byte {entry.offset} of {file.name}", "at its first"
+                )
+            digest = xxhash.xxh3_64()
+            left = entry.bytes if packed else -1
+            try:
+                with os.fdopen(open_regular(file), "rb") as stream:
+                    stream.seek(entry.offset)
+                    while part := stream.read(min(left, _READ_BYTES) if packed else _READ_BYTES):
+                        digest.update(part)
+                        left -= len(part)
+            except OSError as e:
+                raise damaged(file, e.strerror or str(e), "the file") from e
+            if digest.hexdigest() != entry.xxh3_64:
+                raise damaged(file, f"checksum {digest.hexdigest()}", entry.xxh3_64)
+
+    def _begin(self, entry: layout.SiteFile) -> int:
+        return entry.offset if self.sidecar.layout == "packed" else layout.HEADER_BYTES
+
+    def _dtype(self, entry: layout.SiteFile) -> tuple[str, int]:
+        dtype = entry.dtype or self.sidecar.dtype
+        return dtype, self.sidecar.hidden_size * DTYPES[dtype].itemsize
+
+    def _check_header(self, file: Path, entry: layout.SiteFile) -> None:
+        expected, length = self._header(entry)
+        try:
+            with os.fdopen(open_regular(file), "rb") as stream:
+                header = stream.read(len(expected))
+            size = file.stat().st_size
+        except OSError as e:
+            raise damaged(file, e.strerror or str(e), "the file") from e
+        if header != expected or size != length:
+            raise damaged(file, f"{size} bytes or a header", f"{length} bytes and the header the sidecar describes")
+
+    def _header(self, entry: layout.SiteFile) -> tuple[bytes, int]:
+        """Return how the file of a site begins, and how long it is."""
+        if self.sidecar.layout == "packed":
+            return self._packed_header
+        dtype, row_bytes = self._dtype(entry)
+        header = layout.header(entry.site, dtype, entry.rows, self.sidecar.hidden_size, row_bytes)
+        return header, len(header) + layout.part_bytes(entry.rows, row_bytes)
+
+
+class Dataset:
+    """A root directory; `ds.requests()` names what is in it, `ds[request_id]` opens one.
+
+    Requests that are finished while it is open are seen, those in shards that are not sealed too. An id captured several times
+    (`on_collision=suffix`) stands for its last capture; `captures` gives all of them. `ds[engine, request_id]` is the request of one engine; the
+    id alone is refused where requests of several engines have it. Captures that hold parts of one request are
+    read as one. What is damaged is left out where several are read, and named in a warning; `damaged` names all of it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._shards = ShardSet(path)
+        self._directories = Numbered(path)
+        self._told: set[str] = set()  # what was named in a warning
+        self._look()
+
+    def requests(self) -> list[str]:
+        """Return the ids of the requests, each once: those with directories in the order of these names, then those in shards."""
+        opened = [_open_or_damage(path) for path in self._look()]
+        directories = [found.id for found in opened if isinstance(found, RequestCapture)]
+        for found in (*self._shards.damage, *opened):
+            self._tell(found)
+        return list(dict.fromkeys(itertools.chain(directories, self._shards.ids())))
+
+    def damaged(self) -> list[str]:
+        """Return what cannot be read, as errors that name it: sidecars, and shards or parts of them. Rows are for `verify`."""
+        return [str(found.error) for found in self.walk() if isinstance(found, Damage)]
+
+    def captures(self, request_id: str, *, engine: str = "", look: bool = True) -> list[RequestCapture]:
+        """Return every capture of an id, first to last, parts of one request each by itself.
+
+        engine: whose captures, by its name or id; every engine's without.
+        look: whether to look for what came since the data set was opened or last looked at, which takes time with the number of
+        entries of the root. Raises CapflowError when one of them is damaged.
+        """
+        if look:
+            self._look()
+        return [capture for capture in self._captures(request_id) if is_of(capture.engine, engine)]
+
+    def running(self) -> list[RunningCapture]:
+        """Return the requests that run and of which rows can be read already: see the option `tail_s`."""
+        return list(running(self.path))
+
+    def batches(self, site: tuple[int, str] | str, rows_max: int) -> Iterator[RowBatch]:
+        """Yield the rows that requests have at a site, request after request, in batches of `rows_max` and a last one of fewer.
+
+        A batch from within one request is a view of the file.
+        """
+        if rows_max < 1:
+            raise UsageError(explain("rows_max", got=rows_max, expected="1 or more"))
+        found = site_of(site)
+        parts: list[tuple[str, Rows]] = []
+        held = 0
+        for capture in self:
+            if found not in capture:
+                continue
+            for part in capture.in_batches(found):
+                rows = part
+                while len(rows.rows) + held >= rows_max:
+                    taken = rows_max - held
+                    yield _batch([*parts, (capture.id, rows.part(0, taken))])
+                    rows, parts, held = rows.part(taken, len(rows.rows)), [], 0
+                if len(rows.rows):
+                    parts.append((capture.id, rows))
+                    held += len(rows.rows)
+        if parts:
+            yield _batch(parts)
+
+    def __iter__(self) -> Iterator[RequestCapture]:
+        """Yield every capture that is not damaged."""
+        for found in self.walk():
+            if isinstance(found, RequestCapture):
+                yield found
+            self._tell(found)
+
+    def walk(self) -> Iterator[RequestCapture | Damage]:
+        """Yield every capture, and what cannot be read in its place."""
+        directories = self._look()
+        yield from self._shards.damage
+        seen: set[str] = set()
+        for _, paths in itertools.groupby(directories, lambda path: split(path.name)[0]):
+            captures: dict[str, list[RequestCapture]] = {}
+            for path in paths:
+                found = _open_or_damage(path)
+                if isinstance(found, Damage):
+                    yield found
+                else:
+                    captures.setdefault(found.id, []).append(found)
+            for request_id, mine in captures.items():
+                yield from self._joined(mine, None if request_id in seen else request_id)
+                seen.add(request_id)
+        for request_id in dict.fromkeys(self._shards.ids()):
+            if request_id not in seen:
+                yield from self._joined([], request_id)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"<data set {str(self.path)!r}: {len(self)} captures>"
+
+    def __contains__(self, key: object) -> bool:
+        if isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, str) for part in key):
+            return key[1] in self and bool(self.captures(key[1], engine=key[0], look=False))
+        if not isinstance(key, str):
+            return False
+        request_id = key
+        if self._paths(request_id) or request_id in self._shards:
+            return True
+        self._look()
+        return bool(self._paths(request_id)) or request_id in self._shards
+
+    def __getitem__(self, key: str | tuple[str, str]) -> RequestCapture:
+        """Return the capture of a request, by its id or by the engine, by name or id, and its id.
+
+        Raises UsageError when there is none, or captures of several engines have the id alone, and CapflowError when it is damaged.
+        """
+        engine, request_id = key if isinstance(key, tuple) else ("", key)
+        if key not in self:
+            do = "requests() lists what is there; a request appears when it is over"
+            if self._shards.damage:
+                do += f", and {self._shards.damage[0].path} is damaged"
+            raise UsageError(explain(f"{self.path}: no such request", got=key, do=do))
+        found = joined(self.captures(request_id, engine=engine, look=False))
+        if len(names := dict.fromkeys(name_of(capture.engine) for capture in found)) > 1:
+            expected = f"dataset[ENGINE, {request_id!r}] with one of {', '.join(names)}"
+            raise UsageError(explain(f"{self.path}: request {request_id} of several engines", expected=expected))
+        return found[-1]
+
+    def verify(self) -> None:
+        """Check every file of every request; raise CapflowError naming the first that is damaged."""
+        for found in self.walk():
+            if isinstance(found, Damage):
+                raise found.error
+            found.verify()
+        for damage in self.verify_shards():
+            raise damage.error
+
+    def verify_shards(self) -> Iterator[Damage]:
+        """Check of every shard what no capture checks; yield what is damaged."""
+        return self._shards.verify()
+
+    def _captures(self, request_id: str) -> list[RequestCapture]:
+        captures: list[RequestCapture] = [_open_request(path) for path in self._paths(request_id)]
+        for found in self._shards.find(request_id):
+            if isinstance(found, Damage):
+                raise found.error
+            captures.append(found)
+        return captures
+
+    def _joined(self, captures: list[RequestCapture], in_shards: str | None) -> Iterator[RequestCapture | Damage]:
+        """Yield captures of an id with those that shards have of one, which come later."""
+        for found in self._shards.find(in_shards) if in_shards is not None else ():
+            if isinstance(found, Damage):
+                yield found
+            else:
+                captures.append(found)
+        yield from joined(captures)
+
+    def _look(self) -> Iterator[Path]:
+        """Look for what came; return the directories of requests, by name and number."""
+        self._shards.refresh()
+        return filter(_has_sidecar, self._directories.look())
+
+    def _paths(self, request_id: str) -> list[Path]:
+        return list(filter(_has_sidecar, self._directories.of(slug(request_id))))
+
+    def _tell(self, found: RequestCapture | Damage) -> None:
+        """Name what is damaged in a warning, once."""
+        if isinstance(found, Damage) and str(found.error) not in self._told:
+            self._told.add(str(found.error))
+            logger.warning("%s; it is left out", found.error)
+
+
+def open_dataset(path: str | Path) -> Dataset:
+    """Return the data set that the filesystem consumer wrote to `path`.
+
+    Raises UsageError when there is no such directory, or something else is in it. Damage is no error here: see `Dataset.damaged`.
+    """
+    root = Path(path).absolute()
+    if not root.is_dir():
+        got = "a file" if root.exists() else "nothing"
+        raise UsageError(explain(f"{root}", got=got, expected="the root directory of a captured data set"))
+    if (root / layout.SIDECAR_NAME).is_file():
+        do = f"open {root.parent} and index it with the request's id"
+        raise UsageError(explain(f"{root}", got="one request's directory", expected="the root above it", do=do))
+    if (root / ".lock").is_file() or any(root.glob(PATTERN)) or any(root.glob(f"*/{layout.SIDECAR_NAME}")):
+        return Dataset(root)
+    expected = f"directories with a {layout.SIDECAR_NAME}, or shards, as the filesystem consumer writes"
+    raise UsageError(explain(f"{root} is not a captured data set", expected=expected))
+
+
+def _has_sidecar(path: Path) -> bool:
+    return (path / layout.SIDECAR_NAME).is_file()
+
+
+def _open_request(path: Path) -> RequestCapture:
+    file = path / layout.SIDECAR_NAME
+    try:
+        text = read_regular(file, limits.SIDECAR_BYTES_MAX)
+        sidecar = jsontext.decode(text, layout.Sidecar)
+    except OSError as e:
+        raise damaged(file, e.strerror or str(e), "a sidecar") from e
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise damaged(file, str(e), "a sidecar") from e
+    if sidecar.format != layout.FORMAT:
+        do = f"read it with capflow {sidecar.capflow}"
+        raise UsageError(explain(f"{file} format", got=sidecar.format, expected=str(layout.FORMAT), do=do))
+    packed = sidecar.layout == "packed"
+    names = (layout.PACKED_NAME if packed else layout.file_name(entry.site) for entry in sidecar.sites)
+    if any(entry.hook not in HOOKS or entry.file != name for entry, name in zip(sidecar.sites, names, strict=True)):
+        raise damaged(file, "a file that is no site's", "names like post_block.000.safetensors")
+    if not {sidecar.dtype, *(entry.dtype for entry in sidecar.sites)} <= {None, *DTYPES}:
+        raise damaged(file, "a dtype that rows do not have", f"one of {', '.join(DTYPES)}")
+    try:
+        layout.check_sidecar(text)
+    except ValueError as e:
+        raise damaged(file, str(e), "what was written") from e
+    return DirectoryCapture(path, sidecar)
+
+
+def _open_or_damage(path: Path) -> RequestCapture | Damage:
+    try:
+        return _open_request(path)
+    except CapflowError as e:
+        return Damage(path, e, of_capture=True)
+
+
+def _batch(parts: list[tuple[str, Rows]]) -> RowBatch:
+    requests = [request for request, rows in parts for _ in range(len(rows.rows))]
+    if len(parts) == 1:
+        rows, positions, token_ids = parts[0][1]
+    else:
+        rows, positions, token_ids = (np.concatenate(arrays) for arrays in zip(*(p[1] for p in parts), strict=True))
+    return RowBatch(rows, requests, positions, token_ids)

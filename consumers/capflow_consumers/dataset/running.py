@@ -1,0 +1,142 @@
+"""What tells a reader of the rows of a request that runs: `running.jsonl`, beside the files that they are appended to.
+
+    {"request": …, "engine": …, "model": …, "dtype": …, "dtypes": …, "hidden_size": …, "prompt_length": …}
+    {"sites": ["post_block:12", …], "spans": [[0, 6]], "token_ids": […]}         for each time that rows were appended
+    …
+
+What always holds: a line ends when the rows of which it tells are in the files, one after another. So who believes whole lines only
+sees whole rows only. The file is gone before the request has a name in the data set.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from capflow import limits
+from capflow.capture.frame import DTYPES
+from capflow.capture.site import Site
+from capflow.errors import UsageError, explain
+from capflow.files import create_private, open_regular, read_regular
+from capflow.text import jsontext
+from capflow_consumers.dataset import layout
+from capflow_consumers.dataset.capture import Rows, site_of
+from capflow_consumers.dataset.disk import found_in, mapped
+from capflow_consumers.dataset.rows import Piece, TokenLog
+
+Spans = tuple[tuple[int, int], ...]
+
+
+class About(msgspec.Struct, frozen=True):
+    """A request that runs; dtypes: of the rows of sites that have another than `dtype`, by `hook:layer`."""
+
+    request: str
+    engine: str
+    model: str
+    dtype: str
+    hidden_size: int
+    prompt_length: int
+    dtypes: dict[str, str] = {}
+
+
+class Added(msgspec.Struct, frozen=True):
+    """Rows that were appended to the files of some sites, at the positions of the spans, and their tokens."""
+
+    sites: list[str]
+    spans: Spans
+    token_ids: list[int]
+
+
+_encoder = msgspec.json.Encoder()
+
+
+class RunningCapture:
+    """The rows of a request that runs, as far as they were written when it was opened; indexed like a capture. about: what is known of it."""
+
+    def __init__(self, path: Path, about: About, added: Sequence[Added]) -> None:
+        self.path = path
+        self.about = about
+        self._added = added
+        self.sites = tuple(sorted({Site.parse(site) for lines in added for site in lines.sites}))
+
+    @property
+    def id(self) -> str:
+        """The request's id, exactly."""
+        return self.about.request
+
+    def __getitem__(self, site: tuple[int, str] | str) -> Rows:
+        """Return the rows of a site so far, memory-mapped; raises UsageError when there are none, or the request is not there any more."""
+        found = site_of(site)
+        lines = [line for line in self._added if str(found) in line.sites]
+        dtype = DTYPES[self.about.dtypes.get(str(found), self.about.dtype)]
+        spans = [span for line in lines for span in line.spans]
+        rows = sum(stop - start for start, stop in spans)
+        row_bytes = self.about.hidden_size * dtype.itemsize
+        do = "look for it in the data set if it is over"
+        gone = UsageError(explain(f"{self.path}: no rows of {self.id} at a site", got=str(found), do=do))
+        if not spans:
+            raise gone
+        try:
+            whole = mapped(self.path / layout.file_name(found))
+        except FileNotFoundError:
+            raise gone from None
+        rows = min(rows, (len(whole) - layout.HEADER_BYTES) // row_bytes)  # where a network shows files late
+        values = whole[layout.HEADER_BYTES : layout.HEADER_BYTES + rows * row_bytes]
+        positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])[:rows]
+        token_ids = np.array([token for line in lines for token in line.token_ids], np.int32)[:rows]
+        return Rows(values.view(dtype).reshape(rows, -1), positions, token_ids)
+
+
+def tell(directory: Path, about: About, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, mode: int) -> None:
+    """Tell of rows that were appended, in a file of this mode; raises OSError."""
+    groups: dict[Spans, list[str]] = {}
+    for site, parts in pieces.items():
+        spans = tuple(span for part in parts for span in part.spans)
+        groups.setdefault(spans, []).append(str(site))
+    fd = create_private(directory / layout.RUNNING_NAME, os.O_WRONLY | os.O_APPEND, mode)
+    try:
+        size = os.fstat(fd).st_size
+        lines = [] if size else [_encoder.encode(about)]
+        for spans, sites in groups.items():
+            token_ids = [int(token) for span in spans for token in tokens.ids(*span)]
+            lines.append(_encoder.encode(Added(sites, spans, token_ids)))
+        said = b"".join(line + b"\n" for line in lines)
+        if os.write(fd, said) < len(said):
+            os.ftruncate(fd, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+    finally:
+        os.close(fd)
+
+
+def running(root: Path) -> Iterator[RunningCapture]:
+    """Yield the requests under a root that run and have rows in files; those of dead writers are not among them."""
+    for writer in sorted(root.glob(layout.PARTIAL_PREFIX + "*")):
+        if _lives(writer):
+            for file in sorted(found_in(writer, f"*/{layout.RUNNING_NAME}")):
+                try:
+                    first, *lines = read_regular(file, limits.SIDECAR_BYTES_MAX).split(b"\n")[:-1]
+                    about = jsontext.decode(first, About)
+                    added = [jsontext.decode(line, Added) for line in lines]
+                except (OSError, ValueError, msgspec.MsgspecError):  # over meanwhile, or no line of it is whole
+                    continue
+                yield RunningCapture(file.parent, about, added)
+
+
+def _lives(writer: Path) -> bool:
+    try:
+        fd = open_regular(writer / "lock")
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -1,0 +1,347 @@
+"""Parquet whose vectors lie in it as they lie in memory: pages and footers, made here because libraries copy vectors value by value.
+
+What always holds: a page of vectors ends in its rows, `[n, size]` in C order, so that whoever has written those bytes for another
+reason (`capflow_consumers.dataset.shards.file`: a message of an Arrow stream) has written the page by writing `vector_head` before them.
+
+float32 and float16 are PLAIN. bfloat16 is kept as uint16, for which Parquet has INT32 only, of four bytes. A dictionary of all
+65,536 numbers in their order makes each number its own index, and indices of 16 bits, packed, are the rows themselves.
+https://parquet.apache.org/docs/file-format/ is the format; each page has its CRC32.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from isal import isal_zlib
+
+from capflow_consumers.dataset.shards.thrift import BINARY, BYTE, I32, I64, LIST, STRUCT, TRUE, struct, varint
+
+MAGIC = b"PAR1"
+
+_INT32, _INT64, _FLOAT, _BYTE_ARRAY, _FIXED = 1, 2, 4, 6, 7
+_PLAIN, _RLE, _RLE_DICTIONARY = 0, 3, 8
+_REQUIRED, _REPEATED = 0, 2
+_UTF8, _LIST, _UINT16, _UINT64 = 0, 3, 12, 14
+_DATA_PAGE, _DICTIONARY_PAGE = 0, 2
+_ZSTD = 6
+_NUMBERS = 1 << 16
+_BOUND_LENGTH_MAX = 256  # of a text in the statistics
+_DICTIONARY_WORTH_BYTES = 1 << 20  # of rows; the dictionary takes a quarter of it
+
+_VECTOR_TYPES: dict[str, tuple[int, Any]] = {
+    "bfloat16": (_INT32, pa.uint16()),
+    "float16": (_FIXED, pa.float16()),
+    "float32": (_FLOAT, pa.float32()),
+}
+
+
+class Chunk(NamedTuple):
+    """A column of one row group: where its pages begin in the file, or in the bytes that hold them, and what they are.
+
+    data_page: where the data page begins, behind a dictionary where it is not 0. plain_bytes: of the pages without
+    compression. lowest, highest: of the values, encoded, where known.
+    """
+
+    begin: int
+    nbytes: int
+    data_page: int
+    values: int
+    plain_bytes: int
+    compressed: bool = False
+    lowest: bytes | None = None
+    highest: bytes | None = None
+
+
+class Pages(NamedTuple):
+    """Pages of vectors, or what stands before their rows: the data page begins at `data_page`, behind its header at `body`.
+
+    plain_body: how long the body is without compression.
+    """
+
+    bytes: bytes
+    data_page: int
+    body: int
+    plain_body: int
+
+
+class RowGroup(NamedTuple):
+    """Chunks in the order of the columns, the vectors last, and how many rows they have."""
+
+    rows: int
+    chunks: list[Chunk]
+
+
+def schema(kind: str, size: int, about: dict[str, str]) -> pa.Schema:
+    """Return the columns as Arrow has them; kind: `bfloat16`, `float16` or `float32`; about: what the schema says beside."""
+    columns = [
+        ("request", pa.string()),
+        ("capture", pa.int32()),
+        ("model", pa.string()),
+        ("tag", pa.string()),
+        ("phase", pa.string()),
+        ("layer", pa.int32()),
+        ("hook", pa.string()),
+        ("position", pa.int32()),
+        ("token_id", pa.int32()),
+        ("xxh3", pa.uint64()),
+        ("vector", vector_type(kind, size)),
+    ]
+    return pa.schema([pa.field(*column, nullable=False) for column in columns], metadata=about)
+
+
+def vector_type(kind: str, size: int) -> Any:
+    """Return the Arrow type of a row."""
+    return pa.list_(pa.field("element", _VECTOR_TYPES[kind][1], nullable=False), size)
+
+
+def numbers(values: npt.NDArray[Any]) -> tuple[bytes, Chunk]:
+    """Return the page of a column of int32 or uint64."""
+    page = _data_page(values.tobytes(), len(values), _PLAIN)
+    signed = values.dtype.kind == "i"
+    lowest, highest = (values.min().tobytes(), values.max().tobytes()) if signed else (None, None)
+    return page, Chunk(0, len(page), 0, len(values), len(page), lowest=lowest, highest=highest)
+
+
+def texts(words: Sequence[str], runs: Iterable[tuple[int, int]]) -> tuple[bytes, Chunk]:
+    """Return the pages of a column of texts; runs: `(index, count)` of the words in their order."""
+    encoded = [word.encode("utf-8", "replace") for word in words]
+    width = max(1, (len(words) - 1).bit_length())
+    index_bytes = (width + 7) // 8
+    values = 0
+    body = bytearray([width])
+    for index, count in runs:
+        body += varint(count << 1) + index.to_bytes(index_bytes, "little")
+        values += count
+    head = _dictionary_page(b"".join(len(word).to_bytes(4, "little") + word for word in encoded), len(words))
+    pages = head + _data_page(bytes(body), values, _RLE_DICTIONARY)
+    lowest, highest = (min(encoded), max(encoded)) if max(map(len, encoded)) <= _BOUND_LENGTH_MAX else (None, None)
+    return pages, Chunk(0, len(pages), len(head), values, len(pages), lowest=lowest, highest=highest)
+
+
+def vector_head(kind: str, size: int, rows: int, crc: int, nbytes: int) -> Pages:
+    """Return what stands before rows `[rows, size]` of `nbytes` to make them pages; crc: of `vector_levels` and the rows after them."""
+    dictionary = _numbers_page(compressed=False) if kind == "bfloat16" else b""
+    header, levels = _vector_header(kind, size, rows, crc, nbytes), vector_levels(kind, size, rows)
+    body = len(dictionary) + len(header)
+    return Pages(b"".join((dictionary, header, levels)), len(dictionary), body, len(levels) + nbytes)
+
+
+def vector_head_bytes_max(kind: str, size: int, rows: int, nbytes: int) -> int:
+    """Return how long that can become, whatever the CRC32 is."""
+    dictionary = len(_numbers_page(compressed=False)) if kind == "bfloat16" else 0
+    longest = 1 << 31
+    return dictionary + len(_vector_header(kind, size, rows, longest, nbytes)) + len(vector_levels(kind, size, rows))
+
+
+def vector_pages(kind: str, size: int, rows: int, values: bytes, *, compressed: bool) -> Pages:
+    """Return rows `[rows, size]` as pages; few rows of bfloat16 without the dictionary, in 32 bits a number."""
+    wide = kind == "bfloat16" and (len(values) < _DICTIONARY_WORTH_BYTES or rows * size % 8)
+    if wide:
+        values = np.frombuffer(values, np.uint16).astype(np.int32).tobytes()
+    plain = vector_levels("float32" if wide else kind, size, rows) + values
+    page = pa.compress(plain, "zstd", asbytes=True) if compressed else plain
+    dictionary = _numbers_page(compressed=compressed) if kind == "bfloat16" and not wide else b""
+    encoding = _RLE_DICTIONARY if dictionary else _PLAIN
+    header = _page_header(_DATA_PAGE, len(plain), len(page), isal_zlib.crc32(page), rows * size, encoding)
+    return Pages(dictionary + header + page, len(dictionary), len(dictionary) + len(header), len(plain))
+
+
+def page_rows(kind: str, size: int, rows: int, page: Any, plain_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return the rows of a compressed data page without its header, as bytes `[rows, row_bytes]`."""
+    plain = np.frombuffer(pa.decompress(page, plain_bytes, "zstd"), np.uint8)
+    for wide in (True, False):  # the second has levels only where the first is not what was written
+        levels = len(vector_levels("float32" if wide else kind, size, rows))
+        item = 4 if wide else _VECTOR_TYPES[kind][1].bit_width // 8
+        if levels + rows * size * item == plain_bytes and (kind == "bfloat16" or not wide):
+            values = plain[levels:]
+            narrow = values.view(np.int32).astype(np.uint16).view(np.uint8) if wide else values
+            return narrow.reshape(rows, -1)
+    raise ValueError(plain_bytes)
+
+
+@functools.lru_cache(maxsize=64)
+def vector_levels(kind: str, size: int, rows: int) -> bytes:
+    """Return what says in a page that rows are lists of `size` numbers."""
+    count = rows * size
+    row = varint(1 << 1) + b"\0" + (varint((size - 1) << 1) + b"\1" if size > 1 else b"")
+    start = b""
+    if kind == "bfloat16":
+        assert count % 8 == 0
+        start = b"\x10" + varint(count // 8 << 1 | 1)
+    return _counted(row * rows) + _counted(varint(count << 1) + b"\1") + start
+
+
+def footer(columns: pa.Schema, groups: Sequence[RowGroup], created_by: str) -> bytes:
+    """Return the end of a file, from the metadata to the last byte."""
+    leaves = [_path(field) for field in columns]
+    elements = [struct((4, BINARY, b"schema"), (5, I32, len(columns)))]
+    for field in columns:
+        elements += _elements(field)
+    about = {
+        **{key.decode(): value.decode() for key, value in (columns.metadata or {}).items()},
+        "ARROW:schema": base64.b64encode(columns.serialize()).decode(),
+    }
+    types = [_physical(field.type) for field in columns]
+    order = struct((1, STRUCT, struct()))
+    metadata = struct(
+        (1, I32, 2),
+        (2, LIST, (STRUCT, elements)),
+        (3, I64, sum(group.rows for group in groups)),
+        (4, LIST, (STRUCT, [_row_group(group, types, leaves) for group in groups])),
+        (
+            5,
+            LIST,
+            (STRUCT, [struct((1, BINARY, k.encode()), (2, BINARY, v.encode())) for k, v in about.items()]),
+        ),
+        (6, BINARY, created_by.encode()),
+        (7, LIST, (STRUCT, [order] * len(columns))),
+    )
+    return metadata + len(metadata).to_bytes(4, "little") + MAGIC
+
+
+def vector_chunk(begin: int, length: int, values: int, pages: Pages, *, compressed: bool) -> Chunk:
+    """Return the chunk that pages of vectors are which lie at `begin`, with the rows behind them `length` bytes long."""
+    dictionary = len(_numbers_page(compressed=False)) if pages.data_page else 0
+    plain_bytes = dictionary + pages.body - pages.data_page + pages.plain_body
+    return Chunk(begin, length, pages.data_page, values, plain_bytes, compressed)
+
+
+def _row_group(group: RowGroup, types: list[int], leaves: list[tuple[bytes, ...]]) -> bytes:
+    chunks = [_column_chunk(chunk, kind, path) for chunk, kind, path in zip(group.chunks, types, leaves, strict=True)]
+    return struct(
+        (1, LIST, (STRUCT, chunks)),
+        (2, I64, sum(chunk.plain_bytes for chunk in group.chunks)),
+        (3, I64, group.rows),
+        (5, I64, group.chunks[0].begin),
+        (6, I64, sum(chunk.nbytes for chunk in group.chunks)),
+    )
+
+
+def _column_chunk(chunk: Chunk, kind: int, path: tuple[bytes, ...]) -> bytes:
+    statistics = None
+    if chunk.lowest is not None:
+        statistics = struct((3, I64, 0), (5, BINARY, chunk.highest), (6, BINARY, chunk.lowest))
+    metadata = struct(
+        (5, I64, chunk.values),
+        (6, I64, chunk.plain_bytes),
+        (7, I64, chunk.nbytes),
+        (9, I64, chunk.begin + chunk.data_page),
+        (11, I64, chunk.begin if chunk.data_page else None),
+        (12, STRUCT, statistics),
+        head=_column_head(kind, path, dictionary=chunk.data_page > 0, compressed=chunk.compressed),
+        before=4,
+    )
+    return struct((2, I64, 0), (3, STRUCT, metadata))
+
+
+@functools.lru_cache(maxsize=64)
+def _column_head(kind: int, path: tuple[bytes, ...], *, dictionary: bool, compressed: bool) -> bytes:
+    """Return the first four fields of a chunk's metadata, which are those of every row group."""
+    fields = struct(
+        (1, I32, kind),
+        (2, LIST, (I32, [_PLAIN, _RLE, _RLE_DICTIONARY] if dictionary else [_PLAIN, _RLE])),
+        (3, LIST, (BINARY, path)),
+        (4, I32, _ZSTD if compressed else 0),
+    )
+    return fields[:-1]  # without the end
+
+
+def _path(field: pa.Field) -> tuple[bytes, ...]:
+    name = field.name.encode()
+    return (name, b"list", b"element") if pa.types.is_fixed_size_list(field.type) else (name,)
+
+
+def _physical(kind: Any) -> int:
+    if pa.types.is_fixed_size_list(kind):
+        return next(physical for physical, arrow in _VECTOR_TYPES.values() if arrow == kind.value_type)
+    return {pa.string(): _BYTE_ARRAY, pa.int32(): _INT32, pa.uint64(): _INT64}[kind]
+
+
+def _elements(field: pa.Field) -> list[bytes]:
+    """Return the elements of the schema that a column has."""
+    name, kind = field.name.encode(), field.type
+    if not pa.types.is_fixed_size_list(kind):
+        return [_leaf(name, kind)]
+    list_type = struct((3, STRUCT, struct()))
+    return [
+        struct((3, I32, _REQUIRED), (4, BINARY, name), (5, I32, 1), (6, I32, _LIST), (10, STRUCT, list_type)),
+        struct((3, I32, _REPEATED), (4, BINARY, b"list"), (5, I32, 1)),
+        _leaf(b"element", kind.value_type),
+    ]
+
+
+def _leaf(name: bytes, kind: Any) -> bytes:
+    converted: int | None = None
+    logical: bytes | None = None
+    physical, length = _INT32, None
+    if kind == pa.string():
+        physical, converted, logical = _BYTE_ARRAY, _UTF8, struct((1, STRUCT, struct()))
+    elif kind in {pa.uint16(), pa.uint64()}:
+        bits = kind.bit_width
+        physical, converted = (_INT32, _UINT16) if bits == 16 else (_INT64, _UINT64)
+        logical = struct((10, STRUCT, struct((1, BYTE, bits), (2, TRUE, False))))
+    elif kind == pa.float16():
+        physical, length, logical = _FIXED, 2, struct((15, STRUCT, struct()))
+    elif kind == pa.float32():
+        physical = _FLOAT
+    return struct(
+        (1, I32, physical),
+        (2, I32, length),
+        (3, I32, _REQUIRED),
+        (4, BINARY, name),
+        (6, I32, converted),
+        (10, STRUCT, logical),
+    )
+
+
+def _data_page(body: bytes, values: int, encoding: int) -> bytes:
+    return _page_header(_DATA_PAGE, len(body), len(body), isal_zlib.crc32(body), values, encoding) + body
+
+
+def _dictionary_page(body: bytes, values: int, plain_bytes: int | None = None) -> bytes:
+    length = len(body) if plain_bytes is None else plain_bytes
+    return _page_header(_DICTIONARY_PAGE, length, len(body), isal_zlib.crc32(body), values, _PLAIN) + body
+
+
+@functools.lru_cache(maxsize=2)
+def _numbers_page(*, compressed: bool) -> bytes:
+    """Return the dictionary of which each number of 16 bits is its own index."""
+    body = np.arange(_NUMBERS, dtype=np.int32).tobytes()
+    page = pa.compress(body, "zstd", asbytes=True) if compressed else body
+    return _dictionary_page(page, _NUMBERS, len(body))
+
+
+def _vector_header(kind: str, size: int, rows: int, crc: int, nbytes: int) -> bytes:
+    length = len(vector_levels(kind, size, rows)) + nbytes
+    encoding = _RLE_DICTIONARY if kind == "bfloat16" else _PLAIN
+    return _page_header(_DATA_PAGE, length, length, crc, rows * size, encoding)
+
+
+def _page_header(kind: int, plain_bytes: int, nbytes: int, crc: int, values: int, encoding: int) -> bytes:
+    """Return the header of a page; the CRC32 is that of the page's bytes as they are stored."""
+    signed = crc - (1 << 32) if crc >> 31 else crc
+    return struct(
+        (1, I32, kind),
+        (2, I32, plain_bytes),
+        (3, I32, nbytes),
+        (4, I32, signed),
+        (5 if kind == _DATA_PAGE else 7, STRUCT, _page_kind(kind, values, encoding)),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _page_kind(kind: int, values: int, encoding: int) -> bytes:
+    """Return what a page's header says of its values, which the columns of a row group mostly have in common."""
+    if kind == _DATA_PAGE:
+        return struct((1, I32, values), (2, I32, encoding), (3, I32, _RLE), (4, I32, _RLE))
+    return struct((1, I32, values), (2, I32, encoding))
+
+
+def _counted(levels: bytes) -> bytes:
+    return len(levels).to_bytes(4, "little") + levels

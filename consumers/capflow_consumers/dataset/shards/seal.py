@@ -1,0 +1,248 @@
+"""What makes a Parquet file of a shard's stream: row groups that point into it, and behind it the rest, the index and the footer.
+
+    stream, its end                 as `capflow_consumers.dataset.shards.stream` describes it
+    vectors                         of the small batches, copied together into larger row groups
+    the other columns               of each row group: who, where, and the rows' hashes
+    index                           the requests, and the hashes of what comes before it but for their rows, as msgpack
+    locator                         where the index lies, and the hashes of index and footer
+    footer                          Parquet's
+
+What always holds: sealing changes nothing of the stream, so that one that is cut short is done again from the stream. Each byte before the index has a
+hash: a row of a request its own, which its batch has, and what lies between those rows the index's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+import capflow
+from capflow import limits
+from capflow.capture.site import HOOKS
+from capflow_consumers.dataset import layout
+from capflow_consumers.dataset.disk import write
+from capflow_consumers.dataset.shards import parquet
+from capflow_consumers.dataset.shards.stream import END, Kind, StoredBatch, chunk_of, decode, opened, rows_of
+
+FORMAT = 2
+BLOCK_BYTES = 4 * limits.MIB
+GATHERED_BYTES_MAX = 64 * limits.MIB  # of rows in one row group of small batches
+
+PHASES = "prompt", "generated"
+
+_LOCATOR = struct.Struct("<8s5Q")
+_MAGIC = b"capflow1"
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One capture: the request's id, its engine, and where its batches begin, its commit's last."""
+
+    request: str
+    engine: str
+    batches: list[int]
+
+
+class IndexFormat(msgspec.Struct, frozen=True, array_like=True):
+    """How an index of any format begins."""
+
+    format: int
+
+
+class Index(msgspec.Struct, frozen=True, array_like=True):
+    """What is in a shard; rows: where those lie that have hashes of their own, as begin and length; blocks: the xxh3 of each of `blocks_of`."""
+
+    format: int
+    requests: list[Entry]
+    rows: list[tuple[int, int]]
+    blocks: list[int]
+
+
+class Located(NamedTuple):
+    """Where a shard's index and footer lie, as begin, length and xxh3."""
+
+    index_at: tuple[int, int, int]
+    footer_at: tuple[int, int, int]
+
+
+class _Piece(NamedTuple):
+    """A batch, whose it is, and how many rows of it came in batches before."""
+
+    sidecar: layout.Sidecar
+    first: int
+    batch: StoredBatch
+
+
+def seal(path: Path, end: int, entries: Sequence[Entry]) -> int:
+    """Make a Parquet file of a stream that ends at `end`; return how long it is. Raises OSError."""
+    with path.open("r+b") as file:
+        fd = file.fileno()
+        os.ftruncate(fd, end)
+        with mmap.mmap(fd, end, access=mmap.ACCESS_READ) as whole:
+            groups, rows, tip, kind = _groups(fd, pa.py_buffer(whole), write(fd, [END], end), entries)
+        with mmap.mmap(fd, tip, access=mmap.ACCESS_READ) as whole:
+            blocks = [xxhash.xxh3_64_intdigest(block) for _, block in blocks_of(whole, tip, rows)]
+        index = msgspec.msgpack.encode(Index(FORMAT, list(entries), rows, blocks))
+        columns = parquet.schema(kind.dtype, kind.hidden_size, kind.about())
+        footer = parquet.footer(columns, groups, f"capflow {capflow.__version__}")
+        locator = _LOCATOR.pack(
+            _MAGIC,
+            tip,
+            len(index),
+            xxhash.xxh3_64_intdigest(index),
+            xxhash.xxh3_64_intdigest(footer),
+            xxhash.xxh3_64_intdigest(struct.pack("<2Q", tip, len(index))),
+        )
+        return write(fd, [index, locator, footer], tip)
+
+
+def locate(file: Any) -> Located | None:
+    """Return where index and footer of a mapped file lie; None when it is not a whole shard."""
+    size = file.size
+    tail = bytes(file.slice(size - 8)) if size > 8 + _LOCATOR.size else b""
+    footer = size - 8 - int.from_bytes(tail[:4], "little")
+    if tail[4:] != parquet.MAGIC or footer < _LOCATOR.size:
+        return None
+    magic, begin, length, index, about, own = _LOCATOR.unpack(bytes(file.slice(footer - _LOCATOR.size, _LOCATOR.size)))
+    if magic != _MAGIC or own != xxhash.xxh3_64_intdigest(struct.pack("<2Q", begin, length)):
+        return None
+    return (
+        Located((begin, length, index), (footer, size - footer, about))
+        if begin + length + _LOCATOR.size == footer
+        else None
+    )
+
+
+def blocks_of(file: Any, end: int, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[int, memoryview]]:
+    """Yield the bytes of a file up to a place that are no rows, in blocks, and where each begins."""
+    view = memoryview(file)
+    ends = [0, *(begin + length for begin, length in rows)]
+    for first, last in zip(ends, [*(begin for begin, _ in rows), end], strict=True):
+        for begin in range(first, last, BLOCK_BYTES):
+            yield begin, view[begin : min(last, begin + BLOCK_BYTES)]
+
+
+def _groups(
+    fd: int, file: Any, tip: int, entries: Sequence[Entry]
+) -> tuple[list[parquet.RowGroup], list[tuple[int, int]], int, Kind]:
+    """Write what row groups want behind the stream; return them, where rows lie in the stream, and where the file ends."""
+    kind, schema, _ = opened(file)
+    groups: list[parquet.RowGroup] = []
+    small: list[_Piece] = []
+    small_bytes = 0
+    rows: list[tuple[int, int]] = []
+    for piece in _pieces(file, kind, schema, entries):
+        if piece.batch.rows is not None:
+            rows.append((piece.batch.rows.ctypes.data - file.address, piece.batch.rows.nbytes))
+        chunk = chunk_of(piece.batch, kind)
+        if chunk is not None:
+            tip = _add(fd, tip, groups, [piece], chunk)
+            continue
+        nbytes = len(piece.batch.positions) * kind.row_bytes
+        if small and small_bytes + nbytes > GATHERED_BYTES_MAX:
+            tip = _gather(fd, tip, groups, small, kind)
+            small, small_bytes = [], 0
+        small.append(piece)
+        small_bytes += nbytes
+    if small:
+        tip = _gather(fd, tip, groups, small, kind)
+    return groups, sorted(rows), tip, kind
+
+
+def _pieces(file: Any, kind: Kind, schema: pa.Schema, entries: Sequence[Entry]) -> Iterator[_Piece]:
+    for entry in entries:
+        commit = decode(file, entry.batches[-1], kind, schema)
+        sidecar = layout.read_sidecar(commit.sidecar or b"")
+        first = 0
+        for begin in entry.batches[:-1]:
+            batch = decode(file, begin, kind, schema)
+            yield _Piece(sidecar, first, batch)
+            first += len(batch.positions)
+
+
+def _gather(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Piece], kind: Kind) -> int:
+    values = b"".join(rows_of(piece.batch, kind).tobytes() for piece in pieces)
+    count = sum(len(piece.batch.positions) for piece in pieces)
+    pages = parquet.vector_pages(kind.dtype, kind.hidden_size, count, values, compressed=False)
+    length = len(pages.bytes)
+    chunk = parquet.vector_chunk(tip, length, count * kind.hidden_size, pages, compressed=False)
+    return _add(fd, write(fd, [pages.bytes], tip), groups, pieces, chunk)
+
+
+def _add(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Piece], vectors: parquet.Chunk) -> int:
+    """Write the other columns of a row group."""
+    chunks = []
+    written = []
+    for pages, chunk in _columns(pieces):
+        chunks.append(chunk._replace(begin=tip))
+        written.append(pages)
+        tip += len(pages)
+    write(fd, written, chunks[0].begin)
+    rows = sum(len(piece.batch.positions) for piece in pieces)
+    groups.append(parquet.RowGroup(rows, [*chunks, vectors]))
+    return tip
+
+
+def _columns(pieces: list[_Piece]) -> Iterator[tuple[bytes, parquet.Chunk]]:
+    """Yield the pages of the columns before the vectors, in the schema's order."""
+    counts = [len(piece.batch.positions) for piece in pieces]
+    sites = [site for piece in pieces for site in _sites(piece)]
+    positions = _joined([piece.batch.positions for piece in pieces])
+    yield _texts([piece.sidecar.request for piece in pieces], counts)
+    yield parquet.numbers(np.repeat(np.array([piece.sidecar.capture or 1 for piece in pieces], np.int32), counts))
+    yield _texts([piece.sidecar.model for piece in pieces], counts)
+    yield _texts([piece.sidecar.tag for piece in pieces], counts)
+    yield parquet.texts(PHASES, _phases(positions, pieces, counts))
+    layers = np.array([entry.layer for entry, _ in sites], np.int32)
+    yield parquet.numbers(np.repeat(layers, [count for _, count in sites]))
+    yield parquet.texts(HOOKS, _merged((HOOKS.index(entry.hook), count) for entry, count in sites))
+    yield parquet.numbers(positions)
+    yield parquet.numbers(_joined([piece.batch.token_ids for piece in pieces]))
+    yield parquet.numbers(_joined([piece.batch.hashes for piece in pieces]))
+
+
+def _texts(words: list[str], counts: list[int]) -> tuple[bytes, parquet.Chunk]:
+    different = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    runs = ((different[word], count) for word, count in zip(words, counts, strict=True))
+    return parquet.texts(list(different), _merged(runs))
+
+
+def _merged(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield runs `(index, count)` with neighbours of one index made one."""
+    for index, same in itertools.groupby(runs, key=itemgetter(0)):
+        yield index, sum(count for _, count in same)
+
+
+def _phases(positions: npt.NDArray[np.int32], pieces: list[_Piece], counts: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the runs of rows of one phase, by its number in `PHASES`."""
+    prompts = np.repeat([piece.sidecar.prompt_length for piece in pieces], counts)
+    generated = positions >= prompts
+    starts = [0, *(np.flatnonzero(generated[1:] != generated[:-1]) + 1).tolist(), len(generated)]
+    for start, stop in itertools.pairwise(starts):
+        yield int(generated[start]), stop - start
+
+
+def _sites(piece: _Piece) -> Iterator[tuple[layout.SiteFile, int]]:
+    """Yield the sites of a piece's rows, in their order, and how many rows of each it has."""
+    begin, end = piece.first, piece.first + len(piece.batch.positions)
+    first = 0
+    for entry in piece.sidecar.sites:
+        count = min(end, first + entry.rows) - max(begin, first)
+        if count > 0:
+            yield entry, count
+        first += entry.rows
+
+
+def _joined(arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

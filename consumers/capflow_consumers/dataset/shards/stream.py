@@ -1,0 +1,316 @@
+"""The stream that a shard is while it is written, and stays: an Arrow stream behind the eight bytes with which Parquet begins.
+
+    PAR1 0000                     Parquet's magic, filled up
+    schema                        Arrow's, with `capflow.dtype`, `capflow.hidden_size` and `capflow.compression`
+    batch … batch, commit         a request: its rows in the order of its sites, then one batch of a row that is none, with the sidecar
+    batch … batch, commit         the next one
+
+A batch has for each row `position`, `token_id`, `xxh3` (of the row's bytes) and its `vector`. In its first row `page` holds what Parquet
+wants before the vectors, which follow it in the file; where it is empty, sealing copies them into a page. With compression
+`page` holds a whole compressed page, and there are no vectors. A page begins with four numbers of 32 bits that say where in it
+its parts are: see `page_of`. A commit's only row has position -1, and `sidecar` the JSON of a
+`layout.Sidecar`.
+
+What always holds: what comes before the end of a commit is whole, but for what the disk did to it. What comes behind the last one is of no
+request. A message begins at a multiple of 8 bytes and with a mark, so that behind one that is damaged the next is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from capflow.capture.frame import DTYPES
+from capflow_consumers.dataset.shards import parquet
+
+HEAD = parquet.MAGIC + bytes(4)
+END = b"\xff\xff\xff\xff\0\0\0\0"
+"""What ends an Arrow stream."""
+
+_PAGE_HEAD = struct.Struct("<4I")
+_CONTINUATION = 0xFFFFFFFF  # with which Arrow's messages begin, and then how long their metadata is
+_METADATA_BYTES_MAX = 1 << 16
+_SEARCHED_AT_ONCE = 1 << 20  # places
+
+
+class Kind(NamedTuple):
+    """What a shard's rows are: their dtype by name, their width, and whether they are compressed."""
+
+    dtype: str
+    hidden_size: int
+    compressed: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """How long a row is."""
+        return self.hidden_size * DTYPES[self.dtype].itemsize
+
+    def schema(self) -> pa.Schema:
+        """Return the schema of the stream."""
+        columns = [
+            ("position", pa.int32()),
+            ("token_id", pa.int32()),
+            ("xxh3", pa.uint64()),
+            ("sidecar", pa.binary()),
+            ("page", pa.binary()),
+        ]
+        if not self.compressed:
+            columns.append(("vector", parquet.vector_type(self.dtype, self.hidden_size)))
+        return pa.schema([pa.field(*column, nullable=False) for column in columns], metadata=self.about())
+
+    def about(self) -> dict[str, str]:
+        """Return what the schemas say of the rows."""
+        compression = "zstd" if self.compressed else "none"
+        return {
+            "capflow.dtype": self.dtype,
+            "capflow.hidden_size": str(self.hidden_size),
+            "capflow.compression": compression,
+        }
+
+    @classmethod
+    def of(cls, schema: pa.Schema) -> Kind:
+        """Return what a stream's schema says; raises ValueError when it is no shard's."""
+        about = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
+        try:
+            kind = cls(
+                about["capflow.dtype"], int(about["capflow.hidden_size"]), about["capflow.compression"] == "zstd"
+            )
+        except KeyError as e:
+            raise ValueError(f"no {e} in the schema") from e
+        if kind.dtype not in DTYPES:
+            raise ValueError(f"rows of {kind.dtype}")
+        return kind
+
+
+class StoredBatch(NamedTuple):
+    """A batch of `n` rows: positions and token_ids `[n]` int32, hashes `[n]` uint64, rows `[n, row_bytes]` uint8, None where they are compressed.
+
+    page: what it holds for Parquet, and where in the file that begins; sidecar: of a commit; end: where the next batch begins.
+    """
+
+    positions: npt.NDArray[np.int32]
+    token_ids: npt.NDArray[np.int32]
+    hashes: npt.NDArray[np.uint64]
+    rows: npt.NDArray[np.uint8] | None
+    page: npt.NDArray[np.uint8]
+    page_begin: int
+    sidecar: bytes | None
+    end: int
+
+
+class Encoder:
+    """Makes the messages of one stream."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self._schema = kind.schema()
+        self._sink = _Parts()
+        self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, "w"), self._schema)
+        nothing = np.zeros(0, np.uint8)
+        self.batch(nothing.view(np.int32), nothing.view(np.int32), nothing.view(np.uint64), nothing)  # and the schema
+
+    def head(self) -> bytes:
+        """Return how a file begins."""
+        return HEAD + bytes(self._schema.serialize())
+
+    def batch(
+        self,
+        positions: npt.NDArray[np.int32],
+        token_ids: npt.NDArray[np.int32],
+        hashes: npt.NDArray[np.uint64],
+        page: npt.NDArray[np.uint8],
+        sidecar: bytes = b"",
+    ) -> list[Any]:
+        """Return the parts of a batch before its vectors, which are to follow, filled up with zeros to a multiple of 8 bytes.
+
+        The parts are views of the arrays: what is written into these before the parts are used is in them.
+        """
+        count = len(positions)
+        columns = [
+            pa.Array.from_buffers(pa.int32(), count, [None, pa.py_buffer(positions)]),
+            pa.Array.from_buffers(pa.int32(), count, [None, pa.py_buffer(token_ids)]),
+            pa.Array.from_buffers(pa.uint64(), count, [None, pa.py_buffer(hashes)]),
+            _in_first(np.frombuffer(sidecar, np.uint8), count),
+            _in_first(page, count),
+        ]
+        vectors = np.empty(count * self.kind.row_bytes, np.uint8)  # untouched, and not written
+        if not self.kind.compressed:
+            columns.append(self._vectors(vectors, count))
+        self._sink.parts = []
+        self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+        parts = self._sink.parts
+        if self.kind.compressed or count == 0:
+            return parts
+        where = [getattr(part, "address", 0) for part in parts].index(vectors.ctypes.data)
+        return parts[:where]  # behind the vectors there are the zeros
+
+    def _vectors(self, values: npt.NDArray[np.uint8], count: int) -> Any:
+        kind = parquet.vector_type(self.kind.dtype, self.kind.hidden_size)
+        flat = pa.Array.from_buffers(kind.value_type, count * self.kind.hidden_size, [None, pa.py_buffer(values)])
+        return pa.FixedSizeListArray.from_arrays(flat, type=kind)
+
+
+class _Parts:
+    """A file for Arrow to write to, which keeps the buffers that it is given, uncopied."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+
+    def write(self, part: Any) -> int:
+        self.parts.append(part)
+        return len(part)
+
+
+def decode(file: Any, begin: int, kind: Kind, schema: pa.Schema) -> StoredBatch:
+    """Return the batch at a place of a mapped file, without touching its rows; raises ValueError when there is no whole one."""
+    try:
+        reader = pa.BufferReader(file.slice(begin))
+        batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), schema)
+        batch.validate()
+        end = begin + reader.tell()
+    except (pa.ArrowException, EOFError, OSError, IndexError) as e:
+        raise ValueError(str(e)) from e
+    count = len(batch)
+    if count == 0:
+        raise ValueError("an empty batch")
+    buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer]
+    last = max(buffer.address + buffer.size for buffer in buffers) - file.address
+    if last + -last % 8 != end:
+        raise ValueError(f"a batch that ends at byte {last}, and its message at {end}")
+    positions, token_ids, hashes = (_values(batch.column(i), dtype) for i, dtype in enumerate(_DTYPES))
+    sidecar, page = _first(batch.column(3)), _first(batch.column(4))
+    commit = len(sidecar) or positions[0] < 0
+    rows = None if kind.compressed else _values(batch.column(5), np.dtype(np.uint8))[: count * kind.row_bytes]
+    return StoredBatch(
+        positions[:count],
+        token_ids[:count],
+        hashes[:count],
+        None if rows is None else rows.reshape(count, kind.row_bytes),
+        page,
+        page.ctypes.data - file.address,
+        sidecar.tobytes() if commit else None,
+        end,
+    )
+
+
+def batches(file: Any, kind: Kind, schema: pa.Schema, begin: int) -> Iterator[tuple[int, StoredBatch | None]]:
+    """Yield the whole batches from a place on, each with where it begins, and None for what stands before one and is none."""
+    known = begin  # where the last batch begins
+    while begin < file.size and bytes(file.slice(begin, min(len(END), file.size - begin))) != END:
+        try:
+            batch = decode(file, begin, kind, schema)
+        except ValueError:
+            found = _next(file, known + 8, kind, schema)
+            if found is None:
+                return
+            yield begin, None
+            begin, batch = found
+        yield begin, batch
+        known, begin = begin, batch.end
+
+
+def _next(file: Any, begin: int, kind: Kind, schema: pa.Schema) -> tuple[int, StoredBatch] | None:
+    """Return the first whole batch that begins at a place or behind it, and where; None when there is none."""
+    if file.size < begin + 8:
+        return None
+    words = np.frombuffer(file, np.uint32, (file.size - begin) // 8 * 2, begin).reshape(-1, 2)
+    for first in range(0, len(words), _SEARCHED_AT_ONCE):
+        marks, lengths = words[first : first + _SEARCHED_AT_ONCE].T
+        places = np.flatnonzero((marks == _CONTINUATION) & (lengths > 0) & (lengths <= _METADATA_BYTES_MAX))
+        for place in (begin + 8 * (first + places)).tolist():
+            with contextlib.suppress(ValueError):
+                return place, decode(file, place, kind, schema)
+    return None
+
+
+def opened(file: Any) -> tuple[Kind, pa.Schema, int]:
+    """Return what a mapped file is, its stream's schema, and where its first batch begins; raises ValueError when it is no shard."""
+    if file.size < len(HEAD) or bytes(file.slice(0, len(HEAD))) != HEAD:
+        raise ValueError("it does not begin as a shard does")
+    reader = pa.BufferReader(file.slice(len(HEAD)))
+    try:
+        schema = pa.ipc.read_schema(reader)
+    except (pa.ArrowException, EOFError, OSError) as e:
+        raise ValueError(str(e)) from e
+    kind = Kind.of(schema)
+    if not schema.equals(kind.schema(), check_metadata=True):
+        raise ValueError("another schema than that of its rows")
+    return kind, schema, len(HEAD) + reader.tell()
+
+
+def page_of(pages: parquet.Pages, room: int | None = None) -> npt.NDArray[np.uint8]:
+    """Return what a batch holds as `page`: four numbers, zeros, and the pages, together `room` long.
+
+    The numbers are where the pages begin, and in them the data page and its body, and how long that is uncompressed.
+    """
+    room = _PAGE_HEAD.size + len(pages.bytes) if room is None else room
+    begin = room - len(pages.bytes)
+    filling = bytes(begin - _PAGE_HEAD.size)
+    return np.frombuffer(b"".join((_PAGE_HEAD.pack(begin, *pages[1:]), filling, pages.bytes)), np.uint8)
+
+
+def page_room(kind: Kind, count: int, nbytes: int) -> int:
+    """Return how long the page before rows can become, a multiple of 8, so that these follow it at once."""
+    longest = parquet.vector_head_bytes_max(kind.dtype, kind.hidden_size, count, nbytes)
+    return (_PAGE_HEAD.size + longest + 7) // 8 * 8
+
+
+def chunk_of(batch: StoredBatch, kind: Kind) -> parquet.Chunk | None:
+    """Return where a batch's vectors lie as pages; None where they do not."""
+    if not len(batch.page):
+        return None
+    begin, *where = _PAGE_HEAD.unpack(batch.page[: _PAGE_HEAD.size].tobytes())
+    length = len(batch.page) - begin + (0 if kind.compressed else len(batch.positions) * kind.row_bytes)
+    values = len(batch.positions) * kind.hidden_size
+    pages = parquet.Pages(b"", *where)
+    return parquet.vector_chunk(batch.page_begin + begin, length, values, pages, compressed=kind.compressed)
+
+
+def rows_of(batch: StoredBatch, kind: Kind) -> npt.NDArray[Any]:
+    """Return a batch's rows `[n, row_bytes]`, mapped, or decompressed. Raises ValueError when they cannot be."""
+    if batch.rows is not None:
+        return batch.rows
+    count = len(batch.positions)
+    if not len(batch.page):  # a commit's
+        return np.zeros((count, kind.row_bytes), np.uint8)
+    try:
+        begin, _, body, plain_body = _PAGE_HEAD.unpack(batch.page[: _PAGE_HEAD.size].tobytes())
+        return parquet.page_rows(kind.dtype, kind.hidden_size, count, batch.page[begin + body :], plain_body)
+    except MemoryError:  # which is one of Arrow's too, and says nothing of the page
+        raise
+    except (pa.ArrowException, OSError, struct.error) as e:
+        raise ValueError(str(e)) from e
+
+
+def hashes_of(rows: npt.NDArray[np.uint8], into: npt.NDArray[np.uint64]) -> None:
+    """Put the xxh3 of each row `[n, row_bytes]` into an array."""
+    into[:] = np.fromiter(map(xxhash.xxh3_64_intdigest, np.ascontiguousarray(rows)), np.uint64, len(rows))
+
+
+_DTYPES: tuple[np.dtype[Any], ...] = (np.dtype(np.int32), np.dtype(np.int32), np.dtype(np.uint64))
+
+
+def _in_first(value: npt.NDArray[np.uint8], count: int) -> Any:
+    """Return a column whose first row holds a value, and the others nothing."""
+    ends = np.full(count + 1, len(value), np.int32)
+    ends[0] = 0
+    return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(ends), pa.py_buffer(value)])
+
+
+def _first(column: Any) -> npt.NDArray[np.uint8]:
+    _, ends, values = column.buffers()
+    length = int(np.frombuffer(ends, np.int32, 2)[1])
+    return np.frombuffer(values, np.uint8)[:length] if values is not None and length else np.zeros(0, np.uint8)
+
+
+def _values(column: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    return np.frombuffer(column.buffers()[-1], dtype)

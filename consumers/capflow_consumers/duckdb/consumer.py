@@ -1,0 +1,376 @@
+"""The duckdb consumer: what every token scores on your probes, in one DuckDB file to query.
+
+`capflow_consumers.duckdb.schema` documents the tables, and `capflow.probes.probe` and `capflow.probes.kinds` the probe files:
+
+    capflow run --consumer duckdb:path=scores.duckdb,probes=happy.safetensors+sad.safetensors
+
+Of every request it captures the sites of its probes. Without probes it captures nothing itself, and records the tokens
+of those requests that ask for a capture of their own; `site=post_block:0` makes it record every request's tokens, at the cost
+of capturing that site.
+
+Rows are scored as they come and kept until `batch_rows` of them, `flush_s` seconds, or the end of a request; the result of a request
+says `ok` when its rows are committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shlex
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import cached_property
+from operator import itemgetter
+from pathlib import Path
+from typing import ClassVar, cast
+
+import msgspec
+import pyarrow as pa
+
+from capflow import limits
+from capflow.buffers.policy import ConsumerPolicy
+from capflow.capture.frame import Block, Frame, FrameHeader
+from capflow.capture.model import ModelInfo
+from capflow.capture.result import CaptureResult, RequestDone, Status
+from capflow.capture.site import Site, layers_by_hook
+from capflow.capture.spec import CaptureSpec
+from capflow.errors import CapflowError, FatalError, RetryError, UsageError, explain
+from capflow.plugins.consumer import Consumer, Context, hookimpl
+from capflow.probes.kinds import load_probe
+from capflow.probes.probe import Scorer
+from capflow.steering.action import Answered
+from capflow_consumers.duckdb.database import Database, Stored
+from capflow_consumers.duckdb.pending import PendingRows
+from capflow_consumers.duckdb.port import SqlPort
+from capflow_consumers.duckdb.request import ScoredRequest
+from capflow_consumers.duckdb.stacking import stacked
+from capflow_consumers.framelog import FrameLog
+
+logger = logging.getLogger("capflow.consumer")
+
+_VECTOR_BYTES_MAX = 64 * limits.MIB  # of vectors that wait to be written
+
+
+class DuckdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of `--consumer duckdb:`.
+
+    path: the file, made when missing. probes: probe files. site: also capture this site of every request. vectors: write the rows of
+    these sites too. positions: which tokens to score. batch_rows, flush_s: how many rows, and for how long, are kept before they are
+    written. memory_bytes_max: what DuckDB itself may use.
+    """
+
+    path: str
+    probes: list[str] = []
+    site: str = ""
+    vectors: bool = False
+    positions: str = "all"
+    batch_rows: int = 50_000
+    flush_s: float = 1.0
+    memory_bytes_max: int = 512 * limits.MIB
+
+
+class DuckdbConsumer(Consumer):
+    """Scores rows with probes and records tokens and scores."""
+
+    name: ClassVar[str] = "duckdb"
+    Config: ClassVar[type[msgspec.Struct]] = DuckdbConfig
+    policy: ClassVar[ConsumerPolicy] = "spill"
+
+    def __init__(self, config: DuckdbConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(config)
+        self.config: DuckdbConfig = config
+        self._clock = clock
+        self._path = Path(config.path).absolute()
+        self._database: Database | None = None
+        self._port: SqlPort | None = None  # as long as the database
+        self._context: Context | None = None
+        self._models: dict[str, ModelInfo] = {}
+        self._unfit: dict[str, str] = {}  # why no rows of an engine can be scored
+        self._requests: dict[tuple[str, str], ScoredRequest] = {}
+        self._stored: dict[
+            str, dict[str, list[Stored]]
+        ] = {}  # captures from before the file was opened, by engine and request, until they come again
+        self._captures = 0
+        self._pending: PendingRows  # what waits for the next transaction, since `open`
+        self._pending_since = 0.0
+
+    @cached_property
+    def _probes(self) -> list[Scorer]:
+        return [load_probe(path) for path in self.config.probes]
+
+    @cached_property
+    def _by_site(self) -> dict[Site, list[Scorer]]:
+        """The probes of each site, linear ones that are pooled alike as one matrix; and the site of the option, which may have none."""
+        sites: dict[Site, list[Scorer]] = {Site.parse(self.config.site): []} if self.config.site else {}
+        for probe in self._probes:
+            sites.setdefault(probe.site, []).append(probe)
+        return {site: stacked(probes) for site, probes in sites.items()}
+
+    def spec(self) -> CaptureSpec | None:
+        """Return the sites of the probes and the option `site`; None when there are none."""
+        if not self._by_site:
+            return None
+        hooks = layers_by_hook(sorted(self._by_site))
+        return CaptureSpec.parse(
+            {"hooks": hooks, "positions": self.config.positions}, where=f"consumers.{self.instance}"
+        )
+
+    def look(self) -> tuple[str, str]:
+        """Return the database file, and a command that says what the probes fired on, or how many tokens there are."""
+        sql = "FROM fired LIMIT 20" if self.config.probes else "FROM requests"
+        return self.config.path, f"capflow query '{sql}' --path {shlex.quote(self.config.path)}"
+
+    def check(self) -> None:
+        """Raise UsageError for options out of range, files that are no probes, and a path that cannot be a file."""
+        names = [name for probe in self._probes for name in probe.names]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise UsageError(
+                explain(f"consumers.{self.instance}.probes", got=f"{twice[0]} twice", expected="different names")
+            )
+        self.spec()
+        for field, low in (("batch_rows", 1), ("flush_s", 0), ("memory_bytes_max", 64 * limits.MIB)):
+            value = getattr(self.config, field)
+            if not value >= low:
+                raise UsageError(explain(f"consumers.{self.instance}.{field}", got=value, expected=f"{low} or more"))
+        if self._path.is_dir() or not self._path.parent.is_dir():
+            expected = "a file in a directory that exists"
+            raise UsageError(explain(f"consumers.{self.instance}.path", got=str(self._path), expected=expected))
+
+    def claim(self) -> tuple[str, str]:
+        """Return the database file."""
+        return "path", str(self._path.resolve())
+
+    def open(self, context: Context) -> None:
+        """Open the file and record the probes; what an earlier `open` had pending is given again."""
+        self._context = context
+        self._pending = PendingRows(self._by_site, vectors=self.config.vectors)
+        self._requests, self._stored = {}, {}
+        where = f"consumers.{self.instance}.path"
+        database = Database.open(self._path, memory_bytes_max=self.config.memory_bytes_max, where=where)
+        try:
+            for probe in self._probes:
+                database.add_probe(probe)
+        except Exception:
+            database.close()
+            raise
+        try:
+            port = SqlPort(self._path, database.query)
+            port.open()
+            self._port = port
+        except CapflowError as e:
+            logger.warning("consumer %s: nobody can query it while it runs: %s", self.instance, e)
+        self._captures = database.last_capture
+        self._database = database
+
+    def on_session(self, engine: str, model: ModelInfo) -> None:
+        """Raise UsageError unless every probe fits the model; if not, every frame of the engine is refused."""
+        self._models[engine] = model
+        self._unfit.pop(engine, None)
+        try:
+            for probe in self._probes:
+                probe.check(model.sites, model.hidden_size)
+        except UsageError as e:
+            self._unfit[engine] = str(e)
+            raise
+
+    def on_engine_gone(self, engine: str) -> None:
+        """Forget its model."""
+        self._models.pop(engine, None)
+        self._unfit.pop(engine, None)
+
+    def on_frame(self, frame: Frame) -> None:
+        """Keep the rows, to be scored, and the tokens; raises RetryError, having kept nothing, while what waits cannot be written."""
+        header = frame.header
+        if header.engine in self._unfit:
+            raise UsageError(self._unfit[header.engine])
+        if self._full:
+            self._flush({})
+        if not self._pending.count:
+            self._pending_since = self._clock()
+        try:
+            self._take(frame)
+        except Exception as e:
+            self._abandon(f"{type(e).__name__}: {e}")
+            do = "the hub opens the file anew and gives the rows again"
+            raise FatalError(explain("part of a frame was taken", got=f"{type(e).__name__}: {e}", do=do)) from e
+        if self._full:
+            with contextlib.suppress(RetryError):  # the next call tries again, before it takes anything
+                self._flush({})
+
+    def _take(self, frame: Frame) -> None:
+        header, pending, wants = frame.header, self._pending, frame.wants
+        worker = (header.boot, header.rank)
+        owners: dict[str, tuple[ScoredRequest, bool]] = {}  # of this frame, and whether its rows are in the file
+        for rows in header.requests:
+            if wants is None or wants(rows):
+                request = self._request(header, rows.id)
+                stored = not request.take(worker, header)
+                owners[rows.id] = request, stored
+                pending.add_tokens(request, rows, stored=stored)
+        if (
+            wants is None
+            and all(_tiled(block) for block in header.blocks)
+            and not any(map(itemgetter(1), owners.values()))
+        ):
+            mine = [owners[rows.id][0] for rows in header.requests]
+            for block, values in frame.blocks():
+                pending.add_block(mine, block, values)
+        else:
+            for chunk in frame.chunks():
+                request, stored = owners[chunk.request.id]
+                pending.add_rows(request, chunk, stored=stored)
+
+    @property
+    def _full(self) -> bool:
+        return self._pending.count >= self.config.batch_rows or self._pending.nbytes >= _VECTOR_BYTES_MAX
+
+    def on_request_done(self, done: RequestDone) -> CaptureResult:
+        """Commit everything that is not yet, this request's line in `requests` last; raises RetryError while that cannot be written."""
+        now_ns = time.time_ns()
+        key = (done.engine, done.request)
+        request = self._requests.get(key)
+        if request is None:
+            request = self._requests[key] = self._new(*key, now_ns)
+        payload = {"path": str(self._path), "tokens": request.tokens, "scores": request.scores}
+        if request.status is not None:  # given once more, after a kill
+            del self._requests[key]
+            self._count("requests_again")
+            return CaptureResult(cast("Status", request.status), None, payload)
+        problems = done.problems
+        if request.error is not None:  # not opened anew since
+            problems.append(request.error)
+        if request.rows != done.rows:
+            problems.append(explain("rows seen", got=request.rows, expected=f"{done.rows} as delivered"))
+        status: Status = "ok" if not problems else "partial_error" if request.rows and not request.error else "error"
+        model = self._models.get(done.engine)
+        line = {
+            "capture": [request.capture],
+            "engine": [done.engine],
+            "request_id": [done.request],
+            "model": [model.name if model else None],
+            "prompt_length": [done.prompt_length],
+            "computed_length": [done.computed_length],
+            "status": [done.status],
+            "rows": [request.rows],
+            "started_at": [_time(request.started_ns)],
+            "finished_at": [_time(now_ns)],
+            "capture_status": [status],
+            "tag": pa.array([done.tag or None], pa.string()),
+        }
+        self._flush({"requests": pa.table(line)})
+        del self._requests[key]
+        return CaptureResult(status, "; ".join(problems) or None, payload)
+
+    def on_action(self, answered: Answered) -> None:
+        """Commit what came of an action, once."""
+        request = self._requests.get((answered.engine, answered.request))
+        line = {
+            "capture": pa.array([request.capture if request is not None else None], pa.int64()),
+            "engine": [answered.engine],
+            "request_id": [answered.request],
+            "id": [answered.id],
+            "answered_at": [_time(answered.time_ns)],
+            "kind": [answered.kind],
+            "sites": pa.array([[str(site) for site in answered.sites]], pa.list_(pa.string())),
+            "asked_by": [answered.asked_by],
+            "outcome": ["rejected" if answered.step is None else "applied"],
+            "step": pa.array([answered.step], pa.int64()),
+            "reason": pa.array([answered.reason or None], pa.string()),
+        }
+        assert self._database is not None
+        self._database.append({"actions": pa.table(line)})
+
+    def on_idle(self) -> None:
+        """Write what has waited for `flush_s`."""
+        if self._pending.count and self._clock() - self._pending_since >= self.config.flush_s:
+            self._flush({})
+
+    def close(self) -> None:
+        """Write the rest and close the file; raises CapflowError when not everything is written."""
+        if self._database is None:
+            return
+        try:
+            if self._pending.count:
+                self._flush({})
+        finally:
+            if self._port is not None:
+                self._port.close()
+            database, self._database = self._database, None
+            database.close()
+
+    def _request(self, header: FrameHeader, request_id: str) -> ScoredRequest:
+        key = (header.engine, request_id)
+        request = self._requests.get(key)
+        if request is None:
+            request = self._requests[key] = self._found(header, request_id) or self._new(*key, header.time_ns)
+        return request
+
+    def _new(self, engine: str, request_id: str, started_ns: int) -> ScoredRequest:
+        self._captures += 1
+        return ScoredRequest(self._captures, engine, request_id, started_ns)
+
+    def _found(self, header: FrameHeader, request_id: str) -> ScoredRequest | None:
+        """Return the request that this frame belongs to, when the file has rows of it from before it was opened."""
+        assert self._database is not None
+        engine = header.engine
+        if engine in self._database.engines and engine not in self._stored:
+            self._stored[engine] = self._database.stored(engine)
+        captures = self._stored.get(engine, {}).get(request_id, [])
+        stored = next((capture for capture in captures if capture.continues(header)), None)
+        if stored is None:
+            return None
+        captures.remove(stored)
+        found = ScoredRequest(stored.capture, engine, request_id, header.time_ns)
+        found.stored, found.status, found.known = stored.frames, stored.status, stored.known
+        found.tokens = sum(last + 1 - first for first, last in stored.known)
+        return found
+
+    def _count(self, name: str) -> None:
+        if self._context is not None:
+            self._context.count(name)
+
+    def _flush(self, tables: dict[str, pa.Table]) -> None:
+        """Write what is pending, and more tables, in one transaction. Raises RetryError, nothing being written and all still pending; FatalError."""
+        assert self._database is not None
+        pending, requests = self._pending.tables()
+        try:
+            self._database.append({**pending, **tables})
+        except RetryError:
+            self._count("flush_errors")
+            raise
+        except FatalError as e:
+            self._abandon(str(e))
+            raise
+        self._pending.clear()
+        for request in requests:
+            request.commit()
+
+    def _abandon(self, error: str) -> None:
+        """Forget what is pending, of which nobody knows whether it is whole or in the file: `open` finds out, and what is not is given again."""
+        self._pending = PendingRows(self._by_site, vectors=self.config.vectors)
+        for request in self._requests.values():
+            if request.pending:
+                request.pending = FrameLog()
+                request.error = request.error or error
+
+
+def _tiled(block: Block) -> bool:
+    """Whether a block's rows are those of its spans, one behind the other."""
+    end = 0
+    for _, _, length, row in block.spans:
+        if row != end:
+            return False
+        end += length
+    return end == block.rows
+
+
+def _time(nanoseconds: int) -> datetime:
+    return datetime.fromtimestamp(nanoseconds / 1e9, UTC).replace(tzinfo=None)
+
+
+@hookimpl
+def capflow_consumers() -> list[type[Consumer]]:
+    """Bring the duckdb consumer."""
+    return [DuckdbConsumer]

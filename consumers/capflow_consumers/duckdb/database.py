@@ -1,0 +1,239 @@
+"""The DuckDB file that the duckdb consumer writes: how rows get into it, and queries at them. `capflow_consumers.duckdb.schema` has its tables.
+
+Tables are only ever appended to and have no indexes but those of `KEYS`. One `append` is one transaction; when it returns, its rows are
+where whoever opens the file next finds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import duckdb
+import pyarrow as pa
+import xxhash
+
+from capflow.capture.frame import FrameHeader, Rank
+from capflow.capture.intervals import Intervals
+from capflow.errors import CapflowError, FatalError, RetryError, UsageError, explain
+from capflow.probes.probe import Scorer
+from capflow_consumers.duckdb.query import SETTINGS, SqlQuery
+from capflow_consumers.duckdb.schema import ADDED, KEYS, TABLES, VIEWS
+from capflow_consumers.framelog import FrameLog
+
+_STORED = """
+SELECT capture, marks.request_id, boot, rank, first_frame, last_frame, capture_status
+FROM marks LEFT JOIN requests USING (capture)
+WHERE marks.engine = ?
+ORDER BY capture, boot, rank, first_frame
+"""
+_TOKENS = """
+SELECT capture, min(position), max(position)
+FROM (
+    SELECT capture, position, position - row_number() OVER (PARTITION BY capture ORDER BY position) AS run
+    FROM tokens
+    WHERE engine = ? AND capture NOT IN (SELECT capture FROM requests)
+)
+GROUP BY capture, run
+ORDER BY ALL
+"""
+_DEAD = (duckdb.FatalException, duckdb.InternalException, duckdb.ConnectionException)
+"""What DuckDB raises of a database that must be opened anew."""
+_REMEDIES = {
+    errno.ENOENT: "put the file back where it was, or start the hub again",
+    errno.ENOSPC: "make room on its disk",
+    errno.EDQUOT: "make room on its disk",
+    errno.EFBIG: "let files be larger (ulimit -f)",
+}
+
+
+class Stored(NamedTuple):
+    """A capture that is in the file, with the frames that it was made of; status: its `capture_status`, None when it is not finished.
+
+    known: the positions whose tokens are in the file, of a capture that is not finished.
+    """
+
+    capture: int
+    status: str | None
+    frames: FrameLog
+    known: Intervals
+
+    def continues(self, header: FrameHeader) -> bool:
+        """Return whether a frame, with rows of a request of that id, belongs to this capture, and not to a later one."""
+        if self.status is None:
+            return not self.frames.knows_otherwise(header)
+        return self.frames.reaches(header)
+
+
+class Database:
+    """An open file; nobody else can open it until `close`, and nothing but it can be reached from its SQL."""
+
+    def __init__(self, path: Path, connection: Any, last_capture: int, engines: set[str]) -> None:
+        self.path = path
+        self.last_capture = last_capture
+        self.engines = engines  # of which captures were here when it was opened
+        self._identity = _identity(path)
+        self._log = path.with_name(
+            f"{path.name}.wal"
+        )  # DuckDB's; what was committed is in it until it is merged into the file
+        self._connection = connection
+        self._reading = connection.cursor()  # runs nothing itself: connections of queries are made of it
+        self._reading_lock = threading.Lock()  # guards that
+
+    @classmethod
+    def open(cls, path: Path, *, memory_bytes_max: int, where: str) -> Database:
+        """Open or make the file; raises UsageError when it is not one, is in use, or has other tables of these names."""
+        try:
+            connection = duckdb.connect(
+                str(path), config={"threads": "1", "memory_limit": f"{memory_bytes_max // 1024}KiB", **SETTINGS}
+            )
+        except duckdb.Error as e:
+            raise UsageError(_why(path, str(e), where)) from e
+        try:
+            connection.execute("BEGIN")
+            _make_tables(connection, path, where)
+            connection.execute("COMMIT")
+            query = "SELECT max(capture) FROM (SELECT capture FROM requests UNION ALL SELECT capture FROM marks)"
+            (last,) = connection.execute(query).fetchone()
+            engines = {engine for (engine,) in connection.execute("SELECT DISTINCT engine FROM marks").fetchall()}
+        except duckdb.Error as e:
+            connection.close()
+            raise UsageError(explain(where, got=f"{path}: {e}", expected="a database that can be written")) from e
+        except UsageError:
+            connection.close()
+            raise
+        return cls(path, connection, last or 0, engines)
+
+    def add_probe(self, probe: Scorer) -> None:
+        """Record a file's probes; raises UsageError when the database has scores of others of the same name."""
+        new = []
+        fixed = (probe.kind, probe.pool, probe.site.layer, probe.site.hook)
+        for index, name in enumerate(probe.names):
+            digest = xxhash.xxh3_64_hexdigest(b"".join(probe.parts(index)))
+            row = (name, *fixed, probe.thresholds[index], probe.where, digest)
+            query = "SELECT * FROM probes WHERE name = ? ORDER BY rowid DESC LIMIT 1"
+            had = self._connection.execute(query, [name]).fetchone()
+            if had and (had[1:5], had[7]) != (fixed, digest):
+                do = "give the probe another name, or use another database"
+                what = f"{probe.where}: the database has scores of another probe {name}"
+                got, expected = _described(fixed, digest), _described(had[1:5], had[7])
+                raise UsageError(explain(what, got=got, expected=expected, do=do))
+            if had != row:
+                new.append(row)
+        if new:
+            columns = zip(*new, strict=True)
+            names = [name for name, _ in TABLES["probes"]]
+            self.append({"probes": pa.table(dict(zip(names, map(list, columns), strict=True)))})
+
+    def stored(self, engine: str) -> dict[str, list[Stored]]:
+        """Return the captures of an engine's requests by id, oldest first."""
+        found: dict[str, list[Stored]] = {}
+        known: dict[int, Intervals] = {}
+        for capture, first, last in self._connection.execute(_TOKENS, [engine]).fetchall():
+            known.setdefault(capture, Intervals()).add(first, last)
+        for capture, request, boot, rank, first, last, status in self._connection.execute(_STORED, [engine]).fetchall():
+            captures = found.setdefault(request, [])
+            if not captures or captures[-1].capture != capture:
+                captures.append(Stored(capture, status, FrameLog(), known.get(capture, Intervals())))
+            captures[-1].frames.note((boot, Rank(*map(int, rank.split(".")))), first, last)
+        return found
+
+    def append(self, tables: Mapping[str, pa.Table]) -> None:
+        """Insert the rows of all tables but those that are there by their key, or of none; when this returns they are on the disk.
+
+        Raises RetryError when none of them is in the file, and FatalError when the file must be opened anew to know what is in it.
+        """
+        try:
+            self._check()
+            self._insert(tables)
+        except _DEAD as e:
+            raise self._failed(e, FatalError) from e
+        except (duckdb.Error, OSError) as e:
+            raise self._failed(e, RetryError) from e
+        try:
+            self._check()
+            if not self._log.exists():  # merged; or somebody removed it, with what is in it
+                self._connection.execute("CHECKPOINT")
+        except (duckdb.Error, OSError) as e:
+            raise self._failed(e, FatalError) from e
+
+    def query(self, sql: str) -> SqlQuery:
+        """Return a query on what is committed; called on any thread."""
+        with self._reading_lock:
+            return SqlQuery(self._reading.cursor(), sql)
+
+    def close(self) -> None:
+        """Write everything into the one file, and let others open it. Raises CapflowError when the file has its name no more."""
+        self._reading.close()
+        self._connection.close()
+        try:
+            self._check()
+        except OSError as e:
+            raise self._failed(e, CapflowError) from e
+
+    def _insert(self, tables: Mapping[str, pa.Table]) -> None:
+        self._connection.execute("BEGIN")
+        try:
+            for name, rows in tables.items():
+                into = f"OR IGNORE INTO {name}" if name in KEYS else f"INTO {name}"
+                self._connection.register("new_rows", rows)
+                self._connection.execute(f"INSERT {into} BY NAME SELECT * FROM new_rows")  # noqa: S608 - a key of TABLES
+                self._connection.unregister("new_rows")
+            self._connection.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(duckdb.Error):  # a COMMIT that failed has done it
+                self._connection.execute("ROLLBACK")
+            raise
+
+    def _check(self) -> None:
+        """Raise OSError when the file has its name no more: what is in it would be lost."""
+        if _identity(self.path) != self._identity:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    def _failed(self, error: duckdb.Error | OSError, kind: type[CapflowError]) -> CapflowError:
+        said = error.strerror if isinstance(error, OSError) else str(error).rpartition("Failed to commit: ")[2]
+        got = str(said).replace(str(self.path), self.path.name)
+        do = next((do for code, do in _REMEDIES.items() if os.strerror(code) in got), "")
+        return kind(explain(f"{self.path} cannot be written", got=got, do=do))
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def _described(probe: tuple[str, str, int, str], digest: str) -> str:
+    kind, pool, layer, hook = probe
+    return f"{hook}:{layer} {digest}, {kind}, pool {pool}"
+
+
+def _make_tables(connection: Any, path: Path, where: str) -> None:
+    query = "SELECT column_name, data_type FROM duckdb_columns() WHERE table_name = ? AND schema_name = 'main' ORDER BY column_index"
+    for name, columns in TABLES.items():
+        listed = ", ".join(f"{column} {kind}" for column, kind in columns)
+        connection.execute(f"CREATE TABLE IF NOT EXISTS {name} ({listed})")
+        had = connection.execute(query, [name]).fetchall()
+        for column, kind in columns[len(columns) - len(ADDED.get(name, ())) :]:
+            if had == columns[: len(had)] and (column, kind) not in had:
+                connection.execute(f"ALTER TABLE {name} ADD COLUMN {column} {kind}")
+                had = connection.execute(query, [name]).fetchall()
+        if had != columns:
+            got = f"{path}, whose table {name} has {', '.join(column for column, _ in had)}"
+            expected = f"a new file, or one whose table {name} has {', '.join(column for column, _ in columns)}"
+            raise UsageError(explain(where, got=got, expected=expected))
+    for name, key in KEYS.items():
+        connection.execute(f"CREATE UNIQUE INDEX IF NOT EXISTS {name}_{key} ON {name} ({key})")
+    for name, query in VIEWS.items():
+        connection.execute(f"CREATE OR REPLACE VIEW {name} AS {query}")
+
+
+def _why(path: Path, error: str, where: str) -> str:
+    if "lock" in error.lower():
+        do = "close the program that has it open; DuckDB lets one process write a file, and no other read it meanwhile"
+        return explain(where, got=f"{path}, which is in use: {error}", do=do)
+    return explain(where, got=f"{path}: {error}", expected="a DuckDB database or no file yet")

@@ -1,0 +1,256 @@
+"""What the duckdb consumer scored and did not write yet, and the Arrow tables that it becomes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from capflow.capture.frame import Block, Chunk, RequestRows
+from capflow.capture.site import Site
+from capflow.probes.probe import Scorer
+from capflow_consumers.duckdb.request import ScoredRequest
+from capflow_consumers.duckdb.scoring import Part, Rows, RowStage
+
+Ints = npt.NDArray[np.int64]
+_Tokens = tuple[ScoredRequest, RequestRows, int, int]  # the tokens `first .. stop` of those that the frame has
+
+
+class PendingRows:
+    """What waits to be written. count: how many rows of tables that makes; nbytes: of vectors.
+
+    scorers: the probes of each site whose rows are kept. vectors: whether the rows themselves are written.
+    """
+
+    def __init__(self, scorers: Mapping[Site, Sequence[Scorer]], *, vectors: bool) -> None:
+        self.count = 0
+        self.nbytes = 0
+        self._vectors = vectors
+        self._tokens: list[_Tokens] = []
+        self._scorers = scorers
+        self._columns = {site: sum(len(scorer.names) for scorer in found) for site, found in scorers.items()}
+        self._stages: dict[
+            tuple[Site, int, np.dtype[Any]], RowStage
+        ] = {}  # of what is pending, by site, width and dtype
+
+    def add_tokens(self, request: ScoredRequest, rows: RequestRows, *, stored: bool) -> None:
+        """Keep the tokens not seen: every pipeline stage tells of them, and again after a preemption. stored: the file has them."""
+        start, known = rows.start, request.known
+        stop = start + len(rows.token_ids)
+        if known.append(start, stop - 1):  # as nearly always
+            self._add_tokens(request, rows, 0, stop - start, stored=stored)
+            return
+        for first, last in list(known.missing(start, stop - 1)):
+            known.add(first, last)
+            self._add_tokens(request, rows, first - start, last + 1 - start, stored=stored)
+
+    def _add_tokens(self, request: ScoredRequest, rows: RequestRows, first: int, stop: int, *, stored: bool) -> None:
+        request.tokens += stop - first
+        if not stored:
+            self._tokens.append((request, rows, first, stop))
+            self.count += stop - first
+
+    def add_rows(self, request: ScoredRequest, chunk: Chunk, *, stored: bool) -> None:
+        """Keep the scores of a request's rows. stored: the file has them."""
+        count = chunk.rows.shape[1]
+        request.rows += len(chunk.sites) * count
+        request.scores += count * self._scores_of(chunk.sites)
+        if not stored:
+            self._add(chunk.sites, [(request, chunk.start, count)], chunk.rows)
+
+    def add_block(self, owners: Sequence[ScoredRequest], block: Block, rows: Rows) -> None:
+        """Keep the scores of all rows `[sites, n, hidden_size]` of a block, whose spans are one behind the other."""
+        columns = self._scores_of(block.sites)
+        parts: list[Part] = []
+        for number, start, length, _ in block.spans:
+            owner = owners[number]
+            owner.rows += len(block.sites) * length
+            owner.scores += columns * length
+            parts.append((owner, start, length))
+        self._add(block.sites, parts, rows)
+
+    def _scores_of(self, sites: Sequence[Site]) -> int:
+        """Return how many scores a row at each of some sites makes."""
+        return sum(self._columns.get(site, 0) for site in sites)
+
+    def _add(self, sites: Sequence[Site], parts: list[Part], rows: Rows) -> None:
+        _, count, width = rows.shape
+        for index, site in enumerate(sites):
+            scorers = self._scorers.get(site)
+            if scorers is None:
+                continue
+            key = site, width, rows.dtype
+            stage = self._stages.get(key)
+            if stage is None:
+                stage = self._stages[key] = RowStage(site, rows[index], scorers, vectors=self._vectors)
+            stage.add(parts, rows[index])
+            self.count += count * (self._columns[site] + self._vectors)
+            if self._vectors:
+                self.nbytes += count * width * 4
+
+    def tables(self) -> tuple[dict[str, pa.Table], list[ScoredRequest]]:
+        """Return the tables to append and the requests that have rows in them; everything stays pending until `clear`."""
+        stages = [stage for stage in self._stages.values() if stage.parts]
+        owners = itertools.chain(
+            (entry[0] for entry in self._tokens), *((part[0] for part in stage.parts) for stage in stages)
+        )
+        requests = _Requests({id(request): request for request in owners})
+        tables: dict[str, list[pa.Table]] = {}
+        if requests.all:
+            tables["marks"] = [_mark_table(requests.all)]
+        if self._tokens:
+            tables["tokens"] = [_token_table(requests, self._tokens)]
+        for stage in stages:
+            scores, vectors = stage.scored()
+            span = _Span(requests, stage.parts, stage.site)
+            for scorer, found in zip(stage.scorers, scores, strict=True):
+                name, table = ("scores", span.scores) if scorer.pool == "token" else ("pools", span.pools)
+                tables.setdefault(name, []).append(table(scorer, found))
+            if vectors is not None:
+                tables.setdefault("vectors", []).append(span.vectors(vectors))
+        return {name: _joined(found) for name, found in tables.items()}, requests.all
+
+    def clear(self) -> None:
+        """Forget what was pending."""
+        self._tokens, self.count, self.nbytes = [], 0, 0
+        for key, stage in list(self._stages.items()):
+            if stage.parts:
+                stage.clear()
+            else:  # of an engine that is gone, perhaps
+                del self._stages[key]
+
+
+class _Requests:
+    """The requests of one batch, numbered."""
+
+    def __init__(self, found: dict[int, ScoredRequest]) -> None:
+        self.all = list(found.values())
+        self._numbers = {key: number for number, key in enumerate(found)}
+        self._captures = np.array([request.capture for request in self.all], np.int64)
+
+    def numbers(self, owners: Sequence[ScoredRequest]) -> Ints:
+        """Return the number of each of some requests."""
+        return np.array([self._numbers[id(owner)] for owner in owners], np.int64)
+
+    def columns(self, numbers: Ints) -> dict[str, Any]:
+        """Return the columns that say whose rows they are, one for each of some numbers."""
+        return {
+            "capture": self._captures[numbers],
+            "engine": _named(numbers, [request.engine for request in self.all]),
+            "request_id": _named(numbers, [request.id for request in self.all]),
+        }
+
+
+class _Span:
+    """A batch's rows at one site. numbers, positions: of the request and the place of each row."""
+
+    def __init__(self, requests: _Requests, parts: list[Part], site: Site) -> None:
+        self.requests = requests
+        self.site = site
+        lengths = np.array([count for _, _, count in parts], np.int64)
+        self.numbers = np.repeat(requests.numbers([request for request, _, _ in parts]), lengths)
+        self.positions = _running([start for _, start, _ in parts], lengths)
+
+    def scores(self, scorer: Scorer, scores: Rows) -> pa.Table:
+        """Return a row for each score."""
+        count, probes = scores.shape
+        return pa.table(
+            {
+                **self.requests.columns(np.repeat(self.numbers, probes)),
+                "position": np.repeat(self.positions, probes),
+                **self._probes(scorer, count),
+                "score": scores.ravel(),
+            }
+        )
+
+    def pools(self, scorer: Scorer, scores: Rows) -> pa.Table:
+        """Return a row for each request and probe: what these rows add to the request's pooled score."""
+        order = np.lexsort((self.positions, self.numbers))
+        numbers, ordered = self.numbers[order], scores[order]
+        firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        lasts = np.append(firsts[1:], len(numbers)) - 1
+        count, probes = len(firsts), scores.shape[1]
+        return pa.table(
+            {
+                **self.requests.columns(np.repeat(numbers[firsts], probes)),
+                **self._probes(scorer, count),
+                "rows": np.repeat(lasts - firsts + 1, probes),
+                "total": np.add.reduceat(ordered, firsts, axis=0, dtype=np.float64).ravel(),
+                "highest": np.maximum.reduceat(ordered, firsts, axis=0).ravel(),
+                "position": np.repeat(self.positions[order][lasts], probes),
+                "last": ordered[lasts].ravel(),
+            }
+        )
+
+    def vectors(self, rows: Rows) -> pa.Table:
+        """Return a row for each vector."""
+        count, width = rows.shape
+        return pa.table(
+            {
+                **self.requests.columns(self.numbers),
+                "position": self.positions,
+                **self._place(count),
+                "vector": pa.ListArray.from_arrays(np.arange(0, (count + 1) * width, width, np.int32), rows.ravel()),
+            }
+        )
+
+    def _probes(self, scorer: Scorer, count: int) -> dict[str, Any]:
+        """Return the columns of every probe of a scorer, `count` times over."""
+        probes = len(scorer.names)
+        return {"probe": _named(np.tile(np.arange(probes), count), scorer.names), **self._place(count * probes)}
+
+    def _place(self, count: int) -> dict[str, Any]:
+        return {
+            "layer": np.full(count, self.site.layer, np.int32),
+            "hook": _named(np.zeros(count, np.int32), [self.site.hook]),
+        }
+
+
+def _mark_table(requests: list[ScoredRequest]) -> pa.Table:
+    rows = [
+        (r.capture, r.engine, r.id, boot, ".".join(map(str, rank)), *frames)
+        for r in requests
+        for (boot, rank), *frames in r.pending.runs()
+    ]
+    names = ("capture", "engine", "request_id", "boot", "rank", "first_frame", "last_frame")
+    return pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
+
+
+def _token_table(requests: _Requests, tokens: list[_Tokens]) -> pa.Table:
+    lengths = np.array([stop - first for _, _, first, stop in tokens], np.int64)
+    positions = _running([rows.start + first for _, rows, first, _ in tokens], lengths)
+    prompt_lengths = np.repeat([rows.prompt_length for _, rows, *_ in tokens], lengths)
+    ids = itertools.chain.from_iterable(rows.token_ids[first:stop] for _, rows, first, stop in tokens)
+    texts = itertools.chain.from_iterable(
+        rows.texts[first:stop] if rows.texts else itertools.repeat(None, stop - first)
+        for _, rows, first, stop in tokens
+    )
+    return pa.table(
+        {
+            **requests.columns(np.repeat(requests.numbers([entry[0] for entry in tokens]), lengths)),
+            "position": positions,
+            "token_id": np.fromiter(ids, np.int64, len(positions)),
+            "text": pa.array(list(texts), pa.string()),
+            "phase": _named(np.where(positions < prompt_lengths, 0, 1), ["prompt", "generated"]),
+        }
+    )
+
+
+def _running(starts: Sequence[int], lengths: Ints) -> Ints:
+    """Return `start, start+1, …` for each length, one after another."""
+    ends = np.cumsum(lengths)
+    offsets = np.array(starts, np.int64) - (ends - lengths)
+    return np.repeat(offsets, lengths) + np.arange(ends[-1])
+
+
+def _named(index: npt.NDArray[Any], names: Sequence[str]) -> pa.Array:
+    """Return a text column of `names[index]`, each name stored once."""
+    return pa.DictionaryArray.from_arrays(pa.array(index, pa.int32()), pa.array(names, pa.string()))
+
+
+def _joined(tables: list[pa.Table]) -> pa.Table:
+    return tables[0] if len(tables) == 1 else pa.concat_tables(tables).unify_dictionaries()

@@ -1,0 +1,274 @@
+"""The port of a database that a running consumer holds: SQL over a Unix socket that only its user reaches, answered as an Arrow stream.
+
+A client sends one line of JSON, `{"sql": "…", "rows": N}`. The answer is one line, `{}`, an Arrow IPC stream and a line again: `{}`, or `{"error": "…"}` for a
+query that failed or was stopped on the way. A query that fails before its first rows is answered with `{"error": "…"}` alone. Where the socket lies follows from the
+database's path, so that whoever knows the file finds who holds it. Closing the connection stops the query.
+
+What always holds: a query runs on a thread of its own, at most `limits.QUERIES_MAX` at once, for at most `limits.QUERY_S_MAX`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import pyarrow as pa
+import xxhash
+
+from capflow import limits
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.system.runtime import runtime_directory
+
+logger = logging.getLogger("capflow.consumer")
+
+_STOP_S = 0.05  # until a query is stopped once more: one that has not begun takes no notice
+
+
+class Query(Protocol):
+    """A query under way; `capflow_consumers.duckdb.query.SqlQuery` is one."""
+
+    def batches(self) -> Generator[Any]:
+        """Yield the answer as Arrow record batches, one at least; raises CapflowError."""
+
+    def stop(self) -> None:
+        """Have `batches` end soon; called on any thread."""
+
+
+def port_path(database: Path) -> Path:
+    """Return where the socket of a database's file lies. Raises CapflowError when there is no place for sockets."""
+    name = xxhash.xxh3_64_hexdigest(os.fsencode(database.resolve()))
+    return runtime_directory() / f"sql-{name}.sock"
+
+
+class SqlPort:
+    """Answers queries from `open` to `close`. ask: begins a query, given the SQL."""
+
+    def __init__(self, database: Path, ask: Callable[[str], Query]) -> None:
+        self.path = port_path(database)
+        self._ask = ask
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._room = threading.BoundedSemaphore(limits.QUERIES_MAX)
+        self._lock = threading.Lock()  # guards the next
+        self._running: set[Query] = set()
+        self._closed = False  # set by `close`
+        self._threads: list[threading.Thread] = []  # the listener's first; then of those that answer
+
+    def open(self) -> None:
+        """Listen. Whoever holds the database has it alone, so a socket that is there is a dead process's. Raises CapflowError."""
+        self.path.unlink(missing_ok=True)
+        _collect_sockets()
+        try:
+            self._listening.bind(str(self.path))
+            self.path.chmod(0o600)
+            self._listening.listen(limits.QUERIES_MAX)
+        except OSError as e:
+            self._listening.close()
+            raise CapflowError(explain(f"socket for queries {self.path}", got=e.strerror or str(e))) from e
+        listener = threading.Thread(target=self._listen, name="capflow-sql", daemon=True)
+        self._threads.append(listener)
+        listener.start()
+
+    def close(self) -> None:
+        """Stop what runs, and listen no more."""
+        self._closed = True
+        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        deadline = time.monotonic() + limits.HANG_S_MAX / 2
+        while any(thread.is_alive() for thread in self._threads) and time.monotonic() < deadline:
+            with self._lock:
+                for query in self._running:
+                    query.stop()
+            self._threads[-1].join(_STOP_S)
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+
+    def _listen(self) -> None:
+        while not self._closed:
+            self._room.acquire()
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:  # closed, or no descriptor is left for it: then the client waits
+                self._room.release()
+                time.sleep(0 if self._closed else limits.IDLE_S)
+                continue
+            thread = threading.Thread(target=self._serve, args=(connection,), name="capflow-sql-query", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread can be started
+                connection.close()
+                self._room.release()
+                continue
+            self._threads = [known for known in self._threads if known.is_alive()] + [thread]
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection, connection.makefile("rb") as asked, connection.makefile("wb") as answered:
+                connection.settimeout(limits.QUERY_S_MAX)
+                self._answer(connection, asked.readline(limits.SQL_BYTES_MAX), answered)
+        except OSError:
+            pass  # the client went
+        except Exception:
+            logger.exception("a query failed", extra={"event": "query_failed"})
+        finally:
+            self._room.release()
+
+    def _answer(self, connection: socket.socket, line: bytes, answered: IO[bytes]) -> None:
+        if len(line) == limits.SQL_BYTES_MAX:
+            _say(answered, {"error": _too_long(f"{len(line):,} or more"), "usage": True})
+            return
+        try:
+            asked = json.loads(line)
+            sql, rows_left = str(asked["sql"]), int(asked["rows"])
+        except (ValueError, KeyError, TypeError):
+            _say(answered, {"error": explain("query", got=repr(line[:80]), expected='{"sql": "…", "rows": N}')})
+            return
+        try:
+            query = self._ask(sql)
+            with self._lock:
+                self._running.add(query)
+            try:
+                with _watched(connection, query), contextlib.closing(query.batches()) as batches:
+                    first = next(batches)
+                    _say(answered, {})
+                    _say(answered, _stream(answered, first, batches, rows_left))
+            finally:
+                with self._lock:
+                    self._running.discard(query)
+        except CapflowError as e:
+            _say(answered, _refusal(e))
+
+
+def _refusal(error: CapflowError) -> dict[str, Any]:
+    return {"error": str(error), "usage": isinstance(error, UsageError)}
+
+
+def _too_long(got: str) -> str:
+    return explain(
+        "query: the SQL is too long", got=f"{got} bytes", expected=f"less than {limits.SQL_BYTES_MAX:,} as JSON"
+    )
+
+
+def _say(answered: IO[bytes], what: dict[str, Any]) -> None:
+    answered.write(json.dumps(what).encode() + b"\n")
+    answered.flush()
+
+
+def _stream(answered: IO[bytes], first: Any, others: Iterator[Any], rows_left: int) -> dict[str, Any]:
+    """Write at most `rows_left` rows; return what is to be said after them."""
+    said: dict[str, Any] = {}
+    writer = pa.ipc.new_stream(answered, first.schema)
+    batch = first
+    try:
+        while batch is not None:
+            writer.write_batch(batch.slice(0, rows_left))
+            rows_left -= batch.num_rows
+            batch = next(others, None) if rows_left > 0 else None
+    except CapflowError as e:
+        logger.warning("%s", e)
+        said = _refusal(e)
+    writer.close()
+    return said
+
+
+@contextlib.contextmanager
+def _watched(connection: socket.socket, query: Query) -> Iterator[None]:
+    """Stop the query when its client goes or its time is over."""
+    over = threading.Event()
+    waker, woken = socket.socketpair()
+
+    def watch() -> None:
+        select.select([connection, woken], [], [], limits.QUERY_S_MAX)
+        while not over.wait(_STOP_S):
+            query.stop()
+
+    thread = threading.Thread(target=watch, name="capflow-sql-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        waker.send(b"x")
+        thread.join()
+        waker.close()
+        woken.close()
+
+
+def running_ports() -> list[Path]:
+    """Return the sockets in this user's directory at which somebody listens."""
+    found = []
+    for path in sorted(runtime_directory().glob("sql-*.sock")):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            if _connect(connection, path):
+                found.append(path)
+    return found
+
+
+def _collect_sockets() -> None:
+    """Remove the sockets that killed processes left. A socket may be refused for a moment before its process listens."""
+    for path in runtime_directory().glob("sql-*.sock"):
+        with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.setblocking(False)
+            error = connection.connect_ex(str(path))
+            old = abs(time.time() - path.stat().st_mtime) > limits.SILENCE_S_MAX
+            if error == errno.ECONNREFUSED and old:
+                path.unlink()
+
+
+def _connect(connection: socket.socket, path: Path) -> bool:
+    """Return whether somebody listens there."""
+    try:
+        connection.connect(str(path))
+    except OSError:  # nothing there, a dead process's, or no path for a socket
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def asked(port: Path, sql: str, rows: int) -> Iterator[Iterator[Any] | None]:
+    """Ask whoever listens at a socket; yield the answer's Arrow record batches, of at most `rows` rows, None when nobody does.
+
+    Raises UsageError for SQL that is none, CapflowError for a query that fails.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        if not _connect(connection, port):
+            yield None
+            return
+        connection.settimeout(limits.QUERY_S_MAX + limits.SILENCE_S_MAX)
+        line = json.dumps({"sql": sql, "rows": rows}).encode() + b"\n"
+        if len(line) >= limits.SQL_BYTES_MAX:
+            raise UsageError(_too_long(f"{len(line):,}"))
+        with connection.makefile("rb") as answer:
+            try:
+                connection.sendall(line)
+                _heard(answer)
+            except OSError as e:
+                raise CapflowError(explain("query: no answer", got=str(e))) from e
+            yield _read(answer)
+
+
+def _heard(answer: IO[bytes]) -> None:
+    """Read a line of the answer; raise the error that it tells of."""
+    line = answer.readline(limits.SQL_BYTES_MAX)
+    said = json.loads(line) if line.endswith(b"\n") else {"error": "query: the hub went before it answered"}
+    if "error" in said:
+        raise (UsageError if said.get("usage") else CapflowError)(said["error"])
+
+
+def _read(answer: IO[bytes]) -> Iterator[Any]:
+    try:
+        yield from pa.ipc.open_stream(answer)
+        _heard(answer)
+    except (pa.ArrowInvalid, OSError) as e:
+        do = "see the hub's log, ask for less, or ask again"
+        raise CapflowError(explain("query: the answer ended early", got=str(e), do=do)) from e

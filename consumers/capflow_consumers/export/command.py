@@ -1,0 +1,80 @@
+"""`capflow export`: a captured data set in another format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from capflow.capture.site import Site
+from capflow.errors import CapflowError, UsageError, explain
+from capflow_consumers.dataset.reader import open_dataset
+
+_CONTEXT_SIZE = 128
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("dest", type=click.Path(path_type=Path))
+@click.option("--to", "format", type=click.Choice(["saelens", "safetensors"]), required=True)
+@click.option("--site", "names", multiple=True, metavar="HOOK:LAYER", help="Only this site; repeatable.")
+@click.option(
+    "--context-size", type=click.IntRange(1, 1 << 16), help=f"saelens: rows of a context.  [default: {_CONTEXT_SIZE}]"
+)
+@click.option("--no-verify", is_flag=True, help="Do not hold files against their checksums first.")
+def export(
+    path: Path, dest: Path, format: str, names: tuple[str, ...], context_size: int | None, *, no_verify: bool
+) -> None:
+    """Write the captured data set in PATH to the directory DEST.
+
+    `saelens` makes the cached activations that SAELens trains on, a Hugging Face data set for each site; `safetensors` one file
+    for each request. An export that was stopped goes on where it was when it is started again.
+    """
+    from capflow_consumers.dataset.contents import Contents
+    from capflow_consumers.export.destination import Destination, Export
+    from capflow_consumers.export.saelens import check_datasets, check_fits, to_saelens
+    from capflow_consumers.export.safetensors import to_safetensors
+    from capflow_consumers.progress import progress
+
+    if format == "safetensors" and context_size is not None:
+        raise click.UsageError("--context-size is for --to saelens")
+    if format == "saelens":
+        check_datasets()
+    dataset = open_dataset(path)
+    _check_apart(dataset.path, dest)
+    if damaged := dataset.damaged():
+        raise CapflowError(damaged[0])
+    captures = len(dataset)
+    contents = Contents(dataset.path, map(Site.parse, names))
+    with progress("reading" if no_verify else "checking", captures) as step:
+        for capture in dataset:
+            if not no_verify:
+                capture.verify()
+            contents.add(capture)
+            step()
+    sites = contents.sites("--site")
+    size = context_size or _CONTEXT_SIZE
+    options = {}
+    if format == "saelens":
+        check_fits(sites, size)
+        options = {"context_size": size, "captures": captures}
+    destination = Destination(dest.absolute(), Export(str(dataset.path), format, list(map(str, sites)), options))
+    destination.open()
+    if format == "safetensors":
+        with progress("captures", captures) as step:
+            written = to_safetensors(dataset, list(sites), destination, step)
+        click.echo(f"{dest}: {written} files written, {captures - written} were there")
+        return
+    with progress("captures of sites", captures * len(sites)) as step:
+        for site in to_saelens(dataset, sites, destination, size, step):
+            click.echo(
+                f"{dest / site.hook_name}: {site.contexts} contexts, {site.rows_left} rows left over; "
+                f"hook_name={site.hook_name} context_size={size} d_in={site.d_in} dtype={site.dtype}"
+            )
+    click.echo(f"{dest}: {len(sites)} sites are there")
+
+
+def _check_apart(source: Path, dest: Path) -> None:
+    inside, root = dest.resolve(), source.resolve()
+    if inside == root or root in inside.parents:
+        raise UsageError(explain("DEST", got=str(dest), expected="a directory outside of the data set"))

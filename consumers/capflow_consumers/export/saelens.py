@@ -1,0 +1,181 @@
+"""Exports a data set as the cached activations that SAELens trains on: a Hugging Face data set for each site.
+
+DEST/`blocks.12.hook_resid_post` is what `datasets.load_from_disk` opens, and what SAELens takes as `cached_activations_path`. As
+SAELens' own `CacheActivationsRunner` writes it, a line is one context: a column with the hook's name, `Array2D`
+`[context_size, hidden_size]`, and `token_ids`, int32 `[context_size]`. The rows of a site, request after request and position after
+position, fill one context after another; what is left at the end and fills none is not written. Rows are float32, or float16
+where all were stored so: Arrow has no bfloat16, and float32 holds each of its numbers exactly.
+
+Needs `datasets`, which the extra `saelens` brings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from capflow.capture.site import Site
+from capflow.errors import UsageError, explain
+from capflow_consumers.dataset.contents import SiteContents, one_width
+from capflow_consumers.dataset.reader import Dataset
+from capflow_consumers.export.destination import Destination
+
+_BATCH_BYTES = 8 << 20
+_FILE_BYTES = 500 << 20
+
+
+class Written(NamedTuple):
+    """What SAELens is to be told of one site: `hook_name`, `context_size`, `d_in`, `dtype`. rows_left: in no context."""
+
+    hook_name: str
+    d_in: int
+    dtype: str
+    contexts: int
+    rows_left: int
+
+
+def check_datasets() -> None:
+    """Raise UsageError when `datasets` is not installed."""
+    if find_spec("datasets") is None:
+        raise UsageError(explain("--to saelens: datasets is not installed", do="pip install 'capflow[saelens]'"))
+
+
+def check_fits(sites: dict[Site, SiteContents], context_size: int) -> None:
+    """Raise UsageError when rows have several widths, or a site fewer than one context."""
+    one_width(sites)
+    for site, told in sites.items():
+        if told.rows < context_size:
+            expected, do = f"a context of {context_size}", f"--context-size {told.rows} or less"
+            raise UsageError(explain(f"rows at {site}", got=told.rows, expected=expected, do=do))
+
+
+def to_saelens(
+    dataset: Dataset,
+    sites: dict[Site, SiteContents],
+    destination: Destination,
+    context_size: int,
+    on_capture: Callable[[], object],
+) -> Iterator[Written]:
+    """Write a data set for each site that has none yet; yield what was written. on_capture: called after each capture of a site."""
+    check_fits(sites, context_size)
+    for site, told in sites.items():
+        if not destination.has(site.transformer_lens_name):
+            yield _write(dataset, site, told, destination, context_size, on_capture)
+
+
+def _write(
+    dataset: Dataset,
+    site: Site,
+    told: SiteContents,
+    destination: Destination,
+    context_size: int,
+    on_capture: Callable[[], object],
+) -> Written:
+    name, width, dtype = site.transformer_lens_name, one_width({site: told}), _dtype(told)
+    with destination.writing(name) as directory:
+        directory.mkdir()
+        writer = _Writer(directory, name, context_size, width, dtype)
+        size = max(1, _BATCH_BYTES // (context_size * width * np.dtype(dtype).itemsize)) * context_size
+        rows, token_ids = np.empty((size, width), dtype), np.empty(size, np.int32)
+        filled = 0
+        for capture in dataset:
+            if site not in capture:
+                on_capture()
+                continue
+            for some in capture.in_batches(site):
+                taken = 0
+                while taken < len(some.rows):
+                    count = min(len(some.rows) - taken, size - filled)
+                    rows[filled : filled + count] = some.rows[taken : taken + count]
+                    token_ids[filled : filled + count] = some.token_ids[taken : taken + count]
+                    filled, taken = filled + count, taken + count
+                    if filled == size:
+                        writer.add(rows, token_ids)
+                        filled = 0
+            on_capture()
+        left = filled % context_size
+        writer.add(rows[: filled - left], token_ids[: filled - left])
+        writer.close()
+    return Written(name, width, dtype, writer.contexts, left)
+
+
+def _dtype(told: SiteContents) -> str:
+    return "float16" if told.dtypes == {"float16"} else "float32"
+
+
+class _Writer:
+    """Writes a Hugging Face data set to a directory, in files of about `_FILE_BYTES`."""
+
+    def __init__(self, directory: Path, name: str, context_size: int, width: int, dtype: str) -> None:
+        import datasets
+
+        features: dict[str, Any] = {
+            name: datasets.Array2D((context_size, width), dtype),
+            "token_ids": datasets.Sequence(datasets.Value("int32"), length=context_size),
+        }
+        self._info = datasets.DatasetInfo(features=datasets.Features(features))
+        self._schema = self._info.features.arrow_schema
+        self._directory = directory
+        self._shape = context_size, width
+        self.contexts = 0
+        self._files = 0
+        self._file_bytes = 0
+        self._stream: Any = None
+
+    def add(self, rows: npt.NDArray[Any], token_ids: npt.NDArray[np.int32]) -> None:
+        """Write rows `[contexts * context_size, width]` and their token ids."""
+        import pyarrow as pa
+
+        size, width = self._shape
+        contexts = len(rows) // size
+        if not contexts:
+            return
+        inner = pa.ListArray.from_arrays(_offsets(len(rows), width), pa.array(rows.reshape(-1)))
+        outer = pa.ListArray.from_arrays(_offsets(contexts, size), inner)
+        tokens = pa.FixedSizeListArray.from_arrays(pa.array(token_ids), size)
+        columns = [self._schema.field(0).type.wrap_array(outer), tokens.cast(self._schema.field(1).type)]
+        if self._stream is None or self._file_bytes >= _FILE_BYTES:
+            self._next_file()
+        self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
+        self._file_bytes += rows.nbytes
+        self.contexts += contexts
+
+    def close(self) -> None:
+        """Write what `datasets.load_from_disk` reads first."""
+        self._stream.close()
+        names = [f"data-{number:05d}-of-{self._files:05d}.arrow" for number in range(self._files)]
+        for number, name in enumerate(names):
+            self._path(number).rename(self._directory / name)
+        self._info.write_to_directory(str(self._directory))
+        state: dict[str, Any] = {
+            "_data_files": [{"filename": name} for name in names],
+            "_fingerprint": None,
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": None,
+        }
+        (self._directory / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+
+    def _next_file(self) -> None:
+        import pyarrow as pa
+
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = pa.ipc.new_stream(str(self._path(self._files)), self._schema)
+        self._files += 1
+        self._file_bytes = 0
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"{number}.arrow"
+
+
+def _offsets(count: int, size: int) -> npt.NDArray[np.int32]:
+    return np.arange(0, count * size + 1, size, dtype=np.int32)

@@ -1,0 +1,414 @@
+"""The filesystem consumer: every request's rows in files of its own or in shards with others, readable with `capflow.open`.
+
+`capflow_consumers.dataset.layout` and `shardstream` are the formats. Rows are collected in memory and written when their request is over, on a thread of
+their own, while the next ones come (see `endings`); past
+`buffer_bytes_max` the requests with most rows are moved to files early, and with `tail_s` all are. A request is part of the data set when
+all of it is on the disk: who reads the root sees it whole or not at all, also after a kill or a power cut. Its sidecar says which frames it was
+made of; a hub that gives them again after a kill finds it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import tempfile
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar, Literal, NamedTuple
+
+import msgspec
+
+from capflow import limits
+from capflow.buffers.policy import ConsumerPolicy
+from capflow.capture.frame import Chunk, Frame, FrameHeader, RequestRows
+from capflow.capture.model import ModelInfo
+from capflow.capture.positions import Form
+from capflow.capture.result import CaptureResult, RequestDone
+from capflow.capture.spec import CaptureSpec, StoredDtype, Wanted, join, read_layers
+from capflow.errors import FatalError, RetryError, UsageError, explain, kind_of
+from capflow.plugins.consumer import Consumer, Context, hookimpl
+from capflow_consumers.dataset import disk, layout
+from capflow_consumers.dataset.running import About
+from capflow_consumers.dataset.stored_dtype import name_of
+from capflow_consumers.filesystem.files import PackedFile, RequestFiles
+from capflow_consumers.filesystem.publisher import Over, Publisher, expected_of, result_of
+from capflow_consumers.filesystem.request import FiledRequest
+from capflow_consumers.filesystem.store import ShardStore, Store, Written
+from capflow_consumers.filesystem.workdir import OnCollision, WorkDir
+from capflow_consumers.filesystem.writing import Endings
+
+
+class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of `--consumer filesystem:`.
+
+    root: the directory of the data set, made when missing. hooks, layers, positions, max_rows, dtype: what to capture of
+    every request, as in `CaptureSpec`; max_rows 0 is no bound. capture: `requests` to write only what requests ask for
+    themselves. layout: how rows lie under the root. fsync: `true`, a request is on the disk, and not only with the kernel, when
+    its result says `ok`; `seal`, a shard is when it is sealed; `false`, nothing waits for the disk. tail_s: with `per_file`, how often
+    rows of running requests are written, seconds; 0 is never. compression and shard_bytes are of `sharded`. threads: with `per_file`, that
+    write beside the consumer's own. mode: of the files below the root; whoever may read them may enter the directories that are made.
+    """
+
+    root: str
+    hooks: list[str] = msgspec.field(default_factory=lambda: ["post_block"])
+    layers: list[int | str] | str = "all"
+    positions: Form = "all"
+    max_rows: int = 0
+    dtype: StoredDtype = "model"
+    capture: Literal["all", "requests"] = "all"
+    on_collision: OnCollision = "error"
+    buffer_bytes_max: int = 256 * limits.MIB
+    layout: layout.Layout = "packed"
+    fsync: bool | Literal["seal"] = True
+    tail_s: float = 1.0
+    compression: Literal["none", "zstd"] = "none"
+    shard_bytes: int = 1024 * limits.MIB
+    threads: int = 0
+    mode: Literal["0600", "0640", "0644", "0660", "0664"] = "0600"
+
+
+_DEFAULTS = FilesystemConfig("")
+_LAYOUT_OF = {"compression": "sharded", "shard_bytes": "sharded", "tail_s": "per_file", "threads": "per_file"}
+"""The options that one layout alone has a use for."""
+
+
+class _Open(NamedTuple):
+    """What there is from `open` to `close`."""
+
+    workers: ThreadPoolExecutor | None
+    store: Store
+    publisher: Publisher
+    endings: Endings[Over, Written]
+
+
+class FilesystemConsumer(Consumer):
+    """Writes each request into a directory of its own, or into a shard with others."""
+
+    name: ClassVar[str] = "filesystem"
+    Config: ClassVar[type[msgspec.Struct]] = FilesystemConfig
+    policy: ClassVar[ConsumerPolicy] = "spill"
+
+    def __init__(self, config: FilesystemConfig) -> None:
+        super().__init__(config)
+        self.config: FilesystemConfig = config
+        self._root = Path(config.root).absolute()
+        self._open: _Open | None = None  # from `open` to `close`
+        self._told_at = 0.0  # when rows of running requests were last written, on the monotonic clock
+        self._requests: dict[tuple[str, str], FiledRequest] = {}
+        self._models: dict[str, ModelInfo] = {}
+        self._buffered_bytes = 0
+        self._context: Context | None = None
+
+    def spec(self) -> CaptureSpec | None:
+        """Return what the options name, or None with `capture=requests`."""
+        if self.config.capture == "requests":
+            return None
+        config = self.config
+        layers = read_layers(config.layers, f"consumers.{self.instance}.layers")
+        value = {
+            "hooks": dict.fromkeys(config.hooks, layers),
+            "positions": config.positions,
+            "max_rows": config.max_rows or None,
+            "dtype": config.dtype,
+        }
+        return CaptureSpec.parse(value, where=f"consumers.{self.instance}")
+
+    def look(self) -> tuple[str, str]:
+        """Return the root, and a command that lists what is in it."""
+        return self.config.root, f"python -c \"import capflow; print(*capflow.open('{self.config.root}'), sep='\\n')\""
+
+    def claim(self) -> tuple[str, str]:
+        """Return the root."""
+        return "root", str(self._root.resolve())
+
+    def check(self) -> None:
+        """Raise UsageError for options out of range and for a root that cannot be written."""
+        self.spec()
+        config = self.config
+        bounds = {"buffer_bytes_max": 0, "tail_s": 0, "shard_bytes": limits.MIB, "threads": 0}
+        for name, least in bounds.items():
+            if not least <= (got := getattr(config, name)) < math.inf:
+                do = "remove it to use the default"
+                raise UsageError(
+                    explain(f"consumers.{self.instance}.{name}", got=got, expected=f"{least} or more", do=do)
+                )
+        if not config.root:
+            raise UsageError(explain(f"consumers.{self.instance}.root", got="", expected="the path of a directory"))
+        for name, only in _LAYOUT_OF.items():
+            got, default = getattr(config, name), getattr(_DEFAULTS, name)
+            if got != default and config.layout != only:
+                what, do = f"consumers.{self.instance}.{name}", f"set layout={only}, or remove it"
+                raise UsageError(explain(what, got=got, expected=f"{default} with {config.layout}", do=do))
+        if config.fsync == "seal" and config.layout != "sharded":
+            what, do = f"consumers.{self.instance}.fsync", "set layout=sharded, whose files are sealed"
+            raise UsageError(explain(what, got="seal", expected=f"true or false with {config.layout}", do=do))
+        if config.on_collision == "overwrite" and config.layout == "sharded":
+            what, do = (
+                f"consumers.{self.instance}.on_collision",
+                "a shard only grows; the latest capture is the one that is read",
+            )
+            raise UsageError(explain(what, got=config.on_collision, expected="error or suffix with sharded", do=do))
+        root = self._root
+        existing = next(path for path in (root, *root.parents) if os.path.lexists(path))
+        if not existing.is_dir():
+            raise self._bad_root(f"{existing}, which is not a directory")
+        try:
+            with tempfile.TemporaryFile(dir=existing):
+                pass
+        except OSError as e:
+            raise self._bad_root(f"{existing}: {e.strerror}") from e
+
+    def open(self, context: Context) -> None:
+        """Make the root, and clear away what dead writers left in it; raises RetryError, making none, when it was open before and its root is away."""
+        if self._context is not None and disk.is_away(self._root):
+            raise RetryError(disk.refused(self._root, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))))
+        self._context = context
+        config = self.config
+        workers = ThreadPoolExecutor(config.threads, "capflow-filesystem") if config.threads else None
+        work = WorkDir(self._root, fsync=bool(config.fsync), mode=int(config.mode, 8))
+        if config.layout == "sharded":
+            store: Store = ShardStore(
+                work,
+                compressed=config.compression == "zstd",
+                shard_bytes=config.shard_bytes,
+                sync_requests=config.fsync is True,
+            )
+        else:
+            store = Store(work, PackedFile if config.layout == "packed" else RequestFiles, workers)
+        try:
+            store.open()
+        except OSError as e:
+            raise self._bad_root(f"{e.filename or self._root}: {e.strerror or e}") from e
+        publisher = Publisher(store, config.on_collision, lambda: self._count("requests_failed"))
+        self._open = _Open(workers, store, publisher, Endings(publisher.write, publisher.publish))
+        self._open.endings.open()
+
+    def on_session(self, engine: str, model: ModelInfo) -> None:
+        """Remember the model's name for the sidecars."""
+        self._models[engine] = model
+
+    def on_engine_gone(self, engine: str) -> None:
+        """Forget its model."""
+        self._models.pop(engine, None)
+
+    def on_frame(self, frame: Frame) -> None:
+        """Copy the rows into the buffers of their requests; write the largest out when all exceed the bound.
+
+        Raises RetryError, having taken nothing of the frame, while the disk takes nothing, and FatalError when memory or descriptors run out in
+        the middle of the frame.
+        """
+        self._wait_for_disk()
+        if self._buffered_bytes + self._parts.endings.nbytes > self.config.buffer_bytes_max:
+            self._make_room()
+        for rows in frame.header.requests:
+            if (frame.header.engine, rows.id) not in self._requests:
+                self._parts.endings.wait(rows.id)
+        chunks = list(frame.chunks())
+        try:
+            self._take(frame, chunks)
+        except Exception as e:
+            if kind_of(e) != "retry":
+                raise
+            got, do = f"{type(e).__name__}: {e}", "the hub opens the consumer again and gives the rows again"
+            raise FatalError(explain("part of a frame was taken", got=got, do=do)) from e
+
+    def _take(self, frame: Frame, chunks: list[Chunk]) -> None:
+        """Copy the rows of a frame."""
+        previous: RequestRows | None = None
+        endings = self._parts.endings
+        frame_bytes = frame.nbytes
+        for chunk in chunks:
+            if chunk.request is not previous:
+                previous = chunk.request
+                request = self._request(frame, previous)
+                request.frames.add(frame.header)
+                if request.published is None:
+                    request.tokens.add(previous.start, previous.token_ids, previous.texts)
+            if request.error is None and request.published is None:
+                self._buffered_bytes += request.add(chunk, frame_bytes if 2 * chunk.rows.nbytes > frame_bytes else None)
+                if self._buffered_bytes + endings.nbytes > self.config.buffer_bytes_max:
+                    with contextlib.suppress(RetryError):  # the next call tries again, before it takes anything
+                        self._make_room()
+
+    def on_request_done(self, done: RequestDone) -> CaptureResult | Future[CaptureResult]:
+        """Begin to write what is left; what comes of it says what is in the data set. Raises RetryError while the disk takes nothing."""
+        endings = self._parts.endings
+        endings.make_room()
+        key = done.engine, done.request
+        request = self._requests.get(key)
+        if request is None:
+            endings.wait(done.request)
+            request = self._requests[key] = self._empty(done.engine)
+        if not request.appended:
+            self._append(request)
+        if request.published is None and request.error is None:
+            expected = expected_of(request.wanted, done)
+            counts = {site: sum(stop - start for start, stop in spans) for site, spans in expected.items()}
+            pieces = request.buffer.pieces()
+            try:
+                request.files.prepare(pieces, request.tokens, counts)
+            except OSError as e:
+                self._fail_or_raise(request, e)
+        nbytes = request.buffer.nbytes
+        request.buffer.take()
+        del self._requests[key]
+        self._buffered_bytes -= nbytes
+        if request.published is not None:
+            self._count("requests_again")
+            return result_of(*request.published)
+        if request.error is not None:
+            self._count("requests_failed")
+            return CaptureResult("error", request.error)
+        return endings.put(Over(request, done, expected, self._model(done.engine)), done.request, nbytes)
+
+    def close(self) -> None:
+        """Remove what is unfinished: no part of a request is ever published."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.endings.close()
+        if self._requests:
+            self._count("requests_unfinished", len(self._requests))
+            self._requests.clear()
+            self._buffered_bytes = 0
+        if opened is not None:
+            try:
+                opened.store.close()
+            finally:
+                if opened.workers is not None:
+                    opened.workers.shutdown()
+
+    def on_idle(self) -> None:
+        """Write the rows of running requests out, for who reads along. Raises RetryError while the disk takes nothing."""
+        self._wait_for_disk()
+        now = time.monotonic()
+        if self.config.layout == "per_file" and 0 < self.config.tail_s <= now - self._told_at:
+            self._told_at = now
+            for request in list(self._requests.values()):
+                if request.buffer.nbytes or not request.appended:
+                    self._append(request)
+
+    def _wait_for_disk(self) -> None:
+        """Raise RetryError while requests that are over cannot be written."""
+        if (trouble := self._parts.endings.trouble) is not None:
+            raise RetryError(str(trouble)) from (trouble.__cause__ or trouble)
+
+    def _request(self, frame: Frame, rows: RequestRows) -> FiledRequest:
+        header = frame.header
+        key = (header.engine, rows.id)
+        request = self._requests.get(key)
+        if request is None:
+            self._parts.endings.wait(rows.id)
+            wanted = frame.wants(rows) if frame.wants is not None else self._wanted(header.engine, rows)
+            request = FiledRequest(self._files(header.dtype, header.hidden_size, wanted), wanted)
+            request.published = self._published(header, rows.id)
+            request.files.about = self._about(header, rows, request.files) if self.config.layout == "per_file" else None
+            self._requests[key] = request
+        elif (request.files.dtype, request.files.hidden_size) != (header.dtype, header.hidden_size):
+            came = f"{header.dtype} rows of {header.hidden_size}"
+            had = f"{request.files.dtype} of {request.files.hidden_size}, as the request's first"
+            self._fail(request, explain("rows of another model", got=came, expected=had))
+        return request
+
+    def _published(self, header: FrameHeader, request: str) -> tuple[Path, layout.Sidecar] | None:
+        """Return where a request lies that this frame was written with, and its sidecar; None when there is none."""
+        for path, sidecar in self._parts.store.captures(header.engine, request):
+            mine = [s for s in sidecar.sources if (s.boot, s.rank) == (header.boot, header.rank)]
+            if mine and min(s.first for s in mine) <= header.seq <= max(s.last for s in mine):
+                return path, sidecar
+        return None
+
+    def _wanted(self, engine: str, rows: RequestRows) -> Wanted | None:
+        """Return what is wanted of a request where the frame does not say; None before the engine's model is known."""
+        model = self._models.get(engine)
+        if model is None:
+            return None
+        asked = None if rows.capture is None else rows.capture.of(self.instance)
+        specs = [spec for spec in (self.spec(), asked) if spec is not None]
+        try:
+            return join(spec.resolve(model.sites, num_layers=model.num_layers) for spec in specs)
+        except UsageError:  # the engine's to refuse; the number of rows is checked all the same
+            return None
+
+    def _empty(self, engine: str) -> FiledRequest:
+        """Return the request of which no row came."""
+        model = self._models.get(engine)
+        dtype, hidden_size = (model.dtype, model.hidden_size) if model else ("float32", 0)
+        return FiledRequest(self._files(dtype, hidden_size, None), None)
+
+    def _files(self, dtype: str, hidden_size: int, wanted: Wanted | None) -> RequestFiles:
+        dtypes = {site: name_of(want.dtype, dtype) for site, want in (wanted or {}).items()}
+        return self._parts.store.files(dtype, hidden_size, dtypes)
+
+    @property
+    def _parts(self) -> _Open:
+        assert self._open is not None, "not open"
+        return self._open
+
+    def _model(self, engine: str) -> str:
+        """Return the name of an engine's model, empty when it is not known."""
+        model = self._models.get(engine)
+        return model.name if model else ""
+
+    def _about(self, header: FrameHeader, rows: RequestRows, files: RequestFiles) -> About:
+        dtypes = {str(site): dtype for site, dtype in files.dtypes.items() if dtype != files.dtype}
+        name = self._model(header.engine)
+        return About(rows.id, header.engine, name, header.dtype, header.hidden_size, rows.prompt_length, dtypes)
+
+    def _make_room(self) -> None:
+        """Wait for requests that are over, and where that is not enough move rows of others to files."""
+        bound = self.config.buffer_bytes_max
+        endings = self._parts.endings
+        while (under_way := endings.nbytes) and self._buffered_bytes + under_way > bound:
+            endings.wait()
+        if self._buffered_bytes > bound:
+            self._write_out()
+
+    def _write_out(self) -> None:
+        """Move rows to files, largest requests first, until half of the bound is free."""
+        self._count("buffer_overflows")
+        for request in sorted(self._requests.values(), key=lambda request: request.buffer.nbytes, reverse=True):
+            if self._buffered_bytes <= self.config.buffer_bytes_max // 2:
+                return
+            self._append(request)
+
+    def _append(self, request: FiledRequest) -> None:
+        """Move a request's rows to files. Raises RetryError while the disk takes none; those that it did not take are kept."""
+        if request.appended:
+            request.appending_bytes = request.buffer.nbytes
+            request.appending, request.appended = request.buffer.take(), False
+        try:
+            request.files.append(request.appending, request.tokens)
+        except OSError as e:  # this request's, and not the one's whose frame is being handled
+            self._fail_or_raise(request, e)
+        self._buffered_bytes -= request.appending_bytes
+        request.appending, request.appended = {}, True
+
+    def _fail_or_raise(self, request: FiledRequest, error: OSError) -> None:
+        """Give up a request for what the file system says. Raises RetryError and FatalError instead where it may be written later."""
+        judged = disk.judged(self._root, error)
+        if judged is not error:
+            raise judged from error
+        self._fail(request, disk.refused(self._root, error))
+
+    def _fail(self, request: FiledRequest, error: str) -> None:
+        request.error = error
+        self._buffered_bytes -= request.buffer.nbytes
+        request.buffer.take()
+        request.files.discard()
+
+    def _bad_root(self, got: str) -> UsageError:
+        expected = "a directory that can be made and written"
+        return UsageError(explain(f"consumers.{self.instance}.root", got=got, expected=expected))
+
+    def _count(self, name: str, amount: int = 1) -> None:
+        if self._context is not None:
+            self._context.count(name, amount)
+
+
+@hookimpl
+def capflow_consumers() -> list[type[Consumer]]:
+    """Bring the filesystem consumer."""
+    return [FilesystemConsumer]

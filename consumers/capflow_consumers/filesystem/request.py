@@ -1,0 +1,72 @@
+"""What the filesystem consumer knows of one request: its rows that are in memory, and where they go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from capflow.capture.frame import Chunk
+from capflow.capture.site import Site
+from capflow.capture.spec import Wanted
+from capflow_consumers.dataset import layout
+from capflow_consumers.dataset.rows import Piece, RowBuffer, TokenLog
+from capflow_consumers.dataset.stored_dtype import converted
+from capflow_consumers.filesystem.files import RequestFiles
+from capflow_consumers.framelog import FrameLog
+
+
+class FiledRequest:
+    """One request from its first row to its result.
+
+    error: why its rows are no longer taken. published: where it lies already, from before this consumer was opened, and its sidecar; then
+    it is given once more, and its rows are not taken either.
+    """
+
+    __slots__ = (
+        "appended",
+        "appending",
+        "appending_bytes",
+        "buffer",
+        "dtypes",
+        "error",
+        "files",
+        "frames",
+        "published",
+        "tokens",
+        "wanted",
+    )
+
+    def __init__(self, files: RequestFiles, wanted: Wanted | None) -> None:
+        self.files = files
+        self.wanted = wanted
+        self.buffer = RowBuffer()
+        self.appending: dict[Site, list[Piece]] = {}  # rows out of the buffer that the disk refused for now
+        self.appending_bytes = 0  # of these, as the buffer counted them
+        self.appended = True  # whether nothing is to be appended again
+        self.tokens = TokenLog()
+        self.error: str | None = None
+        self.frames = FrameLog()
+        self.published: tuple[Path, layout.Sidecar] | None = None
+        self.dtypes: dict[tuple[Site, ...], dict[str, list[int]]] = {}  # of a chunk's sites, by index; see `add`
+
+    def add(self, chunk: Chunk, held_bytes: int | None) -> int:
+        """Take a chunk's rows, each in the dtype that it is stored in; return by how much the buffer grew.
+
+        held_bytes: of the memory that they are in, where it is to be kept.
+        """
+        files, sites = self.files, chunk.sites
+        kinds = self.dtypes.get(sites)
+        if kinds is None:
+            kinds = self.dtypes[sites] = {}
+            for index, site in enumerate(sites):
+                kinds.setdefault(files.dtype_of(site), []).append(index)
+        grown = 0
+        for dtype, indices in kinds.items():
+            whole = len(indices) == len(sites)
+            mine = sites if whole else tuple(sites[index] for index in indices)
+            rows = chunk.rows if whole else chunk.rows[indices]
+            if dtype != files.dtype:
+                rows, overflowed = converted(rows, dtype)
+                files.rows_overflowed.update(dict(zip(mine, overflowed.tolist(), strict=True)))
+            held = rows.nbytes if rows.base is None else held_bytes
+            grown += self.buffer.add(mine, chunk.start, rows, held)
+        return grown

@@ -1,0 +1,270 @@
+"""Layout `sharded`: where the requests of one writer go, shard after shard.
+
+    ROOT/.partial-…/shard~N-….parquet    a shard that is written, an Arrow stream
+    ROOT/shard~N-….parquet               a sealed one, a Parquet file
+    ROOT/.restored-…/                    a copy of a shard that was removed or moved while it was written, until it is sealed
+
+What always holds: a name under the root is that of a whole Parquet file; a shard whose writer died has in it what was committed, and
+is sealed by the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from capflow.capture.frame import DTYPES
+from capflow.capture.site import Site
+from capflow.errors import CapflowError, explain
+from capflow_consumers.dataset import disk, layout
+from capflow_consumers.dataset.rows import Piece, TokenLog
+from capflow_consumers.dataset.shards.file import EncodedBatch, ShardFile, batches_of
+from capflow_consumers.dataset.shards.reader import PATTERN, site_digest
+from capflow_consumers.dataset.shards.recovery import publish
+from capflow_consumers.dataset.shards.seal import Entry
+from capflow_consumers.dataset.shards.stream import Kind
+from capflow_consumers.filesystem.files import RequestFiles, SiteRows
+
+logger = logging.getLogger("capflow.consumer")
+
+RESTORED_PREFIX = ".restored-"
+
+_NUMBER = re.compile(r"shard~(\d+)-")
+
+
+class ShardWriter:
+    """The shards that one writer has open, one for each kind of rows. directory: the writer's hidden one; root: where sealed ones go."""
+
+    def __init__(
+        self,
+        root: Path,
+        directory: Path,
+        *,
+        compressed: bool,
+        bytes_max: int,
+        sync: bool,
+        sync_seals: bool,
+        mode: int,
+    ) -> None:
+        self.root = root
+        self.directory = directory
+        self.compressed = compressed
+        self.bytes_max = bytes_max
+        self.sync = sync
+        self.sync_seals = sync_seals
+        self.mode = mode
+        self._held: dict[str, list[tuple[ShardFile, layout.Sidecar]]] = {}  # what is in shards not sealed, by request
+        self._open: dict[Kind, ShardFile] = {}
+        self.seals = 0  # how many shards were sealed
+        self._unsealed: list[ShardFile] = []  # of which nothing more can be made now
+
+    def shard(self, kind: Kind) -> ShardFile:
+        """Return the shard that takes rows of a kind; raises OSError."""
+        shard = self._open.get(kind)
+        if shard is None:
+            number = 1 + max((int(found[1]) for name in self._names() if (found := _NUMBER.match(name))), default=0)
+            path = self.directory / f"shard~{number:06d}-{secrets.token_hex(3)}.parquet"
+            shard = ShardFile(path, kind, self.mode)
+            shard.create()
+            if self.sync:
+                disk.sync(self.directory)
+                disk.sync(self.root)
+            self._open[kind] = shard
+        return shard
+
+    def commit(self, shard: ShardFile, sidecar: layout.Sidecar, text: bytes) -> Path:
+        """Make what was put a request; return where it will be, once it is settled. Raises OSError."""
+        shard.commit(sidecar.request, sidecar.engine, text)
+        self._held.setdefault(sidecar.request, []).append((shard, sidecar))
+        if shard.end >= self.bytes_max:
+            self._give_up(shard)
+        return self.root / shard.path.name
+
+    def settle(self) -> dict[Path, OSError]:
+        """Get what was committed onto the disk, where that is wanted; return of which shards that failed, whose latest requests are lost."""
+        failed = {}
+        for shard in [*self._open.values(), *self._unsealed]:
+            if shard.unsettled:
+                try:
+                    shard.settle(sync=self.sync)
+                except OSError as e:
+                    failed[self.root / shard.path.name] = e
+                    self._take_back(shard)
+        return failed
+
+    def seal(self) -> bool:
+        """Seal the shards that are large enough; return whether any was."""
+        sealed = self.seals
+        self._seal_all()
+        return self.seals > sealed
+
+    def captures(self, request: str) -> Iterator[tuple[Path, layout.Sidecar]]:
+        """Yield the captures of a request in shards that are not sealed, and where they will be."""
+        for shard, sidecar in self._held.get(request, ()):
+            yield self.root / shard.path.name, sidecar
+
+    def cut(self, shard: ShardFile) -> None:
+        """Take away what was put and not committed, or take nothing more into the shard."""
+        try:
+            shard.cut()
+            shard.check()
+        except OSError:
+            self._give_up(shard)
+
+    def close(self) -> bool:
+        """Seal what is open; return whether nothing is left that the next writer must seal.
+
+        Raises CapflowError when the rows of a shard that somebody removed or moved could not be put back.
+        """
+        for shard in list(self._open.values()):
+            self._give_up(shard)
+        self._seal_all()
+        lost = [shard for shard in self._unsealed if shard.requests and not shard.may_be_named()]
+        for shard in self._unsealed:
+            shard.close()
+        if lost:
+            requests = sum(len(shard.requests) for shard in lost)
+            got = f"{requests} requests in {', '.join(shard.path.name for shard in lost)}"
+            what = "shards that were removed or moved while they were written and cannot be put back"
+            raise CapflowError(explain(what, got=got, do="the log says why"))
+        return not self._unsealed
+
+    def _take_back(self, shard: ShardFile) -> None:
+        for request, _, _ in shard.unsettled:
+            self._drop(request, shard)
+        try:
+            shard.take_back()
+        except OSError:
+            self._give_up(shard)
+
+    def _drop(self, request: str, shard: ShardFile) -> None:
+        self._held[request] = [held for held in self._held.get(request, ()) if held[0] is not shard]
+        if not self._held[request]:
+            del self._held[request]
+
+    def _give_up(self, shard: ShardFile) -> None:
+        if self._open.get(shard.kind) is shard:
+            del self._open[shard.kind]
+            self._unsealed.append(shard)
+
+    def _seal_all(self) -> None:
+        for shard in list(self._unsealed):
+            try:
+                self._publish(shard)
+            except (OSError, ValueError, BufferError) as e:  # the last where a map of what is damaged is still held
+                why = e.strerror if isinstance(e, OSError) and e.strerror else e
+                text = "%s cannot be sealed: %s; it is tried again, and by the next hub while the file is there"
+                logger.error(text, shard.path, why)
+                continue
+            shard.close()
+            self._unsealed.remove(shard)
+            self.seals += 1
+            for request, _, _ in shard.requests:
+                self._drop(request, shard)
+
+    def _publish(self, shard: ShardFile) -> None:
+        """Seal a shard. One that somebody removed or moved is copied first, from the descriptor that is left of it. Raises as `publish` does."""
+        entries = [Entry(*request) for request in shard.requests]
+        if shard.is_named():
+            publish(shard.path, shard.end, entries, self.root, sync=self.sync_seals)
+        elif entries:
+            text = "%s was removed or moved while it was written; its %d requests are put back"
+            logger.error(text, shard.path, len(entries))
+            with tempfile.TemporaryDirectory(prefix=RESTORED_PREFIX, dir=self.root) as directory:
+                path = Path(directory) / shard.path.name
+                shard.copy(path)
+                publish(path, shard.end, entries, self.root, sync=self.sync_seals)
+
+    def _names(self) -> Iterator[str]:
+        for directory in (self.root, self.directory):
+            yield from (path.name for path in directory.glob(PATTERN))
+
+
+class ShardRows(RequestFiles):
+    """A request whose rows come into a shard when it is over; those that come early wait in files of their sites."""
+
+    kept_as: ClassVar[layout.Layout] = "sharded"
+    _kind: Kind  # from `prepare` to `write`, as are these
+    _batches: list[EncodedBatch]
+    _entries: list[layout.SiteFile]
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: str,
+        hidden_size: int,
+        dtypes: Mapping[Site, str],
+        *,
+        fsync: bool,
+        shards: ShardWriter,
+    ) -> None:
+        super().__init__(path, dtype, hidden_size, dtypes, fsync=fsync, mode=shards.mode)
+        self.shard: ShardFile | None = None  # that has rows of it, which are not committed
+        self._shards = shards
+
+    def _prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
+        sites = list(self._gathered(pieces, tokens))
+        dtypes = {self.dtype_of(found.site) for found in sites} or {self.dtype}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"  # which holds every number of the others
+        self._kind = kind = Kind(dtype, self.hidden_size or 1, self._shards.compressed)
+        parts = [self._as(dtype, found) for found in sites]
+        positions = np.concatenate([np.zeros(0, np.int32), *(found.positions for found in sites)]).astype(np.int32)
+        token_ids = np.concatenate([np.zeros(0, np.int32), *(found.token_ids for found in sites)])
+        self._batches = list(batches_of(kind, parts, positions, token_ids))
+        hashes = np.concatenate([np.zeros(0, np.uint64), *(batch.hashes for batch in self._batches)])
+        self._entries = []
+        begin = 0
+        for found in sites:
+            end = begin + len(found.positions)
+            digest = site_digest(positions[begin:end], token_ids[begin:end], hashes[begin:end])
+            wanted, overflowed = expected.get(found.site), self.rows_overflowed[found.site]
+            size = (end - begin) * kind.row_bytes
+            self._entries.append(
+                layout.SiteFile(*found.site, "", end - begin, wanted, size, digest, dtype, overflowed, begin)
+            )
+            begin = end
+
+    def write(self) -> list[layout.SiteFile]:
+        """Put the rows into a shard; return what they are. Raises OSError."""
+        shard = self.shard = self._shards.shard(self._kind)
+        for batch in self._batches:
+            shard.put(batch)
+        return [msgspec.structs.replace(entry, file=shard.path.name) for entry in self._entries]
+
+    def release(self) -> None:
+        """Let go of what was prepared: it is written."""
+        self._batches = []
+
+    def discard(self) -> None:
+        """Take the rows out of the shard."""
+        super().discard()
+        self.undo()
+
+    def undo(self) -> None:
+        """Take the rows out of the shard that are not committed."""
+        if self.shard is not None:
+            self._shards.cut(self.shard)
+            self.shard = None
+
+    def commit(self, sidecar: layout.Sidecar, text: bytes) -> Path:
+        """Make the rows that were put a request of their shard; return the name that this will have. Raises OSError."""
+        assert self.shard is not None
+        path = self._shards.commit(self.shard, sidecar, text)
+        self.shard = None
+        super().discard()
+        return path
+
+    def _as(self, dtype: str, found: SiteRows) -> list[Any]:
+        """Return a site's rows as bytes of a dtype."""
+        mine = self.dtype_of(found.site)
+        if mine == dtype:
+            return found.parts
+        return [part.view(DTYPES[mine]).astype(DTYPES[dtype]).view(np.uint8) for part in found.parts]

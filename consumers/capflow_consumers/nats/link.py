@@ -1,0 +1,326 @@
+"""The link to NATS: a connection with an event loop and a thread of its own, which stores messages in one JetStream stream.
+
+Invariant: when `store` returns, the server has acknowledged every message of it. Messages on one subject are stored in
+their order, each when the one before is; on different subjects together, at most `UNDER_WAY_MAX` at a time.
+
+No method waits for a server that is away: it raises RetryError, at the latest `ACK_S` after it asked. A message that is sent again has the
+same id, by which the server takes it once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import nats
+import nats.errors
+from nats.aio.client import Client
+from nats.js import JetStreamContext, api
+from nats.js import errors as js_errors
+
+from capflow.errors import CapflowError, RetryError, UsageError, explain
+from capflow_consumers.nats.login import NatsLogin
+from capflow_consumers.nats.messages import OVERHEAD_BYTES, PART_BYTES_MAX, Message
+
+logger = logging.getLogger("capflow.consumer.nats")
+
+CONNECT_S = 5.0
+ACK_S = 5.0
+UNDER_WAY_MAX = 16  # messages
+_PAUSE_S = 0.1  # between attempts of the client to connect
+_CANCELS_MAX = 20
+_BUFFER_BYTES = 2 * UNDER_WAY_MAX * (PART_BYTES_MAX + OVERHEAD_BYTES)  # the client's, while the server is away
+_DUPLICATES_S = 600.0  # of a stream that is made here
+
+_AWAY = (
+    nats.errors.TimeoutError,
+    nats.errors.ConnectionClosedError,
+    nats.errors.ConnectionReconnectingError,
+    nats.errors.OutboundBufferLimitError,
+    nats.errors.StaleConnectionError,
+    nats.errors.NoRespondersError,
+    js_errors.NoStreamResponseError,
+    js_errors.ServiceUnavailableError,
+    OSError,
+)
+
+_T = TypeVar("_T")
+
+
+class RefusedError(CapflowError):
+    """The server will not store a message."""
+
+
+class _AwayError(Exception):
+    """The server does not answer, or has no room: it may later. errno: the reason in the words of the system."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.errno = code
+
+
+class NatsLink:
+    """One connection, from `open` to `close`; its methods block, and are called on one thread.
+
+    give_up_s: for how long after the first RetryError a server that is away raises more of them; None for ever.
+    """
+
+    def __init__(
+        self, servers: Iterable[str], stream: str, login: NatsLogin, *, give_up_s: float | None, where: str
+    ) -> None:
+        self._servers = list(servers)
+        self._login = login
+        self._stream = stream
+        self._give_up_s = give_up_s
+        self._where = where
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="capflow-nats-link", daemon=True)
+        self._client = Client()  # replaced when it gave up; the loop's, like everything below
+        self._js: JetStreamContext | None = None
+        self._said = ""  # what the server said last that was wrong
+        self._denied = ""  # that a right is missing, or that capflow may not in
+        # When the call that is made again raised RetryError first, on the monotonic clock.
+        self._away_since: float | None = None
+        self.reconnects = 0
+        self.stored = 0  # messages that the server acknowledged
+
+    def open(self, subjects: str, *, create: bool) -> None:
+        """Connect, and see to the stream; raises UsageError, or CapflowError when the server does not answer."""
+        self._thread.start()
+        try:
+            self._call(self._open(subjects, create=create))
+        except BaseException:
+            self.close()
+            raise
+
+    def store(self, messages: Iterable[Message]) -> dict[str, str]:
+        """Store messages; return, by subject, why a message will never be stored. The messages behind it on that subject are not sent.
+
+        Raises RetryError while the server is away or the stream is full; some of the messages may be stored then. A call that returns, if
+        only of no messages, ends what `give_up_s` counts.
+        """
+        return self._call(self._store(messages))
+
+    def last(self, subject: str) -> dict[str, str] | None:
+        """Return the headers of the last message on a subject; None when there is none.
+
+        Raises RetryError while the server is away, and CapflowError when it refuses or has been away for `give_up_s`.
+        """
+        return self._call(self._last(subject))
+
+    def close(self) -> None:
+        """Leave the server and end the thread."""
+        with contextlib.suppress(Exception):
+            self._call(_within(self._client.close(), CONNECT_S))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    # The loop's thread.
+
+    async def _open(self, subjects: str, *, create: bool) -> None:
+        await self._connect()
+        config = await self._found(create, subjects)
+        if not any(_covers(pattern, subjects) for pattern in config.subjects or []):
+            raise self._wrong(
+                "stream", f"{self._stream} with {', '.join(config.subjects or [])}", f"one with {subjects}"
+            )
+        if config.no_ack:
+            raise self._wrong("stream", f"{self._stream}, which acknowledges nothing", "one without no_ack")
+        if config.storage == api.StorageType.MEMORY:
+            logger.warning("stream %s is in memory: what it holds is gone when the server is", self._stream)
+        if self._client.max_payload < PART_BYTES_MAX + OVERHEAD_BYTES:
+            expected = f"{PART_BYTES_MAX + OVERHEAD_BYTES} or more"
+            raise self._wrong("servers", f"a server with max_payload {self._client.max_payload}", expected)
+
+    async def _connect(self) -> None:
+        self._denied = self._said = ""
+        try:
+            self._client = await _within(
+                nats.connect(
+                    self._servers,
+                    name="capflow",
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=_PAUSE_S,
+                    pending_size=_BUFFER_BYTES,
+                    error_cb=self._on_error,
+                    reconnected_cb=self._on_reconnected,
+                    allow_reconnect=True,
+                    **self._login.options(self._where),
+                ),
+                CONNECT_S,
+            )
+        except (TimeoutError, nats.errors.Error, OSError, ValueError) as e:
+            got = self._denied or self._said or str(e) or "no answer"
+            servers = ", ".join(map(_shown, self._servers))
+            what = f"{self._where}.servers: {servers}"
+            raise CapflowError(explain(what, got=got, expected="a NATS server that lets capflow in")) from e
+        self._js = self._client.jetstream(timeout=ACK_S)
+
+    async def _found(self, create: bool, subjects: str) -> api.StreamConfig:
+        """Return the stream's configuration, of one made here if need be."""
+        js = self._stream_api()
+        found = None
+        try:
+            with contextlib.suppress(js_errors.NotFoundError):
+                found = await js.stream_info(self._stream)
+            if found is None and create:
+                found = await js.add_stream(name=self._stream, subjects=[subjects], duplicate_window=_DUPLICATES_S)
+        except js_errors.ServiceUnavailableError as e:
+            expected = "a server with JetStream (nats-server --jetstream)"
+            raise self._wrong("servers", _of(e), expected) from e
+        except (nats.errors.Error, ValueError) as e:
+            raise self._wrong("stream", f"{self._stream}: {self._denied or _of(e)}", "one that can be used") from e
+        if found is None:
+            raise self._wrong("stream", self._stream, "a stream that is there; make it, or add create=true")
+        return found.config
+
+    async def _store(self, messages: Iterable[Message]) -> dict[str, str]:
+        by_subject: dict[str, list[Message]] = {}
+        for message in messages:
+            by_subject.setdefault(message.subject, []).append(message)
+        room = asyncio.Semaphore(UNDER_WAY_MAX)
+
+        async def store_all(subject: str) -> Exception | None:
+            async with room:
+                for message in by_subject[subject]:
+                    try:
+                        await self._store_one(message)
+                    except (CapflowError, js_errors.NotFoundError, _AwayError) as e:
+                        return e
+            return None
+
+        errors = dict(zip(by_subject, await asyncio.gather(*map(store_all, by_subject)), strict=True))
+        away = next((error for error in errors.values() if isinstance(error, _AwayError)), None)
+        given_up = None if away is None else self._give_up(away)
+        self._over()
+        return {
+            subject: str(given_up if isinstance(error, _AwayError) else error)
+            for subject, error in errors.items()
+            if error is not None
+        }
+
+    async def _store_one(self, message: Message) -> None:
+        """Return when the message is acknowledged. Raises _AwayError, and CapflowError when it never will be."""
+        await self._ask(
+            lambda js: js.publish(message.subject, message.body, stream=self._stream, headers={**message.headers}),
+            message.subject,
+        )
+        self.stored += 1
+
+    async def _last(self, subject: str) -> dict[str, str] | None:
+        try:
+            found = await self._ask(lambda js: js.get_last_msg(self._stream, subject), subject)
+        except js_errors.NotFoundError:
+            return None
+        except _AwayError as e:
+            raise self._give_up(e) from e
+        return dict(found.headers or {})
+
+    async def _ask(self, ask: Callable[[JetStreamContext], Awaitable[_T]], subject: str) -> _T:
+        """Ask the server once. Raises _AwayError when it may answer later, RefusedError when it refuses, and NotFoundError."""
+        self._denied = ""
+        if self._client.is_closed:
+            try:
+                await self._connect()
+            except CapflowError as e:
+                raise _AwayError(str(e), errno.ENOTCONN) from e
+        if not self._client.is_connected:  # or the client would keep a copy of the message at each attempt
+            raise _AwayError(self._said or "no connection", errno.ENOTCONN)
+        try:
+            return await ask(self._stream_api())
+        except js_errors.NotFoundError:
+            raise
+        except _AWAY as e:
+            if self._denied:
+                raise RefusedError(explain(subject, got=self._denied, expected="the right to use it")) from e
+            is_full = _of(e).startswith("maximum ")
+            late = isinstance(e, TimeoutError | nats.errors.TimeoutError)
+            code = errno.ENOSPC if is_full else errno.ETIMEDOUT if late else errno.ENOTCONN
+            raise _AwayError(_of(e), code) from e
+        except js_errors.APIError as e:
+            raise RefusedError(explain(f"stream {self._stream}", got=_of(e))) from e
+
+    def _give_up(self, away: _AwayError) -> CapflowError:
+        """Return the error of a server that was away for `give_up_s`. Raises RetryError before."""
+        now = time.monotonic()
+        self._away_since = now if self._away_since is None else self._away_since
+        away_s = now - self._away_since
+        full = "give the stream room, or have it discard old messages"
+        do = full if away.errno == errno.ENOSPC else ""
+        why = explain(f"stream {self._stream} took nothing for {away_s:.1f} s", got=str(away), do=do)
+        if self._give_up_s is None or away_s < self._give_up_s:
+            raise RetryError(why) from OSError(away.errno, os.strerror(away.errno))
+        self._over()  # what comes next is tried for as long
+        return CapflowError(why)
+
+    def _over(self) -> None:
+        """Note that the call in hand is not made again."""
+        self._away_since = None
+
+    def _stream_api(self) -> JetStreamContext:
+        assert self._js is not None
+        return self._js
+
+    async def _on_error(self, error: Exception) -> None:
+        self._said = _of(error)
+        if "violation" in self._said.lower():  # of permissions, or of authorization
+            self._denied = self._said
+
+    async def _on_reconnected(self) -> None:
+        self.reconnects += 1
+        self._said = ""
+
+    def _wrong(self, field: str, got: str, expected: str) -> UsageError:
+        return UsageError(explain(f"{self._where}.{field}", got=got, expected=expected))
+
+
+def _of(error: Exception) -> str:
+    """Return what an error of the client's says."""
+    said = getattr(error, "description", None) or str(error)
+    return str(said) or type(error).__name__
+
+
+def _shown(server: str) -> str:
+    """Return a server's address without the password in it."""
+    parts = urlsplit(server)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+async def _within(doing: Coroutine[Any, Any, _T], seconds: float) -> _T:
+    """Return what a coroutine does; raise TimeoutError when it takes longer.
+
+    `asyncio.wait_for` waits on for one that takes no notice of its end, and the client, which tries for ever, may not (https://github.com/python/cpython/issues/86296).
+    """
+    task = asyncio.ensure_future(doing)
+    await asyncio.wait({task}, timeout=seconds)
+    if task.done():
+        return task.result()
+    for _ in range(_CANCELS_MAX):
+        task.cancel()
+        await asyncio.wait({task}, timeout=_PAUSE_S)
+        if task.done():
+            break
+    raise TimeoutError
+
+
+def _covers(pattern: str, subjects: str) -> bool:
+    """Return whether a stream's subject takes every one of `PREFIX.>`."""
+    have, want = pattern.split("."), subjects.split(".")
+    for index, part in enumerate(have):
+        if part == ">":
+            return index < len(want)
+        if index >= len(want) or want[index] == ">" or part not in ("*", want[index]):
+            return False
+    return False

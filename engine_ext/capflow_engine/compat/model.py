@@ -1,0 +1,282 @@
+"""A model's layers as vLLM makes them: found in a model that is loaded, and learned from a configuration before one is.
+
+Verified with vLLM 0.32.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from capflow.capture.model import ModelInfo
+from capflow.capture.site import HOOKS, Site
+from capflow.errors import CapflowError, UsageError, explain
+from capflow_engine.compat import engine as compat
+from capflow_engine.compat import forked
+from capflow_engine.settings import Tapped
+from capflow_engine.structure import Place, Structure, UnclearError, large_on_meta, resolve
+
+
+def check_model(engine_args: Any, patterns: Iterable[str]) -> Tapped:
+    """Return a model's number of layers and the sites that patterns name, from its configuration alone.
+
+    Raises UsageError for a model that cannot be found or followed, sites that it does not have, or arguments that
+    `compat.check_arguments` refuses, before anything starts.
+    """
+    compat.check_arguments(engine_args)
+    layers = structures(engine_args)
+    return Tapped.of(patterns, layers)
+
+
+def structures(engine_args: Any) -> tuple[Structure, ...]:
+    """Return the structure of each decoder layer of a model, from its configuration alone.
+
+    A child process makes the model without weights: making one changes classes and caches of vLLM and Transformers.
+
+    Raises UsageError for a model that cannot be found, and for one of unknown structure, and CapflowError when the child fails.
+    """
+    import torch
+
+    if torch.cuda.is_initialized():  # which no child that is forked survives
+        return _structures(engine_args, lambda _: None)
+
+    def work(say: forked.Say) -> tuple[Structure, ...]:
+        logging.disable(logging.WARNING)  # the engine says it all again
+        torch._C.set_num_threads(1)  # OpenMP's other threads stayed with the parent; vLLM disables the public function
+        return _structures(engine_args, say)
+
+    return forked.result_of(work, f"model {engine_args.model}: reading its structure")
+
+
+def _structures(engine_args: Any, say: forked.Say) -> tuple[Structure, ...]:
+    single = copy.copy(engine_args)
+    single.tensor_parallel_size = single.pipeline_parallel_size = single.data_parallel_size = 1
+    single.distributed_executor_backend = single.speculative_config = None
+    single.additional_config, single.worker_cls, single.scheduler_cls = {}, "auto", None
+    single.enforce_eager = True
+    say("reading its configuration")
+    with explaining(engine_args.model):
+        config = single.create_engine_config()
+    model_config = config.model_config
+    num_layers = model_config.get_total_num_hidden_layers()
+    say("making it without weights")
+    try:
+        with _skeleton(config) as model:
+            found = []
+            for number, layer in decoder_layers(model, num_layers):
+                say(f"reading layer {number} of {num_layers}")
+                found.append(structure_of(layer, model_config.dtype))
+            return in_one_scale(tuple(found))
+    except CapflowError as e:
+        raise UsageError(str(e)) from e
+    except Exception as e:  # whatever vLLM's model raises where it cannot be made
+        got = f"{type(e).__name__}: {_first_line(e)}"
+        raise UsageError(explain(f"model {engine_args.model}: vLLM cannot make it here", got=got)) from e
+
+
+@contextlib.contextmanager
+def explaining(model: str) -> Iterator[None]:
+    """Raise UsageError, which says what is wrong with a model's name or files, in the place of the errors of other libraries."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (OSError, ValueError, AttributeError, KeyError) as e:
+        raise UsageError(_what_is_wrong(str(model), _first_line(e))) from e
+
+
+def _what_is_wrong(model: str, said: str) -> str:
+    """Return why a model cannot be read. said: the error of the library that tried."""
+    name, path = f"model {model}", Path(model).expanduser()
+    expected = "a directory with a config.json, or the name of a model that can be fetched"
+    config = path / "config.json"
+    if not model.strip():
+        return explain("model", got=model, expected=expected)
+    if path.is_file():
+        return explain(name, got="a file", expected=expected)
+    if path.is_dir():
+        if not config.is_file():
+            return explain(name, got="a directory without config.json", expected=expected)
+        try:
+            fields = json.loads(config.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as e:
+            return explain(str(config), got=f"{type(e).__name__}: {e}", expected="a JSON object")
+        if not isinstance(fields, dict):
+            return explain(str(config), got=fields, expected="a JSON object")
+        return explain(f"{name}: vLLM refuses it: {said}")
+    if not _NAME.fullmatch(model):
+        return explain(name, got="no such directory", expected=expected)
+    offline = any(
+        os.environ.get(variable, "0") not in ("", "0") for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    )
+    do = "HF_HUB_OFFLINE is set: unset it, or take a model that is in the cache" if offline else ""
+    return explain(name, got=said, expected=expected, do=do)
+
+
+_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+"""A model's name on a hub: `owner/name`, or `name`."""
+
+_SAID_LENGTH_MAX = 300
+
+
+def _first_line(e: Exception) -> str:
+    """Return what an exception says, on one line; of a pydantic one, its first complaint."""
+    errors = getattr(e, "errors", None)
+    text = str(errors()[0].get("msg", e)) if callable(errors) and errors() else str(e)
+    line = next((line.strip() for line in text.splitlines() if line.strip()), type(e).__name__)
+    return line.removeprefix("Value error, ")[:_SAID_LENGTH_MAX]
+
+
+@contextlib.contextmanager
+def _skeleton(vllm_config: Any) -> Iterator[Any]:
+    """Yield the model of a configuration without its weights, on the meta device."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.network_utils import get_open_port
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    mine = not torch.distributed.is_initialized()
+    shared = rotary_embedding._ROPE_DICT  # vLLM gives models of one process the same ones; none may come from here
+    before = dict(shared)
+    try:
+        shared.clear()
+        with set_current_vllm_config(vllm_config):
+            if mine:
+                init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
+                ensure_model_parallel_initialized(1, 1)
+            with set_default_torch_dtype(vllm_config.model_config.dtype):
+                try:
+                    with torch.device("meta"):
+                        model = initialize_model(vllm_config)
+                except NotImplementedError as e:
+                    if "meta tensor" not in str(e):
+                        raise
+                    # Its constructor reads a tensor, which has to exist for that.
+                    vllm_config.compilation_config.static_forward_context.clear()
+                    shared.clear()
+                    with large_on_meta():
+                        model = initialize_model(vllm_config)
+            yield model
+    finally:
+        shared.clear()
+        shared.update(before)
+        if mine:
+            destroy_model_parallel()
+            destroy_distributed_environment()
+
+
+def decoder_layers(model: Any, num_layers: int) -> list[tuple[int, Any]]:
+    """Return the decoder layers that this worker owns, with their numbers in the whole model.
+
+    Raises CapflowError unless the model holds exactly one list of `num_layers` layers that mix tokens.
+    """
+    from torch import nn
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+    ]
+    if len(lists) > 1:  # encoders of images and sound have layers too, but keep no cache
+        lists = [(name, module) for name, module in lists if any(map(mixes_tokens, module.modules()))]
+    if len(lists) > 1:  # a slice of a list is one more list of the same layers
+        lists = list({tuple(map(id, module)): (name, module) for name, module in reversed(lists)}.values())
+    if len(lists) != 1:
+        found = ", ".join(name for name, _ in lists) or "none"
+        raise CapflowError(
+            explain(
+                f"{type(model).__name__}: cannot find the decoder layers",
+                got=f"lists of {num_layers} layers: {found}",
+                expected="exactly one",
+            )
+        )
+    return [(n, layer) for n, layer in enumerate(lists[0][1]) if not isinstance(layer, PPMissingLayer)]
+
+
+def mixes_tokens(module: Any) -> bool:
+    """Return whether a module is the core of attention, or of a state-space layer: what keeps a cache."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    return isinstance(module, AttentionLayerBase)
+
+
+def divided_by(module: Any) -> float:
+    """Return by what a module divides what it returns in float16, and not in float32.
+
+    vLLM multiplies what routed experts return by a factor; in float16 it divides what shared experts return instead, and
+    leaves it to the decoder layer to divide the rest.
+    """
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+    runners = [part for part in module.modules() if isinstance(part, MoERunner)]
+    return float(next((r.routed_scaling_factor for r in runners if r.shared_experts is not None), 1.0))
+
+
+def structure_of(layer: Any, dtype: Any) -> Structure:
+    """Return the structure of a decoder layer.
+
+    Raises CapflowError naming the layer's class when it cannot be followed.
+    """
+    import torch
+
+    try:
+        return resolve(layer, dtype, mixes_tokens, divided_by if dtype == torch.float16 else lambda _: 1.0)
+    except UnclearError as e:
+        raise CapflowError(
+            explain(f"{type(layer).__name__}: unknown structure of a decoder layer", got=str(e)),
+        ) from e
+
+
+def in_one_scale(layers: tuple[Structure, ...]) -> tuple[Structure, ...]:
+    """Return the layers of a model, each of which takes the stream as often as the one before returns it, the first one once.
+
+    Raises CapflowError otherwise: then it is not known how often a layer's input is the stream.
+    """
+    scale = 1.0
+    for number, layer in enumerate(layers):
+        if not math.isclose(layer.taken, scale, rel_tol=1e-6):
+            expected = f"{scale:g} times it, as what comes before returns it"
+            raise CapflowError(
+                explain(
+                    f"layer {number}: its part of the stream",
+                    got=f"{layer.taken:g} times the stream",
+                    expected=expected,
+                )
+            )
+        scale = layer.given
+    return layers
+
+
+def owned_sites(model: Any, info: ModelInfo, dtype: Any) -> Iterator[tuple[Site, Any, Place]]:
+    """Yield each tapped site that this worker owns, with its layer and its place in it.
+
+    Raises CapflowError for a site that the model, as it was loaded here, does not have.
+    """
+    tapped = set(info.sites)
+    for number, layer in decoder_layers(model, info.num_layers):
+        structure = structure_of(layer, dtype)
+        for hook in HOOKS:
+            if (site := Site(number, hook)) not in tapped:
+                continue
+            if hook not in structure.places:
+                raise CapflowError(
+                    explain(f"site {site}", got=structure.missing[hook], expected="a site of the model as it is loaded")
+                )
+            yield site, layer, structure.places[hook]

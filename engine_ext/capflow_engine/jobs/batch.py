@@ -1,0 +1,140 @@
+"""The model job: runs a file of prompts through a tapped engine; the child process of `capflow run --model`.
+
+Its parent is the hub, which it tells, as `capflow_engine.jobs.child` says, of `preparing`, `loading`, `model` and `ready`, then of
+each finished request, `done`, and of the `end`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from capflow import limits
+from capflow.capture.model import ModelInfo
+from capflow.errors import UsageError, explain
+from capflow.text.engine_name import new_engine
+from capflow_engine.compat import engine as compat
+from capflow_engine.compat import model as compat_model
+from capflow_engine.hubs import hubs_at
+from capflow_engine.jobs.child import Tell, work_for_parent
+from capflow_engine.jobs.job import Job
+from capflow_engine.request.options import KEY, RequestOptions
+from capflow_engine.settings import Outbound, Settings, engine_arguments
+from capflow_engine.steering.budget import Size
+from capflow_engine.steering.fit import Fit
+from capflow_engine.steering.store import SteeringStore
+
+if TYPE_CHECKING:
+    from capflow_engine.request.params import Prepared
+
+
+def run(job: Job, tell: Tell) -> None:
+    """Run a job and tell of it as it goes."""
+    compat.require()
+    compat.prepare_environment(job.engine)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    model = job.model
+    if model == "demo":
+        from capflow_engine.jobs.demo import prepare
+
+        model = str(prepare(progress=lambda what: tell("preparing", what=what)))
+    tell("loading", model=model)
+    from vllm import LLMEngine, SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+
+    from capflow_engine.jobs.steering import store_for
+    from capflow_engine.request.dynamic import taken
+
+    try:
+        SamplingParams(**job.sampling)
+        with compat_model.explaining(model):
+            arguments = EngineArgs(model=model, disable_log_stats=True, **job.engine)
+    except UsageError:
+        raise
+    except (TypeError, ValueError) as e:
+        raise UsageError(explain("--engine-arg or --sampling", got=str(e), expected="names that vLLM knows")) from e
+    tapped = compat_model.check_model(arguments, job.sites)
+    tell("model", num_layers=tapped.num_layers, sites=tapped.sites)
+    store = store_for(job, arguments, tapped)
+    hubs = hubs_at([job.hub], job.key, insecure=True)  # as the hub was allowed to be
+    outbound = Outbound.of(job.policy, job.spool_dir, job.spool_bytes, job.spill_fallback)
+    settings = Settings(
+        engine=new_engine(job.engine_name, where="--engine-name"),
+        hubs=hubs,
+        sites=tapped.sites,
+        fixed=tapped.fixed,
+        outbound=outbound,
+        steering_bank_bytes=job.steering_bank_bytes,
+        hub_wait_s=30.0,
+    )
+    for name, value in engine_arguments(settings).items():
+        if name in job.engine:
+            raise UsageError(explain(f"--engine-arg {name}", expected="to be left out; capflow brings its own"))
+        setattr(arguments, name, value)
+    engine = LLMEngine.from_engine_args(arguments)
+    try:
+        info = compat.model_info(engine.vllm_config)
+        tell("ready", engine=settings.engine, info=msgspec.to_builtins(info))
+        begun = time.perf_counter()
+        prepared = _added(job, engine, info, store)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    answer = output.outputs[0]
+                    applied = prepared[output.request_id].said(taken(output))
+                    tell(
+                        "done",
+                        id=output.request_id,
+                        prompt_tokens=len(output.prompt_token_ids or ()),
+                        tokens=len(answer.token_ids),
+                        text=answer.text,
+                        finish_reason=answer.finish_reason,
+                        steering_applied=None if applied is None else msgspec.to_builtins(applied),
+                        seconds=time.perf_counter() - begun,
+                    )
+        compat.flush(engine)
+        tell("end", seconds=time.perf_counter() - begun)
+    finally:
+        engine.engine_core.shutdown(timeout=limits.ENGINE_END_S_MAX)
+
+
+def _added(job: Job, engine: Any, info: ModelInfo, store: SteeringStore) -> dict[str, Prepared]:
+    """Add the prompts to an engine, each with what steers it; return them by id. Raises UsageError for one that does not fit."""
+    from vllm import SamplingParams
+
+    from capflow_engine.jobs.steering import of_line
+    from capflow_engine.request.params import Prepared
+    from capflow_engine.request.reach import check_added
+
+    config = engine.vllm_config
+    fit = Fit(info, Size.of(job.steering_bank_bytes, info.hidden_size, config.scheduler_config.max_num_seqs))
+    check_added(engine, config.model_config.max_model_len)
+    prepared = {}
+    for prompt in job.prompts:
+        capture = RequestOptions.make(id=prompt.id, capture=prompt.capture)
+        params = SamplingParams(
+            **{"temperature": 0.0, **job.sampling, "max_tokens": prompt.max_tokens or job.max_tokens},
+            extra_args={KEY: msgspec.structs.replace(capture, steering=prompt.steering).pack()},
+        )
+        try:
+            with of_line(job.prompts_file, prompt.line):
+                prepared[prompt.id] = one = Prepared.of(params, fit, store, prompt.id)
+                engine.add_request(prompt.id, prompt.prompt, one.params)
+        except UsageError:
+            raise
+        except ValueError as e:
+            raise UsageError(explain(f"prompt {prompt.id}", got=str(e), expected="one that fits the model")) from e
+    return prepared
+
+
+def main() -> int:
+    """Read a job from standard input and run it; return the exit code."""
+    return work_for_parent(lambda tell: run(msgspec.json.decode(sys.stdin.buffer.read(), type=Job), tell))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""A model job: a file of prompts for one engine, as the command line asks its child process for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from capflow.buffers.policy import POLICY_DEFAULT, Fallback, Policy
+from capflow.steering.request import Steering
+from capflow_engine.settings import STEERING_BANK_BYTES
+
+
+class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One line of a prompts file.
+
+    id: unique in the file.
+    max_tokens: instead of the job's.
+    capture: as `capflow.sampling_params` takes it.
+    steering: what steers the prompt besides what steers all.
+    line: its number in the file.
+    """
+
+    id: str
+    prompt: str
+    max_tokens: int | None = None
+    capture: Any = None
+    steering: Steering | None = None
+    line: int = 0
+
+
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the parent asks for, as JSON on the child's standard input.
+
+    model: a path or a name that vLLM takes, or `demo`. engine: further arguments of the engine, and sampling of
+    `SamplingParams`, by vLLM's names. steering: the file of the module that steers every prompt. steering_modules: `NAME=PATH` of
+    those that prompts may name. policy and what follows it: as of `Outbound.of`.
+    """
+
+    model: str
+    prompts: list[Prompt]
+    hub: str
+    sites: list[str]
+    max_tokens: int
+    engine: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
+    prompts_file: str = ""
+    steering: str | None = None
+    steering_modules: list[str] = []
+    steering_bank_bytes: int = STEERING_BANK_BYTES
+    key: str | None = None
+    policy: Policy = POLICY_DEFAULT
+    spool_dir: str | None = None
+    spool_bytes: int | None = None
+    spill_fallback: Fallback | None = None
+    engine_name: str | None = None

@@ -1,0 +1,68 @@
+"""What steers the prompts of a job: its files of modules and the prompts' own fields, held against the model before it is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from capflow.capture.model import ModelInfo
+from capflow.errors import UsageError, explain
+from capflow.steering.request import NOTHING, Steering
+from capflow_engine.jobs.job import Job
+from capflow_engine.settings import Tapped
+from capflow_engine.steering.budget import Size
+from capflow_engine.steering.fit import Fit
+from capflow_engine.steering.module import load_module, load_modules, of_file
+from capflow_engine.steering.store import SteeringStore
+
+
+def store_for(job: Job, engine_args: Any, tapped: Tapped) -> SteeringStore:
+    """Return the modules that a job's prompts may name, and the global state, which steers all of them.
+
+    Everything is held against the model's configuration, before its weights are loaded. Raises UsageError with the file, or the
+    line of the prompts file, first.
+    """
+    store = SteeringStore()
+    if not (job.steering or job.steering_modules or any(prompt.steering for prompt in job.prompts)):
+        return store
+    fit = _fit(engine_args, tapped, job.steering_bank_bytes)
+    for name, module in load_modules(job.steering_modules, fit.check).items():
+        store.register(name, module)
+    if job.steering is not None:
+        module = load_module(job.steering)
+        with of_file(job.steering):
+            fit.check(module, module)
+            store.set_global(module)
+    for prompt in job.prompts:
+        with of_line(job.prompts_file, prompt.line):
+            _check(prompt.steering or NOTHING, store, fit)
+    return store
+
+
+def _fit(engine_args: Any, tapped: Tapped, bank_bytes: int) -> Fit:
+    """Return what is known of the model and the bank; how many configurations there is room for, only the engine knows."""
+    width = engine_args.create_model_config().get_hidden_size()
+    info = ModelInfo(engine_args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed)
+    return Fit(info, Size.of(bank_bytes, width, 0)._replace(slots=sys.maxsize))
+
+
+def _check(asked: Steering, store: SteeringStore, fit: Fit) -> None:
+    """Raise UsageError with the field first for what does not fit the model or the bank, and for an unknown module."""
+    known = store.names
+    for use in asked.modules:
+        if use.name not in known:
+            expected = f"a module of --steering-modules ({', '.join(known) or 'none is given'})"
+            raise UsageError(explain("steering_name", got=use.name, expected=expected))
+    asked.check(fit.info)
+    fit.program(asked, store)
+
+
+@contextlib.contextmanager
+def of_line(file: str, line: int) -> Iterator[None]:
+    """Name the line of a prompts file in the UsageErrors of a block."""
+    try:
+        yield
+    except UsageError as e:
+        raise UsageError(f"{file}, line {line}, {e}") from e

@@ -1,0 +1,247 @@
+"""Trials: requests of fixed token ids, what an engine answers to them and how long it takes; and plain vLLM beside, to hold it against.
+
+`python -m capflow_engine.jobs.trial` is that engine, for `Plain`: it reads a `Setup` and then an order a line, and answers a line of JSON each.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Self
+
+import msgspec
+import numpy as np
+
+from capflow.errors import CapflowError, explain
+from capflow.steering.report import Apart
+from capflow_engine.jobs.child import own_output
+
+LENGTHS = (5, 17, 33, 48, 9, 24, 40, 12)
+"""Of the prompts of a batch that is looked at."""
+
+TOKENS = 8
+TIMED_PROMPTS, TIMED_LENGTH, TIMED_TOKENS = 16, 16, 16
+MODEL_LENGTH = 128
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+_TOP = 20
+_CLOSE_S = 120.0
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """How an engine is started. both: another runs at the same time, so this one takes less than half of a GPU."""
+
+    model: str
+    dtype: str
+    eager: bool
+    both: bool
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the engine's arguments, by vLLM's names."""
+        from vllm.platforms import current_platform
+
+        arguments: dict[str, Any] = {
+            "model": self.model,
+            "dtype": self.dtype,
+            "enforce_eager": self.eager,
+            "max_model_len": MODEL_LENGTH,
+            "max_num_seqs": 2 * TIMED_PROMPTS,
+            "enable_prefix_caching": False,  # each request is to be computed
+            "skip_tokenizer_init": True,
+        }
+        if self.both and not current_platform.is_cpu():
+            arguments["gpu_memory_utilization"] = 0.42
+        return arguments
+
+    def engine_args(self) -> Any:
+        """Return the same as vLLM's own object."""
+        from vllm.engine.arg_utils import EngineArgs
+
+        return EngineArgs(**self.arguments())
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What the other engine is to do: answer the batch, or run the timed one so many times."""
+
+    rounds: int = 0
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a request got: its tokens, and for each the logprobs of the likeliest tokens there."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+
+
+def prepare_process() -> None:
+    """Have engines live in this process, and say little."""
+    # One process, so that a batch is there before its first step, and two of the same shape are computed alike.
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TQDM_DISABLE="1")
+    for name, value in {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def prompts(llm: Any, lengths: Sequence[int]) -> list[dict[str, list[int]]]:
+    """Return prompts of random tokens, the same for every engine of a model; none of the special ones at the vocabulary's ends."""
+    size = llm.llm_engine.model_config.get_vocab_size()
+    rng = np.random.default_rng(0)
+    return [{"prompt_token_ids": rng.integers(size // 8, size // 2, length).tolist()} for length in lengths]
+
+
+def answers(llm: Any, given: Sequence[Any], params: Any) -> list[Answer]:
+    """Run requests in one batch; return what each got."""
+    found = []
+    for output in llm.generate(list(given), params, use_tqdm=False):
+        (one,) = output.outputs
+        logprobs = [{token: value.logprob for token, value in step.items()} for step in one.logprobs]
+        found.append(Answer(list(one.token_ids), logprobs))
+    return found
+
+
+def asks(max_tokens: int = TOKENS) -> dict[str, Any]:
+    """Return the sampling parameters of a request that is looked at."""
+    return {"max_tokens": max_tokens, "logprobs": _TOP, **GREEDY}
+
+
+def timed(llm: Any, params: Any, rounds: int) -> float:
+    """Run the timed batch some times; return how many seconds that took."""
+    given = prompts(llm, [TIMED_LENGTH] * TIMED_PROMPTS)
+    begun = time.perf_counter()
+    for _ in range(rounds):
+        llm.generate(given, params, use_tqdm=False)
+    return time.perf_counter() - begun
+
+
+def moved(one: Mapping[int, float], other: Mapping[int, float]) -> float:
+    """Return the largest difference of two distributions' logprobs, of which only the likeliest tokens are known.
+
+    A token that only one of them names is at most as likely in the other as the least that it names. Raises CapflowError for
+    logprobs that are not finite.
+    """
+    low, other_low = min(one.values()), min(other.values())
+    both = [abs(one[token] - other[token]) for token in one.keys() & other.keys() if one[token] != other[token]]
+    mine = [one[token] - other_low for token in one.keys() - other.keys()]
+    theirs = [other[token] - low for token in other.keys() - one.keys()]
+    found = [0.0, *both, *mine, *theirs]
+    if not np.isfinite(found).all():
+        raise CapflowError(explain("the model's logprobs", got="some that are not finite", do="try --dtype float32"))
+    return max(found)
+
+
+def apart(some: Sequence[Answer], others: Sequence[Answer]) -> Apart:
+    """Return how far two runs of the same requests are apart, up to where an answer goes another way."""
+    logprob, equal = 0.0, 0
+    for one, other in zip(some, others, strict=True):
+        same = [a == b for a, b in zip(one.tokens, other.tokens, strict=True)]
+        until = same.index(False) if False in same else len(same)
+        equal += until
+        steps = list(zip(one.logprobs, other.logprobs, strict=True))[: until + 1]
+        logprob = max(logprob, *(moved(a, b) for a, b in steps))
+    return Apart(logprob, equal, sum(len(one.tokens) for one in some))
+
+
+class Plain:
+    """vLLM without capflow, in a process of its own, from its making to `close`. log: where it writes what it says."""
+
+    def __init__(self, setup: Setup, log: Path) -> None:
+        self._log = log
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "capflow_engine.jobs.trial"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+            )
+        try:
+            self._ask(setup)
+        except BaseException:
+            self.close()
+            raise
+
+    def answers(self) -> list[Answer]:
+        """Return what it answers to the batch."""
+        return msgspec.json.decode(self._ask(Order()), type=list[Answer])
+
+    def timed(self, rounds: int) -> float:
+        """Run the timed batch some times; return how many seconds that took."""
+        return msgspec.json.decode(self._ask(Order(rounds)), type=float)
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _ask(self, order: Setup | Order) -> bytes:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            code = self._process.wait()
+            raise CapflowError(explain("plain vLLM ended", got=f"exit code {code}", do=f"see {self._log}"))
+        if line.startswith(_FAILED):
+            raise CapflowError(explain("plain vLLM failed", got=msgspec.json.decode(line)["failed"]))
+        return line
+
+
+_FAILED = b'{"failed":'
+
+
+def main() -> int:
+    """Be plain vLLM until standard input ends; return the exit code. A last line names the error that ended it before."""
+    prepare_process()
+    out = own_output()
+    try:
+        _answer_orders(out)
+    except Exception as e:  # noqa: BLE001 - the parent tells of it, and standard error has the traceback
+        traceback.print_exc()
+        out.write(msgspec.json.encode({"failed": f"{type(e).__name__}: {e}"}).decode() + "\n")
+        return 1
+    return 0
+
+
+def _answer_orders(out: IO[str]) -> None:
+    orders = iter(sys.stdin.buffer.readline, b"")
+    setup = msgspec.json.decode(next(orders), type=Setup)
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**setup.arguments())
+    out.write("null\n")
+    for line in orders:
+        order = msgspec.json.decode(line, type=Order)
+        found: Any
+        if order.rounds:
+            found = timed(llm, SamplingParams(max_tokens=TIMED_TOKENS, **GREEDY), order.rounds)
+        else:
+            found = answers(llm, prompts(llm, LENGTHS), SamplingParams(**asks()))
+        out.write(msgspec.json.encode(found).decode() + "\n")
+    llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Arming: an engine's arguments checked and capflow's put in, and the hub that it brings its frames to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from capflow.errors import UsageError, explain
+from capflow.text.engine_name import new_engine
+from capflow.transport.hub_process import HubProcess
+from capflow_engine.compat import model as compat_model
+from capflow_engine.hubs import hubs_at
+from capflow_engine.settings import Outbound, Settings
+
+_LAUNCH_WAIT_S = 60.0
+_NO_HUB_WAIT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Armed:
+    """What an engine in this process is started with. hub: the one that was started for its consumers, if any."""
+
+    settings: Settings
+    hub: HubProcess | None
+
+
+def arm(
+    kind: type[Any],
+    model: str,
+    arguments: dict[str, Any],
+    *,
+    consumers: Sequence[str],
+    hub: str | Sequence[str] | None,
+    key: str | None,
+    insecure: bool,
+    sites: Sequence[str],
+    outbound: Outbound,
+    bank_bytes: int,
+    engine_name: str | None,
+) -> Armed:
+    """Return the settings for an engine, with a hub started for its consumers.
+
+    engine_name: the engine's, None for a random one. kind: vLLM's class for an engine's arguments, of which `additional_config` is taken out here. hub: the address of one that runs,
+    or of several.
+
+    Raises UsageError for wrong arguments and HubUnreachableError when a hub was named and does not answer.
+    """
+    for name in ("worker_cls", "scheduler_cls"):
+        if name in arguments:
+            raise UsageError(explain(name, got=arguments[name], expected="to be left out; capflow brings its own"))
+    if consumers and hub is not None:
+        raise UsageError(explain("LLM: both hub and consumers", do="give consumers to the hub with `capflow run`"))
+    user: Mapping[str, Any] = arguments.pop("additional_config", None) or {}
+    with compat_model.explaining(model):
+        engine_args = kind(model=model, **arguments)
+    tapped = compat_model.check_model(engine_args, sites)
+    process = None
+    named = [hub] if isinstance(hub, str) else list(hub or ())
+    if consumers:
+        process = HubProcess(consumers)
+        process.start(_LAUNCH_WAIT_S)
+        hubs = hubs_at([process.address], key, insecure=insecure)
+    else:
+        hubs = hubs_at(named, key, insecure=insecure)
+        for one in hubs if named else ():
+            with one.client():  # raises when nobody answers
+                pass
+    settings = Settings(
+        engine=new_engine(engine_name),
+        hubs=hubs,
+        sites=tapped.sites,
+        fixed=tapped.fixed,
+        outbound=outbound,
+        steering_bank_bytes=bank_bytes,
+        hub_wait_s=_LAUNCH_WAIT_S if consumers or hub is not None else _NO_HUB_WAIT_S,
+        user=dict(user),
+    )
+    return Armed(settings, process)

@@ -1,0 +1,213 @@
+"""`capflow.AsyncLLM`: vLLM's asyncio engine with capture and steering."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any, Self
+
+from capflow import limits
+from capflow.buffers.policy import POLICY_DEFAULT, Fallback, Policy
+from capflow.capture.result import joined
+from capflow.errors import UsageError, explain
+from capflow.text.engine_name import start_of
+from capflow.transport.hub_process import HubProcess
+from capflow_engine.compat import engine as compat
+
+compat.require()
+
+from vllm import AsyncLLMEngine, RequestOutput, SamplingParams  # noqa: E402 - only once the version is known to be one that works
+from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
+
+from capflow_engine.llm.arming import arm  # noqa: E402
+from capflow_engine.llm.readers import Readers  # noqa: E402
+from capflow_engine.llm.results import Askers  # noqa: E402
+from capflow_engine.request.dynamic import taken  # noqa: E402
+from capflow_engine.request.options import KEY, Ready, RequestOptions  # noqa: E402
+from capflow_engine.request.params import Prepared  # noqa: E402
+from capflow_engine.request.reach import check_added  # noqa: E402
+from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, Settings, engine_arguments  # noqa: E402
+from capflow_engine.steering.applied import Dynamic  # noqa: E402
+from capflow_engine.steering.budget import Size  # noqa: E402
+from capflow_engine.steering.fit import Fit  # noqa: E402
+from capflow_engine.steering.store import SteeringStore  # noqa: E402
+
+
+class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
+    """vLLM's `AsyncLLM` whose requests may capture and be steered; made by `start`.
+
+    steering: the modules that requests may name, and the global state, which steers every request besides; it refuses
+    what does not fit the model.
+    """
+
+    steering: SteeringStore
+    capflow_settings: Settings
+    _running: set[str]  # what the samples of running requests are called
+
+    @classmethod
+    def start(
+        cls,
+        model: str,
+        *,
+        consumers: Sequence[str] = (),
+        hub: str | Sequence[str] | None = None,
+        key: str | None = None,
+        insecure: bool = False,
+        sites: Sequence[str] = SITES_DEFAULT,
+        policy: Policy = POLICY_DEFAULT,
+        spool_dir: str | None = None,
+        spool_bytes: int | None = None,
+        spill_fallback: Fallback | None = None,
+        steering_bank_bytes: int = STEERING_BANK_BYTES,
+        engine_name: str | None = None,
+        capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT,
+        **kwargs: Any,
+    ) -> Self:
+        """Start an engine; all else goes to vLLM's `AsyncEngineArgs`. The arguments are those of `capflow.LLM`.
+
+        capture_wait_s: how long the last output of a request waits for the consumers. Call it where the event loop runs;
+        it blocks until the engine is ready.
+
+        Raises UsageError for wrong arguments and HubUnreachableError when a hub was named and does not answer.
+        """
+        compat.prepare_environment(kwargs)
+        armed = arm(
+            AsyncEngineArgs,
+            model,
+            kwargs,
+            consumers=consumers,
+            hub=hub,
+            key=key,
+            insecure=insecure,
+            sites=sites,
+            outbound=Outbound.of(policy, spool_dir, spool_bytes, spill_fallback),
+            bank_bytes=steering_bank_bytes,
+            engine_name=engine_name,
+        )
+        try:
+            self: Self = cls.from_engine_args(
+                AsyncEngineArgs(model=model, **engine_arguments(armed.settings), **kwargs)
+            )
+        except BaseException:
+            if armed.hub is not None:
+                armed.hub.stop()
+            raise
+        self.capflow_settings = armed.settings
+        self.capflow_model = compat.model_info(self.vllm_config)
+        self._capture_wait_s = capture_wait_s
+        self._knows_hub = bool(consumers) or hub is not None
+        self._asker = Askers(armed.settings)
+        self._readers = Readers(armed.settings)
+        self._numbers = itertools.count()
+        self._running = set()
+        requests_max = self.vllm_config.scheduler_config.max_num_seqs
+        size = Size.of(steering_bank_bytes, self.capflow_model.hidden_size, requests_max)
+        self._fit = Fit(self.capflow_model, size)
+        self.steering = SteeringStore(check=self._fit.check)
+        check_added(self, self.vllm_config.model_config.max_model_len)
+        if armed.hub is not None:
+            self._stop_hub = armed.hub.stop
+        self._at_exit = weakref.finalize(self, _end, self.engine_core, armed.hub)
+        return self
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str | None = None, **kwargs: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield outputs as vLLM's `generate` does; the last has `capture_results`, and so has each sample in it.
+
+        It has `steering_applied` besides, as an output of `capflow.LLM` has. request_id: vLLM's name of the request; by default
+        that of its parameters, or a new one. Raises UsageError for what does not fit the model, the bank or the prompt, and for a
+        part of a streaming input that asks for anything itself, and for a request in the engine's own form.
+        """
+        _check_prompt(prompt)
+        name = request_id or f"{start_of(self.capflow_settings.engine)[:8]}-{next(self._numbers)}"
+        prepared = Prepared.of(sampling_params, self._fit, self.steering, name)
+        await self._readers.check_async([prepared.options])
+        names = prepared.options.names
+        if not self._running.isdisjoint(names):
+            raise UsageError(explain("id", got=prepared.options.id, expected="one that no running request has"))
+        self._running.update(names)
+        if isinstance(prompt, AsyncGenerator):
+            prompt = _asking_nothing(prompt)
+        outputs = super().generate(prompt, prepared.params, request_id or prepared.options.id, **kwargs)
+        told: Dynamic | None = None
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    told = taken(output) or told
+                    if output.finished:
+                        await self._add_results(output, prepared.options)
+                        output.steering_applied = prepared.said(told)
+                    yield output
+        finally:
+            self._running.difference_update(names)
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        """Add a request as vLLM's `add_request` does, steered by what holds now; its outputs say nothing of capflow.
+
+        Raises UsageError as `generate` does.
+        """
+        _check_prompt(prompt)
+        if isinstance(params, SamplingParams) and not isinstance((params.extra_args or {}).get(KEY), Ready):
+            params = Prepared.of(params, self._fit, self.steering, request_id).params
+            if isinstance(prompt, AsyncGenerator):
+                prompt = _asking_nothing(prompt)
+        return await super().add_request(request_id, prompt, params, *args, **kwargs)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Stop the engine, then the hub that was started for it, once its consumers took everything; a second call does nothing.
+
+        timeout: how long the engine may take, in seconds; by default for as long as its hub takes rows, a minute at most.
+        """
+        if self._at_exit is not None and self._at_exit.detach() is None:
+            return
+        super().shutdown(timeout=limits.ENGINE_END_S_MAX if timeout is None else timeout)
+        self._stop_hub()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    _at_exit: weakref.finalize[Any, Any] | None = None  # ends what nobody shut down; dead once that is done
+    _stop_hub: Callable[[], Any] = staticmethod(lambda: None)
+
+    async def _add_results(self, output: RequestOutput, options: RequestOptions) -> None:
+        """Ask the hub what became of the rows; nothing is said when no hub is known and none were asked for."""
+        found = {}
+        captures = options.capture is not None
+        if captures or self._knows_hub:
+            wait_s = self._capture_wait_s
+            found = await self._asker.ask(options.names, captures=captures, wait_s=wait_s, patient=captures)
+        output.capture_results = joined(found)
+        for sample in output.outputs:
+            sample.capture_results = found.get(options.names[sample.index], {})
+
+
+def _end(core: Any, hub: HubProcess | None) -> None:
+    """End the engine, then its hub."""
+    core.shutdown(timeout=limits.ENGINE_END_S_MAX)
+    if hub is not None:
+        hub.stop()
+
+
+def _check_prompt(prompt: Any) -> None:
+    """Raise UsageError for a request in the engine's own form: the parameters in it would hold, and not those that are given."""
+    if compat.is_engine_request(prompt):
+        do = "give it as text, as tokens, or as vLLM's renderer returns it"
+        raise UsageError(explain("prompt", got="an EngineCoreRequest", expected="a prompt", do=do))
+
+
+async def _asking_nothing(parts: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Yield the parts of a streaming input; raise UsageError for one that asks for what was asked for with the first."""
+    async with contextlib.aclosing(parts):
+        async for part in parts:
+            if part.sampling_params is not None and KEY in (part.sampling_params.extra_args or {}):
+                wrong = "sampling_params of a part of the input"
+                raise UsageError(
+                    explain(wrong, got="capture or steering", expected="none: generate's hold for all parts")
+                )
+            yield part

@@ -1,0 +1,230 @@
+"""`capflow.LLM`: vLLM's offline engine with capture and steering."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+from capflow import limits
+from capflow.buffers.policy import POLICY_DEFAULT, Fallback, Policy
+from capflow.capture.result import joined
+from capflow.errors import UsageError, explain
+from capflow.steering.program import SteeringProgram
+from capflow.steering.request import Steering
+from capflow.text.engine_name import start_of
+from capflow_engine.compat import engine as compat
+
+compat.require()
+
+from vllm import LLM as VLLM  # noqa: E402 - only once the version is known to be one that works
+from vllm import RequestOutput  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+
+from capflow_engine.llm.arming import arm  # noqa: E402
+from capflow_engine.llm.readers import Readers  # noqa: E402
+from capflow_engine.llm.results import AllResults  # noqa: E402
+from capflow_engine.request.beams import with_program  # noqa: E402
+from capflow_engine.request.dynamic import taken  # noqa: E402
+from capflow_engine.request.options import RequestOptions  # noqa: E402
+from capflow_engine.request.params import Prepared  # noqa: E402
+from capflow_engine.request.reach import check_added  # noqa: E402
+from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, engine_arguments  # noqa: E402
+from capflow_engine.steering.budget import Size  # noqa: E402
+from capflow_engine.steering.fit import Fit  # noqa: E402
+from capflow_engine.steering.store import SteeringStore  # noqa: E402
+
+
+class LLM(VLLM):  # type: ignore[misc]
+    """A `vllm.LLM` whose requests may capture and be steered. It takes what that takes, and more.
+
+    consumers: consumers to run for this engine, as on the command line (`"filesystem:root=rows"`); a hub is started
+    for them and stopped with `close`. hub: the address of a running hub instead, or of several, between which the requests are
+    divided. Without either, the default address is used. key: this engine's key, by name or path, for a hub that has one; without it that of `CAPFLOW_KEY`. insecure:
+    allows a hub on another machine without keys. sites: patterns of the sites that carry a tap. policy: what a worker does when its
+    outbound queue is full; engine_name is what it is called in data and at its hubs, where a random name is new at each start; with `spill`, spool_dir, spool_bytes and spill_fallback say where to, how much for each worker, and what
+    holds then. steering_bank_bytes: the memory for the vectors that steer the requests which run; a request waits
+    for room in it.
+
+    steering: the modules that requests may name, and the global state, which steers every request of `generate`, `chat`, `enqueue`
+    and `enqueue_chat` besides; a `SteeringStore`, which refuses what does not fit the model. What is changed there holds for
+    requests that come later.
+
+    `beam_search` is steered by `steering=`. Outputs of `generate`, `chat` and `wait_for_completion` have `capture_results`: by consumer, what became of the request's rows. With `n` samples
+    each is a request of its own, called `id#0`, `id#1`, …; each of `output.outputs` has its own results too. They have
+    `steering_applied` besides, an `Applied`: what steered the request; None when it neither asked for that nor was steered.
+    Close it with `close()` or use it as a context manager.
+
+    Raises UsageError for wrong arguments and HubUnreachableError when a hub was named and does not answer.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        consumers: Sequence[str] = (),
+        hub: str | Sequence[str] | None = None,
+        key: str | None = None,
+        insecure: bool = False,
+        sites: Sequence[str] = SITES_DEFAULT,
+        policy: Policy = POLICY_DEFAULT,
+        spool_dir: str | None = None,
+        spool_bytes: int | None = None,
+        spill_fallback: Fallback | None = None,
+        steering_bank_bytes: int = STEERING_BANK_BYTES,
+        engine_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        compat.prepare_environment(kwargs)
+        self._stop_hub: Callable[[], Any] = lambda: None  # stops the hub started here; also when this is collected
+        self._numbers = itertools.count()
+        self._beams: SteeringProgram | None = None  # what steers the beams that are searched now
+        self._generated = 0  # how many tokens of an answer each of them has
+        self._enqueued: dict[str, Prepared] = {}  # requests whose outputs nobody has had, by what those are called
+        armed = arm(
+            EngineArgs,
+            model,
+            kwargs,
+            consumers=consumers,
+            hub=hub,
+            key=key,
+            insecure=insecure,
+            sites=sites,
+            outbound=Outbound.of(policy, spool_dir, spool_bytes, spill_fallback),
+            bank_bytes=steering_bank_bytes,
+            engine_name=engine_name,
+        )
+        if armed.hub is not None:
+            self._stop_hub = weakref.finalize(self, armed.hub.stop)
+        self.capflow_settings = settings = armed.settings
+        self._results = AllResults(settings)
+        self._readers = Readers(settings)
+        try:
+            super().__init__(model, **engine_arguments(settings), **kwargs)
+            config = self.llm_engine.vllm_config
+            self.capflow_model = compat.model_info(config)
+            requests_max = config.scheduler_config.max_num_seqs
+            size = Size.of(steering_bank_bytes, self.capflow_model.hidden_size, requests_max)
+            self._fit = Fit(self.capflow_model, size)
+            self.steering = SteeringStore(check=self._fit.check)
+            check_added(self.llm_engine, config.model_config.max_model_len)
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> list[RequestOutput]:
+        """Generate as `vllm.LLM.generate` does; each output has `capture_results` and `steering_applied`."""
+        params = self._prepared(sampling_params, 1 if _is_one_prompt(prompts) else len(prompts))
+        return self._with_results(super().generate(prompts, [one.params for one in params], **kwargs), params)
+
+    def chat(self, messages: Any, sampling_params: Any = None, **kwargs: Any) -> list[RequestOutput]:
+        """Chat as `vllm.LLM.chat` does; each output has `capture_results` and `steering_applied`."""
+        params = self._prepared(sampling_params, _conversations(messages))
+        return self._with_results(super().chat(messages, [one.params for one in params], **kwargs), params)
+
+    def enqueue(self, prompts: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> list[str]:
+        """Enqueue as `vllm.LLM.enqueue` does, steered by what holds now; the outputs are those of `wait_for_completion`."""
+        params = self._prepared(sampling_params, 1 if _is_one_prompt(prompts) else len(prompts))
+        return self._remembered(super().enqueue(prompts, [one.params for one in params], *args, **kwargs), params)
+
+    def enqueue_chat(self, messages: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> list[str]:
+        """Enqueue as `vllm.LLM.enqueue_chat` does, steered by what holds now."""
+        params = self._prepared(sampling_params, _conversations(messages))
+        return self._remembered(super().enqueue_chat(messages, [one.params for one in params], *args, **kwargs), params)
+
+    def wait_for_completion(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Wait as `vllm.LLM.wait_for_completion` does; each output has `capture_results` and `steering_applied`."""
+        return self._with_results(super().wait_for_completion(*args, **kwargs), [])
+
+    def beam_search(
+        self, prompts: Any, params: Any, *args: Any, steering: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Search as `vllm.LLM.beam_search` does, steered: by fields of `sampling_params`, and by the global state.
+
+        steering: `{"decode_steering_vectors": …}` for instance. Raises UsageError for what does not fit.
+        """
+        options = RequestOptions(steering=Steering.parse(steering) if steering else None)
+        options.check(self.capflow_model)
+        self._beams = self._fit.program(options.steering, self.steering)
+        try:
+            found: list[Any] = super().beam_search(prompts, params, *args, **kwargs)
+        finally:
+            self._beams = None
+        return found
+
+    def close(self) -> None:
+        """Stop the engine, then the hub that was started for it, once its consumers took everything."""
+        engine = getattr(self, "llm_engine", None)
+        if engine is not None:
+            engine.engine_core.shutdown(timeout=limits.ENGINE_END_S_MAX)
+            del self.llm_engine
+        self._results.close()
+        self._stop_hub()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _beam_search_step(self, instances_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        self._generated = compat.generated_by_beams(instances_batch)
+        return super()._beam_search_step(instances_batch, *args, **kwargs)
+
+    def _render_and_run_requests(self, prompts: Any, params: Any, **kwargs: Any) -> Any:
+        if self._beams is not None:
+            params = [with_program(one, self._beams, self._generated) for one in params]
+        return super()._render_and_run_requests(prompts, params, **kwargs)
+
+    def _prepared(self, params: Any, count: int) -> list[Prepared]:
+        """Return one copy of the parameters for each prompt, checked, each with a name of its own."""
+        if params is None:
+            params = self.get_default_sampling_params()
+        many = list(params) if isinstance(params, Sequence) else [params] * count
+        prepared = [
+            Prepared.of(
+                one,
+                self._fit,
+                self.steering,
+                f"{start_of(self.capflow_settings.engine)[:8]}-{next(self._numbers)}",
+            )
+            for one in many
+        ]
+        names = [one.options.id for one in (*self._enqueued.values(), *prepared)]
+        if len(set(names)) != len(names):
+            twice = next(n for n in names if names.count(n) > 1)
+            raise UsageError(explain("id", got=f"{twice} more than once", expected="a different id for each request"))
+        self._readers.check([one.options for one in prepared])
+        return prepared
+
+    def _remembered(self, keys: list[str], params: list[Prepared]) -> list[str]:
+        self._enqueued.update(zip(map(compat.outside_id, keys), params, strict=True))
+        return keys
+
+    def _with_results(self, outputs: list[Any], params: list[Prepared]) -> list[Any]:
+        """Return outputs with what became of their requests. params: of those that were not enqueued before, in order."""
+        compat.flush(self.llm_engine)
+        others = iter(params)
+        prepared = [self._enqueued.get(output.request_id) or next(others) for output in outputs]
+        self._enqueued.clear()  # vLLM runs whatever was enqueued
+        found = self._results.ask([one.options for one in prepared])
+        for output, one in zip(outputs, prepared, strict=True):
+            names = one.options.names
+            for name, sample in zip(names, output.outputs, strict=True):
+                sample.capture_results = found.get(name, {})
+            output.capture_results = joined({name: found[name] for name in names if name in found})
+            output.steering_applied = one.said(taken(output))
+        return outputs
+
+
+def _conversations(messages: Any) -> int:
+    """Return how many conversations vLLM takes `messages` as: one, or a list of them."""
+    return 1 if messages and isinstance(messages[0], dict) else len(messages)
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    """Return whether vLLM takes `prompts` as one prompt: a string, a dict, or a list of token ids."""
+    if isinstance(prompts, str | dict):
+        return True
+    return bool(prompts) and isinstance(prompts[0], int)

@@ -1,0 +1,74 @@
+"""The consumers that requests may name, as the hubs of an engine say; a request that names another is refused before it runs.
+
+Invariant: a hub that does not answer within a second, or is of an earlier version, refuses nothing here. Its results say then what became
+of each name. A hub that listens and does not answer holds up one request in ten seconds, not each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+
+from capflow.capture.spec import CaptureByConsumer
+from capflow.errors import CapflowError, UsageError, explain
+from capflow_engine.hubs import HubAt
+from capflow_engine.request.options import RequestOptions
+from capflow_engine.settings import Settings
+
+_ANSWER_S = 1.0
+_KNOWN_S = 10.0  # how long an answer holds for the names in it, and that there was none
+
+
+class Readers:
+    """What each hub of an engine answered last; for any thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._hubs = [_Hub(hub) for hub in settings.hubs]
+
+    def check(self, options: Sequence[RequestOptions]) -> None:
+        """Raise UsageError when a capture names a consumer that the request's hub does not have. It may ask the hub, and wait for that."""
+        for one in options:
+            if not isinstance(one.capture, CaptureByConsumer):
+                continue
+            named = frozenset(one.capture.by_name)
+            for number in {self._settings.hub_of(name) for name in one.names}:
+                known = self._hubs[number].readers(named)
+                strangers = () if known is None else sorted(named - known)
+                if strangers and known is not None:
+                    expected = f"one of the hub's: {', '.join(sorted(known)) or 'none, for no consumer reads requests'}"
+                    raise UsageError(explain("capture", got=f"consumer {strangers[0]}", expected=expected))
+
+    async def check_async(self, options: Sequence[RequestOptions]) -> None:
+        """Do the same on a thread of its own, where an event loop must not wait."""
+        if any(isinstance(one.capture, CaptureByConsumer) for one in options):
+            await asyncio.to_thread(self.check, options)
+
+
+class _Hub:
+    def __init__(self, at: HubAt) -> None:
+        self._at = at
+        self._lock = threading.Lock()  # guards what follows
+        self._known: frozenset[str] = frozenset()
+        self._until = 0.0  # when it is asked again at the latest, on the monotonic clock
+        self._silent_until = 0.0  # for how long a hub that did not answer is not asked, on the same clock
+
+    def readers(self, named: frozenset[str]) -> frozenset[str] | None:
+        """Return the consumers that requests may name; None when the hub does not say. A name that is not known has the hub asked."""
+        with self._lock:
+            if named <= self._known and time.monotonic() < self._until:
+                return self._known
+            try:
+                if time.monotonic() < self._silent_until or not self._at.is_listening():
+                    return None
+                with self._at.client(_ANSWER_S) as client:
+                    readers = client.readers
+            except CapflowError:
+                self._silent_until = time.monotonic() + _KNOWN_S
+                return None
+            if readers is None:
+                return None
+            self._known, self._until = frozenset(readers), time.monotonic() + _KNOWN_S
+            return self._known

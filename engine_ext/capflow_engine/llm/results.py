@@ -1,0 +1,125 @@
+"""What became of requests, asked of the hubs that have them: by an engine that may wait, or for a server's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+
+from capflow.errors import HubUnreachableError
+from capflow.transport.client import Client
+from capflow_engine.hubs import HubAt
+from capflow_engine.llm.asker import Asker, Results
+from capflow_engine.request.options import RequestOptions
+from capflow_engine.settings import Settings
+
+logger = logging.getLogger("vllm.capflow")
+
+_RESULTS_WAIT_S = 120.0
+_NO_HUB_S = 60.0
+
+
+class HubResults:
+    """Asks one hub, and waits for its answers; for one thread. It connects when first used, or when the hub is back."""
+
+    def __init__(self, hub: HubAt, engine: str) -> None:
+        self._hub = hub
+        self._engine = engine
+        self._client: Client | None = None  # from the first use, while the hub is there
+        self._no_hub_until = 0.0  # for how long nobody looks for a hub that was not there, on the clock of `monotonic`
+
+    def ask(self, requests: Sequence[tuple[str, bool]]) -> Results:
+        """Return what became of the requests of which rows were wanted, by id; nothing when there is no hub.
+
+        requests: the id of each, and whether it brought a spec of its own. Where none did, a hub that is not there is not waited for.
+        """
+        asked = any(captures for _, captures in requests)
+        paused = self._client is None and time.monotonic() < self._no_hub_until
+        if not asked and (paused or not self._hub.is_listening()):
+            self.close()
+            return {}
+        try:
+            if self._client is None:
+                self._client = self._hub.client()
+                self._client.__enter__()
+            everything = bool(self._client.captures)
+            names = [name for name, captures in requests if everything or captures]
+            return self._client.results(names, wait=True, timeout=_RESULTS_WAIT_S, engine=self._engine) if names else {}
+        except HubUnreachableError as e:
+            if asked or not self._no_hub_until:
+                logger.warning("%s; the results of captures are not known", e)
+            self._no_hub_until = time.monotonic() + _NO_HUB_S
+            self.close()
+            return {}
+
+    def close(self) -> None:
+        """Leave the hub."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+
+class AllResults:
+    """Asks each hub of an engine for what became of its own requests."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._hubs = [HubResults(hub, settings.engine) for hub in settings.hubs]
+
+    def ask(self, options: Sequence[RequestOptions]) -> Results:
+        """Return what became of requests, by id, of those of which rows were wanted."""
+        by_hub: list[list[tuple[str, bool]]] = [[] for _ in self._hubs]
+        for one in options:
+            for name in one.names:
+                by_hub[self._settings.hub_of(name)].append((name, one.capture is not None))
+        found: Results = {}
+        for hub, requests in zip(self._hubs, by_hub, strict=True):
+            if requests:
+                found |= hub.ask(requests)
+        return found
+
+    def close(self) -> None:
+        """Leave the hubs."""
+        for hub in self._hubs:
+            hub.close()
+
+
+class Askers:
+    """The same for an event loop, as `Asker` does it: a hub that is gone delays no answer of another."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._hubs = [Asker(hub.client, hub.is_listening, settings.engine) for hub in settings.hubs]
+
+    async def ask(self, names: Sequence[str], *, captures: bool, wait_s: float, patient: bool = True) -> Results:
+        """Return what became of requests, in the order of their names; see `Asker.ask`."""
+
+        def ask(hub: Asker, its: list[str]) -> Coroutine[None, None, Results]:
+            return hub.ask(its, captures=captures, wait_s=wait_s, patient=patient)
+
+        return await self._gathered(names, ask)
+
+    async def find(self, names: Sequence[str], *, wait_s: float, known_s: float, engine: str = "") -> Results:
+        """Return the results of requests that may be over or unknown, in the order of their names; see `Asker.find`."""
+
+        def find(hub: Asker, its: list[str]) -> Coroutine[None, None, Results]:
+            return hub.find(its, wait_s=wait_s, known_s=known_s, engine=engine)
+
+        return await self._gathered(names, find)
+
+    async def _gathered(
+        self, names: Sequence[str], ask: Callable[[Asker, list[str]], Coroutine[None, None, Results]]
+    ) -> Results:
+        by_hub: dict[int, list[str]] = {}
+        for name in names:
+            by_hub.setdefault(self._settings.hub_of(name), []).append(name)
+        found: Results = {}
+        for results in await asyncio.gather(*(ask(self._hubs[hub], its) for hub, its in by_hub.items())):
+            found |= results
+        return {name: found[name] for name in names}
+
+    def hurry(self, within_s: float) -> None:
+        """Have every question answered within so many seconds, with what is known then."""
+        for asker in self._hubs:
+            asker.hurry(within_s)

@@ -1,0 +1,69 @@
+"""How far a request reaches: which positions it computes at most, and what is refused because it lies beyond.
+
+What always holds: a front end refuses by this before a request is known to anybody, and the scheduler by the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+
+from capflow.errors import UsageError, explain
+from capflow.steering.program import SteeringProgram
+from capflow_engine.compat import engine as compat
+from capflow_engine.request.options import patched
+
+
+class OutOfReachError(UsageError, VLLMValidationError):  # type: ignore[misc]
+    """A patch would do nothing. vLLM hands on what is one of its own errors as it is."""
+
+    def __init__(self, field: str, position: int, expected: str) -> None:
+        super().__init__(explain(field, got=position, expected=expected))
+        self.parameter = field
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def length_max(prompt_length: int, max_tokens: int | None, model_length_max: int) -> int:
+    """Return how many positions of a request are computed at most; its last token never is. max_tokens: None for no limit."""
+    length = model_length_max if max_tokens is None else min(prompt_length + max_tokens, model_length_max)
+    return max(prompt_length, length - 1)
+
+
+def check_patches(program: SteeringProgram | None, prompt_length: int, length: int | None) -> None:
+    """Raise OutOfReachError for a patch before the prompt, or behind what is computed. length: None where that is not known."""
+    for position, sites in program.patched if program is not None else ():
+        expected = None
+        if position < -prompt_length:
+            expected = f"-{prompt_length} or later: the prompt has {prompt_length} tokens"
+        elif length is not None and position >= length:
+            expected = f"below {length}, which is all that is computed with this prompt and max_tokens"
+        if expected is not None:
+            raise OutOfReachError(f"steering_patches.{sites[0].hook}.{sites[0].layer}.positions", position, expected)
+
+
+def check_params(params: Any, prompt_length: int, model_length_max: int, *, resumable: bool = False) -> None:
+    """Raise OutOfReachError for patches out of the reach of a request with these sampling parameters.
+
+    resumable: whether more input may come, so that nobody knows where it ends.
+    """
+    options = patched(params)
+    if options is None:
+        return
+    beam = options.generated is not None  # each of whose tokens is a request of its own
+    prompt = prompt_length - (options.generated or 0)
+    ends = not resumable and not beam
+    check_patches(options.program, prompt, length_max(prompt, params.max_tokens, model_length_max) if ends else None)
+
+
+def check_added(engine: Any, model_length_max: int) -> None:
+    """Have an engine in this process check each new request once its prompt is tokens, before anybody knows of it."""
+
+    def check(request: Any) -> None:
+        if request.sampling_params is not None:
+            length = compat.prompt_length(request)
+            check_params(request.sampling_params, length, model_length_max, resumable=request.resumable)
+
+    compat.before_adding(engine, check)

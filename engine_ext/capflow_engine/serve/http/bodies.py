@@ -1,0 +1,75 @@
+"""The bodies of the routes that take capflow's fields: vLLM's, with these fields."""
+
+# No postponed annotations: FastAPI reads these.
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+from capflow_engine.request.options import KEY
+from capflow_engine.serve.fields import FIELDS
+
+_VECTORS = "Vectors to add to the residual stream, by hook and layer: lists of numbers, or packed."
+_CLAMPS = "Bounds on the stream's projection onto directions, by hook and layer."
+
+
+class Fields(BaseModel):
+    """What a body may have for capflow; the values are checked against the model before anything runs."""
+
+    capture: Any = Field(default=None, description="Which sites and positions to capture.")
+    capture_id: Any = Field(default=None, description="What the request is called; by default the response's id.")
+    capture_wait: Any = Field(default=None, description="Whether the response waits for the consumers.")
+    steering_vectors: Any = Field(default=None, description=_VECTORS)
+    prefill_steering_vectors: Any = Field(default=None, description=f"{_VECTORS} At the prompt's positions only.")
+    decode_steering_vectors: Any = Field(default=None, description=f"{_VECTORS} At generated positions only.")
+    steering_clamps: Any = Field(default=None, description=_CLAMPS)
+    prefill_steering_clamps: Any = Field(default=None, description=f"{_CLAMPS} At the prompt's positions only.")
+    decode_steering_clamps: Any = Field(default=None, description=f"{_CLAMPS} At generated positions only.")
+    steering_patches: Any = Field(default=None, description="Rows that take the stream's place at given positions.")
+    steering_name: Any = Field(default=None, description="A registered module, several, or a scale for each.")
+    steering_scale: Any = Field(default=None, description="What the modules' vectors and strengths are multiplied by.")
+    steering_module_ref: Any = Field(default=None, description="A registered module and its scale, `[name, scale]`.")
+    steering_report: Any = Field(default=None, description="Whether the response says what steered it.")
+    _options: Iterator[dict[str, Any]] | None = PrivateAttr(default=None)  # for each prompt, in order
+
+    @property
+    def options(self) -> Iterator[dict[str, Any]] | None:
+        """The options of each prompt, for those that `to_sampling_params` gives none."""
+        return self._options
+
+    def to_sampling_params(self, *args: Any, **kwargs: Any) -> Any:
+        """Return vLLM's parameters for the next prompt, with what is asked for it."""
+        params = super().to_sampling_params(*args, **kwargs)  # type: ignore[misc]
+        if self._options is not None:
+            params.extra_args = {**(params.extra_args or {}), KEY: next(self._options)}
+        return params
+
+
+assert set(Fields.model_fields) == set(FIELDS)
+
+
+class CapflowCompletionRequest(Fields, CompletionRequest):  # type: ignore[misc]
+    """The body of `/v1/completions`."""
+
+
+class CapflowChatCompletionRequest(Fields, ChatCompletionRequest):  # type: ignore[misc]
+    """The body of `/v1/chat/completions`."""
+
+
+class CapflowResponsesRequest(Fields, ResponsesRequest):  # type: ignore[misc]
+    """The body of `/v1/responses`."""
+
+
+class CapflowBatchChatCompletionRequest(Fields, BatchChatCompletionRequest):  # type: ignore[misc]
+    """The body of `/v1/chat/completions/batch`."""
+
+
+class CapflowMessagesRequest(Fields, AnthropicMessagesRequest):  # type: ignore[misc]
+    """The body of `/v1/messages`."""
+
+    model_config = ConfigDict(extra="allow")  # so that a field that is misspelt is seen

@@ -1,0 +1,171 @@
+"""The bodies of the routes that hold steering, and of their answers: what OpenAPI says of them."""
+
+# No postponed annotations: FastAPI reads these.
+
+from typing import Any, Literal, Self
+
+import numpy as np
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+from capflow.capture.model import ModelInfo
+from capflow.steering.request import Steering, Tier
+from capflow_engine.steering.module import MODULE_FIELDS, parse_module
+from capflow_engine.steering.store import Held
+
+_VECTORS = (
+    'Vectors to add, by hook and layer: `{"post_block": {"12": [0.1, …]}}`, an entry being a list of hidden_size numbers or '
+    '`{"vector": […], "scale": 2.0}`, and `"relative": true` for a scale of the stream\'s norm; or packed, for each hook: '
+    '`{"dtype", "shape", "layer_indices", "data", "scales", "relative"}`.'
+)
+_CLAMPS = (
+    'Clamps, by hook and layer: `{"post_block": {"12": {"vector": […], "min": -1.0, "max": 2.0, "strength": 1.0}}}`, with '
+    "`value` instead of both bounds; a list for several directions."
+)
+_PREFILL, _DECODE = "At the prompt's positions only.", "At generated positions only."
+
+
+def _said(name: str, description: str) -> Any:
+    return Field(default=None, validation_alias=AliasChoices(name, MODULE_FIELDS[name]), description=description)
+
+
+class Tiers(BaseModel):
+    """Vectors and clamps, at every position, at the prompt's and at generated ones."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    vectors: dict[str, Any] | None = _said("vectors", f"{_VECTORS} At every position.")
+    prefill_vectors: dict[str, Any] | None = _said("prefill_vectors", f"{_VECTORS} {_PREFILL}")
+    decode_vectors: dict[str, Any] | None = _said("decode_vectors", f"{_VECTORS} {_DECODE}")
+    clamps: dict[str, Any] | None = _said("clamps", f"{_CLAMPS} At every position.")
+    prefill_clamps: dict[str, Any] | None = _said("prefill_clamps", f"{_CLAMPS} {_PREFILL}")
+    decode_clamps: dict[str, Any] | None = _said("decode_clamps", f"{_CLAMPS} {_DECODE}")
+
+    def steering(self, info: ModelInfo) -> Steering:
+        """Return what this says, which fits the model; raise UsageError with the field that is wrong first."""
+        return parse_module({name: getattr(self, name) for name in MODULE_FIELDS}, info=info)
+
+
+class SetBody(Tiers):
+    """What is to steer every request."""
+
+    replace: bool = Field(
+        default=False,
+        description="Whether this takes the place of the whole global state. Else it takes the place, in each tier, of the "
+        "vectors at the sites that its vectors name, and of the clamps at those that its clamps name.",
+    )
+
+
+class ModuleBody(Tiers):
+    """A module and its name."""
+
+    name: str = Field(description="What requests call it in `steering_name`; one of this name is replaced.")
+
+
+class NameBody(BaseModel):
+    """The name of a module."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(description="The name of a registered module.")
+
+
+class ClearBody(BaseModel):
+    """Nothing: all of the global state is cleared."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class TierState(BaseModel):
+    """What one tier holds."""
+
+    vectors: dict[str, dict[int, float]] = Field(description="By hook and layer, the norm of `scale · vector`.")
+    clamps: dict[str, dict[int, int]] = Field(description="By hook and layer, the number of clamps.")
+
+    @classmethod
+    def of(cls, tier: Tier) -> Self:
+        """Return the state of a tier."""
+        vectors: dict[str, dict[int, float]] = {}
+        clamps: dict[str, dict[int, int]] = {}
+        for vector in tier.vectors:
+            vectors.setdefault(vector.hook, {})[vector.layer] = float(np.linalg.norm(vector.array(np.float64)))
+        for clamp in tier.clamps:
+            layers = clamps.setdefault(clamp.hook, {})
+            layers[clamp.layer] = layers.get(clamp.layer, 0) + 1
+        return cls(vectors=vectors, clamps=clamps)
+
+
+class TiersState(BaseModel):
+    """What the global state or a module holds."""
+
+    base: TierState
+    prefill: TierState
+    decode: TierState
+
+    @classmethod
+    def of(cls, steering: Steering) -> Self:
+        """Return the state of what steers."""
+        tiers = {name: TierState.of(getattr(steering, name)) for name in ("base", "prefill", "decode")}
+        return cls(**tiers)
+
+
+class ModulesState(BaseModel):
+    """The modules that are registered."""
+
+    modules: list[str] = Field(description="Their names, sorted.")
+    count: int = Field(description="How many there are.")
+    contents: dict[str, TiersState] = Field(description="What each of them holds.")
+
+    @classmethod
+    def of(cls, held: Held) -> Self:
+        """Return the modules that a store holds."""
+        names = sorted(held.modules)
+        contents = {name: TiersState.of(held.modules[name]) for name in names}
+        return cls(modules=names, count=len(names), contents=contents)
+
+
+class SteeringState(ModulesState):
+    """What steers requests that ask for nothing, and what they may ask for by name."""
+
+    active: bool = Field(description="Whether the global state steers requests.")
+    key: str = Field(
+        description="Of the global state: what the header X-Capflow-Steering says of a request that asks for nothing; `none`."
+    )
+    everywhere: TiersState = Field(serialization_alias="global", description="The global state.")
+    generation: int = Field(description="How many changes there were, to all of it.")
+
+
+class LayerState(BaseModel):
+    """Where a layer can be steered."""
+
+    hook_points: list[str] = Field(description="The hooks at which it can be steered.")
+
+
+class LayersState(BaseModel):
+    """The model, and where it can be steered."""
+
+    layers: dict[int, LayerState] = Field(description="Each layer that can be steered.")
+    sites: list[str] = Field(description="Every site that can be steered, HOOK:LAYER.")
+    num_layers: int = Field(description="How many layers the model has.")
+    hidden_size: int = Field(description="How many numbers a vector has.")
+    dtype: str = Field(description="What the stream is computed in.")
+
+
+class Done(BaseModel):
+    """The change is made: every request that comes from now on knows it."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Set(Done):
+    """The global state is changed."""
+
+    hook_points: list[str] = Field(description="The hooks that were named.")
+    layers_updated: list[int] = Field(description="The layers that were named.")
+    key: str = Field(description="Of the global state as it is now; `none` when it does nothing.")
+
+
+class Named(Done):
+    """The modules are changed."""
+
+    name: str = Field(description="The module that was registered or forgotten.")
+    modules: list[str] = Field(description="The names of the modules that there are now, sorted.")

@@ -1,0 +1,209 @@
+"""The routes that hold steering: the global state, the modules, and where this model can be steered.
+
+Reading is open to whoever reaches the server; changing needs a key. What is changed holds for every request that comes after
+the answer, at each of the server's processes; requests that run keep what they have.
+"""
+
+# No postponed annotations: FastAPI reads those of the routes.
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, HTTPException, Request, Security
+from fastapi.routing import APIRoute
+from fastapi.security import APIKeyHeader, HTTPBearer
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+from capflow.errors import UsageError, explain
+from capflow.serve_options import STEERING_KEY
+from capflow.text.jsontext import check_keys
+from capflow_engine.serve.api_keys import ENVIRONMENT_VARIABLE, Keys
+from capflow_engine.serve.fields import resolved
+from capflow_engine.serve.http.steering_bodies import (
+    ClearBody,
+    Done,
+    LayersState,
+    LayerState,
+    ModuleBody,
+    ModulesState,
+    NameBody,
+    Named,
+    Set,
+    SetBody,
+    SteeringState,
+    TiersState,
+)
+from capflow_engine.serve.refusals import refused
+from capflow_engine.steering.applied import NOTHING_KEY, key_of
+from capflow_engine.steering.module import as_written
+
+
+class _Route(APIRoute):
+    """A route whose UsageErrors are refusals."""
+
+    def get_route_handler(self) -> Any:
+        handler = super().get_route_handler()
+
+        async def answer(request: Request) -> Any:
+            try:
+                check_keys(await request.body(), "body")
+                return await handler(request)
+            except UsageError as e:
+                return refused(e)
+
+        return answer
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    code.value: {"model": ErrorResponse}
+    for code in (
+        HTTPStatus.BAD_REQUEST,
+        HTTPStatus.UNAUTHORIZED,
+        HTTPStatus.FORBIDDEN,
+        HTTPStatus.NOT_FOUND,
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    )
+}
+router = APIRouter(prefix="/v1/steering", tags=["steering"], route_class=_Route, responses=_ERRORS)
+
+
+def front_of(request: Request) -> Any:
+    """Return the front of the server."""
+    front = request.app.state.capflow
+    if front is None:
+        do = "start the server with `capflow serve`"
+        raise HTTPException(HTTPStatus.NOT_FOUND, explain("steering: this engine is not capflow's", do=do))
+    return front
+
+
+Front = Annotated[Any, Depends(front_of)]
+
+
+def key_holder(
+    request: Request,
+    front: Front,
+    _bearer: Annotated[Any, Security(HTTPBearer(auto_error=False, scheme_name="steering key"))],
+    _header: Annotated[
+        Any, Security(APIKeyHeader(name="X-API-Key", auto_error=False, scheme_name="steering key header"))
+    ],
+) -> None:
+    """Raise HTTPException unless a request may change what steers others."""
+    check_key(front.keys, request.headers)
+
+
+def check_key(keys: Keys, headers: Mapping[str, str]) -> None:
+    """Raise HTTPException unless a request with these headers may change what steers others."""
+    if keys.secrets:
+        if not keys.admit(headers):
+            expected = "a steering key as `Authorization: Bearer KEY` or `X-API-Key: KEY`"
+            raise HTTPException(
+                HTTPStatus.UNAUTHORIZED, explain("steering key", got="none that fits", expected=expected)
+            )
+    elif not keys.open:
+        do = f"start the server with {STEERING_KEY} (or {ENVIRONMENT_VARIABLE}), with --host 127.0.0.1 and no other --grpc-host, or with --insecure"
+        raise HTTPException(
+            HTTPStatus.FORBIDDEN,
+            explain("steering: this server is reached from other machines, and has no steering key", do=do),
+        )
+
+
+_MUTATES = [Depends(key_holder)]
+
+# The routes that touch files or many numbers are no coroutines, so that they run beside the event loop.
+
+
+@router.get("")
+def state(front: Front) -> SteeringState:
+    """Return the global state and the modules."""
+    held = front.store.held
+    key = key_of(resolved(None, front.server))
+    return SteeringState(
+        active=key != NOTHING_KEY,
+        key=key,
+        everywhere=TiersState.of(held.everywhere),
+        generation=held.generation,
+        **dict(ModulesState.of(held)),
+    )
+
+
+@router.get("/layers")
+def layers(front: Front) -> LayersState:
+    """Return where this model can be steered."""
+    info = front.info
+    hooks: dict[int, list[str]] = {}
+    sites = [site for site in info.sites if site not in info.fixed]
+    for site in sites:
+        hooks.setdefault(site.layer, []).append(site.hook)
+    return LayersState(
+        layers={layer: LayerState(hook_points=sorted(names)) for layer, names in sorted(hooks.items())},
+        sites=[str(site) for site in sites],
+        num_layers=info.num_layers,
+        hidden_size=info.hidden_size,
+        dtype=info.dtype,
+    )
+
+
+@router.post("/set", dependencies=_MUTATES)
+def set_state(body: SetBody, front: Front) -> Set:
+    """Steer every request that comes from now on, besides what it asks for itself.
+
+    At each tier only the sites that are named change, unless `replace` is true. A scale or a strength of 0 takes away what was
+    there.
+    """
+    steering = body.steering(front.info)
+    with as_written():
+        front.store.set_global(steering, replace=body.replace)
+    parts = [part for _, part in steering.parts()]
+    return Set(
+        hook_points=sorted({part.hook for part in parts}),
+        layers_updated=sorted({part.layer for part in parts}),
+        key=key_of(resolved(None, front.server)),
+    )
+
+
+@router.post("/clear", dependencies=_MUTATES)
+def clear_state(front: Front, body: ClearBody | None = None) -> Done:  # noqa: ARG001 - it says nothing, and is checked
+    """Steer no request that does not ask for it, from the next one on."""
+    front.store.clear_global()
+    return Done()
+
+
+@router.get("/modules")
+def modules(front: Front) -> ModulesState:
+    """Return the modules that are registered."""
+    return ModulesState.of(front.store.held)
+
+
+@router.get("/modules/{name:path}")
+def module(name: str, front: Front) -> TiersState:
+    """Return what a module holds."""
+    return TiersState.of(front.store.held.module(name, "name"))
+
+
+@router.post("/modules", dependencies=_MUTATES)
+@router.post("/modules/register", dependencies=_MUTATES)
+def register_module(body: ModuleBody, front: Front) -> Named:
+    """Register a module; one of this name is replaced, and requests that run with it keep it."""
+    steering = body.steering(front.info)
+    with as_written():
+        front.store.register(body.name, steering)
+    return Named(name=body.name, modules=list(front.store.names))
+
+
+@router.delete("/modules", dependencies=_MUTATES)
+@router.post("/modules/unregister", dependencies=_MUTATES)
+def unregister_module(body: NameBody, front: Front) -> Named:
+    """Forget a module; requests that run with it keep it."""
+    return _unregistered(front, body.name)
+
+
+@router.delete("/modules/{name:path}", dependencies=_MUTATES)
+def unregister_named_module(name: str, front: Front) -> Named:
+    """Forget a module; requests that run with it keep it."""
+    return _unregistered(front, name)
+
+
+def _unregistered(front: Any, name: str) -> Named:
+    front.store.unregister(name)
+    return Named(name=name, modules=list(front.store.names))

@@ -1,0 +1,225 @@
+"""The endpoint plugin: vLLM's routes that take capflow's fields, that of results later, and those that hold steering.
+
+vLLM loads it when `VLLM_PLUGINS` names it, which `capflow serve` sees to, and puts its routes in the place of its own. A request
+without any of the fields, while nothing steers everyone, goes to vLLM's own handler and is answered with what that says. One with
+them is checked here, before anything runs; a capture that fails never fails the answer.
+"""
+
+# No postponed annotations: FastAPI reads those of the routes.
+
+import contextlib
+import gc
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from vllm.entrypoints.anthropic.api_router import create_messages
+from vllm.entrypoints.openai.chat_completion.api_router import create_batch_chat_completion, create_chat_completion
+from vllm.entrypoints.openai.completion.api_router import create_completion
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.api_router import create_responses
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.utils.api_utils import validate_json_request
+from vllm.utils import random_uuid
+
+from capflow.errors import UsageError, explain
+from capflow.text import jsontext
+from capflow_engine.compat import engine as compat
+from capflow_engine.request.beams import searching
+from capflow_engine.serve.ending import Door
+from capflow_engine.serve.fields import FIELDS, Asked
+from capflow_engine.serve.front import Front
+from capflow_engine.serve.http import capture_routes, steering_routes
+from capflow_engine.serve.http.answers import (
+    Members,
+    begun,
+    completions_stream,
+    extended,
+    messages_stream,
+    responses_stream,
+)
+from capflow_engine.serve.http.bodies import (
+    CapflowBatchChatCompletionRequest,
+    CapflowChatCompletionRequest,
+    CapflowCompletionRequest,
+    CapflowMessagesRequest,
+    CapflowResponsesRequest,
+)
+from capflow_engine.serve.http.middleware import BodyLimit, StrayFields
+from capflow_engine.serve.refusals import refused
+from capflow_engine.serve.serving import Serving
+from capflow_engine.settings import Settings
+
+STEERING_HEADER = "X-Capflow-Steering"
+"""Of each answer that was steered: the key of what steered it."""
+
+
+class Plugin:
+    """What vLLM is given: routes, and what they need of the engine."""
+
+    name = "capflow"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Put the routes in the place of vLLM's, and those of steering beside them."""
+        answers: dict[int | str, dict[str, Any]] = {
+            HTTPStatus.OK.value: {"content": {"text/event-stream": {}}},
+            HTTPStatus.BAD_REQUEST.value: {"model": ErrorResponse},
+            HTTPStatus.NOT_FOUND.value: {"model": ErrorResponse},
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE.value: {"model": ErrorResponse},
+            HTTPStatus.INTERNAL_SERVER_ERROR.value: {"model": ErrorResponse},
+        }
+        json_only = [Depends(validate_json_request)]
+        for path, route in (
+            ("/v1/completions", completions),
+            ("/v1/chat/completions", chat_completions),
+            ("/v1/chat/completions/batch", batch_chat_completions),
+            ("/v1/responses", responses),
+            ("/v1/messages", messages),
+        ):
+            compat.remove_route(app, path)
+            app.post(path, dependencies=json_only, responses=answers, response_model=None)(route)
+        app.include_router(steering_routes.router)
+        app.include_router(capture_routes.router)
+        app.include_router(APIRouter(lifespan=_beside))
+        app.add_middleware(BodyLimit)
+        app.add_middleware(StrayFields)  # around the other, whose refusals are for routes to raise
+        app.add_middleware(Door)  # around both: it counts what is being answered
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Take what the routes need of the engine; nothing when it is not capflow's."""
+        config = engine_client.vllm_config if engine_client is not None else None
+        state.capflow = None
+        if config is not None and isinstance(config.additional_config, Settings):
+            state.capflow = front = Front(config, getattr(args, "capflow", Serving()))
+            engine_client.generate = front.steering(engine_client.generate)
+            for serving in compat.searchers(state):
+                serving.beam_search = searching(serving.beam_search, front.everyone)
+
+
+@contextlib.asynccontextmanager
+async def _beside(app: FastAPI) -> AsyncIterator[None]:
+    """While HTTP is served: take the signals that end the server, and serve gRPC where that is asked for."""
+    front: Front | None = getattr(app.state, "capflow", None)
+    if front is None:
+        yield
+        return
+    if (server := getattr(app.state, "server", None)) is not None:
+        front.ending.take_signals(server, app.state.engine_client, front.asker)
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            if front.rpc_address is not None:
+                from capflow_engine.serve.rpc.server import served
+
+                await stack.enter_async_context(served(app.state, front, front.rpc_address))
+            yield
+    finally:
+        gc.unfreeze()  # vLLM froze what it had: what is never freed, Triton's bindings report as leaked at the exit
+
+
+async def completions(request: CapflowCompletionRequest, raw_request: Request) -> Any:
+    """Answer a completion request."""
+    return await _answer(request, raw_request, create_completion, "cmpl-", _prompts(request))
+
+
+async def chat_completions(request: CapflowChatCompletionRequest, raw_request: Request) -> Any:
+    """Answer a chat completion request."""
+    return await _answer(request, raw_request, create_chat_completion, "chatcmpl-", 1)
+
+
+async def responses(request: CapflowResponsesRequest, raw_request: Request) -> Any:
+    """Answer a request of the Responses API."""
+    return await _answer(request, raw_request, create_responses, "", 1, stream=responses_stream)
+
+
+async def batch_chat_completions(request: CapflowBatchChatCompletionRequest, raw_request: Request) -> Any:
+    """Answer several conversations, each with one choice."""
+    _name(raw_request)
+    return await _answer(request, raw_request, create_batch_chat_completion, "chatcmpl-", len(request.messages))
+
+
+async def messages(request: CapflowMessagesRequest, raw_request: Request) -> Any:
+    """Answer a request of the Messages API."""
+    _name(raw_request)
+    return await _answer(request, raw_request, create_messages, "chatcmpl-", 1, stream=messages_stream)
+
+
+def _name(raw_request: Request) -> None:
+    """Name a request whose body does not, as a client would: vLLM answers by that name."""
+    if "X-Request-Id" not in raw_request.headers:
+        raw_request.scope["headers"].append((b"x-request-id", random_uuid().encode()))
+
+
+async def _answer(
+    request: Any,
+    raw_request: Request,
+    handler: Any,
+    kind: str,
+    prompts: int,
+    *,
+    stream: Callable[[Any, Members], AsyncIterator[str]] = completions_stream,
+) -> Any:
+    front: Front | None = raw_request.app.state.capflow
+    if front is None:
+        asks = [name for name in FIELDS if getattr(request, name) is not None]
+        if asks:
+            return refused(UsageError(explain(asks[0], expected="nothing", do="start the server with `capflow serve`")))
+        return await handler(request, raw_request)
+    try:
+        own = raw_request.headers.get("X-Request-Id") if kind else None  # which vLLM calls them by, but for responses
+        if any(getattr(request, name) is not None for name in FIELDS):
+            jsontext.check_keys(await raw_request.body(), "body")
+        asked = front.take(request, f"{kind}{own or request.request_id}", prompts)
+    except UsageError as e:
+        return refused(e)
+    if asked is None:
+        return await handler(request, raw_request)
+    streams = False
+    try:
+        await front.check_consumers(asked)
+        with front.bringing(request.options):
+            response = await handler(request, raw_request)
+        if isinstance(response, StreamingResponse):
+            if (
+                asked.program is not None and asked.program.patched
+            ):  # which may lie beyond the prompt, once that is tokens
+                response.body_iterator = await begun(response.body_iterator)
+            streams = True
+            response.body_iterator = _streamed(front, asked, response.body_iterator, stream)
+        elif isinstance(response, JSONResponse) and response.status_code == HTTPStatus.OK and asked.reports:
+            response = extended(response, await front.results(asked))
+        key = front.key(asked, streams=streams)
+        if response is not None and key is not None and response.status_code == HTTPStatus.OK:
+            response.headers[STEERING_HEADER] = key
+    except UsageError as e:
+        return refused(e)
+    finally:
+        if not streams:
+            front.leave(asked)
+    return response
+
+
+async def _streamed(
+    front: Front, asked: Asked, chunks: Any, stream: Callable[[Any, Members], AsyncIterator[str]]
+) -> AsyncIterator[str]:
+    source: Any = stream(chunks, lambda: front.results(asked)) if asked.reports else chunks
+    try:
+        async with contextlib.aclosing(source):
+            async for chunk in source:
+                yield chunk
+    finally:
+        front.leave(asked)
+
+
+def _prompts(request: CompletionRequest) -> int:
+    """Return how many prompts a completion request has."""
+    count = 0
+    for given in (request.prompt, request.prompt_embeds):
+        if isinstance(given, list):
+            count += 1 if given and isinstance(given[0], int) else len(given)
+        elif given is not None:
+            count += 1
+    return max(count, 1)

@@ -1,0 +1,173 @@
+"""The service that generates: vLLM's completions, by the way that they take over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+from capflow.errors import UsageError, explain
+from capflow_engine.serve.ending import REFUSAL
+from capflow_engine.serve.fields import Asked
+from capflow_engine.serve.front import Front
+from capflow_engine.serve.http.bodies import CapflowCompletionRequest
+from capflow_engine.serve.rpc import capflow_pb2 as pb
+from capflow_engine.serve.rpc.capflow_pb2_grpc import GenerateServicer
+from capflow_engine.serve.rpc.refusals import RefusedError, refusing
+from capflow_engine.serve.rpc.values import applied_message, fields_of, parsed
+
+STEERING_METADATA = "x-capflow-steering"
+"""In the initial metadata of each answer that was steered: the key of what steered it."""
+
+_DATA, _DONE = "data: ", "[DONE]"
+_TOKEN = "token_id:"  # noqa: S105 - how vLLM names tokens by their numbers
+
+
+class Generation(GenerateServicer):
+    """The service `Generate`. completions: what vLLM answers completions with; None when the model has none."""
+
+    def __init__(self, front: Front, completions: Any) -> None:
+        self._front = front
+        self._completions = completions
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:  # noqa: N802 - gRPC's
+        """Answer once everything is generated."""
+        async with refusing(context), self._begun(request, context, stream=False) as (asked, answer):
+            response = _response(answer.model_dump(), first=True)
+            await self._finish(response, asked)
+            return response
+
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
+        """Answer as it is generated."""
+        async with refusing(context), self._begun(request, context, stream=True) as (asked, chunks):
+            first = True
+            async with contextlib.aclosing(chunks):
+                async for chunk in chunks:
+                    said = chunk.removeprefix(_DATA)
+                    if said.startswith(_DONE):
+                        break
+                    response = _response(msgspec.json.decode(said), first=first)
+                    first = False
+                    if not response.outputs:
+                        await self._finish(response, asked)
+                    yield response
+
+    @contextlib.asynccontextmanager
+    async def _begun(
+        self, request: pb.GenerateRequest, context: Any, *, stream: bool
+    ) -> AsyncIterator[tuple[Asked | None, Any]]:
+        """Yield what a request asks of capflow, and vLLM's answer: a response, or the chunks of a stream."""
+        if self._front.ending.begun:
+            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, REFUSAL)
+        if self._completions is None:
+            raise RefusedError(HTTPStatus.NOT_IMPLEMENTED, "this model does not generate")
+        body = body_of(request, stream=stream)
+        with self._front.ending.answering():
+            asked = self._front.take(body, f"cmpl-{body.request_id}", 1)
+            try:
+                await self._front.check_consumers(asked)
+                answer = await self._completed(body)
+                key = None if asked is None else self._front.key(asked, streams=stream)
+                if key is not None:
+                    await context.send_initial_metadata(((STEERING_METADATA, key),))
+                yield asked, answer
+            finally:
+                if asked is not None:
+                    self._front.leave(asked)
+
+    async def _completed(self, body: CapflowCompletionRequest) -> Any:
+        """Return vLLM's answer; raise RefusedError when that is an error."""
+        try:
+            answer = await self._completions.create_completion(body)
+        except Exception as e:  # noqa: BLE001 - as vLLM's own handlers do
+            answer = self._completions.create_error_response(e)
+        if isinstance(answer, ErrorResponse):
+            raise RefusedError(answer.error.code, answer.error.message, answer.error.param)
+        return answer
+
+    async def _finish(self, response: pb.GenerateResponse, asked: Asked | None) -> None:
+        """Put into a response what capflow has to say."""
+        if asked is None or not asked.reports:
+            return
+        said = await self._front.said(asked)
+        parsed(results_of(said), response)
+        if (applied := said.get("steering_applied")) is not None:
+            response.steering_applied.CopyFrom(applied_message(applied))
+
+
+def results_of(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the capture results in what a response over HTTP says, as messages have them."""
+    each = [{"results": one} for one in said.get("capture_results_by_choice", ())]
+    return {"capture_results": said.get("capture_results", {}), "capture_results_by_choice": each}
+
+
+def body_of(request: pb.GenerateRequest, *, stream: bool) -> CapflowCompletionRequest:
+    """Return the body that a request over HTTP would have.
+
+    Raises UsageError that begins with the path of what is wrong, ValidationError as vLLM's own bodies do.
+    """
+    said = fields_of(request)
+    if "prompt_token_ids" in said:
+        said["prompt"] = said.pop("prompt_token_ids")
+    if not said.get("prompt"):
+        raise UsageError(explain("prompt", got="nothing", expected="text, or numbers in prompt_token_ids"))
+    if "steering_scales" in said:
+        if "steering_name" in said:
+            raise UsageError(explain("steering_scales: given beside steering_name", expected="one or the other"))
+        said["steering_name"] = dict(sorted(said.pop("steering_scales").items()))  # a map of a message has no order
+    if "logit_bias" in said:
+        said["logit_bias"] = {str(token): bias for token, bias in said["logit_bias"].items()}
+    return CapflowCompletionRequest(
+        **said,
+        stream=stream,
+        stream_options={"include_usage": True} if stream else None,
+        return_token_ids=True,
+        return_tokens_as_token_ids=True,
+    )
+
+
+def _response(said: Mapping[str, Any], *, first: bool) -> pb.GenerateResponse:
+    """Return the message of a completion or of a chunk of one; raise RefusedError for an error."""
+    if error := said.get("error"):
+        raise RefusedError(error["code"], error["message"], error.get("param"))
+    choices: Sequence[Mapping[str, Any]] = said["choices"]
+    response = pb.GenerateResponse(id=said["id"], model=said["model"], outputs=[_output(each) for each in choices])
+    if first and choices:
+        response.prompt_token_ids.extend(choices[0].get("prompt_token_ids") or ())
+    if usage := said.get("usage"):
+        response.usage.prompt_tokens = usage["prompt_tokens"]
+        response.usage.completion_tokens = usage["completion_tokens"] or 0
+    return response
+
+
+def _output(choice: Mapping[str, Any]) -> pb.Output:
+    reason = choice.get("stop_reason")
+    return pb.Output(
+        index=choice["index"],
+        text=choice["text"],
+        token_ids=choice.get("token_ids") or (),
+        finish_reason=choice.get("finish_reason") or "",
+        stop_reason="" if reason is None else str(reason),
+        logprobs=_logprobs(choice.get("logprobs")),
+    )
+
+
+def _logprobs(said: Mapping[str, Any] | None) -> list[pb.TokenLogprobs]:
+    if said is None:
+        return []
+    return [
+        pb.TokenLogprobs(
+            token_id=_token(token),
+            logprob=logprob,
+            top={_token(other): number for other, number in (top or {}).items()},
+        )
+        for token, logprob, top in zip(said["tokens"], said["token_logprobs"], said["top_logprobs"], strict=True)
+    ]
+
+
+def _token(name: str) -> int:
+    return int(name.removeprefix(_TOKEN))

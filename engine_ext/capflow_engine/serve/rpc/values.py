@@ -1,0 +1,96 @@
+"""Messages of `capflow.proto` as the plain values that bodies over HTTP have, and the other way round.
+
+What always holds: a message with a field that the schema does not know is refused, at any depth; bytes stay bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from google.protobuf import json_format, struct_pb2
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from capflow.errors import UsageError, explain
+from capflow_engine.serve.http.steering_bodies import TiersState, TierState
+from capflow_engine.serve.rpc import capflow_pb2 as pb
+from capflow_engine.steering.applied import Applied
+
+M = TypeVar("M", bound=Message)
+
+
+def fields_of(message: Message, where: str = "") -> dict[str, Any]:
+    """Return the fields of a message that say anything, by name, as the body of a route has them.
+
+    where: the path of the message, empty for a whole request. Raises UsageError that begins with the path of what is wrong.
+    """
+    if len(unknown := UnknownFieldSet(message)):
+        number = unknown[0].field_number
+        do = "make the client of this server's capflow.proto"
+        raise UsageError(
+            explain(where or "request", got=f"an unknown field, number {number}", expected="known fields", do=do)
+        )
+    before = f"{where}." if where else ""
+    said = {}
+    for field, value in message.ListFields():
+        said[field.name] = _value(value, f"{before}{field.name}")
+    if isinstance(message, pb.HookVectors | pb.HookClamps | pb.HookPatches):
+        return {**said.pop("layers", {}), **said}  # both forms at once are refused by what reads them
+    return said
+
+
+def parsed(value: Mapping[str, Any], message: M) -> M:
+    """Return a message, its fields set from plain values; those that it does not have are left out."""
+    json_format.ParseDict(msgspec.to_builtins(value, str_keys=True), message, ignore_unknown_fields=True)
+    return message
+
+
+def applied_message(applied: Applied) -> pb.SteeringApplied:
+    """Return what steered a request as its message."""
+    said = msgspec.to_builtins(applied)
+    return parsed(
+        {**said, "patched": {at: {"sites": sites} for at, sites in said["patched"].items()}}, pb.SteeringApplied()
+    )
+
+
+def tiers_message(state: TiersState) -> pb.TiersState:
+    """Return what the global state or a module holds as its message."""
+    return pb.TiersState(base=_tier(state.base), prefill=_tier(state.prefill), decode=_tier(state.decode))
+
+
+def _tier(state: TierState) -> pb.TierState:
+    return pb.TierState(vectors=_by_site(state.vectors), clamps=_by_site(state.clamps))
+
+
+def _by_site(held: Mapping[str, Mapping[int, Any]]) -> dict[str, Any]:
+    return {f"{hook}:{layer}": each for hook, layers in held.items() for layer, each in layers.items()}
+
+
+def _value(value: Any, where: str) -> Any:
+    if isinstance(value, struct_pb2.Struct):
+        return {name: _json(each) for name, each in value.fields.items()}
+    if isinstance(value, pb.TokenIds | pb.LayerClamps | pb.LayerPatches):  # lists, which need a message of their own
+        return next(iter(fields_of(value, where).values()), [])
+    if isinstance(value, Message):
+        return fields_of(value, where)
+    if isinstance(value, Mapping):
+        return {key: _value(each, f"{where}.{key}") for key, each in value.items()}
+    if isinstance(value, str | bytes | int | float):
+        return value
+    if not isinstance(value[0], Message):
+        return list(value)
+    return [_value(each, f"{where}.{n}") for n, each in enumerate(value)]
+
+
+def _json(value: struct_pb2.Value) -> Any:
+    """Return JSON's value, its whole numbers as such: a Struct has nothing but float64."""
+    kind = value.WhichOneof("kind")
+    if kind == "struct_value":
+        return {name: _json(each) for name, each in value.struct_value.fields.items()}
+    if kind == "list_value":
+        return [_json(each) for each in value.list_value.values]
+    if kind == "number_value" and value.number_value.is_integer():
+        return int(value.number_value)
+    return None if kind in (None, "null_value") else getattr(value, kind)

@@ -1,0 +1,192 @@
+"""The server of `capflow serve MODEL …`: vLLM's own OpenAI-compatible server, its engine tapped.
+
+Takes every option that `vllm serve` takes, and those of `capflow.serve_options`. Requests that want their own capture or steering
+say so in fields of their body, which `capflow_engine.serve.plugin` adds to the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from capflow import limits
+from capflow.capture.model import ModelInfo
+from capflow.errors import CapflowError, UsageError, explain
+from capflow.serve_options import engine_options
+from capflow.steering.request import Steering
+from capflow.system.runtime import private_directory
+from capflow.text.engine_name import new_engine
+from capflow.text.printable import printable
+from capflow_engine.compat import engine as compat
+from capflow_engine.compat import model as compat_model
+from capflow_engine.hubs import hubs_at
+from capflow_engine.serve import api_keys
+from capflow_engine.serve.command import Command
+from capflow_engine.serve.ending import Ending
+from capflow_engine.serve.rpc import port
+from capflow_engine.serve.serving import Serving
+from capflow_engine.settings import SITES_DEFAULT, STEERING_BANK_BYTES, Outbound, Settings, engine_arguments
+from capflow_engine.steering.budget import Size
+from capflow_engine.steering.fit import Fit
+from capflow_engine.steering.module import load_modules
+from capflow_engine.steering.store import SteeringStore
+
+
+def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, Steering]]:
+    """Return vLLM's `serve` command, its parsed arguments with capflow's put in, and the modules to begin with."""
+    mine, rest = engine_options().parse_known_args(list(arguments))
+    ending = Ending()
+    command = Command(mine.command_fd, ending)
+    outbound = Outbound.of(mine.policy, mine.spool_dir, mine.spool_bytes, mine.spill_fallback)
+    serve, args = _vllm_arguments(rest)
+    hubs = hubs_at(mine.hub, mine.key, insecure=mine.insecure, where="--hub")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    user = dict(args.additional_config or {})
+    with compat_model.explaining(args.model):
+        engine_args = AsyncEngineArgs.from_cli_args(args)
+    tapped = compat_model.check_model(engine_args, mine.sites or SITES_DEFAULT)
+    _check_free(args)
+    inside = command.checked(tapped)
+    if inside is not None:
+        hubs = hubs_at([inside], mine.key, insecure=True)  # as that hub was allowed to be
+    bank_bytes = STEERING_BANK_BYTES if mine.steering_bank_bytes is None else mine.steering_bank_bytes
+    settings = Settings(
+        engine=new_engine(mine.engine_name, where="--engine-name"),
+        hubs=hubs,
+        sites=tapped.sites,
+        fixed=tapped.fixed,
+        outbound=outbound,
+        hub_wait_s=1.0,
+        capture_wait_s=mine.capture_wait_s,
+        steering_bank_bytes=bank_bytes,
+        user=user,
+    )
+    for name, value in engine_arguments(settings).items():
+        setattr(args, name, value)
+    secrets = api_keys.keys_of(mine.steering_api_key, os.environ.pop(api_keys.ENVIRONMENT_VARIABLE, None))
+    within = args.uds is not None or api_keys.is_loopback(args.host)
+    if mine.grpc_port is not None:
+        within = within and api_keys.is_loopback(mine.grpc_host)
+    running_s = mine.shutdown_timeout
+    if running_s is None:  # vLLM's own option may stand in its --config
+        running_s = float(args.shutdown_timeout) or limits.SHUTDOWN_S_DEFAULT
+    # vLLM's is for the whole end, after which it kills: capflow ends the requests before.
+    args.shutdown_timeout = math.ceil(running_s + limits.ANSWERS_S + limits.GIVE_UP_S + limits.ENGINE_END_S_MAX)
+    ending.running_s = running_s
+    args.capflow = Serving(
+        keys=api_keys.Keys(secrets, open=within or mine.insecure),
+        body_bytes_max=mine.steering_body_bytes_max,
+        rpc_address=None if mine.grpc_port is None else port.address(mine.grpc_host, mine.grpc_port),
+        ending=ending,
+    )
+    modules = {}
+    if mine.steering_modules:
+        width = engine_args.create_model_config().get_hidden_size()
+        info = ModelInfo(args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed)
+        size = Size.of(bank_bytes, width, engine_args.max_num_seqs or 0)
+        modules = load_modules(mine.steering_modules, Fit(info, size).check)
+    return serve, args, modules
+
+
+def _vllm_arguments(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace]:
+    """Return vLLM's `serve` command and its parsed arguments; raise UsageError for wrong ones."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class VLLMParser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise UsageError(explain(message.removeprefix("argument "), do="see `capflow serve --help=all`"))
+
+    parser = VLLMParser(prog="capflow")
+    serve = ServeSubcommand()
+    serve.subparser_init(parser.add_subparsers(required=True))
+    try:
+        args = parser.parse_args(["serve", *arguments])
+    except UsageError:
+        raise
+    except (ValueError, OSError) as e:
+        raise UsageError(str(e)) from e
+    if args.model_tag is None:
+        raise UsageError(explain("MODEL", got="none", expected="capflow serve MODEL"))
+    args.model = args.model_tag
+    for name in ("worker_cls", "scheduler_cls"):
+        if getattr(args, name, None) not in (None, "auto"):
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(
+                explain(flag, got=str(getattr(args, name)), expected="to be left out; capflow brings its own")
+            )
+    return serve, args
+
+
+def _check_free(args: argparse.Namespace) -> None:
+    """Raise UsageError when the server cannot listen where it is to."""
+    if args.headless or getattr(args, "data_parallel_multi_port_external_lb", False):  # not in every vLLM
+        return
+    where, got = ("--port", f"{args.host or ''}:{args.port}") if args.uds is None else ("--uds", args.uds)
+    try:
+        if args.uds is not None:
+            with socket.socket(socket.AF_UNIX) as found:
+                found.bind(args.uds)
+            Path(args.uds).unlink()
+            return
+        (family, kind, _, _, place), *_ = socket.getaddrinfo(args.host or "0.0.0.0", args.port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind) as found:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of before may still be closing
+            found.bind(place)
+            found.listen()
+    except OSError as e:
+        raise UsageError(explain(where, got=f"{got}, {(e.strerror or str(e)).lower()}", expected="a free one")) from e
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server until it is stopped; return the exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until vLLM takes the signals
+    try:
+        with contextlib.ExitStack() as stack:
+            return _serve(sys.argv[1:] if arguments is None else arguments, stack)
+    except UsageError as e:
+        print(printable(f"capflow: {e}"), file=sys.stderr)
+        return 2
+    except CapflowError as e:
+        print(printable(f"capflow: {e}"), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(arguments: Sequence[str], stack: contextlib.ExitStack) -> int:
+    """Serve; return the exit code. stack: closed when the server has ended."""
+    compat.require()
+    compat.enable_endpoint_plugin("capflow")
+    serve, args, modules = parse(arguments)
+    compat.prepare_environment({"kv_cache_memory_bytes": args.kv_cache_memory_bytes})
+    serve.validate(args)
+    if args.capflow.rpc_address is not None:
+        stack.enter_context(contextlib.closing(port.hold(args.capflow.rpc_address)))
+    directory = private_directory("steering")
+    stack.callback(shutil.rmtree, directory, ignore_errors=True)
+    store = SteeringStore(directory)
+    for name, module in modules.items():
+        store.register(name, module)
+    ending: Ending = args.capflow.ending
+    args.capflow = dataclasses.replace(args.capflow, directory=directory)
+    alone = args.api_server_count in (None, 1) and not args.headless
+    serve.cmd(args)
+    if alone and args.api_server_count is None and not ending.begun:  # else the API servers are processes of their own
+        raise CapflowError(explain("the server ended by itself", do="its log says why"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

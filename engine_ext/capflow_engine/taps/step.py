@@ -1,0 +1,269 @@
+"""The step in progress: a plan bound to the memory that its rows go to, and what each tap does on the CPU.
+
+The CPU taps read the plan itself, through `current`; the GPU taps read tables that were filled from it
+(`capflow_engine.taps.tables`), because a CUDA graph replays kernels and no Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from capflow.steering.program import ADD, CLAMP, PATCH, RELATIVE
+from capflow_engine.taps.bank import Bank
+from capflow_engine.taps.plan import Plan, token_rows
+
+_INDEXED_RUNS_MIN = 8  # with fewer runs, going slice by slice is faster than gathering by index
+_SLICED_LENGTH_MIN = 16  # or with longer runs, tokens on average, where rows of the bank are used
+_NO_LENGTHS = np.empty(0, np.int64)
+
+
+class _Run(NamedTuple):
+    """`amount` times a row of the bank is added to token rows `begin .. end`. wide: float32 memory for as many."""
+
+    begin: int
+    end: int
+    row: int
+    amount: float
+    wide: torch.Tensor
+
+    def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float) -> None:
+        """Add it to a stream of which `hidden` is a part, `scale` times; in float32, rounded once."""
+        row = bank.rows[self.row]
+        vector = row if self.amount == scale else row * self.amount / scale
+        tokens = hidden[self.begin : self.end]
+        if tokens.dtype == torch.float32:
+            tokens.add_(vector)
+        else:  # torch would take new memory for each sum, and the system time to clear it
+            tokens.copy_(self.wide[: self.end - self.begin].copy_(tokens).add_(vector))
+
+
+class _Gathered(NamedTuple):
+    """Rows of the bank, each so many times (None: once), are added to as many token rows; these lie together if they are a slice."""
+
+    tokens: slice | torch.Tensor
+    rows: torch.Tensor
+    amounts: torch.Tensor | None
+
+    def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float) -> None:
+        """Add them to a stream of which `hidden` is a part, `scale` times; in float32, rounded once."""
+        change = bank.rows.index_select(0, self.rows)
+        if self.amounts is not None:
+            change.mul_(self.amounts)
+        if scale != 1.0:
+            change.div_(scale)
+        if isinstance(self.tokens, torch.Tensor):
+            hidden.index_copy_(0, self.tokens, change.add_(hidden.index_select(0, self.tokens)).to(hidden.dtype))
+        elif hidden.dtype == torch.float32:
+            hidden[self.tokens].add_(change)
+        else:
+            tokens = hidden[self.tokens]
+            tokens.copy_(change.add_(tokens))
+
+
+class Step:
+    """One step on the CPU. buffer: `[plan.rows, hidden]` in the model's dtype."""
+
+    def __init__(self, plan: Plan, buffer: torch.Tensor | None, bank: Bank) -> None:
+        self.plan = plan
+        self.buffer = buffer
+        self.bank = bank
+        self._runs: list[tuple[int, int, int]] = []  # see `_runs`
+        self._lengths: npt.NDArray[np.int64] = _NO_LENGTHS  # of the runs
+        self._sums: dict[int, Sequence[_Run | _Gathered]] = {}  # site → all that is done there, where that is adding
+        self._heads: dict[int, npt.NDArray[np.int32]] = {}  # any other site → the first operation of each run
+        if plan.steered:
+            self._plan_steering()
+        self._copies: dict[int, list[tuple[Any, int, int]]] = {}  # site index → (group's source, first row, rows)
+        for group in plan.groups:
+            source = _source(group.runs)
+            for number, site in enumerate(group.sites):
+                self._copies.setdefault(site, []).append((source, group.base + number * group.rows, group.rows))
+
+    def tap(self, site: int, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float = 1.0) -> None:
+        """Copy the site's rows out, then steer it; `hidden` is changed in place.
+
+        hidden, residual: `[tokens, hidden]`; the site's value is `scale` times their sum, or `hidden` alone.
+        """
+        for source, row, rows in self._copies.get(site, ()):
+            assert self.buffer is not None
+            if isinstance(source, torch.Tensor):
+                out = self.buffer[row : row + len(source)]
+                torch.index_select(hidden, 0, source, out=out)
+                if residual is not None:
+                    torch.add(out, residual.index_select(0, source), out=out)
+            else:
+                for begin, target, length in source:
+                    out = self.buffer[row + target : row + target + length]
+                    if residual is None:
+                        out.copy_(hidden[begin : begin + length])
+                    else:
+                        torch.add(hidden[begin : begin + length], residual[begin : begin + length], out=out)
+            if scale != 1.0:
+                self.buffer[row : row + rows].mul_(scale)
+        for sum_ in self._sums.get(site, ()):
+            sum_.add_to(hidden, self.bank, scale)
+        if site in self._heads:
+            self._steer(site, hidden, residual, scale)
+
+    def _plan_steering(self) -> None:
+        """Find what is done at each site, once for all of them."""
+        self._runs = _runs(self.plan.slots(max(source + length for source, length, _ in self.plan.steered)))
+        heads = self.bank.heads.numpy()[[slot for _, _, slot in self._runs]].T  # [sites, runs]
+        kinds, numbers, following = np.moveaxis(self.bank.op_ints.numpy()[heads], -1, 0)
+        amounts = self.bank.op_floats.numpy()[heads, 0]
+        lone = ((heads < 0) | ((kinds == ADD) & (following < 0))).all(axis=1)
+        lengths = self._lengths = np.array([end - begin for begin, end, _ in self._runs])
+        sliced = _few_or_long(len(lengths), int(lengths.sum()))
+        wide = torch.empty((int(lengths.max()) if sliced else 0, self.bank.rows.shape[1]))
+        tokens: dict[bytes, slice | torch.Tensor] = {}  # by which runs they are of: most sites have the same
+        for site in np.flatnonzero((heads >= 0).any(axis=1)).tolist():
+            if not lone[site]:
+                self._heads[site] = heads[site]
+            elif sliced:
+                each = zip(self._runs, heads[site], numbers[site].tolist(), amounts[site].tolist(), strict=True)
+                self._sums[site] = [_Run(*run[:2], row, amount, wide) for run, head, row, amount in each if head >= 0]
+            else:
+                there = heads[site] >= 0
+                if (key := there.tobytes()) not in tokens:
+                    tokens[key] = self._tokens(there)
+                times = np.where(there, lengths, 0)
+                rows, amount = torch.from_numpy(numbers[site].repeat(times)), amounts[site].repeat(times)
+                once = bool((amount == 1.0).all())
+                each_amount = None if once else torch.from_numpy(amount).unsqueeze(1)
+                self._sums[site] = [_Gathered(tokens[key], rows, each_amount)]
+
+    def _tokens(self, there: npt.NDArray[np.bool_]) -> slice | torch.Tensor:
+        """Return the token rows of some of the runs; a slice where they lie together."""
+        runs = [run[:2] for run, has in zip(self._runs, there.tolist(), strict=True) if has]
+        begin, end = runs[0][0], runs[-1][1]
+        if end - begin == sum(stop - start for start, stop in runs):
+            return slice(begin, end)
+        return torch.from_numpy(np.concatenate([np.arange(*run) for run in runs]))
+
+    def _steer(self, site: int, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float) -> None:
+        """Do a site's operations on every token that has some, in float32; round once."""
+        there = self._heads[site] >= 0
+        heads = self._heads[site][there].repeat(self._lengths[there])
+        tokens = torch.from_numpy(
+            np.concatenate(
+                [np.arange(begin, end) for (begin, end, _), has in zip(self._runs, there, strict=True) if has]
+            )
+        )
+        half = hidden.index_select(0, tokens).float()
+        stream = half.clone() if residual is None else half + residual.index_select(0, tokens).float()
+        change = _changed(self.bank, heads, stream if scale == 1.0 else stream.mul_(scale))
+        hidden.index_copy_(0, tokens, (half + (change if scale == 1.0 else change / scale)).to(hidden.dtype))
+
+
+def _runs(slots: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
+    """Return the first row, the row behind the last one, and the slot of all rows that lie together and have one slot."""
+    bounds = [0, *(np.flatnonzero(slots[1:] != slots[:-1]) + 1).tolist(), len(slots)] if len(slots) else []
+    return [(begin, end, int(slots[begin])) for begin, end in pairwise(bounds) if slots[begin] >= 0]
+
+
+def _few_or_long(count: int, tokens: int) -> bool:
+    """Whether runs or chains of so many tokens in all are better done one after another than token by token at once."""
+    return count < _INDEXED_RUNS_MIN or tokens >= _SLICED_LENGTH_MIN * count
+
+
+def _changed(bank: Bank, heads: npt.NDArray[np.int32], stream: torch.Tensor) -> torch.Tensor:
+    """Return what operations change, `[tokens, hidden]` float32. heads: the first operation of each token.
+
+    stream: `[tokens, hidden]` float32, the site's value, which is changed too. Tokens with the same first operation have the
+    same chain of operations. A chain is done alone, at one product with its tokens an operation, where chains are few or long;
+    many short ones are done together, operation by operation, until few are left.
+    """
+    change = torch.zeros_like(stream)
+    ops, on = heads, np.arange(len(heads))  # the next operation of each token that has one, and which token it is
+    while len(ops) and not _few_or_long(len(np.unique(ops)), len(ops)):
+        _do_next(bank, ops, None if len(on) == len(heads) else torch.from_numpy(on), stream, change)
+        following = bank.op_ints.numpy()[ops, 2]
+        going = following >= 0
+        ops, on = following[going], on[going]
+    order = np.argsort(ops, kind="stable")
+    ends = np.flatnonzero(np.diff(ops[order])) + 1
+    for some in np.split(order, ends) if len(ops) else ():
+        mine, op = on[some], int(ops[some[0]])
+        first, length = int(mine[0]), len(mine)
+        if int(mine[-1]) - first + 1 == length:
+            _do_chain(bank, op, stream[first : first + length], change[first : first + length])
+        else:
+            tokens = torch.from_numpy(mine)
+            changed = torch.zeros((length, stream.shape[1]))
+            _do_chain(bank, op, stream.index_select(0, tokens), changed)
+            change.index_add_(0, tokens, changed)
+    return change
+
+
+def _do_next(
+    bank: Bank, ops: npt.NDArray[np.int32], tokens: torch.Tensor | None, stream: torch.Tensor, change: torch.Tensor
+) -> None:
+    """Do an operation of each of `tokens`, which are rows of `stream` and `change`; None for all rows."""
+    kinds, numbers, _ = bank.op_ints.numpy()[ops].T
+    rows = bank.rows.index_select(0, torch.from_numpy(numbers.copy()))
+    amount, low, high = torch.from_numpy(bank.op_floats.numpy()[ops]).unsqueeze(2).unbind(1)
+    x = stream if tokens is None else stream.index_select(0, tokens)
+    if (kinds == CLAMP).any():
+        projection = (x * rows).sum(1, keepdim=True)
+        bounded = torch.minimum(torch.maximum(projection, low), high)
+        clamps = torch.from_numpy(kinds == CLAMP).unsqueeze(1)
+        amount = torch.where(clamps, amount * (bounded - projection), amount)
+    if (kinds == RELATIVE).any():
+        norms = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+        amount = torch.where(torch.from_numpy(kinds == RELATIVE).unsqueeze(1), amount * norms, amount)
+    if (kinds == PATCH).any():
+        rows.sub_(x * torch.from_numpy(kinds == PATCH).unsqueeze(1))
+    rows.mul_(amount)
+    for target in (stream, change):
+        if tokens is None:
+            target.add_(rows)
+        else:
+            target.index_add_(0, tokens, rows)
+
+
+def _do_chain(bank: Bank, op: int, stream: torch.Tensor, change: torch.Tensor) -> None:
+    """Do an operation and all that follow it on all rows of `stream`, and add what they change to `change`."""
+    ints, floats = bank.op_ints.numpy(), bank.op_floats.numpy()
+    vectors, times = [], []  # what was added, and how many times to each token
+    while op >= 0:
+        amount, low, high = floats[op].tolist()
+        kind, number, op = ints[op].tolist()
+        row = bank.rows[number]
+        if kind == PATCH:
+            moved = (row - stream).mul_(amount)
+            stream.add_(moved)
+            change.add_(moved)
+        elif kind == ADD:
+            stream.add_(row, alpha=amount)
+            change.add_(row, alpha=amount)
+        else:
+            if kind == CLAMP:
+                projection = stream.mv(row)
+                times.append(projection.clamp(low, high).sub_(projection).mul_(amount))
+            else:
+                assert kind == RELATIVE
+                times.append(torch.linalg.vector_norm(stream, dim=1).mul_(amount))
+            vectors.append(row)
+            stream.addr_(times[-1], row)
+    if vectors:
+        change.addmm_(torch.stack(times, 1), torch.stack(vectors))
+
+
+def _source(runs: Any) -> Any:
+    """Return the runs, or one index tensor when there are many."""
+    if len(runs) < _INDEXED_RUNS_MIN:
+        return runs
+    return torch.from_numpy(token_rows(runs))
+
+
+current: Step | None = None
+"""The step whose forward pass runs now, on the CPU; None outside one. Set and cleared by `StepRunner.forward`.
+
+One process runs one forward pass at a time: vLLM's worker calls it from one thread.
+"""

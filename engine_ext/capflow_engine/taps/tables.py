@@ -1,0 +1,134 @@
+"""The tables that tell the GPU taps what the plan says, and the staging buffer their rows land in.
+
+All are allocated once, before graphs are captured, and never move.
+
+| tensor | shape | meaning |
+|---|---|---|
+| site_group | int32 [2, sites] | the line of `token_row` that each site reads, per channel (`SHIP`, `VIEW`); -1: none |
+| site_base | int32 [2, sites] | what each site adds to it, per channel |
+| token_row | int32 [2, lines, tokens] | the staging row of each token, less what the site adds; -1: not wanted |
+| token_steer | int32 [tokens] | the slot of the bank that steers each token; -1: none |
+| staging | [rows, hidden] | the rows of the step, packed as the plan says |
+
+What steers is in the bank (`capflow_engine.taps.bank`). Where the taps read the plan itself, on the CPU, the tensors have one
+element each (`resident` is False).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from capflow_engine.taps.plan import Group, Plan, counted, token_rows
+
+CHANNELS = 2
+
+_NOTHING = np.empty(0, np.int32)
+
+
+class Tables:
+    """The tables of one worker. tokens: the most tokens of a step; rows: the most rows of one; sites, as tapped.
+
+    device: where the model is. resident: whether the taps read the tables. Everything is sized to its bound at once;
+    `load` copies what a plan fills.
+    """
+
+    def __init__(
+        self,
+        *,
+        sites: int,
+        tokens: int,
+        rows: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        resident: bool,
+    ) -> None:
+        self.resident = resident
+        if not resident:
+            sites = tokens = rows = hidden = 1
+        self.sites = sites
+        self.site_group = torch.full((CHANNELS, sites), -1, dtype=torch.int32, device=device)
+        self.site_base = torch.zeros((CHANNELS, sites), dtype=torch.int32, device=device)
+        self.token_row = torch.full((CHANNELS, sites, tokens), -1, dtype=torch.int32, device=device)
+        self.token_steer = torch.full((tokens,), -1, dtype=torch.int32, device=device)
+        self.staging = torch.empty((rows, hidden), dtype=dtype, device=device)
+        self._written: dict[str, npt.NDArray[np.int32]] = {}  # what the device holds of each table
+        self._idle = True  # what the device holds now says "nothing to do"
+        self._steering = False  # some token on the device has a steering slot
+
+    def device_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that every tap carries, by the names of the op's arguments."""
+        names = ("site_group", "site_base", "token_row", "token_steer", "staging")
+        return {name: getattr(self, name) for name in names}
+
+    def load(self, plan: Plan, padded_tokens: int) -> None:
+        """Make the tables say what a plan says, for tensors of `padded_tokens` rows; asynchronous on a GPU."""
+        if plan.idle and self._idle:
+            return
+        self._idle = plan.idle
+        line_of = np.full((CHANNELS, self.sites), -1, np.int32)
+        base_of = np.zeros((CHANNELS, self.sites), np.int32)
+        for channel in range(CHANNELS):
+            groups = [group for group in plan.groups if group.channel == channel]
+            if groups:
+                lines = _lines(groups, padded_tokens, line_of[channel], base_of[channel])
+                self._write(f"token_row {channel}", self.token_row[channel, : len(lines), :padded_tokens], lines)
+        self._write("site_group", self.site_group, line_of)
+        self._write("site_base", self.site_base, base_of)
+        self._load_steering(plan)
+
+    def _load_steering(self, plan: Plan) -> None:
+        if not plan.steered:
+            if self._steering:
+                self.token_steer.fill_(-1)
+                self._written.pop("token_steer", None)
+                self._steering = False
+            return
+        self._steering = True
+        self._write("token_steer", self.token_steer, plan.slots(self.token_steer.shape[0]))
+
+    def _write(self, name: str, target: torch.Tensor, values: npt.NDArray[np.int32]) -> None:
+        """Upload values unless they are what was uploaded last, as they are while a batch decodes."""
+        if not np.array_equal(self._written.get(name, _NOTHING), values):
+            self._written[name] = values
+            self._upload(target, values)
+
+    @staticmethod
+    def _upload(target: torch.Tensor, values: np.ndarray) -> None:
+        source = torch.from_numpy(values)
+        if target.device.type != "cpu":
+            source = source.pin_memory()  # kept by the caching host allocator until the copy is over
+        target.copy_(source, non_blocking=True)
+
+
+def _lines(
+    groups: Sequence[Group], tokens: int, line_of: npt.NDArray[np.int32], base_of: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int32]:
+    """Return the lines of `token_row` for one channel's groups; write which one each site reads, and what it adds.
+
+    Where no site is in two groups, the sites of a group share a line and add where their own rows begin. Otherwise each
+    site has a line of its own. So there are never more lines than sites.
+    """
+    sites = np.array([site for group in groups for site in group.sites])
+    sources = token_rows([run for group in groups for run in group.runs])  # of each row of each group
+    sizes = np.array([group.rows for group in groups])
+    places = np.array([len(group.sites) for group in groups])
+    owners = np.repeat(np.arange(len(groups)), places)  # of each site, its group's number
+    bases = np.array([group.base for group in groups])[owners] + counted(places) * sizes[owners]
+    used, lines_of_sites = np.unique(sites, return_inverse=True)
+    if len(used) == len(sites):
+        lines = np.full((len(groups), tokens), -1, np.int32)
+        line_of[sites], base_of[sites] = owners, bases
+        lines[np.repeat(np.arange(len(groups)), sizes), sources] = counted(sizes)
+        return lines
+    lines = np.full((len(used), tokens), -1, np.int32)
+    line_of[used] = np.arange(len(used))
+    rows = sizes[owners]  # of each site in each of its groups
+    within = counted(rows)
+    first = (np.cumsum(sizes) - sizes)[owners]  # where the group's rows begin in `sources`
+    lines[np.repeat(lines_of_sites, rows), sources[np.repeat(first, rows) + within]] = np.repeat(bases, rows) + within
+    return lines

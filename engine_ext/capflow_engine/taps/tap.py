@@ -1,0 +1,183 @@
+"""The tap: one custom op, called by a forward hook at each tapped site, inside the compiled graph.
+
+`install` puts the taps where `capflow_engine.structure` found the hook points: before or after a module of the layer.
+
+`capflow::tap` copies wanted rows of the residual stream out and steers it in place. It is
+declared to mutate `hidden` only: the staging buffer is written behind the compiler's back, and nothing in
+the graph reads it. All a tap needs besides the stream is in tensors that stay where they are, so a graph
+captured once serves every later plan; which site it is stands in a tensor too, so that the graphs of two layers
+are the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from capflow.capture.site import HOOKS
+from capflow_engine.compat import engine as compat
+from capflow_engine.structure import Place
+from capflow_engine.taps import step as step_module
+from capflow_engine.taps.bank import Bank
+from capflow_engine.taps.tables import Tables
+
+
+def tap(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    site: torch.Tensor,
+    site_group: torch.Tensor,
+    site_base: torch.Tensor,
+    token_row: torch.Tensor,
+    token_steer: torch.Tensor,
+    staging: torch.Tensor,
+    heads: torch.Tensor,
+    op_ints: torch.Tensor,
+    op_floats: torch.Tensor,
+    rows: torch.Tensor,
+    scale: float,
+) -> None:
+    """Do what the current step's plan says for one site; the op's CPU implementation.
+
+    hidden, residual: `[tokens, hidden]`, with or without a leading 1; hidden is changed in place where the site is
+    steered. site: the site's index, int32 `[1]`. scale: the site's value is this many times what is given. The tables
+    are those of `capflow_engine.taps.tables` and `capflow_engine.taps.bank` and are not read here.
+    """
+    step = step_module.current
+    if step is not None and not step.plan.idle:
+        hidden = hidden.view(-1, hidden.shape[-1])
+        step.tap(int(site), hidden, None if residual is None else residual.view(hidden.shape), scale)
+
+
+def _tap_gpu(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    site: torch.Tensor,
+    site_group: torch.Tensor,
+    site_base: torch.Tensor,
+    token_row: torch.Tensor,
+    token_steer: torch.Tensor,
+    staging: torch.Tensor,
+    heads: torch.Tensor,
+    op_ints: torch.Tensor,
+    op_floats: torch.Tensor,
+    rows: torch.Tensor,
+    scale: float,
+) -> None:
+    from capflow_engine.taps.kernel import launch
+
+    hidden = hidden.view(-1, hidden.shape[-1])
+    residual = None if residual is None else residual.view(hidden.shape)
+    tables = (site_group, site_base, token_row, token_steer, staging, heads, op_ints, op_floats, rows)
+    launch(hidden, residual, site, *tables, scale)
+
+
+def _tap_fake(
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    site: torch.Tensor,
+    site_group: torch.Tensor,
+    site_base: torch.Tensor,
+    token_row: torch.Tensor,
+    token_steer: torch.Tensor,
+    staging: torch.Tensor,
+    heads: torch.Tensor,
+    op_ints: torch.Tensor,
+    op_floats: torch.Tensor,
+    rows: torch.Tensor,
+    scale: float,
+) -> None:
+    return None
+
+
+_library = torch.library.Library("capflow", "FRAGMENT")
+compat.register_op(_library, "tap", tap, _tap_gpu, _tap_fake, mutates=["hidden"])
+
+
+class Tap(nn.Module):
+    """A tap at one site: a submodule of the module that it stands before or after, called by that module's hook."""
+
+    site: torch.Tensor
+    site_group: torch.Tensor
+    site_base: torch.Tensor
+    token_row: torch.Tensor
+    token_steer: torch.Tensor
+    staging: torch.Tensor
+    heads: torch.Tensor
+    op_ints: torch.Tensor
+    op_floats: torch.Tensor
+    rows: torch.Tensor
+
+    def __init__(self, index: int, place: Place, tables: Tables, bank: Bank, device: torch.device) -> None:
+        super().__init__()
+        self.slots, self.items, self.scale = place.slots, place.items, place.scale
+        self.register_buffer("site", torch.tensor([index], dtype=torch.int32, device=device), persistent=False)
+        for name, tensor in {**tables.device_tensors(), **bank.device_tensors()}.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def before(self, args: Any, kwargs: Any) -> None:
+        """Tap what a module is given."""
+        self([slot.of(args, kwargs) for slot in self.slots])
+
+    def after(self, output: Any) -> None:
+        """Tap what a module returns."""
+        self([output] if isinstance(output, torch.Tensor) else [output[n] for n in self.items])
+
+    def forward(self, parts: list[torch.Tensor | None]) -> None:
+        """Tap the stream, whole or in halves, in place; the second half may be missing."""
+        assert parts[0] is not None
+        torch.ops.capflow.tap(
+            parts[0],
+            parts[1] if len(parts) > 1 else None,
+            self.site,
+            self.site_group,
+            self.site_base,
+            self.token_row,
+            self.token_steer,
+            self.staging,
+            self.heads,
+            self.op_ints,
+            self.op_floats,
+            self.rows,
+            self.scale,
+        )
+
+
+def install(layer: nn.Module, hook: str, place: Place, tap: Tap) -> None:
+    """Put a tap at a layer's hook point; called before anything is compiled."""
+    module = layer.get_submodule(place.module)
+    while isinstance(module, nn.Sequential):  # which would call the tap as one of its own
+        module = module[0 if place.slots else -1]
+    setattr(module, _attribute(hook), tap)
+    before, after = _HOOKS[hook]
+    if place.slots:
+        module.register_forward_pre_hook(before, with_kwargs=True)
+    else:
+        module.register_forward_hook(after)
+
+
+def _attribute(hook: str) -> str:
+    return f"capflow_{hook}"
+
+
+def _hooks(hook: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the functions that call a module's tap for one hook, before and after its forward.
+
+    They hold nothing: the compiled graphs of two layers differ in no constant.
+    """
+    attribute = _attribute(hook)
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        getattr(module, attribute).before(args, kwargs)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        del args
+        getattr(module, attribute).after(output)
+
+    return before, after
+
+
+_HOOKS = {hook: _hooks(hook) for hook in HOOKS}

@@ -1,0 +1,421 @@
+"""The worker's part: taps installed in the model, a plan for each step, rows handed to the sender.
+
+`CaptureWorker` is what vLLM is given as `worker_cls`: the platform's own worker with its runner subclassed in place. All of
+capflow's state is in one object, `worker.capflow`.
+
+Order of a step: `begin` takes the orders and hands steps that they settle to the sender; `prepare` plans, once the runner
+knows its batch; `forward` brackets the model; the step then waits, with its rows, until a later `begin` settles it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from capflow import limits
+from capflow.capture.frame import Acted, Rank
+from capflow.capture.site import Site
+from capflow.capture.spec import Capture, Wanted, join
+from capflow.errors import CapflowError
+from capflow.protocol.message import ControllerSpec
+from capflow.steering.action import Steer, Unsteer
+from capflow_engine.compat import engine as compat
+from capflow_engine.compat import model as compat_model
+from capflow_engine.compat import step as compat_step
+from capflow_engine.request.options import RequestOptions
+from capflow_engine.scheduler.orders import Ended, Orders, Unscheduled, Wishes
+from capflow_engine.settings import Settings
+from capflow_engine.steering.budget import Size
+from capflow_engine.taps import step as step_module
+from capflow_engine.taps.bank import Bank
+from capflow_engine.taps.plan import VIEW, Plan, Planner, Program, Scheduled, Tracked
+from capflow_engine.taps.step import Step
+from capflow_engine.taps.tables import Tables
+from capflow_engine.taps.tap import Tap, install
+from capflow_engine.worker.controllers import Controllers, Decided, decode, encode
+from capflow_engine.worker.history import HUB, Histories
+from capflow_engine.worker.outlets import Outlets
+from capflow_engine.worker.pending import EMPTY_PLAN, READY, Pending
+from capflow_engine.worker.ring import Ring
+from capflow_engine.worker.runner import tap_runner
+from capflow_engine.worker.sender import Computed
+
+logger = logging.getLogger("vllm.capflow.worker")
+
+
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+class _Viewed(NamedTuple):
+    """A step that controllers are to see: its number, plan, the buffer with its rows, and how to wait for them."""
+
+    number: int
+    plan: Plan
+    buffer: Any
+    ready: Callable[[], None]
+
+
+class WorkerCapture:
+    """Everything capflow holds in one worker, from the loading of the model to the worker's end."""
+
+    def __init__(self, worker: Any) -> None:
+        compat.require()
+        compat.check_config(worker.vllm_config)
+        self.settings: Settings = worker.vllm_config.additional_config
+        self.info = compat.model_info(worker.vllm_config)
+        self.runner = worker.model_runner
+        self.device: torch.device = worker.device
+        self.rank = Rank(*compat.rank_of(worker))
+        self._ranks = worker.vllm_config.parallel_config.tensor_parallel_size
+        self.dtype: torch.dtype = worker.model_config.dtype
+        owned = sorted(
+            compat_model.owned_sites(self.runner.get_model(), self.info, self.dtype), key=lambda found: found[0]
+        )
+        self.sites = tuple(site for site, _, _ in owned)
+        self.index = {site: n for n, site in enumerate(self.sites)}
+        self.planner = Planner(len(self.sites), len(self.settings.hubs))
+        self.row_bytes = self.info.hidden_size * self.dtype.itemsize
+        self.tables = self._make_tables(worker.scheduler_config.max_num_batched_tokens)
+        requests = worker.scheduler_config.max_num_seqs
+        size = Size.of(self.settings.steering_bank_bytes, self.info.hidden_size, requests)
+        self.bank = Bank(size.plus(size.reserve), self.index, self.info.hidden_size, self.device)
+        self.histories = Histories(self.bank, size.reserve, self.info)
+        for n, (site, layer, place) in enumerate(owned):
+            install(layer, site.hook, place, Tap(n, place, self.tables, self.bank, self.device))
+        self.sends = self.rank.tp == 0  # also a stage without taps: its part of a request ends like any other's
+        self.ring = Ring(self.settings.outbound_bytes_max, pinned=self.tables.resident)
+        self.wishes: dict[int, tuple[Wishes, ...]] = {}  # of each hub
+        self.controllers = [self._controllers((), hub) for hub in range(len(self.settings.hubs))]
+        self.requests: dict[str, Tracked] = {}  # by vLLM's id
+        self._pending = Pending()
+        self._viewed: _Viewed | None = None  # the step before, until the next one begins
+        self._step = 0
+        # Of the step between `prepare` and the end of `forward`:
+        self._planned = EMPTY_PLAN  # all that was wanted of it
+        self._plan: Plan | None = None  # what is done, which is less when there is no room; None in a dummy run
+        self._buffer: Any = None  # where its rows go
+        self._lost: str | None = None  # why its rows for consumers are not taken
+        self._copy_stream: Any = torch.cuda.Stream() if self.tables.resident else None
+        self._copied: Any = None  # event: the copy of the step before has left the staging buffer
+        self.outlets: Outlets | None = None
+        if self.sends:
+            tokenizer = compat.load_tokenizer(worker.vllm_config)
+            self.outlets = Outlets(
+                self.settings,
+                rank=self.rank,
+                info=self.info,
+                sites=self.sites,
+                ring=self.ring,
+                text_of=None if tokenizer is None else lambda token: str(tokenizer.decode([token])),
+                troubles=lambda hub: self.controllers[hub].troubles,
+            )
+        where = ", ".join(hub.address for hub in self.settings.hubs)
+        logger.info("capflow: %d taps, rows go to %s", len(self.sites), where)
+
+    def _controllers(self, specs: Sequence[ControllerSpec], hub: int) -> Controllers:
+        return Controllers(specs, self.info, self.sites, hub, decides=self.rank.tp == 0)
+
+    def _make_tables(self, tokens: int) -> Tables:
+        rows = min(tokens * 2 * len(self.sites), self.settings.staging_bytes_max // self.row_bytes)
+        return Tables(
+            sites=max(len(self.sites), 1),
+            tokens=tokens,
+            rows=rows,
+            hidden=self.info.hidden_size,
+            dtype=self.dtype,
+            device=self.device,
+            resident=self.device.type != "cpu",
+        )
+
+    # --- between steps ---
+
+    def begin(self, orders: Orders | None, scheduler_output: Any) -> None:
+        """Take the orders of the step that starts, and send what they settle."""
+        orders = orders or Orders(self._step)
+        cuts = orders.cuts | {key: ended.limit for key, ended in orders.ended.items()}
+        actions = self._run_controllers(cuts)
+        for key, limit in orders.cuts.items():
+            self._pending.cut(key, limit)
+            if key in self.requests:
+                self.requests[key].computed = min(self.requests[key].computed, limit)
+                self.histories.cut(self.requests[key], limit)
+        for key, ended in orders.ended.items():
+            self._forget(key, ended)
+        self.wishes.update(orders.wishes)
+        self._end_unscheduled(orders.unscheduled)
+        for step in self._pending.settle(orders.settled):
+            assert self.outlets is not None
+            self.outlets.put(step)
+        self._step = orders.step
+        for decided in actions:
+            if decided.key in self.requests:
+                self._control(decided)
+        for key, action in orders.actions:
+            if key in self.requests:
+                self._order(key, action)
+        for key, prompt_length, extra_args in compat_step.new_requests(scheduler_output):
+            if key in orders.admitted and key not in self.requests:
+                self._admit(key, prompt_length, extra_args, *orders.admitted[key])
+            elif key in self.requests and self.requests[key].prompt_length != prompt_length:
+                # Streaming input makes the prompt longer. Steps that wait go on with the prompt that they were planned for.
+                self.requests[key] = replace(self.requests[key], prompt_length=prompt_length)
+                self.histories.lengthen(self.requests[key])
+
+    def _admit(
+        self, key: str, prompt_length: int, extra_args: Any, name: str, wishes_number: int, incarnation: str
+    ) -> None:
+        hub = self.settings.hub_of(name)
+        wishes = self.wishes[wishes_number][hub]
+        if wishes.controllers != self.controllers[hub].specs:
+            self.controllers[hub] = self._controllers(wishes.controllers, hub)
+        options = RequestOptions.unpack(extra_args)
+        wanted = self._wanted([options.capture, *wishes.captures])
+        tracked = Tracked(
+            key,
+            name,
+            prompt_length,
+            ship=self._program(wanted, hub) if self.sends else self.planner.nothing,
+            view=self._program(self._wanted(self.controllers[hub].captures()), hub),
+            capture=options.capture,
+            generated=options.generated or 0,
+            hub=hub,
+            incarnation=incarnation,
+            watched=self.sends and bool(wanted),
+            noted=self.sends and (bool(wanted) or wishes.actions),
+        )
+        self.requests[key] = tracked
+        program = options.resolved(self.info).program
+        if program is not None:
+            self.histories.admit(tracked, program)
+            if self.rank.pp == 0:  # the others have the same program
+                self._note(key, "request", "steer", tuple(sorted(program.sites)))
+
+    def _wanted(self, specs: Sequence[Capture | None]) -> Wanted:
+        info = self.info
+        return join(s.resolve(info.sites, num_layers=info.num_layers) for s in specs if s is not None)
+
+    def _program(self, wanted: Wanted, hub: int) -> Program:
+        places = {self.index[site]: w.positions for site, w in wanted.items() if site in self.index}
+        return self.planner.program(places, hub)
+
+    def _order(self, key: str, action: Steer | Unsteer) -> None:
+        """Do what the scheduler orders and has room for."""
+        self.histories.act(self.requests[key], HUB, action)
+
+    def _control(self, decided: Decided) -> None:
+        """Do what a controller decided, if there is room for it; on each tensor-parallel rank with the same outcome."""
+        key, hub, order, action = decided
+        controllers = self.controllers[hub]
+        try:
+            self.histories.act(self.requests[key], controllers.owner(order), action)
+        except CapflowError as e:
+            controllers.done(order, e)
+            return
+        controllers.done(order, None)
+        sites = tuple(vector.site for vector in action.vectors) if isinstance(action, Steer) else ()
+        self._note(key, f"controller {controllers.owner(order).name}", str(action.__struct_config__.tag), sites)
+
+    def _note(self, key: str, by: str, kind: str, sites: tuple[Site, ...]) -> None:
+        """Have a request's end tell of a change to what steers it, if anybody is told of its end."""
+        tracked = self.requests[key]
+        if tracked.noted and len(tracked.acted) < limits.ACTED_MAX:
+            tracked.acted.append(Acted(by, kind, sites, self._step, time.time_ns()))
+
+    def _run_controllers(self, cuts: Mapping[str, int]) -> list[Decided]:
+        """Show the controllers the step before, if they are to see any of it; return what they decide, the same on each rank."""
+        viewed, self._viewed = self._viewed, None
+        decided: list[Decided] = []
+        if viewed is not None:
+            viewed.ready()
+            for controllers in self.controllers:
+                if controllers.here:
+                    # The cache blocks of a request that it does not see are open to other requests, so it must not steer that.
+                    keys = {
+                        each.id: key
+                        for key, each in self.requests.items()
+                        if each.hub == controllers.hub and each.view.any
+                    }
+                    decided += controllers.run(
+                        viewed.number, viewed.plan, viewed.buffer, cuts, keys, self.histories.vectors
+                    )
+        if self._ranks > 1 and any(controllers.here for controllers in self.controllers):
+            decided = decode(compat.from_first_rank(encode(decided)))
+        return decided
+
+    def _forget(self, key: str, ended: Ended) -> None:
+        tracked = self.requests.pop(key, None)
+        if tracked is None:
+            return
+        self.histories.forget(tracked)
+        self.controllers[tracked.hub].forget(tracked.id)
+        if tracked.watched or tracked.acted:
+            self._pending.end(tracked, ended)
+
+    def _end_unscheduled(self, requests: Mapping[str, Unscheduled]) -> None:
+        """Tell of the end of requests that this worker never heard of, if anybody wants rows of them."""
+        for key, never in requests.items():
+            hub = self.settings.hub_of(never.name)
+            if self.sends and self._wanted([never.capture, *self.wishes[never.wishes][hub].captures]):
+                nothing = self.planner.nothing
+                tracked = Tracked(
+                    key,
+                    never.name,
+                    never.prompt_length,
+                    nothing,
+                    nothing,
+                    never.capture,
+                    hub=hub,
+                    incarnation=never.incarnation,
+                )
+                self._pending.end(tracked, Ended(never.status, 0))
+
+    # --- the step ---
+
+    def prepare(self, parts: Sequence[tuple[str, int, int, int]]) -> None:
+        """Plan the step, now that the runner knows its batch.
+
+        parts: for each request, by vLLM's id, its first row in the model's tensors, first position and number of tokens.
+        """
+        batch = []
+        for key, row, start, length in parts:
+            tracked = self.requests.get(key)
+            if tracked is not None:
+                batch.append(Scheduled(tracked, row, start, length))
+        planned = self.planner.plan(batch)
+        self._planned = self._plan = planned
+        self._buffer = self._lost = None
+        if planned.ship_rows:
+            self._buffer, self._lost = self._find_room(planned)
+        if self._lost is not None:
+            self._plan = _only_viewed(planned)
+        if self.tables.resident and self._plan.rows > self.tables.staging.shape[0]:
+            for controllers in self.controllers:
+                controllers.missed(self._plan.rows, self.tables.staging.shape[0])
+            self._plan = replace(self._plan, groups=(), rows=0, ship_rows=0)
+        if self._buffer is None and self._plan.rows:
+            # A copy to memory that is not page-locked waits for the device.
+            size, pinned = self._plan.rows * self.row_bytes, self.tables.resident
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy()
+
+    def _find_room(self, plan: Plan) -> tuple[Any, str | None]:
+        """Return a buffer for the plan's rows, or why there is none."""
+        assert self.outlets is not None
+        if not self.outlets.ever_connected:
+            return None, "no_hub"
+        if self.tables.resident and plan.rows > self.tables.staging.shape[0]:
+            return None, "staging_full"
+        wait_s = limits.BLOCK_S_MAX if self.settings.outbound.blocks and self.outlets.patient else 0.0
+        buffer = self.ring.acquire(plan.rows * self.row_bytes, wait_s, self._pending.bytes_held)
+        return buffer, (None if buffer is not None else self.outlets.give_up())
+
+    @contextlib.contextmanager
+    def forward(self, tokens: int) -> Iterator[None]:
+        """Bracket the model's forward pass over tensors of `tokens` rows."""
+        plan, self._plan = self._plan, None
+        if plan is None:  # a dummy run
+            yield
+            return
+        if self.tables.resident:
+            if self._copied is not None:
+                torch.cuda.current_stream().wait_event(self._copied)
+            self.tables.load(plan, tokens)
+            yield
+            ready, token_ids = self._copy_out(plan) if plan.rows else (READY, _NO_TOKENS)
+        else:
+            out = None if self._buffer is None else torch.from_numpy(self._buffer).view(self.dtype).view(plan.rows, -1)
+            step_module.current = Step(plan, out, self.bank)
+            try:
+                yield
+            finally:
+                step_module.current = None
+            ready, token_ids = READY, _NO_TOKENS
+            if plan.ship_rows:
+                token_ids = compat_step.step_token_ids(self.runner, self._rows_end(plan)).numpy().copy()
+        self._finish(plan, ready, token_ids)
+
+    def rest(self) -> None:
+        """Have the taps do nothing in a forward pass that belongs to no step: nothing may be written over the last one's rows."""
+        if self.tables.resident:
+            self.tables.load(EMPTY_PLAN, 0)
+
+    @staticmethod
+    def _rows_end(plan: Plan) -> int:
+        """Return the row behind the last one of the model's tensors that belongs to a request of the plan."""
+        return max(part.row + part.length for part in plan.batch)
+
+    def _finish(self, plan: Plan, ready: Callable[[], None], token_ids: Any) -> None:
+        """Keep the step, just launched, until it is settled."""
+        if plan.rows > plan.ship_rows:
+            self._viewed = _Viewed(self._step, plan, self._buffer, ready)
+        if self._planned.ship_rows:
+            rows = self._buffer[: plan.ship_rows * self.row_bytes] if plan.ship_rows else None
+            now = time.time_ns()
+            lent = self.ring.size_of(plan.rows * self.row_bytes) if plan.ship_rows else 0
+            self._pending.add(Computed(self._step, now, self._planned, rows, token_ids, ready, self._lost, lent=lent))
+        self._buffer = None
+
+    def _copy_out(self, plan: Plan) -> tuple[Callable[[], None], Any]:
+        """Copy the step's rows and token ids to the host beside the step; return how to wait for them.
+
+        The ids are few and their buffer is the next step's too, so they are copied in the step's own stream.
+        """
+        tokens = self._rows_end(plan)
+        ids = torch.empty(tokens, dtype=torch.int32, pin_memory=True)
+        ids.copy_(compat_step.step_token_ids(self.runner, tokens), non_blocking=True)
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copy_stream):
+            out = torch.from_numpy(self._buffer).view(self.dtype).view(plan.rows, -1)
+            out.copy_(self.tables.staging[: plan.rows], non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        return self._copied.synchronize, ids.numpy()
+
+    def close(self) -> None:
+        """Send what was settled and leave the hubs; of the steps that were not, nobody knows which rows are anybody's."""
+        if self.outlets is not None:
+            self.outlets.close()
+            self.outlets = None
+
+
+def _only_viewed(plan: Plan) -> Plan:
+    """Return the plan without the rows for consumers."""
+    groups = tuple(g._replace(base=g.base - plan.ship_rows) for g in plan.groups if g.channel == VIEW)
+    return replace(plan, groups=groups, rows=plan.rows - plan.ship_rows, ship_rows=0)
+
+
+class CaptureWorker(compat.worker_base()):  # type: ignore[misc]
+    """The platform's worker, with capflow."""
+
+    capflow: WorkerCapture | None = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model and install the taps, before anything is profiled, compiled or captured."""
+        super().load_model(*args, **kwargs)
+        self.capflow = WorkerCapture(self)
+        tap_runner(self.model_runner, self.capflow, v2=self.use_v2_model_runner)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run a step, with its orders taken first."""
+        assert self.capflow is not None
+        self.capflow.begin(Orders.of(scheduler_output), scheduler_output)
+        return super().execute_model(scheduler_output)
+
+    def execute_dummy_batch(self) -> None:
+        """Keep step with other replicas that have requests."""
+        assert self.capflow is not None
+        self.capflow.rest()
+        super().execute_dummy_batch()
+
+    def shutdown(self) -> None:
+        """Send what is left, then stop."""
+        if self.capflow is not None:
+            self.capflow.close()
+            self.capflow = None
+        super().shutdown()

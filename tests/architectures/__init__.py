@@ -1,0 +1,1 @@
+"""Every architecture against Transformers; `make architectures` writes the matrix of docs/compatibility.md."""

@@ -1,0 +1,392 @@
+"""Every architecture against Transformers, every hook at every layer, in three dtypes: `make architectures` writes docs/compatibility.md's matrix.
+
+    python -m tests.architectures [MODEL_TYPE …] [--write]
+
+Each architecture is a tiny random model, saved, loaded by real vLLM, and captured through a hub into files; the rows that are read
+back are compared with Transformers', which computes in float32 from the same weights. Engines take turns in a child process, which is
+replaced when it dies.
+
+In float32 the largest error of any number counts. In a coarser dtype the median error of a site's rows counts: rounding may give a
+token to another expert, and then that row, and those that attend to it, are others in that dtype. A wrong scale is in every row.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from tests.kit.sources import ROOT
+
+ERROR_MAX = 1e-5
+ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11}
+"""The largest relative error of one rounding, by dtype."""
+DTYPES = ("float32", *ROUNDING)
+ROUNDINGS_MAX = 8
+"""How many roundings a row's error may amount to: three layers round about twenty times between them, and errors add up as their root does."""
+HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
+LENGTHS = (9, 21, 5)
+TOKENS = 4
+_DIE_S = 240.0
+
+
+def check(model_type, dtype, hub, root):
+    """Return what was found of one architecture in a dtype: `{"sites": {hook: layers}, "errors": {hook: largest}, …}`."""
+    import numpy as np
+    import torch
+
+    import capflow
+    from capflow_engine.compat import model as compat_model
+    from tests.architectures import table as architectures
+    from tests.kit import engines
+
+    with tempfile.TemporaryDirectory() as directory:
+        model = architectures.make(model_type, directory, dtype)
+        prompts = engines.prompts(LENGTHS, seed=3)
+        hooks = None
+        only = {"language_model_only": True} if model_type in architectures.MULTIMODAL else {}
+        if model_type in architectures.HEADED:
+            only["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+        with engines.engine(directory, hub=hub, sites=["*:*"], dtype=dtype, max_num_batched_tokens=64, **only) as llm:
+            found = llm.capflow_model.sites
+            hooks = {hook: "all" for hook in HOOKS if any(site.hook == hook for site in found)}
+            name = f"{model_type}-{time.time_ns()}"
+            params = [
+                capflow.sampling_params(id=f"{name}-{n}", capture={"hooks": hooks}, max_tokens=TOKENS, **engines.GREEDY)
+                for n in range(len(prompts))
+            ]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            architecture = type(llm.llm_engine.model_executor.driver_worker.worker.get_model()).__name__
+            missing = {}
+            for _, layer in _layers(llm):
+                missing |= compat_model.structure_of(layer, getattr(torch, dtype)).missing
+        given = [
+            p["prompt_token_ids"] + list(o.outputs[0].token_ids)[:-1] for p, o in zip(prompts, outputs, strict=True)
+        ]
+    for module in model.modules():  # vLLM's Transformers backend changes classes in its process
+        module.__dict__.setdefault("do_not_compile", True)
+    references = architectures.expected(model_type, model, given)
+    sums = max(architectures.adds_up(rows, model.config.get_text_config().num_hidden_layers) for rows in references)
+    assert sums < 1e-5, f"the reference's names are wrong: its sums are off by {sums:.1e}"
+    data = capflow.open(root)
+    errors, unproved = {}, set()
+    distance = architectures.distance if dtype == "float32" else architectures.usual_distance
+    for site in found:
+        if any(tuple(site) not in reference for reference in references):
+            unproved.add(site.hook)
+            continue
+        rows = [data[f"{name}-{n}"][tuple(site)].rows for n in range(len(references))]
+        error = distance(*map(np.concatenate, (rows, [reference[tuple(site)] for reference in references])))
+        errors[site.hook] = max(errors.get(site.hook, 0.0), error)
+    layers = {hook: sum(site.hook == hook for site in found) for hook in HOOKS}
+    return {
+        "architecture": architecture, "missing": missing, "sites": layers, "errors": errors, "unproved": sorted(unproved),
+        "layers": model.config.get_text_config().num_hidden_layers,
+    }  # fmt: skip
+
+
+def _layers(llm):
+    from capflow_engine.compat import model as compat_model
+
+    model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    return compat_model.decoder_layers(model, llm.capflow_model.num_layers)
+
+
+def child(hub, root):
+    """Check the architectures that come in, a line each."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            found = check(*line.split(), hub=hub, root=root)
+        except BaseException as e:  # noqa: BLE001 - whatever it is, it is this architecture's answer
+            lines = [text for text in str(e).splitlines() if text.strip()]
+            found = {"failed": f"{type(e).__name__}: {lines[-1] if lines else ''}"[:400]}
+            traceback.print_exc()
+        out.write(json.dumps(found) + "\n")
+
+
+def _environment():
+    """Return an environment in which models of images can be imported."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return None
+    paths = [str(ROOT / "tests" / "kit" / "torchvision_absent"), os.environ.get("PYTHONPATH")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+class Child:
+    """A process that checks one architecture after another."""
+
+    def __init__(self, hub, root):
+        self.log = Path(os.environ.get("CONFORMANCE_LOG", os.devnull)).open("a")  # noqa: SIM115 - `close` does
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.architectures", "--child", hub, root],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=_environment(),
+        )  # fmt: skip
+
+    def check(self, model_type, dtype):
+        """Return what the child found of an architecture in a dtype; None when it died of it."""
+        import threading
+
+        timer = threading.Timer(_DIE_S, self.process.kill)
+        timer.start()
+        try:
+            self.process.stdin.write(f"{model_type} {dtype}\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            timer.cancel()
+        return json.loads(line) if line else None
+
+    def close(self):
+        """End the child."""
+        self.process.stdin.close()
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+
+def run(model_types, dtypes, found, say):
+    """Add to `found` what comes of each architecture in each dtype; only one that is right in float32 is tried in another."""
+    from capflow.transport.hub_process import HubProcess
+
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory) / "rows"
+        hub = HubProcess([f"filesystem:root={root},capture=requests"])
+        hub.start(60)
+        children = _Children(hub.address, str(root))
+        try:
+            for model_type in model_types:
+                for dtype in dtypes:
+                    if dtype == "float32":
+                        found[model_type] = children.check(model_type, dtype)
+                    elif model_type in found and passed(found[model_type]):
+                        found[model_type].setdefault("dtypes", {})[dtype] = children.check(model_type, dtype)
+                say(model_type, found.get(model_type, {"failed": "it was not tried in float32"}))
+        finally:
+            children.close()
+            hub.stop()
+
+
+class _Children:
+    """The process that checks, and those that take its place. What fails where another model ran before is tried alone."""
+
+    def __init__(self, *hub):
+        self.hub, self.now = hub, None
+
+    def check(self, model_type, dtype):
+        """Return what was found of an architecture in a dtype."""
+        fresh, self.now = self.now is None, self.now or Child(*self.hub)
+        result = self.now.check(model_type, dtype) or {"failed": "the engine's process died"}
+        if "failed" not in result or "UsageError" in result["failed"]:
+            return result
+        self.close()  # it may have left an engine behind
+        return result if fresh else self.check(model_type, dtype)
+
+    def close(self):
+        """End the process."""
+        if self.now is not None:
+            self.now.close()
+            self.now = None
+
+
+def passed(result, error_max=ERROR_MAX):
+    """Return whether an architecture's rows are right at every site that it has, and each was compared."""
+    return "failed" not in result and not result["unproved"] and max(result["errors"].values()) <= error_max
+
+
+def passed_in(result, dtype):
+    """Return whether an architecture's rows are right in a dtype coarser than float32 too."""
+    there = result.get("dtypes", {}).get(dtype, {"failed": "not tried"})
+    return passed(there, ROUNDINGS_MAX * ROUNDING[dtype])
+
+
+def differs(result, dtype):
+    """Return whether an architecture runs in a dtype coarser than float32 and its rows are wrong there."""
+    there = result.get("dtypes", {}).get(dtype, {"failed": ""})
+    return "failed" not in there and not passed_in(result, dtype)
+
+
+# --- the matrix ---
+
+BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
+MATRIX = ROOT / "docs" / "compatibility.md"
+
+REASONS = (
+    (
+        r"Model architectures? .*(not supported|was supported)|failed to be inspected: not found",
+        "vLLM does not implement it",
+    ),
+    (r"failed to be inspected", "vLLM cannot import it here"),
+    (r"selective_scan_fwd", "vLLM's kernel for its state space does not run on a CPU"),
+    (r"[Ss]parse.*(not supported on CPU|no valid sparse MLA)", "vLLM's sparse attention does not run on a CPU"),
+    (r"Transformers attention interface", "vLLM's Transformers backend cannot run its token mixing"),
+    (
+        r"GDN attention requires BF16",
+        "vLLM runs its linear attention on a CPU in bfloat16 alone, too coarse to compare",
+    ),
+    (
+        r"is_act_and_mul=False|no attribute 'set_allocator'|scoring_func == |No module named|Triton|triton",
+        "vLLM needs a GPU for it",
+    ),
+    (r"Can't load image processor", "vLLM's Transformers backend needs its processor of images"),
+    (r"not supported by MLA", "vLLM's Transformers backend takes a wrong head size for its latent attention"),
+    (r"lm_head\.dense", "vLLM's Transformers backend does not know its head"),
+    (r"tensor a \(64\) must match the size of tensor b \(192\)", "vLLM's Transformers backend cannot load its experts"),
+    (
+        r"Unrecognized configuration class|KeyError: 'vllm'|position_ids not found|M-RoPE support is not",
+        "vLLM's Transformers backend cannot run it",
+    ),
+    (r"Cannot find any model weights", "vLLM reads its weights from folders that Transformers does not make"),
+    (r"pip install timm", "it needs timm, which is not installed here"),
+    (r"cannot find the decoder layers", "capflow refuses it: it runs its layers several times"),
+    (r"million parameters", "its configuration cannot be made tiny"),
+    (
+        r"use another dtype",
+        "vLLM scales a part of what its layers add in this dtype alone, so its answers are others; capflow refuses it",
+    ),
+    (r"does not support float16", "vLLM refuses it in this dtype"),
+    (r"to have the same dtype", "vLLM cannot run it in this dtype"),
+    (r"^not tried$", "not run in this dtype"),
+    (r"unknown structure", "capflow refuses it: its layers' output is not their input plus what their modules add"),
+    (r"only implemented for topk=1", "vLLM runs one expert for each token of it alone"),
+    (r"AssertionError: $", "vLLM's router on a CPU does not do its scores"),
+    (r"process died", "vLLM's process dies of it on a CPU"),
+)
+"""What a failure means, by a pattern of its text; a text that no pattern is found in stands for itself."""
+
+
+def reason_of(result):
+    """Return why an architecture is not right in a dtype."""
+    if "failed" not in result:
+        if result["unproved"]:
+            return f"no reference for {', '.join(result['unproved'])}"
+        return f"rows differ from Transformers' by {max(result['errors'].values()):.0e}, and why is not known"
+    for pattern, reason in REASONS:
+        if re.search(pattern, result["failed"]):
+            return reason
+    text = re.sub(r"model /\S+: ", "", result["failed"])
+    return f"`{text.removeprefix('UsageError: ').replace('`', chr(39))[:160]}`"
+
+
+def matrix(found, left_out, notes):
+    """Return the lines of the table and of the list of what is left out."""
+    right = {name: result for name, result in sorted(found.items()) if passed(result)}
+    footnotes = []
+
+    def note(text):
+        if text not in footnotes:
+            footnotes.append(text)
+        return f"<sup>{footnotes.index(text) + 1}</sup>"
+
+    lines = [
+        f"{len(right)} architectures are right at every layer of each hook that they have. The last columns are errors against Transformers in",
+        "float32 with the same weights: in float32 the largest of any number, which must be below 1e-5; in bfloat16 and float16, of the worst",
+        f"site, the median error of a row, which must be below {ROUNDINGS_MAX} roundings of the dtype: "
+        + ", ".join(f"{ROUNDINGS_MAX * size:.1e} in {dtype}" for dtype, size in ROUNDING.items())
+        + ".",
+        "",
+        "| model type | vLLM's class | " + " | ".join([*(f"`{hook}`" for hook in HOOKS), "float32", *ROUNDING]) + " |",
+        "|---|---|" + "---|" * (len(HOOKS) + 1 + len(ROUNDING)),
+    ]
+    for name, result in right.items():
+        cells = []
+        for hook in HOOKS:
+            count, layers = result["sites"][hook], result["layers"]
+            reason = note(result["missing"][hook]) if hook in result.get("missing", ()) else ""
+            cells.append(("all" if count == layers else f"{count} of {layers}" if count else "-") + reason)
+        architecture = result["architecture"]
+        if architecture.startswith("Transformers"):
+            architecture = "Transformers backend"
+        cells.append(f"{max(result['errors'].values()):.0e}")
+        for dtype in ROUNDING:
+            there = result.get("dtypes", {}).get(dtype, {"failed": "not tried"})
+            right_there = passed_in(result, dtype)
+            cells.append(f"{max(there['errors'].values()):.0e}" if right_there else "-" + note(reason_of(there)))
+        label = f"{name}{note(notes[name])}" if name in notes else name
+        lines.append(f"| {label} | {architecture} | {' | '.join(cells)} |")
+    lines += ["", *(f"<sup>{number}</sup> {text}.  " for number, text in enumerate(footnotes, 1))]
+    reasons = {}
+    for name, reason in {**{name: reason_of(r) for name, r in found.items() if name not in right}, **left_out}.items():
+        reasons.setdefault(reason, []).append(name)
+    lines += ["", "Left out:", ""]
+    lines += [
+        f"* {reason}: {', '.join(sorted(names))}" for reason, names in sorted(reasons.items(), key=lambda x: x[1])
+    ]
+    return lines
+
+
+def rights(text):
+    """Return the model types that a document's table names."""
+    table = text.partition(BEGIN)[2].partition(END)[0]
+    rows = re.findall(r"^\| ([^|<]+?)(?:<sup>.*?</sup>)? \|", table, re.MULTILINE)
+    return {name for name in rows if name != "model type"}
+
+
+def write(found, left_out, notes):
+    """Put the matrix into the document, between its marks."""
+    text = MATRIX.read_text()
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    MATRIX.write_text("\n".join([before + BEGIN, "", *matrix(found, left_out, notes), "", END + after]))
+
+
+def show(model_type, result):
+    """Print what was found of an architecture."""
+    if "failed" in result:
+        print(f"{model_type:22} -      {result['failed']}", flush=True)
+        return
+    worst = " ".join(f"{hook}:{result['sites'][hook]}:{result['errors'].get(hook, -1):.0e}" for hook in HOOKS)
+    for dtype, there in result.get("dtypes", {}).items():
+        worst += f" {dtype}:" + (f"{max(there['errors'].values()):.1e}" if "failed" not in there else there["failed"])
+    word = "right" if passed(result) else "WRONG"
+    print(f"{model_type:22} {word}  {result['architecture']} {worst} {' '.join(result['unproved'])}", flush=True)
+
+
+def main():
+    """Run the proof; return 1 when an architecture that is right in the document no longer is."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model_types", nargs="*")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="a file of results; what is in it and not run again stays")
+    parser.add_argument(
+        "--write", action="store_true", help="write the matrix of the results into docs/compatibility.md"
+    )
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help="run in this dtype alone; may be repeated")
+    parser.add_argument("--none", action="store_true", help="run nothing: of the results in --json alone")
+    args = parser.parse_args()
+    if args.child:
+        child(*args.child)
+        return 0
+    from tests.architectures import table as architectures
+
+    found = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    known = rights(MATRIX.read_text())
+
+    def say(model_type, result):
+        show(model_type, result)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1))
+
+    if not args.none:
+        run(args.model_types or architectures.model_types(), args.dtype or DTYPES, found, say)
+    tried = set(found) & set(args.model_types or found)
+    lost = sorted(name for name in known & tried if not passed(found[name]))
+    lost += [
+        f"{name} in {dtype}" for name in sorted(known & tried) for dtype in ROUNDING if differs(found[name], dtype)
+    ]
+    if lost:
+        print(f"no longer right, so nothing is written: {', '.join(lost)}", file=sys.stderr)
+    elif args.write:
+        untried = dict.fromkeys(set(architectures.model_types()) - set(found), "not run for this table")
+        write(found, architectures.LEFT_OUT | untried, architectures.NOTES)
+    print(f"{sum(map(passed, found.values()))} architectures are right, {len(found)} were tried", flush=True)
+    return 1 if lost else 0

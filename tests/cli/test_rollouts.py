@@ -1,0 +1,354 @@
+"""Rollouts as a user runs them: what is in the file, what a kill leaves, what a second run adds, and how workers share."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from capflow.capture.site import Site
+from capflow.errors import UsageError
+from capflow_models import LayerSteeringSpec, SteeringSpec, TransformersSteerableModel, save_vectors
+from capflow_models.lines import LineFile, read_lines
+from capflow_models.model import Sampling
+from capflow_models.rolloutjob import RolloutJob
+from capflow_models.rollouts import Plan, RolloutPrompt, left, roll_out
+from tests.kit.engines import WIDTH, engine, environment, save_tiny, save_words
+from tests.kit.waiting import eventually
+
+PROMPTS = {f"p{n}": f"w{n + 5} w{n + 60} w{n + 120}" for n in range(6)}
+VECTOR = 4 * np.random.default_rng(0).standard_normal(WIDTH).astype(np.float32)
+LIMIT_S = 300
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    save_words(directory)
+    return save_tiny(directory)
+
+
+@pytest.fixture
+def here(tmp_path, tiny):
+    """A directory with prompts and two files of vectors, and the options of a run there."""
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"id": name, "prompt": text}) + "\n" for name, text in PROMPTS.items())
+    )
+    save_vectors(tmp_path / "mood.safetensors", {1: VECTOR, 2: VECTOR})
+    save_vectors(tmp_path / "late.safetensors", {3: -VECTOR}, hook="pre_attn")
+    return tmp_path, {
+        "--model": tiny,
+        "--backend": "transformers",
+        "--prompts": "prompts.jsonl",
+        "--out": "out.jsonl",
+        "--scales": "0,1,-1",
+        "--max-new-tokens": "6",
+    }
+
+
+def command(options):
+    vectors = ["--vector", "mood=mood.safetensors", "--vector", "late=late.safetensors"]
+    words = [str(each) for pair in options.items() for each in pair]
+    return [sys.executable, "-m", "capflow", "rollouts", *vectors, *words]
+
+
+def run(directory, options, code=0):
+    done = subprocess.run(command(options), cwd=directory, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def rows(path):
+    content = path.read_bytes()
+    assert content.endswith(b"\n")
+    return [json.loads(line) for line in content.splitlines()]
+
+
+def keys(found):
+    return [(row["prompt_id"], row["vector"], row["scale"], row["sample"]) for row in found]
+
+
+WANTED = [
+    (prompt, vector, scale, 0)
+    for prompt in PROMPTS
+    for vector, scale in [("none", 0.0), ("mood", 1.0), ("mood", -1.0), ("late", 1.0), ("late", -1.0)]
+]
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return TransformersSteerableModel(tiny)
+
+
+def test_each_item_has_its_row_steered_as_it_says(here, model, tiny):
+    directory, options = here
+    said = run(directory, options)
+    assert f"{len(WANTED)} rollouts in out.jsonl" in said
+    found = rows(directory / "out.jsonl")
+    assert keys(found) == WANTED
+    sites = {"none": [], "mood": [1, 2], "late": [Site(3, "pre_attn")]}
+    sign = {"none": 1, "mood": 1, "late": -1}
+    for row in found:
+        name = row["vector"]
+        spec = SteeringSpec({site: LayerSteeringSpec(sign[name] * VECTOR, row["scale"]) for site in sites[name]})
+        with model.steering(spec):
+            (done,) = model.complete([row["prompt"]], Sampling(6))
+        assert (row["text"], row["tokens"], row["prompt_tokens"]) == (done.text, len(done.token_ids), 3)
+        assert (row["model"], row["backend"], row["seed"]) == (tiny, "transformers", 0)
+    assert len({row["text"] for row in found if row["prompt_id"] == "p0"}) > 2
+
+
+def test_a_killed_run_leaves_whole_lines_and_the_next_goes_on(here):
+    directory, options = here
+    options |= {"--max-new-tokens": "30", "--samples": "2", "--temperature": "1.0", "--seed": "3"}
+    out = directory / "out.jsonl"
+    running = subprocess.Popen(command(options), cwd=directory, stderr=subprocess.DEVNULL)
+    try:
+        eventually(lambda: out.exists() and out.read_bytes().count(b"\n") >= 3, LIMIT_S)
+    finally:
+        running.send_signal(signal.SIGKILL)
+        assert running.wait(LIMIT_S) == -signal.SIGKILL, "the run was not over when it was killed"
+    kept = rows(out)
+    assert 3 <= len(kept) < 2 * len(WANTED)
+    with out.open("ab") as file:
+        file.write(b'{"prompt_id": "p0", "vec')  # as a full disk leaves it
+    said = run(directory, options)
+    assert f"{len(kept)} of {2 * len(WANTED)} rollouts are there" in said
+    found = rows(out)
+    assert found[: len(kept)] == kept
+    assert keys(found) == [(*key[:3], sample) for key in WANTED for sample in range(2)]
+    run(directory, options | {"--out": "whole.jsonl"})
+    assert rows(directory / "whole.jsonl") == found
+    before = out.read_bytes()
+    run(directory, options)
+    assert out.read_bytes() == before
+
+
+@pytest.mark.long
+def test_workers_share_the_work(here):
+    directory, options = here
+    for offset in range(2):
+        run(directory, options | {"--stride": "2", "--offset": offset})
+    parts = [rows(directory / f"out.{offset}-of-2.jsonl") for offset in range(2)]
+    assert [keys(part) for part in parts] == [WANTED[0::2], WANTED[1::2]]
+
+
+@pytest.mark.long
+def test_parquet_has_the_same_rows_and_grows(here):
+    directory, options = here
+    run(directory, options)
+    parquet = options | {"--out": "out.parquet"}
+    (directory / "prompts.jsonl").write_text("".join((directory / "prompts.jsonl").read_text().splitlines(True)[:4]))
+    run(directory, parquet)
+    expected = rows(directory / "out.jsonl")
+    assert pq.read_table(directory / "out.parquet").to_pylist() == expected[: 4 * 5]
+    (directory / "prompts.jsonl").write_text(
+        "".join(json.dumps({"id": name, "prompt": text}) + "\n" for name, text in PROMPTS.items())
+    )
+    assert "20 of 30 rollouts are there" in run(directory, parquet)
+    assert pq.read_table(directory / "out.parquet").to_pylist() == expected
+    assert not list(directory.glob("out.parquet.*"))
+
+
+def test_ctrl_c_is_one_line_and_130(here):
+    directory, options = here
+    out = directory / "out.jsonl"
+    running = subprocess.Popen(
+        command(options | {"--max-new-tokens": "200", "--samples": "40", "--temperature": "1.0"}),
+        cwd=directory,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        eventually(lambda: out.exists() and out.stat().st_size > 0, LIMIT_S)
+        running.send_signal(signal.SIGINT)
+        said = running.communicate(timeout=LIMIT_S)[1]
+    finally:
+        running.kill()
+        running.wait()
+    assert running.returncode == 130
+    assert said.splitlines()[-1] == "capflow: interrupted"
+    rows(out)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--out": "out.csv"}, "--out: got out.csv, expected a .jsonl or a .parquet file"),
+        ({"--stride": "2", "--offset": "2"}, "--offset: got 2, expected 0..1"),
+        ({"--scales": "1,x"}, "--scales: got 1,x"),
+        ({"--scales": "1,1.0"}, "--scales: got 1.0 twice"),
+        ({"--prompts": "none.jsonl"}, "--prompts none.jsonl: got No such file"),
+        ({"--vector": "none=mood.safetensors"}, "--vector: got none"),
+        ({"--vector": "mood=late.safetensors"}, "--vector: got mood=late.safetensors"),
+        ({"--vector": "x=nowhere.npz"}, "nowhere.npz: got no such file"),
+        ({"--out": "prompts.jsonl"}, "prompts.jsonl, line 1: got"),
+    ],
+)
+def test_what_is_wrong_is_named_before_a_model_is_loaded(here, change, message):
+    directory, options = here
+    said = run(directory, options | {"--model": "nowhere/at/all"} | change, code=2)
+    assert len(said.splitlines()) == 1
+    assert message in said
+
+
+# the parts
+
+
+def plan_of(**changes):
+    given = {
+        "model": "m",
+        "backend": "transformers",
+        "prompts": [RolloutPrompt("a", "w5 w6"), RolloutPrompt("b", "w7", 3)],
+        "vectors": {"v": {Site(1, "post_block"): VECTOR}},
+        "scales": [0.0, 1.0],
+        "samples": 1,
+        "seed": 0,
+        "sampling": Sampling(4),
+    }
+    return Plan(**(given | changes))
+
+
+def rows_of(plan):
+    return [plan.row(item, "text", 2, 4) for item in plan.items()]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "n"},
+        {"backend": "vllm"},
+        {"seed": 1},
+        {"sampling": Sampling(5)},
+        {"sampling": Sampling(4, 0.5)},
+        {"arguments": {"dtype": "float32"}},
+        {"vectors": {"v": {Site(1, "post_block"): 2 * VECTOR}}},
+        {"vectors": {"v": {Site(2, "post_block"): VECTOR}}},
+        {"prompts": [RolloutPrompt("a", "w5 w7")]},
+    ],
+)
+def test_rows_that_were_made_otherwise_are_refused(changes):
+    plan = plan_of()
+    assert left(plan, plan.items(), rows_of(plan), "out.jsonl") == []
+    with pytest.raises(UsageError, match=r"out\.jsonl: prompt a, vector .* a row made otherwise"):
+        left(plan_of(**changes), plan_of(**changes).items(), rows_of(plan), "out.jsonl")
+
+
+def test_more_scales_and_samples_go_on_from_what_is_there():
+    plan = plan_of()
+    more = plan_of(scales=[0.0, 1.0, 2.0], samples=2)
+    todo = left(more, more.items(), rows_of(plan), "out.jsonl")
+    assert len(todo) == 2 * 3 * 2 - len(rows_of(plan))
+
+
+def test_a_prompt_may_have_a_length_of_its_own(model, tmp_path):
+    plan = plan_of(sampling=Sampling(4, ignore_eos=True))
+    with LineFile(tmp_path / "out.jsonl") as file:
+        assert list(roll_out(model, plan, plan.items(), file, batch=3)) == [3, 1]
+        assert [json.loads(line)["tokens"] for line in file.lines()] == [4, 4, 3, 3]
+
+
+def test_one_process_writes_a_file(tmp_path):
+    with (
+        LineFile(tmp_path / "out.jsonl"),
+        pytest.raises(UsageError, match="another process writes it"),
+        LineFile(tmp_path / "out.jsonl"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("content", "kept"),
+    [
+        (b"", b""),
+        (b"{}", b""),
+        (b"{}\n", b"{}\n"),
+        (b"{}\n{", b"{}\n"),
+        (b"{}\n" + b"x" * 200_000, b"{}\n"),
+        (b"x" * 200_000, b""),
+        (b"x" * 200_000 + b"\n{", b"x" * 200_000 + b"\n"),
+    ],
+)
+def test_a_line_without_an_end_is_cut_off(tmp_path, content, kept):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(content)
+    with LineFile(path) as file:
+        assert path.read_bytes() == kept
+        file.add([b"1", b"2"])
+    assert path.read_bytes() == kept + b"1\n2\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"id": "a"}', "line 2: got"),
+        ("nonsense", "line 2: got"),
+        ('{"id": "a", "prompt": "b", "c": 1}', "line 2: got"),
+    ],
+)
+def test_wrong_lines_are_named(tmp_path, line, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"id": "z", "prompt": "y"}}\n{line}\n')
+    with pytest.raises(UsageError, match=message):
+        read_lines(path, "--prompts", RolloutPrompt)
+
+
+@pytest.mark.engine
+def test_both_back_ends_answer_alike(tiny, model, tmp_path):
+    from capflow_models import VLLMSteerableModel
+
+    plan = plan_of(scales=[0.0, 0.5, -1.0], sampling=Sampling(8, ignore_eos=True))
+    exact = TransformersSteerableModel(tiny, dtype="float32")
+    found = {}
+    with engine(tiny, skip_tokenizer_init=False) as llm, contextlib.ExitStack() as stack:
+        for name, each in (("ours", VLLMSteerableModel(llm)), ("theirs", exact)):
+            file = stack.enter_context(LineFile(tmp_path / f"{name}.jsonl"))
+            assert sum(roll_out(each, plan, plan.items(), file, batch=4)) == len(plan.items())
+            found[name] = rows(file.path)
+    assert found["ours"] == found["theirs"]
+    assert len({row["text"] for row in found["ours"] if row["prompt_id"] == "a"}) == 3
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_the_command_runs_vllm(here):
+    directory, options = here
+    options |= {"--backend": "vllm", "--model-arg": "dtype=float32", "--batch": "7"}
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with environment(**variables):
+        run(directory, options)
+        assert f"{len(WANTED)} of {len(WANTED)} rollouts are there" in run(directory, options)
+    run(directory, options | {"--backend": "transformers", "--out": "theirs.jsonl"})
+    ours, theirs = (rows(directory / name) for name in ("out.jsonl", "theirs.jsonl"))
+    assert keys(ours) == keys(theirs) == WANTED
+    assert [row["text"] for row in ours] == [row["text"] for row in theirs]
+
+
+def test_normalized_steering_is_by_the_streams_norm_and_another_row():
+    plain, normal = plan_of(), plan_of(relative=True)
+    item = next(item for item in plain.items() if item.scale)
+    vectors = normal.job(item).steering.base.vectors
+    assert [vector.relative for vector in vectors] == [True] * len(vectors) != []
+    assert [vector.scale for vector in vectors] == [item.scale] * len(vectors)
+    assert not any(vector.relative for vector in plain.job(item).steering.base.vectors)
+    assert plain.settings(item) != normal.settings(item)
+
+
+def test_the_option_normalizes_what_is_rolled_out(monkeypatch):
+    from click.testing import CliRunner
+
+    import capflow.cli.engine.become
+    from capflow.cli.engine.rollouts import rollouts
+
+    jobs = []
+    monkeypatch.setattr(capflow.cli.engine.become, "become", lambda _, job: jobs.append(job))
+    words = ["--model", "m", "--prompts", "p", "--out", "o.jsonl"]
+    for more in ([], ["--normalize-steering"]):
+        assert CliRunner().invoke(rollouts, [*words, *more]).exit_code == 0
+    assert [msgspec.convert(job, RolloutJob).relative for job in jobs] == [False, True]

@@ -1,0 +1,114 @@
+"""`capflow sites`: what a model has and what would be tapped, from its configuration alone, and each way in which it fails."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import transformers
+
+from capflow.errors import UsageError
+
+pytestmark = pytest.mark.engine
+
+LIMIT_S = 120
+HOOKS = ["pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out"]
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "vocab_size": 300,
+}
+
+
+def sites(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "capflow", "sites", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def only_a_configuration(directory, config, architecture):
+    """Save a model's configuration, and none of its weights."""
+    config.architectures = [architecture]
+    config.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    config = transformers.LlamaConfig(**SMALL)
+    return only_a_configuration(tmp_path_factory.mktemp("llama"), config, "LlamaForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def parallel(tmp_path_factory):
+    config = transformers.GPTNeoXConfig(**SMALL)
+    return only_a_configuration(tmp_path_factory.mktemp("neox"), config, "GPTNeoXForCausalLM")
+
+
+def refused(done, *parts):
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    for part in parts:
+        assert part in lines[0]
+
+
+def test_shows_what_a_model_has_and_what_is_tapped(llama):
+    done = sites(llama, "--sites", "post_block:*", "--sites", "mlp_in:1")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert rows[0] == ["layers", "class", *HOOKS]
+    name = "LlamaDecoderLayer"
+    assert rows[1] == ["0", name, "yes", "yes", "tapped", "yes", "yes"]
+    assert rows[2] == ["1", name, "yes", "yes", "tapped", "tapped", "yes"]
+    assert rows[3] == ["2", name, "yes", "yes", "tapped", "yes", "yes"]
+    assert rows[4][:2] == ["4", "taps."]
+
+
+def test_says_why_a_hook_is_not_there(parallel):
+    done = sites(parallel, "--json", "--sites", "*:*")
+    assert done.returncode == 0, done.stderr
+    layers = json.loads(done.stdout)
+    assert len(layers) == 3
+    for layer in layers:
+        assert set(layer["available"]) == set(layer["tapped"]) == set(HOOKS) - {"post_attn"}
+        assert layer["missing"] == {"post_attn": "attention and the MLP stand side by side"}
+
+
+NOT_THERE = [("post_attn:1", "stand side by side"), ("post_block:3", "a layer of 0..2")]
+
+
+@pytest.mark.parametrize(("site", "why"), NOT_THERE)
+def test_a_site_that_is_not_there_is_no_tap(parallel, site, why):
+    """In this process, as `capflow sites` reads the model in one of its own."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from capflow_engine.compat import model as compat_model
+    from capflow_engine.settings import tapped_sites
+
+    layers = compat_model.structures(EngineArgs(model=str(parallel)))
+    with pytest.raises(UsageError, match=f"--sites: got {site}.*{why}"):
+        tapped_sites([site], layers)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("site", "why"), NOT_THERE)
+def test_refuses_sites_that_are_not_there(parallel, site, why):
+    refused(sites(parallel, "--sites", site), "--sites", f"got {site}", why)
+
+
+@pytest.mark.long  # test_compat.py asks for such models in its own process
+def test_refuses_a_model_that_is_not_there(tmp_path):
+    refused(sites(tmp_path / "nowhere"), f"model {tmp_path / 'nowhere'}", "a directory with a config.json")
+
+
+def test_refuses_a_model_that_vllm_does_not_implement(tmp_path):
+    config = transformers.GPTNeoConfig(num_layers=1, attention_types=[[["global"], 1]], hidden_size=64, num_heads=2)
+    refused(sites(only_a_configuration(tmp_path, config, "GPTNeoForCausalLM")), "GPTNeoForCausalLM", "not supported")

@@ -1,0 +1,291 @@
+"""`capflow top` and `capflow status`: on a real hub, in a real terminal, while the hub is killed and comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from fcntl import ioctl
+
+import pytest
+
+from capflow.cli.hub.rates import History, Rates
+from capflow.cli.hub.top import screen
+from capflow.cli.hub.view import view
+from capflow.cli.units import human_bytes, human_count, human_seconds
+from capflow.transport.client import Client
+from capflow.transport.links.worker import Staged
+from tests.kit.frames import make_finished, make_frame, make_hello
+from tests.kit.hubs import Recorder, address, configured, running_hub, worker_link
+from tests.kit.screens import shown
+from tests.kit.servers import environment
+from tests.kit.waiting import eventually
+
+__all__ = ["address"]
+
+EVIL = "e\x1b[2J\x07\u202egine"
+
+
+def send(link, *args, **kwargs):
+    frame = make_frame(*args, **kwargs)
+    assert link.send(frame.header, frame.payload) is None
+
+
+def capflow(tmp_path, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "capflow", *arguments],
+        env=environment(tmp_path, COLUMNS="80"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """Two statuses of a hub that has one of everything, the second after more went through."""
+    full = Recorder("full", held=True)
+    bad = Recorder("a-consumer-with-a-long-name", fails_on=["r1"])
+    staged = Staged(1000, 5000, {"queue_full": 12_345_678})
+    with (
+        running_hub(f"ipc://{tmp_path_factory.mktemp('h')}/h", bad, configured(full, "drop", 1)) as hub,
+        worker_link(hub.address, make_hello(EVIL), staged=lambda: staged) as link,
+        Client(hub.address) as client,
+    ):
+        send(link, engine=EVIL)
+        assert full.waiting.wait(20)
+        before = client.status()
+        for step in range(1, 5):
+            send(link, [("r1", 4, step * 4, 4)], engine=EVIL, step=step)
+        eventually(lambda: hub.lanes[0].frames == 5)
+        eventually(lambda: any(s["role"] == "worker" and s["worker"] for s in client.status()["sessions"]))
+        yield before, client.status()
+
+
+class TestTheView:
+    def test_fits_80_columns_whatever_there_is(self, told):
+        text = shown(view(told[1], Rates(*told)))
+        assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+        for words in (
+            "not ready",
+            "a-consumer-with-a…",
+            "full",
+            "12.3M",
+            "consumer_queue_full",
+            "0/0/0",
+            "test-model",
+            "block",
+        ):
+            assert words in text
+        assert "failed at each of its last 3 frames" in text
+
+    def test_shows_nothing_that_a_terminal_obeys(self, told):
+        text = shown(view(told[1], Rates(*told)), 200)
+        assert r"e\x1b[" in text
+        assert all(c.isprintable() or c == "\n" for c in text)
+
+    def test_of_nothing(self, address):
+        with running_hub(address, Recorder()) as hub:
+            text = shown(view(hub.status(), None))
+        assert "ready" in text
+        assert "last frame never" in text
+        assert "0 engines, 0 workers" in text
+        assert "worker  " not in text
+
+    def test_of_more_workers_than_lines(self, told):
+        now = told[1]
+        (worker,) = [s for s in now["sessions"] if s["role"] == "worker"]
+        many = {**now, "sessions": [{**worker, "rank": [0, n, 0]} for n in range(50)]}
+        text = shown(view(many, None, rows_max=5))
+        assert text.count("test-model") == 1
+        assert len(re.findall(r"0/\d+/0", text)) == 5
+        assert "and 45 more" in text
+
+    def test_of_spools_when_there_are_any(self, told):
+        spool = {"records": 7, "bytes": 3_000_000, "bytes_max": 4_000_000, "records_lost": 2, "failures": 0}
+        full = told[1]["consumers"]["full"]
+        with_spool = {**told[1], "consumers": {"full": {**full, "spool": spool}}}
+        text = shown(view(with_spool, None))
+        assert re.search(r"full +7 +━+─+ +75% +2\.9 MiB +2 +0", text)
+        assert "spool of" not in shown(view(told[1], None))
+
+    def test_of_taps_when_there_are_any(self, told):
+        tap = {"tap": "client 00ff", "frames": 7, "bytes": 3_000_000, "skipped_frames": 2, "skipped_bytes": 9}
+        text = shown(view({**told[1], "taps": [tap]}, None))
+        assert re.search(r"client 00ff +7 +2\.9 MiB +2\n", text)
+        assert "skipped" not in shown(view(told[1], None))
+
+    def test_of_a_hub_that_is_gone_keeps_what_it_was(self, told):
+        history = History(5)
+        history.add(told[1])
+        text = shown(screen("ipc:///x", history, (75.0, "why"), height=24))
+        assert "no answer for 1 m 15 s; waiting" in text
+        assert "consumer_queue_full" in text
+        assert "why" in shown(screen("ipc:///x", History(5), (75.0, "why"), height=24))
+
+
+class TestRates:
+    def test_are_what_went_through_by_the_hubs_own_clock(self, told):
+        before, now = told
+        rates, seconds = Rates(before, now), now["uptime_s"] - before["uptime_s"]
+        assert rates.hub.rows == pytest.approx(16 / seconds, rel=1e-3)
+        assert rates.hub.bytes == pytest.approx(16 * 32 / seconds, rel=1e-3)
+        (worker,) = [s for s in now["sessions"] if s["role"] == "worker"]
+        assert rates.worker(worker).rows == pytest.approx(16 / seconds, rel=1e-3)
+        assert rates.consumer("full").rows == 0
+        assert json.loads(json.dumps(rates.as_json()))["hub"]["rows"] == rates.hub.rows
+
+    def test_begin_anew_with_another_hub(self, told):
+        history = History(5)
+        history.add(told[0])
+        history.add(told[1])
+        assert history.rates is not None
+        history.add(told[0])  # a hub that began later
+        assert history.rates is None
+
+    def test_are_over_the_last_seconds(self, told):
+        history = History(5)
+        for second in range(100):
+            history.add({**told[1], "uptime_s": 100.0 + second, "rows": 10 * second})
+        assert history.rates.hub.rows == 10
+        assert len(history._told) < 10
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (human_count(0), "0"),
+        (human_count(999), "999"),
+        (human_count(999.9), "1.0k"),
+        (human_count(12_345), "12.3k"),
+        (human_count(999_600), "1.0M"),
+        (human_count(5e12), "5.0T"),
+        (human_seconds(0.04), "0.0 s"),
+        (human_seconds(61), "1 m 1 s"),
+        (human_seconds(3 * 3600 + 61), "3 h 1 m"),
+        (human_seconds(50 * 3600), "2 d 2 h"),
+        (human_bytes(1536), "1.5 KiB"),
+    ],
+)
+def test_numbers_as_people_read_them(said, expected):
+    assert said == expected
+
+
+class TestForScripts:
+    def test_once_and_json_and_status(self, address, tmp_path):
+        with running_hub(address, Recorder()) as hub, worker_link(address) as link:
+            send(link, finished=[make_finished()])
+            eventually(lambda: hub.counts.frames == 1)
+            once = capflow(tmp_path, "top", "--address", address)  # no terminal: the same as --once
+            assert (once.returncode, once.stderr) == (0, "")
+            assert "rows/s" in once.stdout
+            assert "\x1b" not in once.stdout
+            said = json.loads(capflow(tmp_path, "top", "--json", "--address", address).stdout)
+            assert said["rows"] == 4
+            assert said["rates"]["hub"]["rows"] == 0
+            assert list(said["rates"]["consumers"]) == ["recorder"]
+            assert "recorder" in capflow(tmp_path, "status", "--address", address).stdout
+
+    def test_without_a_hub(self, address, tmp_path):
+        done = capflow(tmp_path, "top", "--once", "--address", address)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith(f"capflow: no hub answers at {address}; start one")
+        assert len(done.stderr.splitlines()) == 1
+
+
+class Terminal:
+    """`capflow top` in a terminal of 80 by 24. `text` is what it wrote, without what moves the cursor."""
+
+    def __init__(self, address, home):
+        self.end, end_of_it = os.openpty()
+        ioctl(end_of_it, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.before = termios.tcgetattr(end_of_it)
+        self.text = ""
+        variables = {k: v for k, v in environment(home, TERM="xterm-256color").items() if k not in ("COLUMNS", "LINES")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "capflow", "top", "--address", address],
+            env=variables,
+            stdin=end_of_it,
+            stdout=end_of_it,
+            stderr=end_of_it,
+            start_new_session=True,
+        )
+        self.other = end_of_it
+        os.set_blocking(self.end, False)
+
+    def shows(self, words):
+        with contextlib.suppress(BlockingIOError, OSError):
+            self.text += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", os.read(self.end, 1 << 16).decode(errors="replace"))
+        return words in self.text
+
+    def sees(self, words):
+        self.text = ""
+        eventually(lambda: self.shows(words))
+
+    def left(self):
+        """Wait for its end; return its exit code, the terminal being as it was."""
+        deadline = time.monotonic() + 20
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self.shows("")
+        assert termios.tcgetattr(self.other) == self.before
+        return self.process.poll()
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.end)
+        os.close(self.other)
+
+
+@contextlib.contextmanager
+def hub_process(address, home):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "capflow", "run", "--address", address, "--consumer", "log"],
+        env=environment(home),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert "listening" in process.stderr.readline()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+class TestLive:
+    @pytest.fixture
+    def terminal(self, address, tmp_path):
+        started = Terminal(address, tmp_path)
+        yield started
+        started.close()
+
+    def test_waits_for_a_hub_sees_it_killed_and_come_back_and_leaves_on_q(self, terminal, address, tmp_path):
+        terminal.sees("waiting")
+        with hub_process(address, tmp_path) as hub, worker_link(address) as link:
+            send(link)
+            terminal.sees("test-model")
+            hub.kill()
+            terminal.sees("no answer for")
+        with hub_process(address, tmp_path):
+            terminal.sees("0 workers")
+        terminal.sees("no answer for")
+        os.write(terminal.end, b"\x1b[A")  # an arrow
+        terminal.sees("no answer for")
+        os.write(terminal.end, b"q")
+        assert terminal.left() == 0
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_leaves_on_a_signal_with_the_terminal_as_it_was(self, terminal, number):
+        terminal.sees("capflow")
+        terminal.process.send_signal(number)
+        assert terminal.left() == 0
+        assert "Traceback" not in terminal.text

@@ -1,0 +1,51 @@
+"""The consumers that come with capflow keep the rules that `capflow.testing` holds anyone's to."""
+
+from pathlib import Path
+
+import pytest
+
+import capflow
+from capflow.capture.result import RequestDone
+from capflow.protocol import recording
+from capflow.testing import conformance
+from capflow_consumers.duckdb.consumer import DuckdbConsumer
+from capflow_consumers.filesystem.consumer import FilesystemConsumer
+from capflow_consumers.log import LogConsumer
+from capflow_consumers.record import RecordConsumer
+from capflow_dashboard.consumer import Dashboard
+
+
+def files():
+    """Return every row that the filesystem consumer keeps, by request."""
+    return {
+        capture.id: {str(site): [part.tolist() for part in capture[site]] for site in capture.sites}
+        for capture in capflow.open("rows")
+    }
+
+
+def scored():
+    """Return the tokens that the database has of each request."""
+    import duckdb
+
+    with duckdb.connect("scores.duckdb", read_only=True) as database:
+        sql = "SELECT request_id, list((position, token_id) ORDER BY position) FROM tokens GROUP BY 1"
+        found = database.sql(sql)
+        return dict(found.fetchall())
+
+
+def recorded():
+    """Return how often the end of each request was recorded."""
+    ends = [said.request for said in recording.read(Path("rec")) if isinstance(said, RequestDone)]
+    return {request: ends.count(request) for request in ends}
+
+
+TestFilesystem = conformance(FilesystemConsumer, {"root": "rows"}, kept=files)
+TestFilesystemOfRequests = pytest.mark.long(
+    conformance(FilesystemConsumer, {"root": "rows", "capture": "requests", "policy": "block"}, kept=files)
+)
+TestFilesystemPerFile = conformance(FilesystemConsumer, {"root": "rows", "layout": "per_file"}, kept=files)
+TestFilesystemSharded = conformance(FilesystemConsumer, {"root": "rows", "layout": "sharded"}, kept=files)
+TestDuckdb = conformance(DuckdbConsumer, {"path": "scores.duckdb", "site": "post_block:0"}, kept=scored)
+TestLog = conformance(LogConsumer)
+TestRecord = conformance(RecordConsumer, {"path": "rec"}, kept=recorded)
+TestDashboard = conformance(Dashboard, {"port": "0", "token": "a-token-of-some-length"})

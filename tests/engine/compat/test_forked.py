@@ -1,0 +1,92 @@
+"""Work in a forked child: its result, its errors, and when it is given up."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from capflow.errors import CapflowError, UsageError
+from capflow_engine.compat import forked
+
+STILL_S = 1.0
+
+
+def result_of(work, still_s_max=STILL_S):
+    return forked.result_of(work, "the work", still_s_max=still_s_max)
+
+
+def test_the_result_comes_back():
+    assert result_of(lambda say: {"pid": os.getpid()})["pid"] != os.getpid()
+
+
+def test_a_child_that_says_what_it_is_at_is_waited_for():
+    def work(say):
+        for number in range(6):
+            time.sleep(0.5)
+            say(f"part {number}")
+        return "done"
+
+    assert result_of(work) == "done"
+
+
+def test_a_child_that_computes_is_waited_for():
+    def work(say):
+        used = time.process_time()
+        while time.process_time() - used < 2.5:
+            pass
+        return "done"
+
+    assert result_of(work) == "done"
+
+
+def test_a_child_whose_own_child_computes_is_waited_for():
+    code = "import time\nwhile time.process_time() < 2.5: pass"
+
+    def work(say):
+        return subprocess.run([sys.executable, "-c", code], check=False).returncode
+
+    assert result_of(work) == 0
+
+
+def test_a_child_in_which_nothing_moves_is_given_up_with_what_it_was_at():
+    def work(say):
+        say("reading layer 3 of 4")
+        time.sleep(30)
+
+    begun = time.monotonic()
+    with pytest.raises(
+        CapflowError, match=r"^the work: got nothing moved for 1 s while reading layer 3 of 4; try again"
+    ):
+        result_of(work)
+    assert time.monotonic() - begun < 15
+
+
+def test_a_child_that_is_killed_is_named():
+    def work(say):
+        say("making it")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(CapflowError, match=r"the work: got its process ended with exit code -9 while making it"):
+        result_of(work, 30)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (UsageError("--sites: got x"), UsageError, "--sites: got x"),
+        (CapflowError("it failed"), CapflowError, "it failed"),
+        (KeyError("name"), CapflowError, "the work: got KeyError: 'name'"),
+    ],
+    ids=["usage", "failure", "other"],
+)
+def test_the_child_s_error_is_raised_here(error, kind, words):
+    def work(say):
+        raise error
+
+    with pytest.raises(CapflowError) as raised:
+        result_of(work, 30)
+    assert type(raised.value) is kind
+    assert str(raised.value) == words

@@ -1,0 +1,180 @@
+"""`capflow.AsyncLLM` in a process of its own, as a program uses it: requests at once, captured, steered, aborted."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+
+import pytest
+
+import capflow
+from tests.kit.engines import GREEDY, environment, prompts, relative_error, vector
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+STEERING = {"post_block": {1: vector(1)}}
+
+
+async def drive(model, root):
+    """Run requests at once, and print what came of them."""
+    from vllm import SamplingParams
+    from vllm.engine.protocol import StreamingInput
+    from vllm.sampling_params import RequestOutputKind
+
+    llm = capflow.AsyncLLM.start(
+        model, consumers=[f"filesystem:root={root},capture=requests"], dtype="float32", enforce_eager=True,
+        skip_tokenizer_init=True, max_model_len=128,
+    )  # fmt: skip
+    said = {}
+    async with llm:
+
+        async def last(prompt, **options):
+            params = capflow.sampling_params(**{**GREEDY, "max_tokens": 6, **options})
+            if isinstance(prompt, AsyncGenerator):
+                params.output_kind = RequestOutputKind.DELTA  # as vLLM wants it of streaming input
+            return [output async for output in llm.generate(prompt, params)][-1]
+
+        first, second = prompts([9, 30])
+        capture = {"hooks": {"post_block": "all"}}
+        outputs = await asyncio.gather(
+            last(first, id="plain", capture=capture),
+            last(first, id="steered", capture=capture, steering_vectors=STEERING),
+            last(second, id="two", capture=capture, n=2, temperature=1.0, seed=1),
+            last(second),
+        )
+        said["tokens"] = [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
+        said["results"] = [
+            {name: result.status for name, result in output.capture_results.items()} for output in outputs
+        ]
+        said["each"] = [sample.capture_results["filesystem"].status for sample in outputs[2].outputs]
+        llm.steering.set_global(capflow_steering(), replace=True)
+        said["global"] = list((await last(first)).outputs[0].token_ids)
+        collector = await llm.add_request("added", first, capflow.sampling_params(**GREEDY, max_tokens=6))
+        added = []
+        while not (added and added[-1].finished):
+            added.append(await collector.get())
+        said["added"] = list(added[-1].outputs[0].token_ids)
+        llm.steering.clear_global()
+        ones = await asyncio.gather(*(last(first, decode_steering_vectors=STEERING, max_tokens=n) for n in (1, 2)))
+        said["applied"] = [None if one is None else [one.prefill, one.decode] for one in (
+            *(output.steering_applied for output in ones), outputs[0].steering_applied, outputs[1].steering_applied,
+        )]  # fmt: skip
+        far = {"post_block": {1: {"positions": [14], "vector": vector(1)}}}  # the prompt has 9 tokens
+        said["reach"] = []
+        for run in (last(first, steering_patches=far), llm.add_request("far", first, capflow.sampling_params(
+            **GREEDY, max_tokens=6, steering_patches=far)), last(first, steering_patches=far, max_tokens=7)):  # fmt: skip
+            try:
+                said["reach"].append(len((await run).outputs))
+            except capflow.UsageError as e:
+                said["reach"].append(str(e))
+        own = llm.input_processor.process_inputs("own", first, SamplingParams(**GREEDY), supported_tasks=("generate",))
+        said["own"] = []
+        for run in (last(own), llm.add_request("own", own, SamplingParams(**GREEDY))):
+            try:
+                await run
+            except capflow.UsageError as e:
+                said["own"].append(str(e))
+        said["shared"] = []
+        for wrong in ({"post_block": {1: [1.0]}}, {"mlp_out": {1: [1.0] * 64}}):
+            steering = capflow_steering(wrong)
+            for change in (lambda: llm.steering.register("wrong", steering), lambda: llm.steering.set_global(steering)):  # noqa: B023
+                try:
+                    change()
+                except capflow.UsageError as e:
+                    said["shared"].append(str(e).partition(":")[0])
+        try:
+            await last(first, steering_vectors={"post_block": {1: [1.0]}})
+        except capflow.UsageError as e:
+            said["refused"] = str(e)
+
+        async def parts(**options):
+            yield StreamingInput({"prompt_token_ids": [*first["prompt_token_ids"]]})  # which vLLM makes longer
+            yield StreamingInput(second, SamplingParams(**GREEDY, output_kind=RequestOutputKind.DELTA))
+            if options:
+                yield StreamingInput(second, capflow.sampling_params(**GREEDY, **options))
+
+        said["parts"] = len((await last(parts(), steering_vectors=STEERING)).outputs)
+        try:
+            await last(parts(steering_vectors=STEERING))
+        except capflow.UsageError as e:
+            said["part"] = str(e)
+        twice = await asyncio.gather(last(first, id="x"), last(second, id="x"), return_exceptions=True)
+        said["twice"] = [str(one) for one in twice if isinstance(one, capflow.UsageError)]
+        task = asyncio.create_task(last(first, id="gone", max_tokens=100))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        said["after"] = [list((await last(first)).outputs[0].token_ids)]
+    print("SAID " + json.dumps(said))
+
+
+def capflow_steering(vectors=STEERING):
+    from capflow.steering.request import Steering
+
+    return Steering.parse({"steering_vectors": vectors})
+
+
+@pytest.fixture(scope="module")
+def said(tiny, tmp_path_factory):
+    root = tmp_path_factory.mktemp("rows")
+    with environment(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1"):
+        done = subprocess.run(
+            [sys.executable, __file__, tiny, str(root)], capture_output=True, text=True, timeout=280, check=False
+        )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.rpartition("SAID ")[2]) | {"stderr": done.stderr}, root
+
+
+def test_the_end_is_silent(said):
+    said, _ = said
+    assert not [
+        words for words in ("Traceback", "Exception ignored", "leaked", "force kill") if words in said["stderr"]
+    ]
+
+
+def test_requests_at_once_are_captured_and_steered(said, reference):
+    said, root = said
+    (plain,), (steered,), _, _ = said["tokens"]
+    data = capflow.open(root)
+    prompt = prompts([9, 30])[0]["prompt_token_ids"]
+    for name, tokens, steering in (("plain", plain, None), ("steered", steered, STEERING)):
+        ids = [*prompt, *tokens[:-1]]
+        expected = reference.post_block(ids, steering and {1: (STEERING["post_block"][1], 0)})
+        for layer, rows in enumerate(expected):
+            got = data[name][capflow.Site(layer, "post_block")].rows
+            assert relative_error(got, rows) < 1e-5
+    assert said["global"] == said["added"] == steered != plain
+
+
+def test_each_output_and_each_sample_says_what_became_of_its_rows(said):
+    said, _ = said
+    assert said["results"][:3] == [{"filesystem": "ok"}] * 3
+    assert said["each"] == ["ok", "ok"]
+
+
+def test_each_last_output_says_what_steered_it(said):
+    said, _ = said
+    here = {"post_block:1": 1}
+    assert said["applied"] == [[{}, {}], [{}, here], None, [here, here]]
+
+
+def test_what_does_not_fit_the_prompt_or_the_model_is_refused(said):
+    said, _ = said
+    words = "steering_patches.post_block.1.positions: got 14, expected below 14, "
+    assert [one if isinstance(one, int) else one.startswith(words) for one in said["reach"]] == [True, True, 1]
+    assert [one.partition(",")[0] for one in said["own"]] == ["prompt: got an EngineCoreRequest"] * 2
+    assert said["shared"] == ["steering_vectors.post_block.1"] * 2 + ["steering_vectors.mlp_out.1"] * 2
+
+
+def test_what_is_wrong_is_refused_and_what_is_cancelled_leaves_nothing_behind(said):
+    said, _ = said
+    assert said["refused"].startswith("steering_vectors.post_block.1")
+    assert said["parts"] == 1
+    assert said["part"].startswith("sampling_params of a part")
+    assert said["after"] == said["tokens"][0]
+    assert said["twice"] == ["id: got x, expected one that no running request has"]
+
+
+if __name__ == "__main__":
+    asyncio.run(drive(*sys.argv[1:]))

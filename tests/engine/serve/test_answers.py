@@ -1,0 +1,48 @@
+"""Streams of answers: what is wrong with a request before its answer begins is raised before there is a stream."""
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from capflow.errors import UsageError
+from capflow_engine.serve.http.answers import begun
+
+CREATED, RUNNING = "event: response.created\ndata: {}\n\n", "event: response.in_progress\ndata: {}\n\n"
+WORDS = ["event: response.output_text.delta\ndata: {}\n\n", "event: response.completed\ndata: {}\n\n"]
+
+
+async def stream(chunks, wrong=None, taken=None):
+    for chunk in chunks:
+        if taken is not None:
+            taken.append(chunk)
+        yield chunk
+    if wrong is not None:
+        raise wrong
+
+
+async def all_of(chunks):
+    return [chunk async for chunk in await begun(chunks)]
+
+
+@pytest.mark.parametrize("chunks", [[], [CREATED], [CREATED, RUNNING, *WORDS], ["data: {}\n\n", "data: [DONE]\n\n"]])
+def test_a_stream_that_has_begun_is_what_it_was(chunks):
+    assert asyncio.run(all_of(stream(chunks))) == chunks
+
+
+def test_what_refuses_a_request_behind_the_first_events_is_raised_before_any_of_them():
+    async def ask():
+        await begun(stream([CREATED, RUNNING], UsageError("steering_patches: got 9")))
+
+    with pytest.raises(UsageError, match=r"^steering_patches: got 9"):
+        asyncio.run(ask())
+
+
+def test_no_more_is_waited_for_than_the_first_words():
+    async def ask():
+        taken = []
+        await begun(stream([CREATED, *WORDS], taken=taken))
+        return taken
+
+    assert asyncio.run(ask()) == [CREATED, WORDS[0]]

@@ -1,0 +1,346 @@
+"""Controllers in a worker: what a plugin does wrong is refused, counted and told, and ends no step."""
+
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from capflow import limits
+from capflow.capture.positions import Positions
+from capflow.capture.site import Site
+from capflow.capture.spec import CaptureSpec
+from capflow.errors import CapflowError, UsageError
+from capflow.hub.health import problems
+from capflow.plugins.configure import ConfiguredController
+from capflow.plugins.consumer import Controller, NoConfig
+from capflow.protocol.message import ControllerSpec
+from capflow.steering.action import Abort, Steer, Unsteer
+from capflow.steering.vector import SteeringVector
+from capflow.transport.links.worker import Staged
+from capflow_engine.taps.plan import Planner, Tracked
+from capflow_engine.worker import controllers as control
+from capflow_engine.worker.controllers import Controllers, Decided, decode, encode
+from capflow_engine.worker.history import Owner
+from tests.kit.frames import make_hello, make_model
+from tests.kit.hubs import address, running_hub, worker_link
+from tests.kit.waiting import eventually
+
+__all__ = ["address"]
+
+SITES = tuple(Site(layer, "post_block") for layer in range(4))
+MODEL = msgspec.structs.replace(make_model(num_layers=4), sites=SITES)
+READ = CaptureSpec({"post_block": [1]})
+ONE, TWO = (SteeringVector.make(Site(layer, "post_block"), np.ones(8)) for layer in (1, 2))
+STEER = Steer("r", (TWO,))
+
+
+class Told(Controller):
+    """Does what a test says: raises it, or returns it."""
+
+    name = "told"
+    Config = State = NoConfig
+    step = ()
+    opens = steering = done = capture = None
+
+    @classmethod
+    def load(cls, config):
+        return config
+
+    def spec(self):
+        return _do(self.capture or READ)
+
+    def steers(self):
+        return _do(self.steering or ())
+
+    def open(self, model):
+        _do(self.opens)
+
+    def on_step(self, view):
+        return _do(self.step)
+
+    def on_request_done(self, request):
+        _do(self.done)
+
+
+def _do(what):
+    if isinstance(what, BaseException):
+        raise what
+    return what
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Start a controller that does as told, in a stage that has these layers."""
+
+    def start(layers=range(4), **told):
+        kind = type("Told", (Told,), told)
+        monkeypatch.setattr(control, "load_plugins", lambda: {"told": kind})
+        spec = ControllerSpec("told", msgspec.msgpack.encode(NoConfig()), "", told.get("capture", READ))
+        return Controllers([spec], MODEL, tuple(Site(layer, "post_block") for layer in layers), 0), kind
+
+    return start
+
+
+def run(controllers, vectors=None):
+    """Return the actions of a step of request `r`."""
+    held = vectors or {}
+    decided = controllers.run(1, Planner(4).plan([]), np.zeros(0, np.uint8), {}, {"r": "key"}, lambda key: held)
+    assert decode(encode(decided)) == decided
+    assert all(each[:3] == ("key", 0, 0) for each in decided)
+    return [each.action for each in decided]
+
+
+def half():
+    yield STEER
+    raise RuntimeError("midway")
+
+
+def endless():
+    while True:
+        yield STEER
+
+
+def wrong_vector(**fields):
+    return Steer("r", (msgspec.structs.replace(TWO, **fields),))
+
+
+FAILS = {
+    "raises": (ValueError("no"), "ValueError"),
+    "exits": (SystemExit(3), "SystemExit"),
+    "returns nothing": (None, "TypeError"),
+    "returns a number": (3, "TypeError"),
+}
+
+
+@pytest.mark.parametrize("what", FAILS)
+def test_a_controller_that_fails_is_counted_and_told_and_switched_off_in_the_end(started, what, caplog):
+    wrong, error = FAILS[what]
+    controllers, kind = started(step=wrong)
+    kind.on_step = (lambda self, view: wrong) if wrong is None else kind.on_step
+    assert controllers.troubles == ()
+    for times in range(1, limits.CONTROLLER_FAILURES_MAX):
+        assert run(controllers) == []
+        assert controllers.troubles[0].startswith(f"controller told: failed in its last {times} steps ({error})")
+    assert sum("Traceback" in (record.exc_text or "") for record in caplog.records) == 1
+    assert len(caplog.records) < 6
+    run(controllers)
+    assert "so it is switched off" in controllers.troubles[0]
+    kind.on_step = lambda self, view: [STEER]
+    assert run(controllers) == []
+
+
+def test_a_controller_that_does_better_is_no_trouble_any_more(started):
+    controllers, kind = started(step=ValueError("no"))
+    for _ in range(3 * limits.CONTROLLER_FAILURES_MAX):
+        kind.step = ValueError("no")
+        run(controllers)
+        kind.step = [STEER]
+        assert run(controllers) == [STEER]
+        assert controllers.troubles == ()
+
+
+def test_a_generator_that_fails_midway_has_none_of_its_actions_done(started):
+    controllers, kind = started()
+    kind.on_step = lambda self, view: half()
+    assert run(controllers) == []
+    assert "RuntimeError" in controllers.troubles[0]
+    kind.on_step = lambda self, view: endless()
+    assert run(controllers) == []
+    assert "UsageError" in controllers.troubles[0]
+
+
+REFUSED = {
+    "a string for a layer": (wrong_vector(layer="2"), "Expected `int`, got `str`"),
+    "a layer that the model lacks": (wrong_vector(layer=9), "got layer 9, expected 0..3"),
+    "a site without a tap": (wrong_vector(hook="mlp_out"), "got no tap at mlp_out:2"),
+    "a vector of another width": (wrong_vector(data=np.ones(4, np.float32).tobytes()), "got 4 numbers, expected 8"),
+    "a vector with NaN": (wrong_vector(data=np.full(8, np.nan, np.float32).tobytes()), "got NaN or infinity"),
+    "a scale of NaN": (wrong_vector(scale=float("nan")), "got NaN or infinity"),
+    "a dtype that is none": (wrong_vector(dtype="int3"), "dtype: got int3"),
+    "an array for a vector": (Steer("r", (np.ones(8),)), "TypeError"),
+    "data that are no bytes": (wrong_vector(data=np.ones(8)), "Error"),
+    "vectors that are none": (Steer("r", None), "Expected `array`, got"),
+    "a request that does not run": (Steer("nobody", (TWO,)), "request: got one that does not run"),
+    "a request that is no name": (Steer([], (TWO,)), "TypeError"),
+    "an abort": (Abort("r"), "got Abort, expected Steer and Unsteer"),
+    "something else": ("steer r", "got str, expected Steer and Unsteer"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_an_action_that_is_none_or_does_not_fit_is_refused_and_the_others_are_done(started, what, caplog):
+    wrong, words = REFUSED[what]
+    controllers, kind = started(step=[wrong, STEER])
+    for times in range(1, 20):
+        assert run(controllers) == [STEER]
+        assert controllers.troubles[0].startswith(f"controller told: {times} actions were refused; the last: ")
+        assert words in controllers.troubles[0]
+    assert len(caplog.records) == 5  # at 1, 2, 4, 8 and 16
+    kind.step = [STEER]
+    run(controllers)
+    controllers.done(0, None)  # the worker did one
+    assert controllers.troubles == ()
+
+
+def test_an_action_for_which_there_is_no_room_is_told(started):
+    controllers, _ = started(step=[STEER])
+    controllers.done(0, CapflowError("steering bank: got no room"))
+    assert controllers.troubles == ("controller told: 1 actions were refused; the last: steering bank: got no room",)
+
+
+def test_an_action_that_holds_already_is_left_out(started):
+    controllers, kind = started(step=[STEER])
+    assert run(controllers, {Owner(0, "told"): (TWO,)}) == []
+    assert run(controllers, {Owner(0, "told"): (ONE,), Owner(1, "other"): (TWO,)}) == [STEER]
+    kind.step = [Unsteer("r")]
+    assert run(controllers) == []
+    assert run(controllers, {Owner(0, "told"): (TWO,)}) == [Unsteer("r")]
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"opens": ValueError("no")}, "did not start (ValueError: no)"),
+        ({"opens": UsageError("x: got 1")}, "x: got 1"),
+        ({"steering": KeyError("k")}, "did not start (KeyError: 'k')"),
+        ({"layers": range(2), "steering": [Site(2, "post_block")]}, "it steers at: got post_block:2, expected"),
+        ({"layers": range(2), "capture": CaptureSpec({"post_block": "all"})}, "it reads: got post_block:0, post_blo"),
+    ],
+    ids=["raises", "refuses", "steers raises", "steers at another stage", "reads at two stages"],
+)
+def test_a_controller_that_cannot_run_does_nothing_and_says_why(started, told, words):
+    controllers, _ = started(step=[STEER], **told)
+    assert words in controllers.troubles[0]
+    assert controllers.captures() == []
+    assert run(controllers) == []
+
+
+def test_a_controller_that_is_not_installed_says_so(monkeypatch):
+    monkeypatch.setattr(control, "load_plugins", dict)
+    controllers = Controllers([ControllerSpec("told", b"\x80", "", READ)], MODEL, MODEL.sites, 0)
+    assert controllers.troubles == ("controller told: not installed where the engine runs",)
+
+
+@pytest.mark.parametrize("fault", [CapflowError("plugin broken cannot be loaded"), SystemExit("broken")])
+def test_a_plugin_that_cannot_be_loaded_where_the_engine_runs_ends_no_step(monkeypatch, fault):
+    monkeypatch.setattr(control, "load_plugins", lambda: _do(fault))
+    controllers = Controllers([ControllerSpec("told", b"", "", READ)], MODEL, SITES, 0)
+    assert controllers.here
+    assert controllers.captures() == []
+    (trouble,) = controllers.troubles
+    assert "broken" in trouble
+
+
+def test_a_controller_runs_in_the_stage_that_has_what_it_reads(started):
+    """Another stage asks nothing of it, and an action at another stage's site is refused."""
+    other, _ = started(layers=range(2, 4), step=[STEER])
+    assert (other.here, other.captures(), other.troubles, run(other)) == (False, [], (), [])
+    mine, kind = started(layers=range(2), step=[STEER])
+    assert (mine.here, mine.captures()) == (True, [READ])
+    assert run(mine) == []
+    assert (
+        "it steers at: got post_block:2, expected sites of one pipeline stage, as of this one with layers 0..1"
+        in (mine.troubles[0])
+    )
+    kind.step = [Steer("r", (ONE,))]
+    assert run(mine) == [Steer("r", (ONE,))]
+
+
+def test_other_ranks_run_no_controller(monkeypatch):
+    def load():
+        raise AssertionError
+
+    monkeypatch.setattr(control, "load_plugins", load)
+    controllers = Controllers([ControllerSpec("told", b"\x80", "", READ)], MODEL, MODEL.sites, 0, decides=False)
+    assert controllers.here
+    assert controllers.captures() == []
+    assert run(controllers) == []
+    assert decode(encode([Decided("key", 0, 0, STEER)])) == [Decided("key", 0, 0, STEER)]
+    assert controllers.owner(0) == Owner(0, "told")
+
+
+def test_forgetting_a_request_ends_nothing(started):
+    controllers, _ = started(done=ValueError("no"))
+    controllers.forget("r")
+    assert "ValueError" in controllers.troubles[0]
+
+
+@pytest.mark.parametrize("told", [{"capture": ValueError("no")}, {"opens": ValueError("no")}])
+def test_a_plugin_that_fails_in_the_hub_is_named(told):
+    controller = ConfiguredController("told@x", type("Told", (Told,), told), NoConfig())
+    with pytest.raises(CapflowError, match=r"controller told@x failed: got ValueError: no"):
+        controller.check(MODEL)
+
+
+def test_the_hub_says_what_its_controllers_cannot_do(address):
+    trouble = ["controller told: it steers at: got post_block:2"]
+    with running_hub(address) as hub:
+        hello = make_hello()
+        with worker_link(address, hello, staged=lambda: Staged(troubles=tuple(trouble))):
+            said = f"engine {hello.engine}: {trouble[0]}"
+            eventually(lambda: problems(hub, 0.0) == [said])
+            assert hub.status()["problems"] == [said]
+            trouble.clear()
+            eventually(lambda: problems(hub, 0.0) == [])
+
+
+@pytest.fixture
+def locked(monkeypatch):
+    """Whether each buffer that is asked for is to be page-locked; here none can be."""
+    asked, empty = [], torch.empty
+
+    def unlocked(*size, pin_memory=False, **kwargs):
+        asked.append(pin_memory)
+        return empty(*size, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", unlocked)
+    return asked
+
+
+@pytest.fixture
+def capture(started, locked):
+    """A worker's capflow as far as planning a step needs it, on a device whose staging memory has three rows."""
+    pytest.importorskip("vllm")
+    from capflow_engine.worker.worker import WorkerCapture
+
+    capture = object.__new__(WorkerCapture)
+    capture.planner, capture.requests, capture.row_bytes, capture._ranks = Planner(4), {}, 32, 1
+    capture.tables = SimpleNamespace(resident=True, staging=np.empty((3, 8)))
+    capture.controllers = [started(step=[STEER])[0]]
+    capture.histories = SimpleNamespace(vectors=lambda key: {})
+    seen, nothing = capture.planner.program({1: Positions.ALL}), capture.planner.nothing
+    for key, view in (("seen", seen), ("unseen", nothing)):
+        capture.requests[key] = Tracked(key, key, 9, nothing, view)
+    return capture
+
+
+@pytest.mark.engine
+def test_a_step_with_more_rows_for_controllers_than_the_device_has_memory_for_writes_none_and_is_told(capture):
+    capture.prepare([("seen", 0, 0, 3)])
+    assert (capture._plan.rows, len(capture._buffer)) == (3, 96)
+    assert capture.controllers[0].troubles == ()
+    capture.prepare([("seen", 0, 3, 4)])
+    assert (capture._plan.rows, capture._plan.groups) == (0, ())
+    (trouble,) = capture.controllers[0].troubles
+    assert "did not see 1 steps; the last: staging memory: got 4 rows of a step, expected at most 3" in trouble
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("request_id", "done"), [("seen", 1), ("unseen", 0)])
+def test_a_controller_steers_no_request_that_it_cannot_see(capture, request_id, done):
+    """Its cache blocks are anybody's: it came before the controller did."""
+    from capflow_engine.worker.worker import _Viewed
+
+    capture.controllers[0]._all[0].controller.step = [Steer(request_id, (TWO,))]
+    capture._viewed = _Viewed(1, capture.planner.plan([]), np.zeros(0, np.uint8), lambda: None)
+    assert [each.key for each in capture._run_controllers({})] == ["seen"] * done
+    assert bool(capture.controllers[0].troubles) != bool(done)
+
+
+@pytest.mark.engine
+def test_rows_for_controllers_alone_come_to_memory_that_a_copy_does_not_wait_for(capture, locked):
+    capture.prepare([("seen", 0, 0, 3)])
+    assert locked == [True]
+    assert len(capture._buffer) == 3 * capture.row_bytes

@@ -1,0 +1,137 @@
+"""What consumers are told of actions, and what the duckdb consumer writes of them."""
+
+from __future__ import annotations
+
+import duckdb
+import msgspec
+import numpy as np
+import pytest
+
+from capflow.capture.frame import Acted, ActedOn
+from capflow.capture.site import Site
+from capflow.steering.action import Abort, Answered, Applied, Rejected, Steer, Unsteer
+from capflow.steering.vector import SteeringVector
+from capflow.transport.client import Client
+from capflow_consumers.duckdb.consumer import DuckdbConfig, DuckdbConsumer
+from tests.kit.answers import answering
+from tests.kit.databases import SITES, done, opened, probe_file, query
+from tests.kit.frames import make_finished, make_frame
+from tests.kit.hubs import Recorder, address, configured, running_hub, scheduler_link, worker_link
+from tests.kit.waiting import eventually
+
+__all__ = ["address"]
+
+STEER = Steer("r1", (SteeringVector.make(Site(2, "post_block"), np.ones(8)),))
+
+
+class Told(Recorder):
+    """Keeps what it is told of actions."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.told = []
+
+    def on_action(self, answered):
+        self.told.append(answered)
+
+
+@pytest.mark.parametrize("policy", ["block", "spill"])
+def test_consumers_are_told_of_every_action_and_what_came_of_it(address, policy, tmp_path):
+    told, deaf = Told("told"), Recorder("deaf")
+    options = {"spool_dir": tmp_path / "spool"} if policy == "spill" else {}
+    with (
+        running_hub(address, configured(told, policy, **options), deaf),
+        worker_link(address) as worker,
+        scheduler_link(address) as link,
+        Client(address) as client,
+    ):
+        frame = make_frame()
+        assert worker.send(frame.header, frame.payload) is None
+        eventually(lambda: told.rows["r1"])
+        thread = answering(
+            link, [lambda act: Applied(act.id, 7), lambda act: Rejected(act.id, "no"), lambda act: Applied(act.id, 9)]
+        )
+        assert client.act(STEER, 20).step == 7
+        assert client.act(Unsteer("unknown"), 20).reason == "no"
+        deaf.context.act(Abort("r1"))
+        thread.join(20)
+        eventually(lambda: len(told.told) == 3)
+    facts = [(a.engine, a.request, a.kind, a.sites, a.asked_by, a.step, a.reason) for a in told.told]
+    assert facts == [
+        ("engine-1", "r1", "steer", (Site(2, "post_block"),), "client", 7, ""),
+        ("", "unknown", "unsteer", (), "client", None, "no"),
+        ("engine-1", "r1", "abort", (), "deaf", 9, ""),
+    ]
+    assert len({a.id for a in told.told}) == 3
+    assert all(abs(a.time_ns - told.told[0].time_ns) < 60e9 for a in told.told)
+
+
+@pytest.mark.parametrize("policy", ["block", "spill"])
+def test_consumers_are_told_what_steered_requests_whose_rows_they_do_not_have(address, policy, tmp_path):
+    """One request nobody wants rows of; of another only a consumer that minds no actions does."""
+    told, deaf = Told("told", spec=None), Recorder("deaf")
+    options = {"spool_dir": tmp_path / "spool"} if policy == "spill" else {}
+    acted = Acted("controller gate", "steer", (Site(2, "post_block"),), 5, 1_700_000_000_000_000_000)
+    with (
+        running_hub(address, configured(told, policy, **options), deaf),
+        worker_link(address) as worker,
+        scheduler_link(address) as link,
+    ):
+        assert link.welcome.actions
+        frame = make_frame([("seen", 3, 0, 3)])
+        assert worker.send(frame.header, frame.payload) is None
+        seen = msgspec.structs.replace(make_finished("seen", 3, 3, rows=6), acted=(acted,))
+        end = make_frame([], finished=[seen], step=2)
+        header = msgspec.structs.replace(end.header, acted=(ActedOn("unseen", "i", (acted, acted)),))
+        assert worker.send(header, end.payload) is None
+        eventually(lambda: len(told.told) == 3)
+    facts = {(a.engine, a.request, a.kind, a.sites, a.asked_by, a.step) for a in told.told}
+    steer = ("steer", (Site(2, "post_block"),), "controller gate", 5)
+    assert facts == {("engine-1", "seen", *steer), ("engine-1", "unseen", *steer)}
+    assert len({a.id for a in told.told}) == 3
+    assert set(deaf.done) == {"seen"}
+
+
+def test_nobody_asks_for_actions_where_no_consumer_minds_them(address):
+    with running_hub(address, Recorder()), scheduler_link(address) as link:
+        assert not link.welcome.actions
+
+
+def test_actions_are_in_the_store_when_they_are_told_and_once(tmp_path):
+    probe_file(tmp_path, "p")
+    consumer = opened(tmp_path, "p")
+    consumer.on_frame(make_frame(sites=SITES))
+    steer = Answered.of(STEER, Applied("x", 7), engine="engine-1", asked_by="client")
+    abort = Answered.of(Abort("gone"), Rejected("y", "not running"), engine="", asked_by="judge")
+    for answered in (steer, abort, steer):
+        consumer.on_action(answered)
+    consumer._port.close()
+    consumer._database.close()  # as a kill would
+    columns = "capture, engine, request_id, kind, sites, asked_by, outcome, step, reason"
+    assert query(tmp_path, f"SELECT {columns} FROM actions ORDER BY kind DESC") == [
+        (1, "engine-1", "r1", "steer", ["post_block:2"], "client", "applied", 7, None),
+        (None, "", "gone", "abort", [], "judge", "rejected", None, "not running"),
+    ]
+    again = opened(tmp_path, "p")
+    again.on_action(steer)
+    again.on_frame(make_frame(sites=SITES))
+    assert again.on_request_done(done(rows=12)).status == "ok"
+    again.close()
+    assert query(tmp_path, "SELECT count(*), count(DISTINCT id) FROM actions") == [(2, 2)]
+    assert query(tmp_path, "SELECT count(*) FROM actions JOIN requests USING (capture)") == [(1,)]
+
+
+def test_a_hub_brings_actions_to_the_store(address, tmp_path):
+    path = tmp_path / "scores.duckdb"
+    consumer = DuckdbConsumer(DuckdbConfig(str(path), site="post_block:0"))
+    with (
+        running_hub(address, configured(consumer, "spill", spool_dir=tmp_path / "spool")),
+        scheduler_link(address) as link,
+        Client(address) as client,
+    ):
+        thread = answering(link, [lambda act: Applied(act.id, 7)])
+        assert client.act(STEER, 20).step == 7
+        thread.join(20)
+    with duckdb.connect(str(path), read_only=True) as connection:
+        found = connection.execute("SELECT request_id, kind, sites, outcome, step FROM actions").fetchall()
+    assert found == [("r1", "steer", ["post_block:2"], "applied", 7)]

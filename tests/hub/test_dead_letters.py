@@ -1,0 +1,126 @@
+"""`capflow spool dead`: what a consumer could not handle is listed, shown, replayed and dropped."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+import capflow
+from capflow import limits
+from capflow.cli import cli
+from capflow.errors import RetryError, UsageError
+from capflow.hub.lanes import dead_letters
+from capflow.plugins.configure import ConfiguredConsumer
+from capflow.plugins.consumer import Consumer
+from capflow.testing.frames import row_of
+from capflow.testing.hub import MemoryHub
+from tests.kit.hubs import EVERYTHING
+
+
+class Refuses(Consumer):
+    """Refuses the second frame of r1, and the end of r2."""
+
+    name = "refuses"
+
+    def spec(self):
+        return EVERYTHING
+
+    def on_frame(self, frame):
+        if any(part.id == "r1" and part.start == 2 for part in frame.header.requests):
+            raise ValueError("no\x1b[31m")
+
+    def on_request_done(self, done):
+        if done.request == "r2":
+            raise ValueError("no end")
+
+
+@pytest.fixture
+def dead(tmp_path):
+    """Return a directory with dead letters: a frame of r1 and its end; three frames of r2 and its end."""
+    made = ConfiguredConsumer.of(Refuses(None), policy="spill", spool_dir=tmp_path / "spool")
+    with MemoryHub(made) as hub:
+        engine = hub.engine()
+        for name in ("r1", "r2"):
+            for step in range(3):
+                engine.step([(name, 4, 2 * step, 2), ("other", 4, 6 * (name == "r2") + 2 * step, 2)])
+        for name in ("r1", "r2", "other"):
+            engine.finish(name)
+        assert [hub.result(name).status for name in ("r1", "r2")] == ["partial_error", "error"]
+    (found,) = (tmp_path / "spool").glob("*.dead")
+    return found
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli, ["spool", "dead", *map(str, arguments)])
+
+
+def test_they_are_listed_and_shown_with_their_reasons(dead):
+    told = json.loads(invoke("list", dead, "--json").stdout)
+    assert [(each["method"], each["requests"]) for each in told] == [
+        ("on_frame", ["r1", "other"]),
+        ("on_frame", ["r1"]),
+        *[("on_request_done", ["r2"])] * 4,
+        ("on_frame", ["other"]),
+    ]
+    assert all("ValueError: no" in each["error"] or "the end of a request" in each["error"] for each in told)
+    assert "\x1b[31m" not in invoke("list", dead).stdout
+    shown = invoke("show", dead, told[0]["letter"]).stdout
+    assert "r1: positions 2..3 at post_block" in shown
+    assert "\x1b" not in shown
+    assert isinstance(invoke("show", dead, 99).exception, UsageError)
+
+
+def test_a_replay_gives_a_consumer_every_row_of_them_and_removes_them(dead, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    replayed = invoke("replay", dead, "--consumer", f"filesystem:root={tmp_path / 'again'},capture=all")
+    assert replayed.exit_code == 0, replayed.output
+    found = capflow.open(tmp_path / "again")
+    site = capflow.Site.parse("post_block:1")
+    rows = {capture.id: capture["post_block:1"] for capture in found}
+    positions = {name: found.positions.tolist() for name, found in rows.items()}
+    assert positions == {"r1": [2, 3], "r2": [0, 1, 2, 3, 4, 5], "other": [2, 3]}
+    for name, found in rows.items():
+        for row, position in zip(found.rows, found.positions, strict=True):
+            assert (row == row_of(name, site, int(position), found.rows.shape[1])).all()
+    lost = {capture.id: capture.sidecar.dropped for capture in capflow.open(tmp_path / "again")}
+    assert lost == {"r1": [(16, "not_recorded")], "r2": [], "other": [(40, "not_recorded")]}
+    assert json.loads(invoke("list", dead, "--json").stdout) == []
+
+
+def test_what_a_replay_fails_at_stays(dead, tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    refused = invoke("replay", dead, "--consumer", f"filesystem:root={tmp_path / 'taken'}")
+    assert refused.exit_code != 0
+    assert len(json.loads(invoke("list", dead, "--json").stdout)) == 7
+
+
+def test_they_are_dropped_only_when_that_is_wanted(dead):
+    assert invoke("drop", dead).exit_code != 0
+    assert "removed 2" in invoke("drop", dead, "--through", 2, "--yes").stdout
+    assert "removed 5" in invoke("drop", dead, "--yes").stdout
+    assert invoke("list", dead, "--json").stdout.strip() == "[]"
+
+
+def test_what_is_no_dead_letter_is_refused(dead, tmp_path):
+    refused = invoke("list", tmp_path)
+    assert refused.exit_code != 0
+    assert "Traceback" not in refused.output
+
+
+def test_a_letter_for_which_the_disk_takes_long_is_there_once(dead, tmp_path, monkeypatch):
+    letter = next(found.letter for found in dead_letters.read(dead) if found.frame is None)
+    monkeypatch.setattr(dead_letters, "_SYNC_S", 0.0)
+    letters = dead_letters.DeadLetters(tmp_path / "slow.dead", limits.DEAD_BYTES_DEFAULT)
+    tries = 0
+    while True:
+        tries += 1
+        try:
+            assert letters.put(letter)
+        except RetryError:
+            continue
+        break
+    letters.close()
+    assert tries > 1
+    assert letters.letters == len(list(dead_letters.read(tmp_path / "slow.dead"))) == 1

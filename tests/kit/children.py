@@ -1,0 +1,140 @@
+"""Engines in a process of their own, for what a process can choose only once: the model runner, and Triton's interpreter.
+
+The child is this module run as a script: it reads a `Run` as JSON, and writes what `capflow.LLM` answered.
+"""
+
+import collections
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import capflow
+from tests.kit.engines import GREEDY, engine, prompts, vector
+from tests.kit.rows import ALL, check_rows
+from tests.kit.sources import ROOT
+from tests.kit.watching import watch
+
+
+@dataclasses.dataclass
+class Run:
+    """One engine and the requests it is given, all at once. steering: `{layer: seed of a vector}`, by request id."""
+
+    model: str
+    root: str
+    requests: list  # of {"id", "prompt", "capture", "max_tokens"}
+    steering: dict = dataclasses.field(default_factory=dict)
+    engine: dict = dataclasses.field(default_factory=dict)
+    v2: bool = False
+    ahead: int = 0  # how many steps are scheduled before the output of one is taken in; above 0, async scheduling is on
+
+
+@dataclasses.dataclass
+class Answer:
+    """What became of a request."""
+
+    id: str
+    prompt: list
+    tokens: list
+    status: str
+
+
+def run(what, timeout=300):
+    """Return the answers of a child that ran this, and all that it said: counts, and what runner and scheduler it had."""
+    environment = {
+        **os.environ,
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if what.v2 else "0",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    if what.v2:
+        environment["TRITON_INTERPRET"] = "1"
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(ROOT / "tests" / "kit" / "triton_cpu"), environment["PYTHONPATH"]]
+        )
+    done = subprocess.run(
+        [sys.executable, __file__],
+        input=json.dumps(dataclasses.asdict(what)),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    return [Answer(**answer) for answer in said["answers"]], said
+
+
+def requests(lengths, max_tokens):
+    """Return a `Run`'s requests, of random prompts of these lengths, that capture everything."""
+    return [
+        {"id": f"r{n}", "prompt": p["prompt_token_ids"], "capture": ALL, "max_tokens": tokens}
+        for n, (p, tokens) in enumerate(zip(prompts(lengths), max_tokens, strict=True))
+    ]
+
+
+def check_answers(answers, root, reference, steering):
+    """Hold the files of all that was answered against the reference; steering as a `Run` has it."""
+    data = capflow.open(root)
+    for answer in answers:
+        assert answer.status == "ok"
+        check_rows(data[answer.id], [*answer.prompt, *answer.tokens], reference, steering.get(answer.id))
+
+
+def _keep_async_scheduling():
+    """Have vLLM's CPU platform leave async scheduling on, which it turns off as of no use there."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    original = platform.check_and_update_config.__func__
+
+    def check(cls, vllm_config):
+        original(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    platform.check_and_update_config = classmethod(check)
+
+
+def _child():
+    what = Run(**json.load(sys.stdin))
+    if what.ahead:
+        _keep_async_scheduling()
+    arguments = {"consumers": [f"filesystem:root={what.root},capture=requests"], "seed": 0, **what.engine}
+    with engine(what.model, **arguments) as llm:
+        core = llm.llm_engine.engine_core.engine_core
+        kinds = {
+            "runner": type(core.model_executor.driver_worker.worker.model_runner).__mro__[2].__module__,
+            "scheduler": type(core.scheduler).__name__,
+        }
+        if what.ahead:  # as deep as with pipeline stages
+            core.batch_queue_size = what.ahead + 1
+            core.batch_queue = collections.deque(maxlen=what.ahead + 1)
+        counts = watch(llm)
+        params = [
+            capflow.sampling_params(
+                id=request["id"],
+                capture=request["capture"],
+                steering_vectors={"post_block": {int(n): vector(seed) for n, seed in steering.items()}}
+                if (steering := what.steering.get(request["id"]))
+                else None,
+                **{**GREEDY, "max_tokens": request["max_tokens"], **request.get("sampling", {})},
+            )
+            for request in what.requests
+        ]
+        asked = [{"prompt_token_ids": request["prompt"]} for request in what.requests]
+        outputs = llm.generate(asked, params, use_tqdm=False)
+        answers = [
+            Answer(
+                request["id"],
+                list(output.prompt_token_ids),
+                list(output.outputs[0].token_ids),
+                {r.status for r in output.capture_results.values()}.pop() if output.capture_results else "none",
+            )
+            for request, output in zip(what.requests, outputs, strict=True)
+        ]
+    print(json.dumps({"answers": [dataclasses.asdict(a) for a in answers], "counts": counts, **kinds}))
+
+
+if __name__ == "__main__":
+    _child()

@@ -1,0 +1,59 @@
+"""A hub's exchange without sockets and without threads: peers speak by calls, and what they are sent is kept."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from capflow.capture.frame import Frame
+from capflow.hub.exchange import Exchange
+from capflow.hub.peers.guard import Guard
+from capflow.plugins.configure import ConfiguredConsumer
+from capflow.protocol import message
+from tests.kit.frames import make_hello
+
+
+class Desk:
+    """An exchange with consumers whose threads do not run: frames wait in their queues."""
+
+    def __init__(self, *consumers, guard=None, policy="block", memory_bytes_max=None):
+        made = [ConfiguredConsumer.of(consumer, policy=policy) for consumer in consumers]
+        self.sent = defaultdict(list)  # messages, by peer
+        self._posted = deque()
+        self.exchange = Exchange(
+            made,
+            (),
+            send=self._send,
+            post=self._posted.append,
+            status=dict,
+            guard=guard or Guard(),
+            on_refused=None,
+            memory_bytes_max=memory_bytes_max,
+        )
+
+    def say(self, peer, said, user=""):
+        """Have a peer say a message or a frame; do what that leads to."""
+        parts = said.encode() if isinstance(said, Frame) else [message.encode(said)]
+        self.exchange.receive(peer, parts, user)
+        self.turn()
+
+    def hello(self, peer, user="", **hello):
+        """Have a peer say Hello, by default a worker's; return what it is answered first."""
+        self.sent[peer].clear()
+        self.say(peer, make_hello(**hello), user)
+        return self.sent[peer][0] if self.sent[peer] else None
+
+    def turn(self):
+        """Do what was posted, and acknowledge."""
+        while self._posted:
+            self._posted.popleft()()
+        self.exchange.acknowledge()
+
+    def handle_all(self):
+        """Have each consumer take all that waits for it, as its thread would."""
+        for lane in self.exchange.lanes:
+            while (item := lane.queue.get(0)) is not None:
+                lane._safely_handle(item)
+        self.turn()
+
+    def _send(self, peer, parts):
+        self.sent[peer].append(Frame.decode(*parts) if len(parts) > 1 else message.decode(parts[0]))

@@ -1,0 +1,51 @@
+"""Every message of the protocol, one of each."""
+
+from __future__ import annotations
+
+from capflow.capture.frame import Rank
+from capflow.capture.result import CaptureResult
+from capflow.capture.site import Site
+from capflow.capture.spec import CaptureSpec
+from capflow.protocol.message import (
+    Ack,
+    Act,
+    ActionOutcome,
+    Await,
+    Beat,
+    Bye,
+    ControllerSpec,
+    Hello,
+    Refused,
+    Results,
+    Status,
+    Tap,
+    Tapped,
+    Welcome,
+    WorkerCounts,
+)
+from capflow.steering.action import Abort, Applied, Rejected, Steer, Unsteer
+from capflow.steering.vector import SteeringVector
+from tests.kit.frames import make_hello, make_model
+
+MESSAGES = [
+    make_hello(rank=Rank(1, 2, 3)),
+    Hello("client", "", "c"),
+    Welcome("h", 100, 3, (CaptureSpec({"post_block": "all"}, "last_prompt"),), (ControllerSpec("gate", b"\x01"),)),
+    Refused("no"),
+    Ack(7, 1000),
+    Beat(),
+    Beat(WorkerCounts(sent_frames=3, queued_bytes=1, dropped_rows={"queue_full": 2})),
+    Beat(WorkerCounts(sent_bytes=2**50, dropped_rows={"queue_full": 2**50}, spool={"bytes": 2**50})),  # after years
+    Act("1", Steer("r1", (SteeringVector.make(Site(1, "mlp_in"), [1.0, 2.0]),))),
+    Act("2", Unsteer("r1")),
+    Act("3", Abort("r1")),
+    ActionOutcome(Applied("1", 5)),
+    ActionOutcome(Rejected("1", "why")),
+    Await(("r1", "r2"), wait=False),
+    Results("r1", {"duckdb": CaptureResult("ok", None, {"rows": 3})}),
+    Status({"a": [1, {"b": 2.5}]}),
+    Tap(1000),
+    Tapped("e", make_model()),
+    Tapped("e", replica=3),
+    Bye(),
+]

@@ -1,0 +1,62 @@
+"""A filesystem consumer that is given the same requests in every life, and kills itself at a chosen call that changes the disk.
+
+Run as `files_child.py ROOT CALL OPTIONS`: OPTIONS is JSON; CALL counts from 1, 0 is never. Writes only half of what it should when the call is a
+write. Prints each request that was acknowledged.
+"""
+
+import json
+import os
+import signal
+import sys
+
+from tests.kit.frames import make_frame
+from tests.kit.stored import SITES, done, opened
+
+REQUESTS = 12
+
+
+def rows_of(number):
+    """Return how many rows a site of a request has."""
+    return 3 + number * 7 % 20
+
+
+def dying(at):
+    """Make the call number `at` of those that change the disk the last."""
+    calls = 0
+
+    def wrap(name, half):
+        call = getattr(os, name)
+
+        def counted(*args, **more):
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                half(*args)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **more)
+
+        setattr(os, name, counted)
+
+    pwrite = os.pwrite
+    wrap("pwritev", lambda fd, parts, offset: pwrite(fd, b"".join(parts)[: sum(map(len, parts)) // 2], offset))
+    for name in ("fsync", "fdatasync", "rename", "unlink", "ftruncate", "mkdir"):
+        wrap(name, lambda *_: None)
+
+
+def main():
+    root, at, options = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+    dying(at)
+    consumer = opened(root, SITES, **{"fsync": True, "on_collision": "suffix", **options})
+    for number in range(REQUESTS):
+        rows = rows_of(number)
+        request = make_frame([(f"r{number}", 2, 0, rows)], SITES, hidden=1024, seq=number + 1, boot="b")
+        consumer.on_frame(request)
+        result = consumer.on_request_done(done(f"r{number}", 2, rows, rows=3 * rows))
+        assert result.status == "ok", result
+        print(f"r{number}", flush=True)
+    consumer.close()
+    print("end", flush=True)
+
+
+if __name__ == "__main__":
+    main()

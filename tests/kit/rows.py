@@ -1,0 +1,78 @@
+"""Captured rows held against Transformers' and against what was promised."""
+
+import numpy as np
+
+from capflow.capture.result import CaptureResult
+from capflow.capture.site import Site
+from capflow.plugins.consumer import Consumer
+from tests.kit.engines import LAYERS, relative_error, vector
+
+FLOAT32_BOUND = 1e-5
+SITES = [Site(layer, "post_block") for layer in range(LAYERS)]
+ALL = {"hooks": {"post_block": "all"}, "positions": "all"}
+
+
+def check_rows(request, tokens, reference, steering=None, positions=None, bound=FLOAT32_BOUND):
+    """Hold a request's files against the reference: these positions of these tokens, each once, at every site.
+
+    steering: `{layer: seed}`, added at every position. positions: by default all but the last, which is never an input.
+    """
+    request.verify()
+    assert sorted(request.sites) == SITES
+    rows = {site: (request[site].positions, request[site].token_ids, request[site].rows) for site in SITES}
+    _hold(rows, tokens, reference, steering, positions, bound)
+
+
+def _hold(rows, tokens, reference, steering, positions, bound):
+    positions = list(range(len(tokens) - 1)) if positions is None else positions
+    added = {int(layer): (vector(seed), 0) for layer, seed in (steering or {}).items()}
+    expected = reference.post_block(tokens, added)
+    for site, (at, ids, got) in rows.items():
+        assert list(at) == positions, site
+        assert list(ids) == [tokens[p] for p in positions], site
+        error = relative_error(np.asarray(got), expected[site.layer, positions])
+        assert error < bound, (site, error)
+
+
+class Keeper(Consumer):
+    """Keeps every row that requests ask for, whose it was, and which worker sent it; a row that comes twice is an error."""
+
+    name = "keeper"
+    reads_requests = True
+
+    def __init__(self):
+        super().__init__(None)
+        self.rows = {}  # request → site → position → (token id, row)
+        self.ranks = {}  # request → site → the ranks that sent it
+        self.done = {}
+        self.twice = []
+        self.late = []
+
+    def on_frame(self, frame):
+        for chunk in frame.chunks():
+            name = chunk.request.id
+            if name in self.done:
+                self.late.append(name)
+            for number, site in enumerate(chunk.sites):
+                kept = self.rows.setdefault(name, {}).setdefault(site, {})
+                self.ranks.setdefault(name, {}).setdefault(site, set()).add(frame.header.rank)
+                for offset, token in enumerate(chunk.token_ids):
+                    position = chunk.start + offset
+                    if position in kept:
+                        self.twice.append((name, site, position))
+                    kept[position] = token, np.array(chunk.rows[number, offset])
+
+    def on_request_done(self, done):
+        self.done[done.request] = done
+        return CaptureResult("ok")
+
+    def hold(self, name, tokens, reference, steering=None, positions=None, sites=SITES):
+        """Hold a request's rows against the reference, as `check_rows` does with files."""
+        assert not self.twice
+        assert not self.late
+        assert sorted(self.rows[name]) == sorted(sites)
+        rows = {
+            site: (sorted(kept), [kept[p][0] for p in sorted(kept)], [kept[p][1] for p in sorted(kept)])
+            for site, kept in self.rows[name].items()
+        }
+        _hold(rows, tokens, reference, steering, positions, FLOAT32_BOUND)

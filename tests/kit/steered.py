@@ -1,0 +1,253 @@
+"""Steering of every kind at once, in one batch, and what Transformers computes with the same interventions.
+
+`python tests/steered.py MODEL` proves a batch on an engine in this process, as the environment says: `test_steering_engine` runs it for
+the V2 model runner.
+"""
+
+import sys
+
+import numpy as np
+import torch
+
+import capflow
+from capflow.capture.site import HOOKS, Site
+from capflow.steering.request import STEERING_FIELDS
+from tests.kit.engines import GREEDY, LAYERS, VOCABULARY, WIDTH, Reference, engine, prompts
+
+LOGITS_MAX = 1e-4
+RAW = {"logprobs_mode": "raw_logits", "max_logprobs": VOCABULARY}
+"""What an engine must be given so that its logits can be compared."""
+
+
+def vector(seed, norm=3.0):
+    """Return a vector of the model's width."""
+    values = np.random.default_rng(seed).standard_normal(WIDTH).astype(np.float32)
+    return norm * values / np.linalg.norm(values)
+
+
+def cases():
+    """Return what the requests of the batch ask for, by name: each hook, each tier, each operation, and some of all.
+
+    Patches lie in the prompt and behind it; an amount below 1 shows that one comes before what its phase adds there.
+    """
+    asked = {"plain": {}}
+    for hook in HOOKS:
+        start = _length(len(asked) + _PATCHED)
+        asked |= {
+            f"{hook} base": {"steering_vectors": {hook: {1: vector(1)}}},
+            f"{hook} prefill": {"prefill_steering_vectors": {hook: {2: {"vector": vector(2), "scale": 2.0}}}},
+            f"{hook} decode": {"decode_steering_vectors": {hook: {n: vector(n) for n in range(LAYERS)}}},
+            f"{hook} bounds": {"steering_clamps": {hook: {1: {"vector": vector(3), "min": -0.1, "max": 0.2}}}},
+            f"{hook} ablation": {
+                "prefill_steering_clamps": {hook: {n: {"vector": vector(4), "value": 0} for n in (0, 2)}}
+            },
+            f"{hook} half": {
+                "decode_steering_clamps": {hook: {3: {"vector": vector(5), "value": 1.5, "strength": 0.5}}}
+            },
+            f"{hook} patch": {
+                "steering_patches": {
+                    hook: {
+                        1: [
+                            {"positions": [2, -1], "vector": vector(6)},
+                            {"positions": [start, start + 2], "vector": [vector(20), vector(21)]},
+                        ]
+                    }
+                }
+            },
+            f"{hook} blend": {
+                "steering_patches": {hook: {2: {"positions": [-2], "vector": vector(7), "amount": 0.25}}}
+            },
+        }
+    # Directions that are not orthogonal, so that the order of clamps shows.
+    several = [
+        {"vector": vector(8), "value": 1.5},
+        {"vector": vector(8) + vector(9), "max": -1.0},
+        {"vector": vector(10), "max": 0.1},
+    ]
+    start = _length(len(asked))
+    asked["all at once"] = {
+        "steering_vectors": {"post_block": {0: vector(11), 1: vector(12)}, "post_attn": {1: vector(13)}},
+        "prefill_steering_vectors": {"post_block": {1: {"vector": vector(14), "scale": -1.5}}},
+        "decode_steering_vectors": {"post_block": {1: vector(15)}, "mlp_out": {2: vector(16)}},
+        "steering_clamps": {"post_block": {1: several}},
+        "decode_steering_clamps": {"post_block": {1: {"vector": vector(8) + vector(17), "value": 0}}},
+        "steering_patches": {
+            "post_block": {
+                1: [
+                    {"positions": [0, 1], "vector": [vector(18), vector(19)]},
+                    {"positions": [start + 1], "vector": vector(22), "amount": 0.5},
+                ]
+            }
+        },
+    }
+    asked["relative"] = {
+        "steering_vectors": {
+            "post_block": {1: {"vector": vector(23, 40.0), "scale": 0.4, "relative": True}, 2: vector(24)}
+        },
+        "prefill_steering_vectors": {
+            "post_block": {1: vector(25)},
+            "post_attn": {2: {"vector": vector(26), "scale": -0.3, "relative": True}},
+        },
+        "decode_steering_vectors": {
+            "post_block": {1: {"vector": vector(27), "scale": 0.2, "relative": True}},
+            "mlp_out": {0: {"vector": vector(28), "scale": 0.5, "relative": True}},
+        },
+        "steering_clamps": {"post_block": {1: several[:1]}},
+        "steering_patches": {"post_block": {1: {"positions": [-1], "vector": vector(29)}}},
+    }
+    asked["scale 0"] = {"steering_vectors": {"post_block": {1: {"vector": vector(1), "scale": 0.0}}}}
+    return asked
+
+
+def entries(fields, name, site):
+    """Return what a field says of a site, as a list."""
+    entry = fields.get(name, {}).get(site.hook, {}).get(site.layer)
+    if isinstance(entry, list) and isinstance(entry[0], dict):
+        return entry
+    return [] if entry is None else [entry]
+
+
+def named(fields, modules):
+    """Return the fields of the modules that fields name, each with its scale."""
+    names = fields.get("steering_name", ())
+    names = [names] if isinstance(names, str) else names
+    scales = names if isinstance(names, dict) else dict.fromkeys(names, fields.get("steering_scale", 1.0))
+    return [(modules[name], scale) for name, scale in scales.items()]
+
+
+class SteeredReference(Reference):
+    """Transformers, with all that fields ask for done by hand, in float64.
+
+    What that is stands here once more, from the documentation: none of it is worked out by capflow.
+    """
+
+    def logits(self, tokens, prompt_length, fields, **more):
+        """Return the logits behind each token, `[tokens, vocabulary]`; arguments as of `run`."""
+        return self.run(tokens, prompt_length, fields, **more)[0]
+
+    def run(self, tokens, prompt_length, fields, *, modules=None, everywhere=None, generated=None):
+        """Return the logits, and what each site holds before anything steers it there, `{site: [tokens, hidden]}`.
+
+        fields: those of the request. modules: by name, the fields of modules; everywhere: those of the global state. generated: the
+        positions that are not the prompt's; those from its end on where it is left out.
+        """
+        parts = [(everywhere or {}, 1.0), *named(fields, modules or {}), (fields, 1.0)]
+        behind = np.arange(len(tokens)) >= prompt_length
+        if generated is not None:
+            behind = np.isin(np.arange(len(tokens)), list(generated))
+        seen = {}
+
+        def steer(site, value):
+            x = value[0].double().numpy()
+            seen[site] = value[0].numpy().copy()
+            self._patch(x, site, prompt_length, fields)
+            for phase, at in (("prefill_", ~behind), ("decode_", behind)):
+                x[at] = self._phase(x[at], site, ("", phase), parts)
+            value[0] = torch.from_numpy(x)
+
+        hooks = []
+        for n, layer in enumerate(self.layers):
+            norm, mlp = layer.post_attention_layernorm, layer.mlp
+            hooks += [
+                layer.register_forward_pre_hook(lambda m, a, n=n: steer(Site(n, "pre_attn"), a[0])),
+                norm.register_forward_pre_hook(lambda m, a, n=n: steer(Site(n, "post_attn"), a[0])),
+                norm.register_forward_hook(lambda m, a, o, n=n: steer(Site(n, "mlp_in"), o)),
+                mlp.register_forward_hook(lambda m, a, o, n=n: steer(Site(n, "mlp_out"), o)),
+                layer.register_forward_hook(
+                    lambda m, a, o, n=n: steer(Site(n, "post_block"), o[0] if isinstance(o, tuple) else o)
+                ),
+            ]
+        try:
+            with torch.no_grad():
+                return self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy(), seen
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @staticmethod
+    def _patch(x, site, prompt_length, fields):
+        for patch in entries(fields, "steering_patches", site):
+            rows = np.broadcast_to(patch["vector"], (len(patch["positions"]), WIDTH))
+            for position, row in zip(patch["positions"], rows, strict=True):
+                at = position if position >= 0 else prompt_length + position
+                if 0 <= at < len(x):
+                    x[at] += patch.get("amount", 1.0) * (row - x[at])
+
+    @staticmethod
+    def _phase(x, site, tiers, parts):
+        """Return `[n, hidden]` with the sum of all vectors added, then each clamp done: of each part, base before phase."""
+        x = x.copy()
+        norms = np.linalg.norm(x, axis=1, keepdims=True)
+        for fields, scale in parts:
+            for added in (each for tier in tiers for each in entries(fields, f"{tier}steering_vectors", site)):
+                given = added if isinstance(added, dict) else {"vector": added}
+                change = np.asarray(given["vector"], np.float64)
+                if given.get("relative"):
+                    change = norms * change / np.linalg.norm(change)
+                x += scale * given.get("scale", 1.0) * change
+        for fields, scale in parts:
+            for clamp in (each for tier in tiers for each in entries(fields, f"{tier}steering_clamps", site)):
+                direction = np.asarray(clamp["vector"], np.float64)
+                direction = direction / np.linalg.norm(direction)
+                low, high = (
+                    clamp.get("value", clamp.get(end, none)) for end, none in (("min", -np.inf), ("max", np.inf))
+                )
+                along = x @ direction
+                x += scale * clamp.get("strength", 1.0) * np.outer(np.clip(along, low, high) - along, direction)
+        return x
+
+
+_LENGTHS = (5, 17, 70, 9, 33, 3)
+_PATCHED = 6
+"""How many cases of a hook come before the one with patches."""
+
+
+def _length(case):
+    return _LENGTHS[case % len(_LENGTHS)]
+
+
+def lengths():
+    """Return the length of each prompt: short ones, and some of several chunks."""
+    return [_length(n) for n in range(len(cases()))]
+
+
+def prove(llm, reference, max_tokens=5):
+    """Run all cases in one batch; hold the logits of every generated token against the reference. Return the answers."""
+    asked = cases()
+    assert set().union(*asked.values()) <= set(STEERING_FIELDS)
+    given = prompts(lengths(), seed=3)
+    params = [
+        capflow.sampling_params(**fields, max_tokens=max_tokens, logprobs=VOCABULARY, **GREEDY)
+        for fields in asked.values()
+    ]
+    outputs = llm.generate(given, params, use_tqdm=False)
+    plain = {}
+    for number, (name, fields) in enumerate(asked.items()):
+        prompt = given[number]["prompt_token_ids"]
+        answer = list(outputs[number].outputs[0].token_ids)
+        expected = reference.logits([*prompt, *answer[:-1]], len(prompt), fields)[len(prompt) - 1 :]
+        found = logits(outputs[number])
+        error = np.abs(found - expected).max()
+        assert error < LOGITS_MAX, f"{name}: logits are off by {error:.1e}"
+        unsteered = reference.logits(prompt, len(prompt), {})[-1]
+        plain[name] = np.abs(expected[0] - unsteered).max()
+    # What steers the prompt changes the first token's logits, and what steers only behind it does not.
+    silent = {"plain", "scale 0", *(name for name in plain if "decode" in name or "half" in name)}
+    assert {name for name, change in plain.items() if change < LOGITS_MAX} == silent
+    return outputs
+
+
+def logits(output):
+    """Return the logits of each generated token, `[tokens, vocabulary]`."""
+    return np.array([[step[n].logprob for n in range(VOCABULARY)] for step in output.outputs[0].logprobs])
+
+
+def main(model):
+    """Prove a batch on an engine that has nothing compiled."""
+    with engine(model, sites=["*:*"], max_num_seqs=16, **RAW) as llm:
+        prove(llm, SteeredReference(model))
+    print("proved", len(cases()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,74 @@
+"""Messages: each is what it was on the other side, and its bytes are pinned."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from capflow import limits
+from capflow.protocol import message
+from capflow.protocol.message import (
+    Ack,
+    Act,
+    Beat,
+    Bye,
+    Refused,
+    Tap,
+    Tapped,
+)
+from capflow.steering.action import Abort
+from tests.kit.messages import MESSAGES
+
+
+@pytest.mark.parametrize("said", MESSAGES, ids=lambda said: type(said).__name__)
+def test_round_trip(said):
+    assert message.decode(message.encode(said)) == said
+
+
+@pytest.mark.parametrize(
+    ("said", "golden"),
+    [
+        (Ack(7, 1000), "83a474797065a361636ba373657107ac6372656469745f6279746573cd03e8"),
+        (Beat(), "81a474797065a462656174"),
+        (Beat(troubles=("x",)), "82a474797065a462656174a874726f75626c657391a178"),
+        (Bye(), "81a474797065a3627965"),
+        (Tap(1000), "82a474797065a3746170ac6372656469745f6279746573cd03e8"),
+        (Tapped("e", replica=0), "83a474797065a6746170706564a6656e67696e65a165a77265706c69636100"),
+        (Refused("no"), "82a474797065a772656675736564a6726561736f6ea26e6f"),
+        (
+            Act("1", Abort("r1")),
+            "83a474797065a3616374a26964a131a6616374696f6e82a474797065a561626f7274a772657175657374a27231",
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_bytes_are_pinned(said, golden):
+    assert message.encode(said).hex() == golden
+
+
+def test_fields_of_a_later_version_are_passed_over():
+    part = msgspec.msgpack.encode({"type": "ack", "seq": 1, "credit_bytes": 2, "new": [1]})
+    assert message.decode(part) == Ack(1, 2)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"type": "frame"},
+        {"type": "nope"},
+        {"type": "ack"},
+        {"type": "ack", "seq": "1", "credit_bytes": 2},
+        {"type": "act", "id": "1", "action": {"type": "abort", "request": "r1", "force": True}},
+        {"type": "act", "id": "1", "action": {"type": "reboot"}},
+        {"type": "beat", "counts": {"sent_frames": -1}},
+        {"type": "beat", "counts": {"spool": {"records": -1}}},
+        {"type": "beat", "counts": {"dropped_rows": {str(n): 1 for n in range(limits.REASONS_MAX + 1)}}},
+        {"type": "beat", "counts": {"dropped_rows": {"x" * (limits.REQUEST_ID_LENGTH_MAX + 1): 1}}},
+        [],
+        None,
+    ],
+)
+def test_what_is_no_message_is_refused(value):
+    with pytest.raises(msgspec.MsgspecError):
+        message.decode(msgspec.msgpack.encode(value))

@@ -1,0 +1,481 @@
+"""Recording and replay: consumers are told again what they were told, byte for byte, whatever became of engines and files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import capflow
+from capflow.buffers.spool import Lost
+from capflow.capture.frame import Frame
+from capflow.capture.result import RequestDone
+from capflow.capture.spec import CaptureSpec
+from capflow.errors import CapflowError, UsageError
+from capflow.plugins.configure import ConfiguredConsumer, configure
+from capflow.protocol import recording
+from capflow.protocol.recording import Recorder
+from capflow.replay.dataset import said_by
+from capflow.replay.player import Pace, Replay
+from capflow.testing import MemoryHub
+from tests.kit.frames import make_finished, make_frame, make_hello, make_model
+from tests.kit.hubs import Recorder as Watcher
+from tests.kit.hubs import address, worker_link
+from tests.kit.recordings import KNOWN, record, run, tree
+from tests.kit.sources import ROOT
+from tests.kit.waiting import eventually
+
+__all__ = ["address"]
+
+
+def filesystem(root, **options):
+    return configure("filesystem", {"root": str(root), "fsync": False, "policy": "block", **options}, KNOWN)
+
+
+def replay(path, *consumers, pace=None):
+    """Replay a recording, or a data set; return the hub's final status and what was said."""
+    with MemoryHub(*consumers) as hub:
+        said = recording.read(path) if recording.is_recording(path) else said_by(capflow.open(path))
+        replayed = Replay(hub.hub, pace or Pace())
+        replayed.run(said)
+        assert hub.stop()
+        return hub.hub.status(), replayed
+
+
+def requests(root: Path) -> dict[tuple[str, str, str], bytes]:
+    """Return each file of a data set by engine, request and name; which of two engines has a directory's name is not promised."""
+    found = {}
+    for sidecar in root.rglob("request.json"):
+        kept = json.loads(sidecar.read_bytes())
+        found |= {(kept["engine"], kept["request"], path.name): path.read_bytes() for path in sidecar.parent.iterdir()}
+    return found
+
+
+def busy(hub, seed):
+    """Have two engines, one of two pipeline stages, run requests of all kinds, interleaved at random."""
+    chance = random.Random(seed)
+    halves = make_model(stages=2)
+    engines = [
+        [hub.engine("single")],
+        [hub.engine("split", model=halves, stage=stage, sites=halves.sites[10 * stage :][:10]) for stage in (0, 1)],
+    ]
+    for stages in engines:
+        open_requests: dict[str, tuple[int, int]] = {}
+        for number in range(12):
+            open_requests[f"r{number}"] = (chance.randint(1, 9), 0)
+            while open_requests and (chance.random() < 0.7 or number == 11):
+                names = chance.sample(sorted(open_requests), chance.randint(1, min(3, len(open_requests))))
+                step = []
+                for name in names:
+                    prompt, done = open_requests[name]
+                    length = chance.randint(1, prompt - done) if done < prompt else 1
+                    step.append((name, prompt, done, length))
+                    open_requests[name] = (prompt, done + length)
+                over = {name: chance.choice(["stop", "length", "abort"]) for name in names if chance.random() < 0.35}
+                for stage in chance.sample(stages, len(stages)):
+                    stage.step(step, texts=number % 2 == 0)
+                    for name, status in over.items():
+                        stage.finish(name, status=status)
+                for name in over:
+                    del open_requests[name]
+        for stage in stages:
+            stage.finish("without-rows", status="abort")
+            stage.step([("lossy", 4, 0, 4)])
+            stage.finish("lossy", lost=[(7, "queue_full")])
+            stage.step([("cut-off", 4, 0, 3)])
+        for stage in stages:
+            stage.settle()
+            stage.lose()
+
+
+class EngineWatcher(Watcher):
+    """Keeps what it is told of each engine, whose turns in a consumer's queue nobody promises."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.told = {}
+
+    def on_session(self, engine, model):
+        self.told.setdefault(engine, []).append("session")
+
+    def on_frame(self, frame):
+        super().on_frame(frame)
+        self.told[frame.header.engine] += [
+            (chunk.request.id, chunk.sites, chunk.start, chunk.rows.tobytes()) for chunk in frame.chunks()
+        ]
+
+    def on_request_done(self, done):
+        self.told[done.engine].append(msgspec.structs.replace(done, finished=()))
+        return super().on_request_done(done)
+
+
+class TestARecordingReplayed:
+    @pytest.mark.parametrize("seed", range(4))
+    def test_gives_byte_for_byte_the_same_data_set(self, tmp_path, seed):
+        with MemoryHub(filesystem(tmp_path / "live"), record(tmp_path / "rec")) as hub:
+            busy(hub, seed)
+            assert hub.stop()
+        status, replayed = replay(tmp_path / "rec", filesystem(tmp_path / "again"))
+        assert not any(lane["errors"] for lane in status["consumers"].values())
+        assert replayed.records_lost == 0
+        live, again = requests(tmp_path / "live"), requests(tmp_path / "again")
+        assert len(live) > 25
+        assert again == live
+        assert tree(tmp_path / "again").keys() == tree(tmp_path / "live").keys()
+        statuses = {json.loads(data)["status"] for (_, _, name), data in live.items() if name == "request.json"}
+        assert statuses >= {"stop", "length", "abort", "error"}
+
+    def test_a_replay_can_be_recorded_and_is_the_same_recording(self, tmp_path):
+        with MemoryHub(record(tmp_path / "rec")) as hub:
+            busy(hub, 5)
+            assert hub.stop()
+        replay(tmp_path / "rec", record(tmp_path / "again"))
+        assert told(tmp_path / "again") == told(tmp_path / "rec")
+
+    def test_consumers_are_told_the_same_of_each_engine_in_the_same_order(self, tmp_path):
+        def watched():
+            return EngineWatcher(spec=CaptureSpec({"post_block": "all", "mlp_in": "all"}))
+
+        live, again = watched(), watched()
+        with MemoryHub(live, record(tmp_path / "rec")) as hub:
+            busy(hub, 6)
+            assert hub.stop()
+        replay(tmp_path / "rec", again)
+        assert {name: told.count("session") for name, told in live.told.items()} == {"single": 1, "split": 1}
+        assert min(map(len, live.told.values())) > 30
+        assert again.told == live.told
+
+    def test_frames_are_kept_as_they_came(self, tmp_path):
+        sent = []
+        with MemoryHub(record(tmp_path / "rec", layers=[0], positions="last_prompt")) as hub:
+            engine = hub.engine()
+            sent.append(engine.step([("r1", 4, 0, 2)]))
+            sent.append(engine.step([("r1", 4, 2, 2), ("r2", 9, 0, 8)]))
+            engine.finish("r1")
+        kept = [said for said in recording.read(tmp_path / "rec") if isinstance(said, Frame)]
+        assert [list(map(bytes, frame.encode())) for frame in kept] == [list(map(bytes, sent[1].encode()))]
+
+    def test_what_the_recorder_was_not_given_is_counted(self, tmp_path):
+        with MemoryHub(filesystem(tmp_path / "x"), record(tmp_path / "rec", positions="last_prompt")) as hub:
+            engine = hub.engine(sites=[(0, "post_block")])
+            engine.step([("r1", 4, 0, 4)])
+            engine.step([("r1", 4, 4, 1)])
+            engine.finish("r1")
+        watcher = Watcher()
+        replay(tmp_path / "rec", watcher)
+        assert [(lost.rows, lost.reason) for lost in watcher.done["r1"].dropped] == [(1, "not_recorded")]
+
+    def test_a_replica_that_dies_takes_only_its_own_requests_along(self, tmp_path):
+        def told(watcher):
+            return {name: (done.status, done.rows) for name, done in watcher.done.items()}
+
+        live, again = Watcher(), Watcher()
+        with MemoryHub(live, record(tmp_path / "rec")) as hub:
+            replicas = [hub.engine(replica=replica, boot=f"boot-{replica}") for replica in (0, 1)]
+            for step in range(3):
+                for number, replica in enumerate(replicas):
+                    replica.step([(f"r{number}", 3, step, 1)])
+            replicas[1].settle()
+            replicas[1].worker.close()
+            eventually(lambda: "r1" in live.done)
+            replicas[0].step([("r0", 3, 3, 1)])
+            replicas[0].finish("r0")
+            assert hub.stop()
+        assert told(live) == {"r1": ("error", 12), "r0": ("stop", 16)}
+        replay(tmp_path / "rec", again)
+        assert told(again) == told(live)
+        assert again.positions == live.positions
+
+    def test_an_engine_that_a_consumer_cannot_use_is_refused_with_the_reason(self, tmp_path):
+        with MemoryHub(record(tmp_path / "rec")) as hub:
+            hub.engine().step([("r1", 4, 0, 4)])
+        with pytest.raises(CapflowError, match=r"refused engine engine-1.*consumers\.filesystem.*layer"):
+            replay(tmp_path / "rec", filesystem(tmp_path / "x", layers=[7]))
+
+    def test_a_slow_consumer_holds_the_replay_up_and_loses_nothing(self, tmp_path):
+        with MemoryHub(record(tmp_path / "rec")) as hub:
+            engine = hub.engine()
+            for step in range(200):
+                engine.step([("r1", 200, step, 1)])
+            engine.finish("r1")
+        watcher = Watcher()
+        status, _ = replay(tmp_path / "rec", ConfiguredConsumer.of(watcher, queue_bytes_max=2000))
+        assert watcher.rows["r1"] == 4 * 200
+        assert status["consumers"]["recorder"]["queue_bytes_peak"] < 20_000
+
+
+def told(path):
+    """Return what a recording says of each engine, in order."""
+    of = {}
+    for said in recording.read(path):
+        engine = said.header.engine if isinstance(said, Frame) else getattr(said, "engine", None) or said.name
+        what = tuple(map(bytes, said.encode())) if isinstance(said, Frame) else msgspec.json.encode(said, enc_hook=str)
+        of.setdefault(engine, []).append(what)
+    return of
+
+
+class TestPace:
+    def header(self, seconds, boot="b"):
+        return msgspec.structs.replace(make_frame(boot=boot).header, time_ns=int(seconds * 1e9))
+
+    def test_full_speed_waits_for_nothing(self):
+        pace = Pace()
+        assert [pace.due(self.header(t), now) for t, now in ((5, 1.0), (500, 1.5))] == [1.0, 1.5]
+
+    def test_a_factor_makes_the_recorded_time_pass_faster(self):
+        pace = Pace(4.0)
+        assert [pace.due(self.header(t), 100.0) for t in (5, 7, 6, 25)] == [100.0, 100.5, 100.25, 105.0]
+
+    def test_steps_come_evenly_for_each_worker(self):
+        pace = Pace(None, 10.0)
+        due = [pace.due(self.header(0, boot), 3.0) for boot in "aabab"]
+        assert due == pytest.approx([3.0, 3.1, 3.0, 3.2, 3.1])
+
+    def test_a_replay_keeps_the_pace(self, tmp_path):
+        with MemoryHub(record(tmp_path / "rec")) as hub:
+            engine = hub.engine()
+            for step in range(5):
+                engine.step([("r1", 5, step, 1)])
+        rests = []
+        with MemoryHub(Watcher()) as hub:
+            replayed = Replay(hub.hub, Pace(None, 50.0))
+            replayed._rest = rests.append
+            replayed.run(recording.read(tmp_path / "rec"))
+        assert [b - rests[0] for b in rests] == pytest.approx([0.0, 0.02, 0.04, 0.06, 0.08])
+
+
+class TestARecordingThatWasCutShort:
+    CHILD = """
+        import os, signal, sys
+        from capflow.plugins.configure import configure, load_plugins
+        from capflow.testing import MemoryHub
+        hub = MemoryHub(configure("record", {"path": sys.argv[1]}, load_plugins())).__enter__()
+        engine = hub.engine()
+        engine.step([("r1", 4, 0, 4)])
+        engine.finish("r1")
+        assert hub.result("r1").status == "ok"
+        engine.step([("r2", 4, 0, 2)])
+        engine.settle()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+
+    def test_is_whole_up_to_there_and_is_gone_on_with(self, tmp_path):
+        path = tmp_path / "rec"
+        child = subprocess.run([sys.executable, "-c", textwrap.dedent(self.CHILD), path], timeout=60, check=False)
+        assert child.returncode == -signal.SIGKILL
+        kinds = [type(said).__name__ for said in recording.read(path)]
+        assert kinds == ["Engine", "Frame", "RequestDone", "Frame"]
+        with MemoryHub(record(path)) as hub:
+            engine = hub.engine()
+            engine.step(
+                [("r1", 4, 0, 4)]
+            )  # what was acknowledged is sent again all the same: it is known by its number
+            engine.finish("r1")
+            engine.step([("r2", 4, 0, 2)])
+            engine.step([("r2", 4, 2, 2)])
+            engine.finish("r2")
+            assert hub.result("r2").status == "ok"
+            assert hub.lanes[0].counts["frames_again"] == 2
+        watcher = Watcher()
+        replay(path, watcher)
+        assert dict(watcher.rows) == {"r1": 16, "r2": 16}
+        assert not any(done.dropped for done in watcher.done.values())
+
+    def test_what_is_damaged_is_named_and_the_rest_is_said(self, tmp_path, capsys):
+        path = tmp_path / "rec"
+        with MemoryHub(record(path)) as hub:
+            engine = hub.engine(sites=[(0, "post_block")])
+            for step in range(3):
+                engine.step([("r1", 3, step, 1)])
+            engine.finish("r1")
+        (segment,) = path.glob("*.spool")
+        data = bytearray(segment.read_bytes())
+        payload = next(
+            said for said in recording.read(path) if isinstance(said, Frame) and said.header.seq == 2
+        ).payload
+        data[data.index(bytes(payload)) + 3] ^= 4
+        segment.write_bytes(data)
+        assert [said.first for said in recording.read(path) if isinstance(said, Lost)] == [3]
+        watcher = Watcher()
+        _, replayed = replay(path, watcher)
+        assert replayed.records_lost == 1
+        assert watcher.rows["r1"] == 2
+        assert [(lost.rows, lost.reason) for lost in watcher.done["r1"].dropped] == [(1, "not_recorded")]
+        assert run(["replay", str(path), "--consumer", "log"]) == 1
+        assert "1 records of" in " ".join(capsys.readouterr().err.split())
+
+    def test_a_full_recording_says_so_and_keeps_what_it_has(self, tmp_path):
+        with MemoryHub(record(tmp_path / "rec", bytes_max=20_000)) as hub:
+            engine = hub.engine()
+            engine.step([("r1", 4, 0, 4)])
+            engine.finish("r1")
+            assert hub.result("r1").status == "ok"
+            for step in range(20):
+                engine.step([("r2", 80, 4 * step, 4)])
+            engine.finish("r2")
+            result = hub.result("r2")
+            assert result.status == "partial_error"
+            assert "is full" in result.error
+        watcher = Watcher()
+        replay(tmp_path / "rec", watcher)
+        assert watcher.rows["r1"] == 16
+
+    def test_two_processes_do_not_write_one(self, tmp_path):
+        with Recorder(tmp_path / "rec"), pytest.raises(CapflowError, match="in use"), Recorder(tmp_path / "rec"):
+            pass
+
+
+class TestADataSetReplayed:
+    @pytest.mark.parametrize(
+        "options", [{}, {"positions": "last_prompt+every:2"}, {"dtype": "float16", "hooks": "post_block+mlp_in"}]
+    )
+    def test_gives_the_same_data_set_but_for_the_names_of_its_frames(self, tmp_path, options):
+        with MemoryHub(filesystem(tmp_path / "live", **options)) as hub:
+            busy(hub, 3)
+            assert hub.stop()
+        replay(tmp_path / "live", filesystem(tmp_path / "again", **options))
+        assert tree(tmp_path / "again").keys() == tree(tmp_path / "live").keys()
+        live, again = requests(tmp_path / "live"), requests(tmp_path / "again")
+        assert set(again) == set(live)
+        unlike = {name for name in live if again[name] != live[name]}
+        assert {file for _, _, file in unlike} <= {"request.json"}
+        for name in unlike:
+            before, after = (json.loads(files[name]) for files in (live, again))
+            for sidecar in (before, after):
+                del sidecar["sources"], sidecar["xxh3_64"]  # of the sidecar itself
+                if "dtype" in options:
+                    del sidecar["dtype"]  # that of capture is not stored twice
+                if "positions" in options:
+                    del sidecar["texts"]  # those of positions without rows are not said
+            assert after == before, name
+
+    def test_ends_of_engines_are_told(self, tmp_path):
+        with MemoryHub(filesystem(tmp_path / "live")) as hub:
+            busy(hub, 1)
+        watcher = Watcher()
+        replay(tmp_path / "live", watcher)
+        assert watcher.done["cut-off"].status == "error"
+        assert watcher.done["without-rows"].rows == 0
+
+    def test_each_request_may_ask_for_what_is_stored_of_it(self, tmp_path):
+        with MemoryHub(filesystem(tmp_path / "live", layers=[1])) as hub:
+            engine = hub.engine()
+            engine.step([("r1", 4, 0, 4)])
+            engine.finish("r1")
+        watcher = Watcher(spec=None, reads_requests=True)
+        with MemoryHub(watcher) as hub:
+            Replay(hub.hub, Pace()).run(said_by(capflow.open(tmp_path / "live"), ask=True))
+        assert {str(site) for _, site, _ in watcher.positions} == {"post_block:1"}
+        assert watcher.rows["r1"] == 4
+
+
+class TestCommands:
+    @pytest.fixture
+    def recorded(self, tmp_path):
+        with MemoryHub(filesystem(tmp_path / "set"), record(tmp_path / "rec")) as hub:
+            engine = hub.engine()
+            engine.step([("r1", 4, 0, 4)])
+            engine.finish("r1")
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["{}/none", "--consumer", "log"], "none: got"),
+            (["{}", "--consumer", "log"], "expected a recording (capflow record) or a data set"),
+            (["{}/rec"], "--consumer: got none, expected at least one"),
+            (
+                ["{}/rec", "--consumer", "log", "--speed", "fast"],
+                "--speed: got fast, expected full, recorded or a factor",
+            ),
+            (["{}/rec", "--consumer", "log", "--speed", "0"], "--speed: got 0, expected"),
+            (["{}/rec", "--consumer", "log", "--ask"], "--ask: got a recording, expected a data set"),
+            (
+                ["{}/set", "--consumer", "log", "--speed", "recorded"],
+                "--speed: got a data set, which has no times, expected full; --steps-per-s N gives it a pace",
+            ),
+            (
+                ["{}/set", "--consumer", "filesystem:root={}/x,capture=requests"],
+                "got one that captures only what requests ask for; add --ask",
+            ),
+            (["{}/rec", "--consumer", "record:path={}/set"], "consumers.record.path: got"),
+        ],
+    )
+    def test_what_cannot_be_replayed_is_refused_with_what_to_do(self, recorded, capsys, words, message):
+        assert run(["replay", *(word.format(recorded) for word in words)]) == 2
+        said = capsys.readouterr().err
+        assert message in said
+        assert said.count("\n") == 1
+
+    def test_a_controller_is_refused(self, recorded, capsys):
+        probe = ROOT / "examples" / "code.safetensors"
+        options = f"gate:probe={probe},threshold=1,action=steer"
+        code = run(["replay", str(recorded / "rec"), "--consumer", options])
+        assert code == 2
+        assert "gate" in capsys.readouterr().err
+
+    def test_another_spool_is_no_recording(self, tmp_path, capsys):
+        from capflow.buffers.spool import Spool
+
+        with Spool(tmp_path / "other") as spool:
+            spool.append(b"Zzz", b"")
+        assert run(["replay", str(tmp_path / "other"), "--consumer", "log"]) == 2
+        assert "expected a recording" in capsys.readouterr().err
+
+    def test_replays_into_files(self, recorded, capsys):
+        assert run(["replay", str(recorded / "rec"), "--consumer", f"filesystem:root={recorded}/again"]) == 0
+        assert tree(recorded / "again") == tree(recorded / "set")
+        assert "replayed 1 frames, 80 rows" in capsys.readouterr().err
+
+    def test_ctrl_c_ends_a_replay_that_waits(self, tmp_path):
+        with MemoryHub(record(tmp_path / "rec")) as hub:
+            engine = hub.engine()
+            for step in range(3):
+                engine.step([("r1", 4, step, 1)])
+        words = ["replay", str(tmp_path / "rec"), "--consumer", "log", "--steps-per-s", "0.001"]
+        with subprocess.Popen([sys.executable, "-m", "capflow", *words], stderr=subprocess.PIPE, text=True) as child:
+            try:
+                assert "listening" in child.stderr.readline()
+                assert "connected" in child.stderr.readline()
+                child.send_signal(signal.SIGINT)
+                said = child.stderr.read()
+                assert child.wait(30) == 0, said
+            finally:
+                child.kill()
+        assert "replayed 0 frames" in said or "replayed 1 frames" in said
+
+    def test_record_keeps_what_engines_send_until_it_is_stopped(self, tmp_path, address):
+        command = [sys.executable, "-m", "capflow", "record", str(tmp_path / "rec"), "--address", address]
+        environment = os.environ | {"COLUMNS": "200"}
+        with subprocess.Popen(
+            [*command, "--capture", "layers=0+1"], stderr=subprocess.PIPE, text=True, env=environment
+        ) as child:
+            try:
+                assert "listening" in child.stderr.readline()
+                with worker_link(address, make_hello()) as link:
+                    frame = make_frame([("r1", 4, 0, 4)], finished=[make_finished()])
+                    assert link.send(frame.header, frame.payload) is None
+                    eventually(lambda: any(isinstance(s, RequestDone) for s in safely(tmp_path / "rec")))
+                child.send_signal(signal.SIGINT)
+                said = child.stderr.read()
+                assert child.wait(30) == 0, said
+            finally:
+                child.kill()
+        watcher = Watcher()
+        replay(tmp_path / "rec", watcher)
+        assert watcher.rows["r1"] == 4
+
+
+def safely(path):
+    try:
+        return list(recording.read(path))
+    except UsageError:
+        return []

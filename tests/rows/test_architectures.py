@@ -1,0 +1,147 @@
+"""One architecture of each structural pattern against Transformers, every hook at every layer; `make architectures` runs all.
+
+The engines take turns in this process and share one hub.
+"""
+
+import numpy as np
+import pytest
+
+from capflow.errors import UsageError
+from capflow.transport.hub_process import HubProcess
+from capflow_engine.structure import Place
+from tests.architectures import run as checks
+from tests.architectures import table as architectures
+
+pytestmark = pytest.mark.engine
+
+EVERY = set(checks.HOOKS)
+PATTERNS = {
+    "llama": EVERY,  # a split stream, added up in the norms
+    "gemma3_text": EVERY,  # norms before and behind each block
+    "gpt2": EVERY,  # a whole stream
+    "gpt_neox": EVERY - {"post_attn"},  # attention beside the MLP, by vLLM's Transformers backend
+    "exaone4": EVERY,  # norms behind each block alone
+    "granite": EVERY,  # what is added is scaled
+    "olmoe": EVERY,  # experts
+    "falcon_h1": EVERY,  # attention beside a state space
+    "ctrl": EVERY,  # an MLP that is no more than a sequence of modules
+}
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    root = tmp_path_factory.mktemp("conformance") / "rows"
+    hub = HubProcess([f"filesystem:root={root},capture=requests"])
+    hub.start(60)
+    yield hub.address, str(root)
+    hub.stop()
+
+
+@pytest.mark.parametrize("model_type", list(PATTERNS))
+def test_every_hook_at_every_layer_is_what_transformers_computes(model_type, hub):
+    result = checks.check(model_type, "float32", *hub)
+    assert {hook for hook, layers in result["sites"].items() if layers} == PATTERNS[model_type]
+    assert {result["sites"][hook] for hook in PATTERNS[model_type]} == {result["layers"]}
+    assert set(result["missing"]) == EVERY - PATTERNS[model_type]
+    assert checks.passed(result), result["errors"]
+
+
+def test_a_stream_that_vllm_divides_in_float16_is_captured_whole(hub):
+    result = checks.check("deepseek_v2", "float16", *hub)
+    assert set(result["sites"].values()) == {result["layers"]}
+    assert checks.passed_in({"dtypes": {"float16": result}}, "float16"), result["errors"]
+
+
+def test_a_model_that_vllm_scales_in_part_in_float16_is_refused(hub):
+    with pytest.raises(UsageError, match=r"Glm4MoeDecoderLayer: .*in float16 alone it adds .*: use another dtype"):
+        checks.check("glm4_moe", "float16", *hub)
+
+
+def test_a_wrong_place_is_noticed(hub, monkeypatch):
+    from capflow_engine.compat import model as compat_model
+
+    resolve = compat_model.resolve
+
+    def misled(layer, *args):
+        found = resolve(layer, *args)
+        norm = found.places["mlp_in"]
+        found.places["mlp_in"] = Place(norm.module, found.places["post_attn"].slots)  # before the norm
+        return found
+
+    monkeypatch.setattr(compat_model, "resolve", misled)
+    result = checks.check("llama", "float32", *hub)
+    assert not checks.passed(result)
+    wrong = {hook for hook, error in result["errors"].items() if error > checks.ERROR_MAX}
+    assert wrong == {"mlp_in"}
+
+
+def test_the_reference_checks_its_own_names(monkeypatch, tmp_path):
+    monkeypatch.setitem(architectures.NAMES, "llama", ("mlp", "post_attention_layernorm", "self_attn"))
+    model = architectures.make("llama", tmp_path)
+    (rows,) = architectures.expected("llama", model, [[5, 6, 7]])
+    assert architectures.adds_up(rows, 3) > checks.ERROR_MAX
+
+
+def result_of(**fields):
+    return {
+        "architecture": "SomeForCausalLM",
+        "missing": {},
+        "sites": dict.fromkeys(checks.HOOKS, 3),
+        "errors": dict.fromkeys(checks.HOOKS, 1e-7),
+        "unproved": [],
+        "layers": 3,
+    } | fields
+
+
+def test_the_matrix_names_what_is_right_and_why_others_are_not(monkeypatch, tmp_path):
+    found = {
+        "all": result_of(
+            dtypes={
+                "bfloat16": result_of(errors={"post_block": 7e-3}),
+                "float16": {"failed": "UsageError: X does not support float16"},
+            }
+        ),
+        "some": result_of(sites=dict.fromkeys(checks.HOOKS, 3) | {"mlp_out": 2}, missing={"mlp_out": "two modules"}),
+        "off": result_of(errors={"post_block": 2e-3}),
+        "unproved": result_of(unproved=["mlp_in"]),
+        "broken": {"failed": "ValueError: Model architectures ['X'] are not supported for now."},
+    }
+    document = tmp_path / "compatibility.md"
+    document.write_text(f"before\n{checks.BEGIN}\n{checks.END}\nafter\n")
+    monkeypatch.setattr(checks, "MATRIX", document)
+    checks.write(found, {"bert": "an encoder"}, {"all": "a note"})
+    text = document.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert (
+        "| some | SomeForCausalLM | all | all | all | all | 2 of 3<sup>3</sup> | 1e-07 | -<sup>4</sup> | -<sup>4</sup> |"
+        in text
+    )
+    assert "| all<sup>2</sup> | SomeForCausalLM | all | all | all | all | all | 1e-07 | 7e-03 | -<sup>1</sup> |" in text
+    assert "<sup>1</sup> vLLM refuses it in this dtype" in text
+    assert "<sup>2</sup> a note" in text
+    assert "<sup>3</sup> two modules" in text
+    assert "<sup>4</sup> not run in this dtype" in text
+    assert "* vLLM does not implement it: broken" in text
+    assert "* rows differ from Transformers' by 2e-03, and why is not known: off" in text
+    assert "* an encoder: bert" in text
+    assert checks.rights(text) == {"all", "some"}
+    checks.write(found, {}, {})
+    assert checks.rights(document.read_text()) == {"all", "some"}
+
+
+def test_a_wrong_scale_is_more_than_rounding():
+    rows = np.random.default_rng(0).standard_normal((9, 64)).astype(np.float32)
+    for dtype, size in checks.ROUNDING.items():
+        noise = 1 + 2 * size * np.random.default_rng(1).uniform(-1, 1, rows.shape)
+        for scale, right in ((1.0, True), (1.05, False), (0.4, False)):
+            error = architectures.usual_distance(rows * noise * scale, rows)
+            found = {"dtypes": {dtype: result_of(errors={"post_block": error})}}
+            assert checks.passed_in(found, dtype) == right
+    assert not checks.passed_in(result_of(), "float16")  # which was not tried
+
+
+def test_relative_distance():
+    reference = np.array([[1.0, -4.0]], np.float32)
+    assert architectures.distance(np.array([[1.0, -3.0]], np.float32), reference) == 0.25
+    assert architectures.distance(np.zeros((2, 2), np.float32), reference) == float("inf")

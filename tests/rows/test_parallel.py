@@ -1,0 +1,86 @@
+"""Engines of several processes: pipeline stages that each tell of their layers, and replicas that each have their requests."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import capflow
+from capflow.capture.site import Site
+from tests.kit.engines import GREEDY, LAYERS, answers, engine, prompts, vector
+from tests.kit.hubs import free_port
+from tests.kit.rows import ALL, SITES
+from tests.kit.servers import environment, healthy, post, wait_until
+from tests.kit.waiting import eventually
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
+
+
+@pytest.mark.long
+def test_two_pipeline_stages_each_tell_of_their_layers(tiny_with_words, reference, keeper):
+    """With compiled graphs; a stage that ships nothing of a request still ends it."""
+    first = {"hooks": {"post_block": [0]}, "positions": "all"}  # a site of the first stage only
+    steering = {"post_block": {1: vector(3), 3: vector(4)}}
+    arguments = {"pipeline_parallel_size": 2, "in_process": False, "enforce_eager": False}
+    with engine(tiny_with_words, hub=keeper.address, **arguments) as llm:
+        asked = [(ALL, None), (ALL, steering), (first, None), (ALL, None)]
+        params = [
+            capflow.sampling_params(id=f"r{n}", capture=capture, steering_vectors=steering, max_tokens=6 + n, **GREEDY)
+            for n, (capture, steering) in enumerate(asked)
+        ]
+        began = time.monotonic()
+        outputs = llm.generate(prompts((5, 40, 3, 70)), params, use_tqdm=False)
+        assert time.monotonic() - began < 60  # no result was waited for in vain
+        assert [o.capture_results["keeper"].status for o in outputs] == ["ok"] * 4
+        for n, (output, tokens) in enumerate(zip(outputs, answers(outputs), strict=True)):
+            steered = {1: 3, 3: 4} if n == 1 else None
+            sites = [Site(0, "post_block")] if n == 2 else SITES
+            keeper.hold(f"r{n}", [*output.prompt_token_ids, *tokens], reference, steered, sites=sites)
+            for site, ranks in keeper.ranks[f"r{n}"].items():
+                assert [rank.pp for rank in ranks] == [2 * site.layer // LAYERS]
+            assert len(keeper.done[f"r{n}"].finished) == 2
+
+
+@pytest.mark.long
+def test_two_replicas_each_deliver_their_own_requests_once(tiny_with_words, reference, keeper, tmp_path):
+    port = free_port()
+    variables = environment(tmp_path, VLLM_CPU_OMP_THREADS_BIND="nobind")
+    command = [sys.executable, "-m", "capflow", "serve", tiny_with_words, "--port", str(port), "--hub", keeper.address]
+    command += ["--data-parallel-size", "2", "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", "128", "--max-num-seqs", "8"]
+    server = subprocess.Popen(command, env=variables, start_new_session=True)
+    try:
+        wait_until(lambda: healthy(port), 300, server)
+        found = {}
+
+        def ask(n):
+            words = " ".join(f"w{t}" for t in prompts((9 + 3 * n,), seed=n)[0]["prompt_token_ids"])
+            asked = {"id": f"r{n}", "capture": ALL}
+            if n == 3:
+                asked["steering_vectors"] = {"post_block": {"1": vector(3).tolist()}}
+            body = {"model": "tiny", "prompt": words, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+            body |= {"return_token_ids": True, "vllm_xargs": {"capflow": json.dumps(asked)}}
+            (found[n],) = post(port, body, **{"X-data-parallel-rank": str(n % 2)})["choices"]
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        eventually(lambda: len(keeper.done) >= 6, 30)
+        for n in range(6):
+            tokens = prompts((9 + 3 * n,), seed=n)[0]["prompt_token_ids"] + found[n]["token_ids"]
+            keeper.hold(f"r{n}", tokens, reference, {1: 3} if n == 3 else None)
+            assert {rank.dp for ranks in keeper.ranks[f"r{n}"].values() for rank in ranks} == {n % 2}
+    finally:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            raise
