@@ -85,7 +85,7 @@ class Done(NamedTuple):
 
 def run(*arguments):
     """Run `capflow` with these arguments in this process; an error of no kind that it knows is raised."""
-    out, err = io.StringIO(), io.StringIO()
+    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True), io.StringIO()
     with (
         mock.patch.object(sys, "argv", ["capflow", *map(str, arguments)]),
         mock.patch.dict("os.environ", {"CAPFLOW_TRACEBACK": "1"}),
@@ -95,4 +95,4 @@ def run(*arguments):
         try:
             main()
         except SystemExit as e:
-            return Done(int(e.code or 0), out.getvalue(), err.getvalue())
+            return Done(int(e.code or 0), out.buffer.getvalue().decode(), err.getvalue())
