@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from pathlib import Path
@@ -231,13 +232,13 @@ REASONS = (
     (r"Transformers attention interface", "vLLM's Transformers backend cannot run its token mixing"),
     (
         r"GDN attention requires BF16",
-        "vLLM runs its linear attention on a CPU in bfloat16 alone, too coarse to compare",
+        "on a CPU, vLLM runs its linear attention only in bfloat16, which is too coarse to compare",
     ),
     (
         r"is_act_and_mul=False|no attribute 'set_allocator'|scoring_func == |No module named|Triton|triton",
         "vLLM needs a GPU for it",
     ),
-    (r"Can't load image processor", "vLLM's Transformers backend needs its processor of images"),
+    (r"Can't load image processor", "vLLM's Transformers backend needs its image processor"),
     (r"not supported by MLA", "vLLM's Transformers backend takes a wrong head size for its latent attention"),
     (r"lm_head\.dense", "vLLM's Transformers backend does not know its head"),
     (r"tensor a \(64\) must match the size of tensor b \(192\)", "vLLM's Transformers backend cannot load its experts"),
@@ -251,15 +252,15 @@ REASONS = (
     (r"million parameters", "its configuration cannot be made tiny"),
     (
         r"use another dtype",
-        "vLLM scales a part of what its layers add in this dtype alone, so its answers are others; capflow refuses it",
+        "in this dtype vLLM scales only a part of what its layers add, so its answers are wrong; capflow refuses it",
     ),
     (r"does not support float16", "vLLM refuses it in this dtype"),
     (r"to have the same dtype", "vLLM cannot run it in this dtype"),
     (r"^not tried$", "not run in this dtype"),
     (r"unknown structure", "capflow refuses it: its layers' output is not their input plus what their modules add"),
-    (r"only implemented for topk=1", "vLLM runs one expert for each token of it alone"),
-    (r"AssertionError: $", "vLLM's router on a CPU does not do its scores"),
-    (r"process died", "vLLM's process dies of it on a CPU"),
+    (r"only implemented for topk=1", "vLLM runs only one expert for each of its tokens"),
+    (r"AssertionError: $", "vLLM's router on a CPU does not support its scoring function"),
+    (r"process died", "vLLM's process crashes on a CPU"),
 )
 """What a failure means, by a pattern of its text; a text that no pattern is found in stands for itself."""
 
@@ -269,12 +270,17 @@ def reason_of(result):
     if "failed" not in result:
         if result["unproved"]:
             return f"no reference for {', '.join(result['unproved'])}"
-        return f"rows differ from Transformers' by {max(result['errors'].values()):.0e}, and why is not known"
+        return f"rows differ from Transformers' by {max(result['errors'].values()):.0e}, for an unknown reason"
     for pattern, reason in REASONS:
         if re.search(pattern, result["failed"]):
             return reason
     text = re.sub(r"model /\S+: ", "", result["failed"])
     return f"`{text.removeprefix('UsageError: ').replace('`', chr(39))[:160]}`"
+
+
+def wrapped(text, indent=""):
+    """Return a line of the document as lines of at most 120 characters."""
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def matrix(found, left_out, notes):
@@ -288,11 +294,12 @@ def matrix(found, left_out, notes):
         return f"<sup>{footnotes.index(text) + 1}</sup>"
 
     lines = [
-        f"{len(right)} architectures are right at every layer of each hook that they have. The last columns are errors against Transformers in",
-        "float32 with the same weights: in float32 the largest of any number, which must be below 1e-5; in bfloat16 and float16, of the worst",
-        f"site, the median error of a row, which must be below {ROUNDINGS_MAX} roundings of the dtype: "
-        + ", ".join(f"{ROUNDINGS_MAX * size:.1e} in {dtype}" for dtype, size in ROUNDING.items())
-        + ".",
+        f"{len(right)} architectures are right at every layer of each hook point that they have. The last three columns are errors compared",
+        "with Transformers, with the same weights:",
+        "",
+        "* float32: the largest error of any number; it must be below 1e-5;",
+        f"* bfloat16 and float16: the median error of a row, at the worst site; it must be below {ROUNDINGS_MAX} roundings of the dtype",
+        "  (" + ", ".join(f"{ROUNDINGS_MAX * size:.1e} in {dtype}" for dtype, size in ROUNDING.items()) + ").",
         "",
         "| model type | vLLM's class | " + " | ".join([*(f"`{hook}`" for hook in HOOKS), "float32", *ROUNDING]) + " |",
         "|---|---|" + "---|" * (len(HOOKS) + 1 + len(ROUNDING)),
@@ -313,13 +320,14 @@ def matrix(found, left_out, notes):
             cells.append(f"{max(there['errors'].values()):.0e}" if right_there else "-" + note(reason_of(there)))
         label = f"{name}{note(notes[name])}" if name in notes else name
         lines.append(f"| {label} | {architecture} | {' | '.join(cells)} |")
-    lines += ["", *(f"<sup>{number}</sup> {text}.  " for number, text in enumerate(footnotes, 1))]
+    lines += ["", *(wrapped(f"<sup>{number}</sup> {text}.") + "  " for number, text in enumerate(footnotes, 1))]
     reasons = {}
     for name, reason in {**{name: reason_of(r) for name, r in found.items() if name not in right}, **left_out}.items():
         reasons.setdefault(reason, []).append(name)
     lines += ["", "Left out:", ""]
     lines += [
-        f"* {reason}: {', '.join(sorted(names))}" for reason, names in sorted(reasons.items(), key=lambda x: x[1])
+        wrapped(f"* {reason}: {', '.join(sorted(names))}", indent="  ")
+        for reason, names in sorted(reasons.items(), key=lambda x: x[1])
     ]
     return lines
 

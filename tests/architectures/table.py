@@ -118,32 +118,34 @@ CAPPED = ("gemma2", "vaultgemma")
 """Transformers caps attention logits in its eager attention alone."""
 
 UNBIASED = ("ernie4_5_moe",)
-"""vLLM's router on a CPU leaves out the biases by which experts are chosen; here they are zero."""
+"""vLLM's router on a CPU leaves out the biases for the choice of experts; they are zero here."""
 
 HEADED = (
     "axk1", "axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "lfm2", "lfm2_moe", "lfm2_vl", "longcat_flash", "youtu",
 )  # fmt: skip
 """Queries have a dimension of heads, for which vLLM's rotary kernel for CPUs is wrong; here vLLM runs its own in PyTorch."""
 
-_SHARP = "with queries' norms a tenth as large: this attention is not scaled, and would magnify the rounding of random weights"
+_SHARP = (
+    "with query norms a tenth as large: this attention is not scaled and would magnify the rounding of random weights"
+)
 NOTES = (
     {
-        "apertus": "vLLM computes the two numbers of its activation in bfloat16 whatever the model's dtype; so does the reference",
-        "bloom": "vLLM computes GELU exactly, Transformers by its tanh approximation; here the reference computes it exactly",
-        "ernie4_5_moe": "vLLM's router on a CPU leaves out the biases by which experts are chosen; here they are zero",
+        "apertus": "vLLM computes the two parameters of its activation in bfloat16 for any dtype; the reference does the same",
+        "bloom": "vLLM computes GELU exactly, Transformers uses the tanh approximation; the reference here is exact",
+        "ernie4_5_moe": "vLLM's router on a CPU leaves out the biases for the choice of experts; they are zero here",
     }
     | dict.fromkeys(
         HEADED,
         "with vLLM's option `custom_ops=-rotary_embedding`: its rotary kernel for CPUs is wrong when heads are a dimension of the query",
     )
-    | dict.fromkeys(MULTIMODAL, "given text alone")
+    | dict.fromkeys(MULTIMODAL, "text only")
     | {
-        "glm4_moe_lite": "with vLLM's option `custom_ops=-rotary_embedding`, as others; and with `rms_norm_eps` 1e-06, which "
-        "Transformers takes for the norms of its latents in any case",
-        "gemma4": f"given text alone, and {_SHARP}",
+        "glm4_moe_lite": "with vLLM's option `custom_ops=-rotary_embedding`, as for others; and with `rms_norm_eps` 1e-06, which "
+        "Transformers uses for the norms of its latents in any case",
+        "gemma4": f"text only, and {_SHARP}",
         "gemma4_text": _SHARP,
         "gemma4_unified_text": _SHARP,
-        "paligemma": "given text alone, and with causal attention, as in vLLM; in Transformers a prompt is seen in both directions",
+        "paligemma": "text only, and with causal attention, as in vLLM; Transformers attends to a prompt in both directions",
     }
 )
 """What a row of the matrix has to say besides, by model type."""
@@ -168,11 +170,11 @@ _OTHER_ANSWERS = ("cohere_compass", "mimo_v2_flash", "phimoe")
 LEFT_OUT = (
     dict.fromkeys(_ENCODER_DECODER, "the decoder of an encoder-decoder")
     | dict.fromkeys(_ENCODER, "an encoder")
-    | dict.fromkeys(_COMPANION, "drafts for another model, whose cache it reads")
-    | dict.fromkeys(_SOUND, "generates sound")
+    | dict.fromkeys(_COMPANION, "it drafts for another model and reads that model's cache")
+    | dict.fromkeys(_SOUND, "it generates sound")
     | dict.fromkeys(_GPU, "vLLM needs a GPU for it")
     | dict.fromkeys(_OTHER_FIELDS, "vLLM reads other fields of its configuration than Transformers writes")
-    | dict.fromkeys(_OTHER_ANSWERS, "what vLLM answers without capflow differs from Transformers too")
+    | dict.fromkeys(_OTHER_ANSWERS, "vLLM's answers without capflow differ from Transformers")
 )
 """Architectures that are not tried, and why."""
 
