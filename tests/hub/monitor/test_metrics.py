@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from capflow import limits
 from capflow.capture.frame import Dropped, Rank
 from capflow.hub.monitor.endpoint import Endpoint
+from capflow.hub.monitor.metrics import BEGIN, END, markdown
 from capflow.protocol import message
 from capflow.protocol.message import Hello, Tap
 from capflow.transport.client import Client
@@ -143,6 +144,12 @@ def table():
     found = {name: (kind, set(re.findall(r"`(\w+)`", labels)), unit, said) for name, kind, labels, unit, said in rows}
     assert len(found) == len(rows), "a metric is there once"
     return found
+
+
+def test_the_table_in_the_docs_is_the_one_of_the_code():
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    written = text.partition(BEGIN)[2].partition(END)[0].strip()
+    assert written == markdown().strip(), "run: python -m capflow.hub.monitor.metrics docs/operations.md"
 
 
 def test_the_table_names_every_metric_and_no_other(watched):
