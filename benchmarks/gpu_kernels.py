@@ -27,16 +27,15 @@ SMOKE = "--smoke" in sys.argv
 if SMOKE:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
-import test_tap  # noqa: E402
-
 from capflow.capture.positions import Positions  # noqa: E402
 from capflow.capture.site import Site  # noqa: E402
 from capflow.steering.program import ADD, CLAMP, PATCH, Op, SiteOps, SteeringProgram, digest  # noqa: E402
 from capflow_engine.steering.budget import Size  # noqa: E402
 from capflow_engine.taps.bank import Bank, Steered  # noqa: E402
 from capflow_engine.taps.kernel import launch  # noqa: E402
-from capflow_engine.taps.plan import Held, Plan, Planner, Scheduled, Tracked  # noqa: E402
+from capflow_engine.taps.plan import Plan, Planner, Scheduled, SlotRange, Tracked  # noqa: E402
 from capflow_engine.taps.tables import Tables  # noqa: E402
+from tests.kit import tap_cases  # noqa: E402
 
 DEVICE = torch.device("cpu" if SMOKE else "cuda")
 LAYERS = 3 if SMOKE else 36
@@ -56,9 +55,9 @@ HOOK = "post_block"
 def check_cases() -> int:
     """Hold the kernel to the float64 reference on odd shapes and poisoned buffers; return how many cases there were."""
     done = 0
-    for case in test_tap.CASES:
+    for case in tap_cases.CASES:
         for seed in range(1 if SMOKE else 20):
-            test_tap.check(case, seed, test_tap.run_kernel, truncate=SMOKE, device=DEVICE)
+            tap_cases.check(case, seed, tap_cases.run_kernel, truncate=SMOKE, device=DEVICE)
             done += 1
     return done
 
@@ -117,7 +116,7 @@ class Stack:
     def expected(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the staging rows and the stream that a plan must give, computed without the kernel and without a graph."""
         hidden, residual = self.entry[0].clone(), self.entry[1].clone()
-        rows = torch.full((plan.rows, self.width), test_tap.POISON, dtype=hidden.dtype, device=DEVICE)
+        rows = torch.full((plan.rows, self.width), tap_cases.POISON, dtype=hidden.dtype, device=DEVICE)
         for number in range(LAYERS):
             self.layer(number, hidden, residual)
             stream = _rounded(hidden.float() + residual.float(), hidden.dtype)
@@ -148,11 +147,11 @@ def check_graphs() -> int:
         for number in range(CHECKED_REPLAYS):
             plan = _random_plan(rng, tokens, stack) if number % 5 else plan_of("idle", tokens, stack)
             stack.tables.load(plan, tokens)
-            stack.tables.staging.fill_(test_tap.POISON)
+            stack.tables.staging.fill_(tap_cases.POISON)
             stack.replay()
             rows, hidden = stack.expected(plan)
             assert torch.equal(stack.tables.staging[: plan.rows], rows), f"replay {number}: rows"
-            assert (stack.tables.staging[plan.rows :] == test_tap.POISON).all(), (
+            assert (stack.tables.staging[plan.rows :] == tap_cases.POISON).all(), (
                 f"replay {number}: rows nobody asked for"
             )
             assert torch.equal(stack.hidden, hidden), f"replay {number}: the stream"
@@ -161,7 +160,7 @@ def check_graphs() -> int:
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return test_tap.rounded(values, dtype, SMOKE)
+    return tap_cases.rounded(values, dtype, SMOKE)
 
 
 def _random_plan(rng: np.random.Generator, tokens: int, stack: Stack) -> Plan:
@@ -182,7 +181,7 @@ def _random_plan(rng: np.random.Generator, tokens: int, stack: Stack) -> Plan:
                 stack.steered[PATCH],
             ]  # what a clamp does is rounded on its way: see `check_cases`
             prefill, decode = (every[rng.integers(2)][rng.integers(CONFIGURATIONS)] for _ in range(2))
-            request.steered = [Held(0, request.prompt_length, Steered(prefill.prefill, decode.decode, {}))]
+            request.steered = [SlotRange(0, request.prompt_length, Steered(prefill.prefill, decode.decode, {}))]
         batch.append(Scheduled(request, row, start, length))
         row += length + int(rng.random() < 0.2)  # a request that wants nothing lies between
     return planner.plan(batch)
@@ -200,7 +199,7 @@ def plan_of(kind: str, tokens: int, stack: Stack) -> Plan:
         request = Tracked(str(number), str(number), 1, planner.program(wanted), planner.nothing)
         if kind in ("add", "clamp"):
             steered = stack.steered[ADD if kind == "add" else CLAMP][number % CONFIGURATIONS]
-            request.steered = [Held(0, 1, steered)]
+            request.steered = [SlotRange(0, 1, steered)]
         batch.append(Scheduled(request, number, 5, 1))
     return planner.plan(batch)
 

@@ -31,9 +31,9 @@ from capflow.capture.spec import CaptureSpec
 from capflow.plugins.configure import ConfiguredConsumer
 from capflow.plugins.consumer import Consumer
 from capflow.protocol import recording
-from capflow.protocol.recording import Engine, Recorder, Said
+from capflow.protocol.recording import RecordedEngine, Recorder, Said
 from capflow.replay.dataset import said_by
-from capflow.replay.player import Pace, Replay
+from capflow.replay.player import Replay, ReplayPace
 from capflow.testing import MemoryHub
 from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemConsumer
 
@@ -66,7 +66,7 @@ class Null(Consumer):
 
 def said(prompt: int, steps: int, megabytes: int) -> Iterator[Said]:
     """Yield what an engine says of requests, one at a time."""
-    yield Engine("engine", MODEL)
+    yield RecordedEngine("engine", MODEL)
     tokens = prompt + steps - 1
     rows = tokens * LAYERS
     random = np.random.default_rng(0)
@@ -96,7 +96,7 @@ def keep(directory: Path, what: Iterable[Said]) -> tuple[Path, Path]:
     with Recorder(directory / "recording") as recorder:
         for one in what:
             match one:
-                case Engine(name, model):
+                case RecordedEngine(name, model):
                     recorder.engine(name, model)
                     files.on_session(name, model)
                 case Frame():
@@ -116,7 +116,7 @@ def rows_in(what: Iterable[Said]) -> int:
 def replayed(what: Iterable[Said]) -> int:
     null = Null()
     with MemoryHub(ConfiguredConsumer.of(null, policy="block")) as hub:
-        Replay(hub.hub, Pace()).run(what)
+        Replay(hub.hub, ReplayPace()).run(what)
         assert hub.stop()
     return null.rows
 

@@ -38,7 +38,8 @@ CHAINS = {
 def clamps() -> int:
     """Print what clamps at one site of width 640 cost, and of that arithmetic."""
     import torch
-    from test_tap import clamp_seconds
+
+    from tests.kit.tap_cases import clamp_seconds
 
     torch.set_num_threads(1)
     print("| one site | tap | arithmetic | ratio |")

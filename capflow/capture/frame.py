@@ -65,7 +65,7 @@ class Rank(NamedTuple):
     tp: Place
 
 
-Source = tuple[str, str, Rank]
+WorkerBoot = tuple[str, str, Rank]
 """One boot of one worker: engine, boot, rank."""
 
 
@@ -203,7 +203,7 @@ class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
     __repr__ = brief
 
     @property
-    def source(self) -> Source:
+    def source(self) -> WorkerBoot:
         """Whose frame it is; `seq` counts the frames of each."""
         return self.engine, self.boot, self.rank
 

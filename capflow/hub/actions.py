@@ -1,6 +1,6 @@
 """The relay: actions on their way to schedulers, and outcomes on their way back.
 
-It belongs to the hub's thread and does no I/O. An action goes to one scheduler or to several; the first `Applied`
+It belongs to the hub's thread and does no I/O. An action goes to one scheduler or to several; the first `ActionApplied`
 is its outcome, or else the last `Rejected`. A scheduler whose connection is lost is sent the action again when it is back: it
 does it once, and gives the first answer again. Invariant: schedulers do nothing with an action that expired, and the relay
 answers by itself only after that.
@@ -20,7 +20,7 @@ from capflow.buffers.shares import Shares
 from capflow.errors import RoomError, explain
 from capflow.hub.requests.ledger import Request
 from capflow.protocol.message import Act, Hello
-from capflow.steering.action import Action, Applied, Outcome, Rejected, Unknown
+from capflow.steering.action import Action, ActionApplied, Outcome, Rejected, Unknown
 from capflow.text.engine_name import is_of, name_of
 
 NO_ENGINE = explain(
@@ -107,7 +107,7 @@ class Relay:
         waiting.asked = tuple(boot for boot in waiting.asked if boot != scheduler)
         if isinstance(outcome, Rejected):
             waiting.reason = outcome.reason
-        if isinstance(outcome, Applied) or not waiting.asked:
+        if isinstance(outcome, ActionApplied) or not waiting.asked:
             self._pop(outcome.id)
             self._answer(waiting, msgspec.structs.replace(outcome, id=waiting.own_id))
 
@@ -136,7 +136,7 @@ class Relay:
 
     def _answer(self, waiting: _Waiting, outcome: Outcome) -> None:
         match outcome:
-            case Applied():
+            case ActionApplied():
                 self.applied += 1
             case Rejected():
                 self.rejected += 1

@@ -31,8 +31,8 @@ from capflow.hub.peers.budget import Budget
 from capflow.hub.peers.departures import Departures
 from capflow.hub.peers.guard import Guard
 from capflow.hub.peers.log import PeerLog
-from capflow.hub.peers.roster import Peer, Roster, Source
-from capflow.hub.requests.ledger import Engine, Ledger, Request, Wish, answered_by
+from capflow.hub.peers.roster import Peer, Roster, WorkerState
+from capflow.hub.requests.ledger import KnownEngine, Ledger, Request, Wish, answered_by
 from capflow.hub.waiters import Waiters
 from capflow.hub.watchers import Taps
 from capflow.plugins.configure import ConfiguredConsumer, ConfiguredController
@@ -48,18 +48,18 @@ from capflow.protocol.message import (
     Message,
     Results,
     Status,
-    Tap,
-    Tapped,
+    Watched,
+    WatchRequest,
     Welcome,
     WorkerCounts,
     encode,
 )
 from capflow.protocol.session import HubSession, Parts, State, UnexpectedMessageError, cost
-from capflow.steering.action import Action, Answered, Applied, Outcome, Rejected
+from capflow.steering.action import Action, ActionApplied, Answered, Outcome, Rejected
 
 logger = logging.getLogger("capflow.hub")
 
-_RIGHT: dict[type[Any], str] = {Act: "steer", Await: "read", Status: "read", Tap: "read"}
+_RIGHT: dict[type[Any], str] = {Act: "steer", Await: "read", Status: "read", WatchRequest: "read"}
 """What a client must be allowed for what it says."""
 
 
@@ -74,7 +74,7 @@ _LEFT = CaptureResult("pending", "the hub stopped; what came of the request wait
 class _Hold:
     """A frame that consumers have not handled; it goes back to its worker's credit when `left` is 0."""
 
-    source: Source
+    source: WorkerState
     seq: int
     left: int
 
@@ -144,7 +144,7 @@ class Exchange:
         self._id = uuid.uuid4().hex
         self._captures = tuple(wish.spec for wish in wishes if wish.spec is not None)
         # Frames that nobody holds any more, by worker; emptied by `acknowledge`.
-        self._released: dict[Source, list[int]] = {}
+        self._released: dict[WorkerState, list[int]] = {}
         self._told: set[tuple[str, str]] = set()  # refusals that were logged, by engine and reason
         self._refused: dict[bytes, None] = {}  # who was refused and may stay connected; the oldest goes first
         self._rights = 0  # the state of the allow-list that sessions were last checked against
@@ -331,7 +331,7 @@ class Exchange:
         def answer(outcome: Outcome) -> None:
             kind = outcome.__struct_config__.tag
             lane.count(f"actions_{kind}")
-            if not isinstance(outcome, Applied):
+            if not isinstance(outcome, ActionApplied):
                 rejected = isinstance(outcome, Rejected)
                 event = {"event": "action_rejected"} if rejected else {"event": "action_unknown"}
                 extra = {**event, "consumer": consumer, "reason": outcome.reason}
@@ -381,7 +381,7 @@ class Exchange:
                 self.relay.outcome(known.hello.boot, said.outcome)
             case Status():
                 self._say(peer, Status(self._status()))
-            case Tap():
+            case WatchRequest():
                 name, engines = _who(peer, known.session), list(self.roster.engines.values())
                 self.taps.take(peer, name, known.owner, said.credit_bytes, engines)
             case Beat(counts=WorkerCounts() as counts, troubles=troubles) if known.source is not None:
@@ -451,7 +451,7 @@ class Exchange:
             for act in self.relay.again(hello.boot, now):
                 self._say(peer, act)
 
-    def _greet(self, engine: Engine) -> None:
+    def _greet(self, engine: KnownEngine) -> None:
         self.taps.greet(engine)
         for lane in self.lanes:
             if not lane.keeps:
@@ -532,7 +532,7 @@ class Exchange:
         finally:  # also when the hub fails at it: what the frame holds comes back
             self._release(hold)
 
-    def _hand_out(self, frame: Frame, engine: Engine, hold: _Hold) -> None:
+    def _hand_out(self, frame: Frame, engine: KnownEngine, hold: _Hold) -> None:
         """Give a frame, and the ends of requests in it, to the consumers that want them; each holds it until it is done with it."""
         header, was_full = frame.header, engine.full
 
@@ -552,7 +552,7 @@ class Exchange:
         for over in header.acted:
             self._tell(answered_by(engine.name, over.id, header.rank.pp, over.acted), self.lanes)
 
-    def _note_late(self, header: FrameHeader, engine: Engine) -> None:
+    def _note_late(self, header: FrameHeader, engine: KnownEngine) -> None:
         """Count and say what was lost of requests that were ended as their engine was gone, as their own ends tell that come after."""
         untold = {}
         for finished in header.finished:
@@ -564,7 +564,7 @@ class Exchange:
                         self.ledger.dropped[lost.reason] += lost.rows
         self._losses.tell_late(untold, engine.name)
 
-    def _tell_full(self, engine: Engine) -> None:
+    def _tell_full(self, engine: KnownEngine) -> None:
         """Say once of an engine that there is no room for its requests."""
         for lane in self._keepers:
             lane.note_full(engine.name)
@@ -576,14 +576,14 @@ class Exchange:
         event = {"event": "engine_full", "engine": engine.name}
         logger.error("%s", explain(what, got=got, expected=expected, do=do), extra=event)
 
-    def _keep(self, frame: Frame, engine: Engine, hold: _Hold, taken: Callable[[], None]) -> None:
+    def _keep(self, frame: Frame, engine: KnownEngine, hold: _Hold, taken: Callable[[], None]) -> None:
         wanted = self.ledger.keepers(frame.header, engine)
         for lane in self._keepers:
             if lane.index in wanted:
                 lane.keep(frame, engine.model, taken)
                 hold.left += 1  # only now: `taken` is posted, not called
 
-    def _count(self, source: Source, header: FrameHeader, now: float) -> None:
+    def _count(self, source: WorkerState, header: FrameHeader, now: float) -> None:
         rows = sum(len(block.sites) * block.rows for block in header.blocks)
         source.count(header, rows, now)
         self.counts.frame_at = now
@@ -627,12 +627,12 @@ class Exchange:
             logger.warning("request %s: %s; logged once a name", request, self.ledger.refusal(name), extra=event)
 
     def _lose(
-        self, engine: Engine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
+        self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
     ) -> None:
         self.taps.lose(engine, replica, stage)
         self._departures.add(engine.name, self._part(engine, replica, stage, anew))
 
-    def _part(self, engine: Engine, replica: int | None, stage: int | None, anew: bool) -> Iterator[None]:
+    def _part(self, engine: KnownEngine, replica: int | None, stage: int | None, anew: bool) -> Iterator[None]:
         """End what a part of an engine has not ended, in slices, and tell the consumers."""
         left = len(engine.open)
         for lost in self.ledger.losing(engine, replica, stage, anew=anew):
@@ -744,7 +744,7 @@ class Exchange:
         engines = {hello.engine for _, hello in asked.values()}
 
         def answered(outcome: Outcome) -> None:
-            runs = len(engines) == 1 and (known or isinstance(outcome, Applied))
+            runs = len(engines) == 1 and (known or isinstance(outcome, ActionApplied))
             told = Answered.of(action, outcome, engine=next(iter(engines)) if runs else "", asked_by=asked_by)
             self._tell([told], self.lanes)
             answer(outcome)
@@ -760,7 +760,7 @@ class Exchange:
 
     # Sending.
 
-    def _say(self, peer: bytes, said: Ack | Act | ActionOutcome | Results | Status | Tapped) -> None:
+    def _say(self, peer: bytes, said: Ack | Act | ActionOutcome | Results | Status | Watched) -> None:
         known = self.roster.peers.get(peer)
         if known is not None and known.session.state is State.OPEN:
             self._send(peer, known.session.send(said, time.monotonic()))

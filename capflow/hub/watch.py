@@ -25,7 +25,7 @@ from capflow.capture.spec import CaptureSpec, Want, Wanted, join
 from capflow.errors import CapflowError, HubUnreachableError, UsageError, explain
 from capflow.hub.hub import Hub
 from capflow.plugins.configure import ConfiguredConsumer, ConfiguredController
-from capflow.protocol.message import Hello, Tapped
+from capflow.protocol.message import Hello, Watched
 from capflow.transport.address import check_address
 from capflow.transport.links.tap import TapLink
 from capflow.transport.links.worker import WorkerLink
@@ -91,7 +91,7 @@ class Tapping:
 
     # On the link's thread.
 
-    def _note(self, said: Tapped) -> None:
+    def _note(self, said: Watched) -> None:
         if said.model is None:
             self._end(said.engine, said.replica, said.stage)
         else:

@@ -16,8 +16,8 @@ from typing import Any
 from capflow import limits
 from capflow.buffers.shares import Shares
 from capflow.hub.peers.log import PeerLog
-from capflow.hub.requests.ledger import Engine
-from capflow.protocol.message import Tapped
+from capflow.hub.requests.ledger import KnownEngine
+from capflow.protocol.message import Watched
 from capflow.protocol.session import Parts
 
 
@@ -39,7 +39,7 @@ class Taps:
     """Every tap of a hub, by connection. send: takes what is to go out; say: a message. log: where it stands who taps."""
 
     def __init__(
-        self, send: Callable[[bytes, Parts], None], say: Callable[[bytes, Tapped], None], log: PeerLog
+        self, send: Callable[[bytes, Parts], None], say: Callable[[bytes, Watched], None], log: PeerLog
     ) -> None:
         self._send = send
         self._say = say
@@ -58,7 +58,7 @@ class Taps:
         """Return whether a client taps."""
         return peer in self._taps
 
-    def take(self, peer: bytes, name: str, owner: str, credit_bytes: int, engines: Iterable[Engine]) -> None:
+    def take(self, peer: bytes, name: str, owner: str, credit_bytes: int, engines: Iterable[KnownEngine]) -> None:
         """Take what a tap says: it may be sent more. The first time it is told of the engines that there are.
 
         Raises RoomError when there are too many.
@@ -70,7 +70,7 @@ class Taps:
             event = {"event": "tap_opened", "tap": name}
             self._log.say(logging.INFO, peer, time.monotonic(), "%s taps this hub", name, event=event)
             for engine in engines:
-                self._say(peer, Tapped(engine.name, engine.model))
+                self._say(peer, Watched(engine.name, engine.model))
         tap.credit_bytes = min(tap.credit_bytes + credit_bytes, limits.TAP_BYTES_MAX)
 
     def gone(self, peer: bytes) -> None:
@@ -103,15 +103,15 @@ class Taps:
             self.bytes += nbytes
             self._send(peer, parts)
 
-    def greet(self, engine: Engine) -> None:
+    def greet(self, engine: KnownEngine) -> None:
         """Tell of an engine that connected."""
         for peer in self._taps:
-            self._say(peer, Tapped(engine.name, engine.model))
+            self._say(peer, Watched(engine.name, engine.model))
 
-    def lose(self, engine: Engine, replica: int | None, stage: int | None) -> None:
+    def lose(self, engine: KnownEngine, replica: int | None, stage: int | None) -> None:
         """Tell that an engine is gone, or one replica of it, or one pipeline stage of that."""
         for peer in self._taps:
-            self._say(peer, Tapped(engine.name, replica=replica, stage=stage))
+            self._say(peer, Watched(engine.name, replica=replica, stage=stage))
 
     def status(self) -> list[dict[str, Any]]:
         """Return each tap's counters."""

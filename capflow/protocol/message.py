@@ -189,13 +189,13 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     counters: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class Tap(msgspec.Struct, frozen=True, tag="tap"):
+class WatchRequest(msgspec.Struct, frozen=True, tag="tap"):
     """Send me copies of frames, of `credit_bytes` more: said first, and again for what was taken."""
 
     credit_bytes: Count
 
 
-class Tapped(msgspec.Struct, frozen=True, tag="tapped", omit_defaults=True):
+class Watched(msgspec.Struct, frozen=True, tag="tapped", omit_defaults=True):
     """An engine whose frames come. Without a model: it is gone, or one replica of it, or one pipeline stage of that."""
 
     engine: Name
@@ -208,7 +208,21 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
     """Nothing follows from this side."""
 
 
-Message = Hello | Welcome | Refused | Ack | Beat | Act | ActionOutcome | Await | Results | Status | Tap | Tapped | Bye
+Message = (
+    Hello
+    | Welcome
+    | Refused
+    | Ack
+    | Beat
+    | Act
+    | ActionOutcome
+    | Await
+    | Results
+    | Status
+    | WatchRequest
+    | Watched
+    | Bye
+)
 
 
 class _Question(msgspec.Struct, frozen=True, tag="status"):
@@ -217,9 +231,9 @@ class _Question(msgspec.Struct, frozen=True, tag="status"):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-_from_peer = msgspec.msgpack.Decoder(Hello | Beat | Act | ActionOutcome | Await | _Question | Tap | Bye)
+_from_peer = msgspec.msgpack.Decoder(Hello | Beat | Act | ActionOutcome | Await | _Question | WatchRequest | Bye)
 _from_hub = msgspec.msgpack.Decoder(
-    Welcome | Refused | Ack | Beat | Act | ActionOutcome | Results | Status | Tapped | Bye
+    Welcome | Refused | Ack | Beat | Act | ActionOutcome | Results | Status | Watched | Bye
 )
 
 

@@ -5,7 +5,7 @@ A record's head begins with what it is, one byte:
 
 | byte | the rest of the head, msgpack | body |
 |---|---|---|
-| `E` | `Engine`: an engine connected, with this model | |
+| `E` | `RecordedEngine`: an engine connected, with this model | |
 | `F` | a frame's header, sealed | its payload |
 | `D` | `RequestDone`: a request is over, and every frame that names it lies before | |
 
@@ -25,28 +25,28 @@ import msgspec
 
 from capflow import limits
 from capflow.buffers.spool import FullError, Lost, Spool, records
-from capflow.capture.frame import Frame, FrameHeader, Source
+from capflow.capture.frame import Frame, FrameHeader, WorkerBoot
 from capflow.capture.intervals import Intervals
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import RequestDone
 from capflow.errors import CapflowError, RetryError, UsageError, explain
 
 
-class Engine(msgspec.Struct, frozen=True, array_like=True):
+class RecordedEngine(msgspec.Struct, frozen=True, array_like=True):
     """An engine, and what it runs from here on."""
 
     name: str
     model: ModelInfo
 
 
-Said = Engine | Frame | RequestDone | Lost
+Said = RecordedEngine | Frame | RequestDone | Lost
 """What a recording says, one after another."""
 
 _SYNC_S = 5.0  # how long the disk may take for the end of a request before it is tried again
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[bytes, Any] = {
-    b"E": msgspec.msgpack.Decoder(Engine),
+    b"E": msgspec.msgpack.Decoder(RecordedEngine),
     b"F": msgspec.msgpack.Decoder(FrameHeader),
     b"D": msgspec.msgpack.Decoder(RequestDone),
 }
@@ -64,7 +64,7 @@ class Recorder:
         self._bytes_max = bytes_max
         self._spool = self._new_spool()
         self._ended: tuple[RequestDone, int] | None = None  # the last end, and its record, until that is on the disk
-        self._frames: defaultdict[Source, Intervals] = defaultdict(Intervals)  # those that are there
+        self._frames: defaultdict[WorkerBoot, Intervals] = defaultdict(Intervals)  # those that are there
         self._done: set[tuple[str, str]] = (
             set()
         )  # engine and request: ends from before it was opened, which may be told again
@@ -96,7 +96,7 @@ class Recorder:
 
     def engine(self, name: str, model: ModelInfo) -> None:
         """Note that an engine connected."""
-        self._append(b"E" + _encoder.encode(Engine(name, model)))
+        self._append(b"E" + _encoder.encode(RecordedEngine(name, model)))
 
     def frame(self, frame: Frame) -> bool:
         """Take a frame, all of it; return False when it is there already. Its payload must not change any more."""
@@ -179,6 +179,6 @@ def read(path: Path) -> Iterator[Said]:
         yield Frame(said, memoryview(found.body).cast("B")) if isinstance(said, FrameHeader) else said
 
 
-def _decode(head: bytes) -> Engine | FrameHeader | RequestDone:
-    said: Engine | FrameHeader | RequestDone = _decoders[head[:1]].decode(head[1:])
+def _decode(head: bytes) -> RecordedEngine | FrameHeader | RequestDone:
+    said: RecordedEngine | FrameHeader | RequestDone = _decoders[head[:1]].decode(head[1:])
     return said

@@ -49,8 +49,8 @@ from capflow.protocol.message import (
     Refused,
     Results,
     Status,
-    Tap,
-    Tapped,
+    Watched,
+    WatchRequest,
     Welcome,
 )
 from capflow.protocol.row_format import RowFormat
@@ -73,12 +73,12 @@ class State(enum.Enum):
 _FROM_PEER: dict[str, tuple[type[Any], ...]] = {
     "worker": (Frame, Beat, Bye),
     "scheduler": (ActionOutcome, Beat, Bye),
-    "client": (Act, Await, Status, Tap, Beat, Bye),
+    "client": (Act, Await, Status, WatchRequest, Beat, Bye),
 }
 _FROM_HUB: dict[str, tuple[type[Any], ...]] = {
     "worker": (Ack, Beat, Bye, Refused),
     "scheduler": (Act, Beat, Bye, Refused),
-    "client": (ActionOutcome, Results, Status, Tapped, Frame, Beat, Bye, Refused),
+    "client": (ActionOutcome, Results, Status, Watched, Frame, Beat, Bye, Refused),
 }
 
 

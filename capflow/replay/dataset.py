@@ -19,7 +19,7 @@ from capflow.capture.frame import DTYPES, Block, Dropped, Finished, Frame, Frame
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site, layers_by_hook
 from capflow.capture.spec import CaptureSpec
-from capflow.protocol.recording import Engine, Said
+from capflow.protocol.recording import RecordedEngine, Said
 
 _AT_ONCE = 8  # requests that run at a time
 _STEP_BYTES_MAX = 64 * limits.MIB  # of rows in one step, unless one position has more
@@ -50,7 +50,7 @@ def said_by(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Said]:
             dtype = _dtype_of(capture.sidecar) if capture.sites or not by_dtype else next(iter(by_dtype))
             by_dtype.setdefault(dtype, []).append(capture)
         for dtype, alike in by_dtype.items():
-            yield Engine(engine, ModelInfo(model, layers, hidden_size, dtype, sites))
+            yield RecordedEngine(engine, ModelInfo(model, layers, hidden_size, dtype, sites))
             yield from _run(alike, dtype, ask=ask)
 
 

@@ -16,13 +16,13 @@ import msgspec
 
 from capflow import limits
 from capflow.buffers.spool import Lost
-from capflow.capture.frame import Dropped, Finished, Frame, FrameHeader, Rank, Source, rows_of
+from capflow.capture.frame import Dropped, Finished, Frame, FrameHeader, Rank, WorkerBoot, rows_of
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import RequestDone
 from capflow.errors import CapflowError, RemoteProtocolError, explain
 from capflow.hub.hub import Hub
 from capflow.protocol.message import Hello
-from capflow.protocol.recording import Engine, Said
+from capflow.protocol.recording import RecordedEngine, Said
 from capflow.protocol.row_format import RowFormat
 from capflow.replay.peer import LocalPeer
 from capflow.transport.links.worker import empty_header
@@ -30,14 +30,14 @@ from capflow.transport.links.worker import empty_header
 logger = logging.getLogger("capflow.replay")
 
 
-class Pace:
+class ReplayPace:
     """When frames are due. speed: how many seconds of the recording pass in one; steps_per_s: so many frames of each worker, instead. None: at once."""
 
     def __init__(self, speed: float | None = None, steps_per_s: float | None = None) -> None:
         self._speed = speed
         self._steps_per_s = steps_per_s
         self._first: tuple[int, float] | None = None  # the wall clock of the first frame, and when it was said here
-        self._steps: Counter[Source] = Counter()
+        self._steps: Counter[WorkerBoot] = Counter()
 
     def due(self, header: FrameHeader, now: float) -> float:
         """Return when a frame is due, on the clock of `now`; a clock that was set back is not waited for."""
@@ -56,7 +56,7 @@ class Replay:
     `frames` and `rows` count what was said; `records_lost` what could not be read.
     """
 
-    def __init__(self, hub: Hub, pace: Pace, *, stopped: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, hub: Hub, pace: ReplayPace, *, stopped: Callable[[], bool] = lambda: False) -> None:
         self.frames = 0
         self.rows = 0
         self.records_lost = 0
@@ -93,7 +93,7 @@ class Replay:
         if not isinstance(what, RequestDone):
             self._end_pending()
         match what:
-            case Engine(name, model):
+            case RecordedEngine(name, model):
                 if self._models.get(name) != model:
                     self._lose(name)
                 self._models[name] = model

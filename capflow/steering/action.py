@@ -2,8 +2,8 @@
 
 An action comes from a controller inside the worker, from a consumer, or from a person through the hub.
 
-Each is answered once: `Applied`, `Rejected`, or `Unknown` where the engine was asked and did not answer. An action that was not
-`Applied` takes no effect after its answer.
+Each is answered once: `ActionApplied`, `Rejected`, or `Unknown` where the engine was asked and did not answer. An action that was not
+`ActionApplied` takes no effect after its answer.
 
 `incarnation` says which of the requests is meant that had an id one after another: `RequestRows` and `Finished` of a frame have it.
 Empty, it is the one that runs when the engine gets the action.
@@ -62,7 +62,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True
 Action = Steer | Unsteer | Abort
 
 
-class Applied(msgspec.Struct, frozen=True, tag="applied"):
+class ActionApplied(msgspec.Struct, frozen=True, tag="applied"):
     """The action took effect in the step numbered `step` of the engine's scheduler."""
 
     id: Name
@@ -83,7 +83,7 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
     reason: Text
 
 
-Outcome = Applied | Rejected | Unknown
+Outcome = ActionApplied | Rejected | Unknown
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -116,6 +116,6 @@ class Answered(msgspec.Struct, frozen=True):
             tuple(vector.site for vector in action.vectors) if isinstance(action, Steer) else (),
             asked_by,
             time.time_ns(),
-            outcome.step if isinstance(outcome, Applied) else None,
-            "" if isinstance(outcome, Applied) else outcome.reason,
+            outcome.step if isinstance(outcome, ActionApplied) else None,
+            "" if isinstance(outcome, ActionApplied) else outcome.reason,
         )

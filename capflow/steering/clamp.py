@@ -17,7 +17,7 @@ import numpy.typing as npt
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.steering import plain
-from capflow.steering.packed import Block, is_packed
+from capflow.steering.packed import PackedBlock, is_packed
 from capflow.text.brief import brief
 
 _BOUNDS = ("min", "max", "value", "strength")
@@ -129,7 +129,7 @@ def check_bounds(given: Mapping[str, Any], where: str) -> None:
 
 
 def _unpacked(layers: Mapping[str, Any], hook: str, where: str) -> list[Clamp]:
-    block = Block.read(layers, where, _BOUNDS)
+    block = PackedBlock.read(layers, where, _BOUNDS)
     given = {name: block.numbers(layers[name], f"{where}.{name}") for name in _BOUNDS if name in layers}
     check_bounds(given, where)
     clamps = []

@@ -74,7 +74,7 @@ class Packed(NamedTuple):
         return [self.data[start : start + size] for start in range(0, len(self.data), size)]
 
 
-class Block(NamedTuple):
+class PackedBlock(NamedTuple):
     """Rows of one hook, `[n, hidden_size]`, and the layer of each."""
 
     layers: tuple[int, ...]
@@ -84,7 +84,7 @@ class Block(NamedTuple):
         return brief(self)
 
     @classmethod
-    def read(cls, value: Mapping[str, Any], where: str, more: Sequence[str] = ()) -> Block:
+    def read(cls, value: Mapping[str, Any], where: str, more: Sequence[str] = ()) -> PackedBlock:
         """Return the rows that a mapping describes. more: further keys that it may have.
 
         Raises UsageError with the field that is wrong first.

@@ -109,7 +109,7 @@ class Mates(msgspec.Struct, frozen=True):
                 yield f"plain requests answer differently {what}: {_nats(apart.logprob)}, expected {bound:g} at most; {_DO}"
 
 
-class Applied(msgspec.Struct, frozen=True):
+class AppliedCheck(msgspec.Struct, frozen=True):
     """What the answer to a request says of what steered it, which was steered at every site; expected: one operation at each."""
 
     key: str
@@ -162,7 +162,7 @@ class Report(msgspec.Struct, frozen=True):
     taps: int
     fired: list[Fired]
     mates: Mates
-    applied: Applied
+    applied: AppliedCheck
     cost: Cost | None
 
     def failures(self) -> list[str]:

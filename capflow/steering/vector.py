@@ -18,7 +18,7 @@ from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.limits import Name
 from capflow.steering import plain
-from capflow.steering.packed import Block, is_packed
+from capflow.steering.packed import PackedBlock, is_packed
 from capflow.steering.plain import DTYPES
 from capflow.text.brief import brief
 
@@ -141,7 +141,7 @@ def _check_each(vectors: Sequence[SteeringVector], where: str) -> None:
 
 def _unpacked(layers: Mapping[str, Any], hook: str, where: str) -> list[SteeringVector]:
     """Return a vector for each row of a block, which holds the row's bytes as they came."""
-    block = Block.read(layers, where, ("scales", "relative"))
+    block = PackedBlock.read(layers, where, ("scales", "relative"))
     for place, layer in enumerate(block.layers):
         if layer in block.layers[:place]:
             raise UsageError(explain(f"{where}.layer_indices", got=f"{layer} twice", expected="each layer once"))

@@ -30,7 +30,7 @@ from capflow.plugins.configure import ConfiguredConsumer
 from capflow.plugins.consumer import Consumer
 from capflow.protocol.message import Act, Hello
 from capflow.replay.peer import LocalPeer
-from capflow.steering.action import Action, Applied, Outcome
+from capflow.steering.action import Action, ActionApplied, Outcome
 from capflow.testing.frames import BOOT, FIRST, make_finished, make_frame, make_hello
 from capflow.transport.address import private_address
 
@@ -225,7 +225,7 @@ class Engine:
 
     def _act(self, act: Act) -> Outcome:
         self._acts.append(act.action)
-        return Applied(act.id, self.worker.seq)
+        return ActionApplied(act.id, self.worker.seq)
 
     def _of(self) -> dict[str, Any]:
         hello = self.worker.hello

@@ -20,8 +20,8 @@ from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
 from capflow.probes.probe import Scorer
 from capflow_dashboard import limits
-from capflow_dashboard.rates import Rates
-from capflow_dashboard.record import LIVE, Record
+from capflow_dashboard.rates import RateSeries
+from capflow_dashboard.record import LIVE, RequestRecord
 from capflow_dashboard.series import Measures, Values
 
 
@@ -66,14 +66,14 @@ class Board:
         self._engines: dict[str, _Engine] = {}
         self._engines_version = -1
         self._gone: set[str] = set()  # of `_engines`, those that are gone and have records
-        self._records: dict[int, Record] = {}  # by key, oldest first
-        self._open: dict[tuple[str, str], Record] = {}  # of `_records`, those that run, by engine and request
+        self._records: dict[int, RequestRecord] = {}  # by key, oldest first
+        self._open: dict[tuple[str, str], RequestRecord] = {}  # of `_records`, those that run, by engine and request
         self._turned_away: set[tuple[str, str]] = set()  # requests that run and are not kept, until they are over
         self._key = 0
         self._done = 0
         self._dropped: Counter[str] = Counter()  # rows, by reason
         self._totals = [0, 0, 0]  # tokens, rows, bytes
-        self._rates = Rates(clock)
+        self._rates = RateSeries(clock)
         self._looked_at: Counter[int] = Counter()  # keys that pages show
 
     # The consumer's thread.
@@ -217,7 +217,7 @@ class Board:
         self._version += 1
         return self._version
 
-    def _record(self, engine: str, chunk: Chunk) -> Record | None:
+    def _record(self, engine: str, chunk: Chunk) -> RequestRecord | None:
         """Return the record of a chunk's request, a new one if need be; None when the board is full."""
         which = (engine, chunk.request.id)
         record = self._open.get(which)
@@ -228,7 +228,7 @@ class Board:
             return None
         self._key += 1
         known = self._engines[engine]
-        record = Record(
+        record = RequestRecord(
             self._key,
             engine,
             chunk.request.id,

@@ -19,7 +19,7 @@ from capflow.probes.kinds import load_probe
 from capflow.probes.probe import Scorer
 from capflow_dashboard import limits
 from capflow_dashboard.board import Board
-from capflow_dashboard.pages import LOOPBACK_NAMES, Pages
+from capflow_dashboard.pages import LOOPBACK_NAMES, PageFiles
 from capflow_dashboard.server import PageServer, port_error
 
 logger = logging.getLogger("capflow.consumer.dashboard")
@@ -99,7 +99,7 @@ class Dashboard(Consumer):
         """Begin to serve the page."""
         token = self.config.token or secrets.token_urlsafe(24)
         listen_at = "127.0.0.1" if self.config.host == "localhost" else self.config.host  # not two ports, one a family
-        server = PageServer(listen_at, self.config.port, self._board, Pages(token), context.count)
+        server = PageServer(listen_at, self.config.port, self._board, PageFiles(token), context.count)
         server.start()
         self._server = server
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host

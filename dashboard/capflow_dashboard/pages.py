@@ -1,4 +1,4 @@
-"""Pages: answers HTTP requests with the files of the page, or says why not. It does no I/O after `Pages` is made.
+"""Pages: answers HTTP requests with the files of the page, or says why not. It does no I/O after `PageFiles` is made.
 
 Who may come in: a request must name a loopback host in its Host header, which shuts out other people's names that
 resolve to this machine; the page and the live socket want the token, compared in constant time; the live socket wants
@@ -41,7 +41,7 @@ _SECURITY = {
 }
 
 
-class Pages:
+class PageFiles:
     """The files, read once, and the token that the page wants."""
 
     def __init__(self, token: str) -> None:

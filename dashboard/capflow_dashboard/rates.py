@@ -9,7 +9,7 @@ from typing import Any
 from capflow_dashboard import limits
 
 
-class Rates:
+class RateSeries:
     """Counts by whole second of a clock; a second is told when it is over. clock: monotonic, seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

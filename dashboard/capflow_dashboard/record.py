@@ -19,7 +19,7 @@ LIVE = "live"
 _COLUMNS_FIRST = 64  # room that a new record has; it doubles up to `tokens_max`
 
 
-class Record:
+class RequestRecord:
     """One request. key: names it to pages; ids of requests come again, keys do not.
 
     started_s: wall clock, seconds. status: `live`, or how it ended. rows_lost: rows that did not come.

@@ -27,7 +27,7 @@ from websockets.http11 import Request, Response
 from capflow.errors import CapflowError, RemoteProtocolError, UsageError, explain
 from capflow_dashboard import limits, wire
 from capflow_dashboard.board import Board, Seen
-from capflow_dashboard.pages import Pages
+from capflow_dashboard.pages import PageFiles
 
 logger = logging.getLogger("capflow.consumer.dashboard")
 
@@ -41,7 +41,7 @@ class PageServer:
     on_count is called, on the server's thread, with the name of a counter.
     """
 
-    def __init__(self, host: str, port: int, board: Board, pages: Pages, on_count: Callable[[str], None]) -> None:
+    def __init__(self, host: str, port: int, board: Board, pages: PageFiles, on_count: Callable[[str], None]) -> None:
         self.host = host
         self.port = port
         self.connections: set[ServerConnection] = set()  # of open pages; the server's thread's, as all below

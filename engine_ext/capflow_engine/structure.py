@@ -48,7 +48,7 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class HookPlace:
     """Where a hook point lies: before or after a module of the layer.
 
     module: its path in the layer, empty for the layer itself. slots: the value is among the module's arguments;
@@ -62,7 +62,7 @@ class Place:
     scale: float = 1.0
 
 
-_WHOLE = Place("")
+_WHOLE = HookPlace("")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Structure:
     """
 
     layer: str
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, HookPlace] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     fixed: dict[str, str] = field(default_factory=dict)
     taken: float = 1.0
@@ -283,8 +283,8 @@ class _Reading:
         out, _, split, items = self._output()
         found = Structure(type(self.layer).__name__)
         names = [self.stream_name, *([_RESIDUAL] if split else [])]
-        found.places["pre_attn"] = Place("", tuple(Slot(self.names.index(n), n) for n in names))
-        found.places["post_block"] = Place("", items=items)
+        found.places["pre_attn"] = HookPlace("", tuple(Slot(self.names.index(n), n) for n in names))
+        found.places["post_block"] = HookPlace("", items=items)
         added = {term for term in out if term not in (self.h, self.r)}
         later = {t for t in added if any(o.node in self._upstream(t.node) for o in added if o.node is not t.node)}
         parallel = not later
@@ -336,12 +336,12 @@ class _Reading:
             if node.op != "call_module":
                 continue
             if self._is_norm(node) and (pair := self._fused(node)) is not None and pair.equals(before):
-                found.places["post_attn"] = Place(_path(node), self._slots(node, 2), scale=1 / gain)
+                found.places["post_attn"] = HookPlace(_path(node), self._slots(node, 2), scale=1 / gain)
                 return
             for number, value in enumerate(self._arguments(node)):
                 if isinstance(value, _Sum) and value.equals(before) and not value.factor:
                     slots = (self._slots(node, number + 1)[number],)
-                    found.places["post_attn"] = Place(_path(node), slots, scale=1 / gain)
+                    found.places["post_attn"] = HookPlace(_path(node), slots, scale=1 / gain)
                     return
         found.missing["post_attn"] = "no module is given the stream after attention"
 
@@ -366,26 +366,26 @@ class _Reading:
             found.missing["mlp_in"] = "the modules of the MLP take different inputs"
         term = next(iter(mlp))
         if len(mlp) == 1 and term.node.op == "call_module":
-            found.places["mlp_out"] = Place(_path(term.node), items=(term.item or 0,), scale=out[term])
+            found.places["mlp_out"] = HookPlace(_path(term.node), items=(term.item or 0,), scale=out[term])
         else:
             found.missing["mlp_out"] = "what the MLP adds is no one module's output"
 
     # The walk backwards from what the MLP adds.
 
-    def _sources(self, node: fx.Node, seen: set[fx.Node]) -> Iterator[Place]:
+    def _sources(self, node: fx.Node, seen: set[fx.Node]) -> Iterator[HookPlace]:
         """Yield where the values lie that a part of the MLP is computed from."""
         if node in seen:
             return
         seen.add(node)
         if self._is_norm(node) and self._streams(node):
-            yield Place(_path(node), items=(0,))
+            yield HookPlace(_path(node), items=(0,))
             return
         inputs = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, fx.Node)]
         for number, arg in enumerate(inputs):
             value = self.values.get(arg)
             if isinstance(value, _Sum) and self.h in value:
                 if node.op == "call_module":
-                    yield Place(_path(node), (self._slots(node, number + 1)[number],))
+                    yield HookPlace(_path(node), (self._slots(node, number + 1)[number],))
             else:
                 yield from self._sources(arg, seen)
 

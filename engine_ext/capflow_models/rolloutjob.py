@@ -26,7 +26,7 @@ from capflow_models.backends import Backend, open_model
 from capflow_models.ending import check_interrupted, ended
 from capflow_models.lines import LineFile, read_lines
 from capflow_models.model import Sampling
-from capflow_models.rollouts import PLAIN, Plan, Rollout, RolloutPrompt, left, roll_out
+from capflow_models.rollouts import PLAIN, Rollout, RolloutPlan, RolloutPrompt, left, roll_out
 from capflow_models.vectors import load_sites
 
 BATCH = {"vllm": 64, "transformers": 1}
@@ -60,7 +60,7 @@ class RolloutJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arguments: dict[str, Any] = {}
 
 
-def plan_of(job: RolloutJob) -> Plan:
+def plan_of(job: RolloutJob) -> RolloutPlan:
     """Return the plan that a job describes; raises UsageError naming the option that is wrong."""
     prompts = read_lines(Path(job.prompts), "--prompts", RolloutPrompt)
     _each_once("--prompts: ids", [prompt.id for prompt in prompts])
@@ -69,7 +69,7 @@ def plan_of(job: RolloutJob) -> Plan:
         raise UsageError(explain("--vector", got=PLAIN, expected="another name; this one is for what is not steered"))
     if not job.scales or (not job.vectors and 0.0 not in job.scales):
         raise UsageError(explain("--vector: none", expected="a vector, or scale 0 for answers that are not steered"))
-    return Plan(
+    return RolloutPlan(
         job.model,
         job.backend,
         prompts,

@@ -54,7 +54,7 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.prompt_id, self.vector, self.scale, self.sample
 
 
-class Item(msgspec.Struct, frozen=True):
+class WantedAnswer(msgspec.Struct, frozen=True):
     """One answer that is wanted."""
 
     prompt: RolloutPrompt
@@ -68,7 +68,7 @@ class Item(msgspec.Struct, frozen=True):
         return self.prompt.id, self.vector, self.scale, self.sample
 
 
-class Plan(msgspec.Struct, frozen=True):
+class RolloutPlan(msgspec.Struct, frozen=True):
     """What a data set of rollouts is.
 
     vectors: by name, by site `[hidden_size]` float32. sampling: of each answer; sample n is drawn with `seed + n`. arguments: of
@@ -86,17 +86,17 @@ class Plan(msgspec.Struct, frozen=True):
     arguments: Mapping[str, Any] = {}
     relative: bool = False
 
-    def items(self, stride: int = 1, offset: int = 0) -> list[Item]:
+    def items(self, stride: int = 1, offset: int = 0) -> list[WantedAnswer]:
         """Return every `stride`th item from `offset` on, in order."""
         return list(self._every())[offset::stride]
 
-    def _every(self) -> Iterator[Item]:
+    def _every(self) -> Iterator[WantedAnswer]:
         steered = [(name, scale) for name, scale in product(self.vectors, self.scales) if scale != 0.0]
         plain = [(PLAIN, 0.0)] if 0.0 in self.scales else []
         for prompt, (name, scale), sample in product(self.prompts, [*plain, *steered], range(self.samples)):
-            yield Item(prompt, name, scale, sample)
+            yield WantedAnswer(prompt, name, scale, sample)
 
-    def settings(self, item: Item) -> str:
+    def settings(self, item: WantedAnswer) -> str:
         """Return a digest of what the answer depends on besides what its row says."""
         said = hashlib.blake2b(digest_size=8)
         tokens = item.prompt.max_tokens or self.sampling.max_new_tokens
@@ -106,7 +106,7 @@ class Plan(msgspec.Struct, frozen=True):
             said.update(str(site).encode() + vector.tobytes() + (b"relative" if self.relative else b""))
         return said.hexdigest()
 
-    def job(self, item: Item) -> Job:
+    def job(self, item: WantedAnswer) -> Job:
         """Return what a model is asked for."""
         layers: dict[int | Site, LayerSteeringSpec] = {
             site: LayerSteeringSpec(vector, item.scale, relative=self.relative)
@@ -114,12 +114,12 @@ class Plan(msgspec.Struct, frozen=True):
         }
         return Job(item.prompt.prompt, SteeringSpec(layers).steering(), self._sampling(item))
 
-    def _sampling(self, item: Item) -> Sampling:
+    def _sampling(self, item: WantedAnswer) -> Sampling:
         own = item.prompt.max_tokens or self.sampling.max_new_tokens
         chosen = self.sampling
         return Sampling(own, chosen.temperature, chosen.top_p, self.seed + item.sample, chosen.ignore_eos)
 
-    def row(self, item: Item, text: str, prompt_tokens: int, tokens: int) -> Rollout:
+    def row(self, item: WantedAnswer, text: str, prompt_tokens: int, tokens: int) -> Rollout:
         """Return an item's row."""
         return Rollout(
             *item.key,
@@ -134,7 +134,7 @@ class Plan(msgspec.Struct, frozen=True):
         )
 
 
-def left(plan: Plan, items: Sequence[Item], rows: Iterable[Rollout], where: str) -> list[Item]:
+def left(plan: RolloutPlan, items: Sequence[WantedAnswer], rows: Iterable[Rollout], where: str) -> list[WantedAnswer]:
     """Return the items that have no row yet; raises UsageError for a row of one that was made otherwise."""
     by_key = {item.key: item for item in items}
     done = set()
@@ -151,7 +151,9 @@ def left(plan: Plan, items: Sequence[Item], rows: Iterable[Rollout], where: str)
     return [item for item in items if item.key not in done]
 
 
-def roll_out(model: SteerableModel, plan: Plan, items: Sequence[Item], file: LineFile, batch: int) -> Iterator[int]:
+def roll_out(
+    model: SteerableModel, plan: RolloutPlan, items: Sequence[WantedAnswer], file: LineFile, batch: int
+) -> Iterator[int]:
     """Answer items and write their rows, a batch at a time; yield after each how many rows it wrote."""
     for start in range(0, len(items), batch):
         some = items[start : start + batch]

@@ -17,7 +17,7 @@ import torch
 from capflow.capture.site import HOOKS, Site
 from capflow.errors import UsageError, explain
 from capflow.steering.program import ADD, CLAMP, RELATIVE, Op, SiteOps, SteeringProgram
-from capflow_engine.structure import Place, Slot, Structure, UnclearError, resolve
+from capflow_engine.structure import HookPlace, Slot, Structure, UnclearError, resolve
 
 _CACHES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})
 """What Transformers calls the cache that whatever mixes tokens is given."""
@@ -48,7 +48,7 @@ def structure_of(layer: torch.nn.Module, dtype: torch.dtype) -> Structure:
             return resolve(layer, dtype, _mixes_tokens)
         except UnclearError as e:
             reason = str(e)
-    outside = {"pre_attn": Place("", (Slot(0, "hidden_states"),)), "post_block": Place("")}
+    outside = {"pre_attn": HookPlace("", (Slot(0, "hidden_states"),)), "post_block": HookPlace("")}
     return Structure(type(layer).__name__, outside, {hook: reason for hook in HOOKS if hook not in outside})
 
 
@@ -134,7 +134,7 @@ class _AtSite:
     The tensor that stands there is changed in place, as a stream that goes on beside the module is the same tensor.
     """
 
-    def __init__(self, stream: Stream, site: Site, place: Place, catch: bool) -> None:
+    def __init__(self, stream: Stream, site: Site, place: HookPlace, catch: bool) -> None:
         self.stream, self.site, self.place, self.catch, self.start = stream, site, place, catch, 0
 
     def before(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from capflow.steering.action import Applied, Steer
+from capflow.steering.action import ActionApplied, Steer
 from capflow.transport.client import Client
 from tests.kit.frames import make_finished, make_frame
 from tests.kit.hubs import address, free_port, scheduler_link, worker_link
@@ -543,7 +543,7 @@ class TestOtherCommands:
 
             def run():
                 eventually(lambda: acts.extend(link.actions()) or acts)
-                link.outcome(Applied(acts[0].id, 41))
+                link.outcome(ActionApplied(acts[0].id, 41))
 
             thread = threading.Thread(target=run)
             thread.start()

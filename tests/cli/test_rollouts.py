@@ -17,7 +17,7 @@ from capflow_models import LayerSteeringSpec, SteeringSpec, TransformersSteerabl
 from capflow_models.lines import LineFile, read_lines
 from capflow_models.model import Sampling
 from capflow_models.rolloutjob import RolloutJob
-from capflow_models.rollouts import Plan, RolloutPrompt, left, roll_out
+from capflow_models.rollouts import RolloutPlan, RolloutPrompt, left, roll_out
 from tests.kit.engines import WIDTH, engine, environment, save_tiny, save_words
 from tests.kit.waiting import eventually
 
@@ -212,7 +212,7 @@ def plan_of(**changes):
         "seed": 0,
         "sampling": Sampling(4),
     }
-    return Plan(**(given | changes))
+    return RolloutPlan(**(given | changes))
 
 
 def rows_of(plan):

@@ -33,8 +33,8 @@ from capflow_dashboard import limits
 from capflow_dashboard.board import Board, Seen
 from capflow_dashboard.consumer import Dashboard, DashboardConfig
 from capflow_dashboard.pages import is_loopback
-from capflow_dashboard.rates import Rates
-from capflow_dashboard.record import Record
+from capflow_dashboard.rates import RateSeries
+from capflow_dashboard.record import RequestRecord
 from capflow_dashboard.series import MISSING, Measures, norms
 from tests.kit.captured import write
 from tests.kit.dashboards import Pageless, context, dashboard, norm_of, open_dashboard
@@ -269,7 +269,7 @@ def test_tokens_max_is_lowered_for_models_with_many_sites(monkeypatch):
 def test_what_a_page_merges_is_what_came(tokens_max, puts):
     """Against a plain dictionary: any order of positions and sites, forgetting, and pages that look now and then."""
     measures = Measures(make_model(), SITES, ())
-    record = Record(
+    record = RequestRecord(
         1, "e", "r", measures, prompt_length=4, base=puts[0][0] if puts else 0, tokens_max=tokens_max, started_s=0
     )
     expected, page = {}, None
@@ -302,7 +302,7 @@ def test_what_a_page_merges_is_what_came(tokens_max, puts):
 
 def test_rates_are_told_by_whole_seconds_and_bounded():
     clock = Clock()
-    rates = Rates(clock)
+    rates = RateSeries(clock)
     rates.add(5, 50, 500)
     assert rates.since(-1) is None
     clock.now += 1

@@ -15,7 +15,7 @@ import pytest
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import UsageError
 from capflow.protocol.routing import hub_of
-from capflow.steering.action import Abort, Applied, Rejected
+from capflow.steering.action import Abort, ActionApplied, Rejected
 from capflow.transport.client import Client
 from capflow.transport.keys import write_key
 from capflow.transport.zap import new_key
@@ -104,10 +104,10 @@ class TestScheduler:
             assert len({act.id for act in acts}) == 2, "both hubs call theirs by the same number"
             for act in acts:
                 first = act.action.request == "asked-of-0"
-                links.outcome(Applied(act.id, 7) if first else Rejected(act.id, "no"))
+                links.outcome(ActionApplied(act.id, 7) if first else Rejected(act.id, "no"))
             for thread in threads:
                 thread.join(20)
-        assert isinstance(outcomes[0], Applied)
+        assert isinstance(outcomes[0], ActionApplied)
         assert isinstance(outcomes[1], Rejected)
         assert outcomes[1].reason == "no"
 

@@ -7,7 +7,7 @@ import pytest
 import capflow
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import UsageError
-from capflow.steering.action import Abort, Applied
+from capflow.steering.action import Abort, ActionApplied
 from capflow.transport.client import Client
 from capflow.transport.keys import AllowList, find_key, read_key, write_key
 from capflow.transport.zap import new_key
@@ -50,7 +50,7 @@ def test_rows_results_and_actions_travel_with_keys(tiny, tmp_path, monkeypatch):
 
             def abort():
                 with Client(hub.address, key="ann") as client:
-                    while not (outcomes and isinstance(outcomes[-1], Applied)):
+                    while not (outcomes and isinstance(outcomes[-1], ActionApplied)):
                         outcomes.append(client.act(Abort("long"), timeout=60))
 
             thread = threading.Thread(target=abort)
@@ -58,6 +58,6 @@ def test_rows_results_and_actions_travel_with_keys(tiny, tmp_path, monkeypatch):
             params = capflow.sampling_params(id="long", max_tokens=240, **GREEDY)
             (output,) = llm.generate(prompts((7,)), params, use_tqdm=False)
             thread.join(60)
-            assert isinstance(outcomes[-1], Applied)
+            assert isinstance(outcomes[-1], ActionApplied)
             assert output.outputs[0].finish_reason == "abort"
         assert hub.counts.protocol_errors == 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from capflow_engine.structure import Place, Slot, UnclearError, resolve
+from capflow_engine.structure import HookPlace, Slot, UnclearError, resolve
 
 WIDTH = 8
 HOOKS = {"pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out"}
@@ -283,11 +283,11 @@ def test_finds_every_hook_where_its_value_is(kind):
 
 
 WRONG = {
-    "mlp_in": Place("b", (Slot(0, "x"),)),  # before the norm, not behind it
-    "mlp_out": Place("mixer"),
-    "post_attn": Place("b"),
-    "pre_attn": Place("a"),
-    "post_block": Place("ffn"),
+    "mlp_in": HookPlace("b", (Slot(0, "x"),)),  # before the norm, not behind it
+    "mlp_out": HookPlace("mixer"),
+    "post_attn": HookPlace("b"),
+    "pre_attn": HookPlace("a"),
+    "post_block": HookPlace("ffn"),
 }
 
 
@@ -311,15 +311,15 @@ def test_a_norm_may_pass_its_residual_on():
 
     structure = found_in(Passing(PassingNorm))
     assert set(structure.places) == HOOKS
-    assert structure.places["mlp_in"] == Place("b")
+    assert structure.places["mlp_in"] == HookPlace("b")
 
 
 def test_parallel_blocks_have_no_stream_between():
     structure = found_in(Parallel())
     assert set(structure.places) == HOOKS - {"post_attn"}
     assert "side by side" in structure.missing["post_attn"]
-    assert structure.places["mlp_in"] == Place("a")
-    assert structure.places["mlp_out"] == Place("ffn")
+    assert structure.places["mlp_in"] == HookPlace("a")
+    assert structure.places["mlp_out"] == HookPlace("ffn")
 
 
 @pytest.mark.parametrize("kind", [*TRUTHS, Parallel], ids=lambda kind: kind.__name__)
@@ -428,7 +428,7 @@ def test_two_mlps_have_no_one_output():
     structure = found_in(TwoMLPs())
     assert set(structure.missing) == {"mlp_out"}
     assert "no one module's output" in structure.missing["mlp_out"]
-    assert structure.places["mlp_in"] == Place("b")
+    assert structure.places["mlp_in"] == HookPlace("b")
 
 
 def test_a_layer_without_an_mlp_has_its_ends():

@@ -15,7 +15,7 @@ from capflow.errors import CapflowError
 from capflow.protocol import message
 from capflow.protocol.message import Act, ActionOutcome, Welcome
 from capflow.protocol.session import PeerSession
-from capflow.steering.action import Abort, Applied, Rejected, Steer, Unknown
+from capflow.steering.action import Abort, ActionApplied, Rejected, Steer, Unknown
 from capflow.transport.client import Client
 from tests.kit.frames import make_frame, make_hello
 from tests.kit.hubs import Recorder, address, configured, raw_peer, running_hub, scheduler_link, worker_link
@@ -104,7 +104,7 @@ def test_an_action_that_is_taken_is_answered_by_who_took_it(address, link):
         (act,) = link.actions()
         assert act.action == Abort("r1", incarnation="first")
         assert link.actions() == []
-        link.outcome(Applied(act.id, 3))
+        link.outcome(ActionApplied(act.id, 3))
     assert outcomes[0].step == 3
 
 
@@ -137,7 +137,7 @@ def test_a_scheduler_that_comes_back_is_asked_again_under_the_same_id(address):
                 again.send(hello)
                 assert isinstance(said_by(again), Welcome)
                 assert said_by(again) == first
-                again.send(message.encode(ActionOutcome(Applied(first.id, 4))))
+                again.send(message.encode(ActionOutcome(ActionApplied(first.id, 4))))
                 eventually(lambda: outcomes)
     assert outcomes[0].step == 4
 
@@ -184,10 +184,10 @@ def test_an_action_that_comes_twice_is_done_once_and_answered_alike(address, run
         hub.send_multipart([peer, act])
         taken = []
         eventually(lambda: taken.extend(link.actions()) or taken)
-        link.outcome(Applied("7", 9))
-        assert outcome_from(hub) == Applied("7", 9)
+        link.outcome(ActionApplied("7", 9))
+        assert outcome_from(hub) == ActionApplied("7", 9)
         hub.send_multipart([peer, act])
-        assert outcome_from(hub) == Applied("7", 9)
+        assert outcome_from(hub) == ActionApplied("7", 9)
         assert link.actions() == []
         assert len(taken) == 1
 

@@ -9,7 +9,7 @@ import pytest
 
 from capflow.capture.frame import Acted, ActedOn
 from capflow.capture.site import Site
-from capflow.steering.action import Abort, Answered, Applied, Rejected, Steer, Unsteer
+from capflow.steering.action import Abort, ActionApplied, Answered, Rejected, Steer, Unsteer
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
 from capflow_consumers.duckdb.consumer import DuckdbConfig, DuckdbConsumer
@@ -49,7 +49,12 @@ def test_consumers_are_told_of_every_action_and_what_came_of_it(address, policy,
         assert worker.send(frame.header, frame.payload) is None
         eventually(lambda: told.rows["r1"])
         thread = answering(
-            link, [lambda act: Applied(act.id, 7), lambda act: Rejected(act.id, "no"), lambda act: Applied(act.id, 9)]
+            link,
+            [
+                lambda act: ActionApplied(act.id, 7),
+                lambda act: Rejected(act.id, "no"),
+                lambda act: ActionApplied(act.id, 9),
+            ],
         )
         assert client.act(STEER, 20).step == 7
         assert client.act(Unsteer("unknown"), 20).reason == "no"
@@ -101,7 +106,7 @@ def test_actions_are_in_the_store_when_they_are_told_and_once(tmp_path):
     probe_file(tmp_path, "p")
     consumer = opened(tmp_path, "p")
     consumer.on_frame(make_frame(sites=SITES))
-    steer = Answered.of(STEER, Applied("x", 7), engine="engine-1", asked_by="client")
+    steer = Answered.of(STEER, ActionApplied("x", 7), engine="engine-1", asked_by="client")
     abort = Answered.of(Abort("gone"), Rejected("y", "not running"), engine="", asked_by="judge")
     for answered in (steer, abort, steer):
         consumer.on_action(answered)
@@ -129,7 +134,7 @@ def test_a_hub_brings_actions_to_the_store(address, tmp_path):
         scheduler_link(address) as link,
         Client(address) as client,
     ):
-        thread = answering(link, [lambda act: Applied(act.id, 7)])
+        thread = answering(link, [lambda act: ActionApplied(act.id, 7)])
         assert client.act(STEER, 20).step == 7
         thread.join(20)
     with duckdb.connect(str(path), read_only=True) as connection:

@@ -18,7 +18,7 @@ from capflow.capture.frame_cost import decoded_bytes
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import RetryError
 from capflow.hub.peers.turns import Turns
-from capflow.hub.requests.ledger import Engine as LedgerEngine
+from capflow.hub.requests.ledger import KnownEngine as LedgerEngine
 from capflow.hub.requests.ledger import Ledger, Wish
 from capflow.protocol.message import Ack, Await, Beat, Bye, Hello, Refused, Welcome, encode
 from tests.kit.exchanges import Desk

@@ -12,7 +12,7 @@ import pytest
 from capflow import limits
 from capflow.buffers.shares import Shares
 from capflow.hub.lanes.lane import Lane
-from capflow.hub.requests.ledger import Delivery, Engine, Ledger, Request, Wish
+from capflow.hub.requests.ledger import Delivery, KnownEngine, Ledger, Request, Wish
 from capflow.plugins.consumer import Consumer
 from capflow.steering.action import Answered
 from capflow.transport.client import Client
@@ -172,7 +172,7 @@ def test_of_an_engine_that_it_could_not_be_told_of_a_consumer_is_given_nothing(p
     assert lane.notes.lost == {"session": 1000 - met}
     ledger = Ledger([Wish("listener", EVERYTHING, reads_requests=False)], Shares("state", 2**30))
     for name in (names[0], names[-1]):
-        engine = Engine(name, model)
+        engine = KnownEngine(name, model)
         frame = make_frame([(name, 4, 0, 4)], finished=[make_finished(name)], engine=name)
         (delivery,) = ledger.take(frame, engine)
         assert isinstance(delivery, Delivery)

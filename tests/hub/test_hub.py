@@ -19,7 +19,7 @@ from capflow.plugins.configure import ConfiguredController
 from capflow.plugins.consumer import Controller
 from capflow.protocol import message
 from capflow.protocol.message import Act, ActionOutcome, Hello
-from capflow.steering.action import Abort, Applied, Rejected, Steer, Unsteer
+from capflow.steering.action import Abort, ActionApplied, Rejected, Steer, Unsteer
 from capflow.transport.client import Client
 from tests.kit.frames import make_finished, make_frame, make_hello, make_model, token_of
 from tests.kit.hubs import (
@@ -259,7 +259,7 @@ class TestOverload:
             def applies():
                 acts = []
                 eventually(lambda: acts.extend(scheduler.actions()) or acts)
-                scheduler.outcome(Applied(acts[0].id, 5))
+                scheduler.outcome(ActionApplied(acts[0].id, 5))
 
             thread = threading.Thread(target=applies)
             thread.start()
@@ -458,7 +458,7 @@ class TestActions:
             eventually(
                 lambda: "r1" in str(client.results(["r1"], wait=False)) and client.results(["r1"], wait=False)["r1"]
             )
-            thread = self.answering(mine, lambda act: Applied(act.id, 3))
+            thread = self.answering(mine, lambda act: ActionApplied(act.id, 3))
             outcome = client.act(Steer("r1", ()), 20)
             thread.join(20)
             assert outcome.step == 3
@@ -473,7 +473,7 @@ class TestActions:
         ):
             threads = [
                 self.answering(one, lambda act: Rejected(act.id, "not mine")),
-                self.answering(two, lambda act: Applied(act.id, 8)),
+                self.answering(two, lambda act: ActionApplied(act.id, 8)),
             ]
             assert client.act(Abort("r1"), 20).step == 8
             for thread in threads:
@@ -500,7 +500,7 @@ class TestActions:
     def test_of_a_consumer_are_sent_and_counted(self, address):
         consumer = Recorder()
         with running_hub(address, consumer) as hub, scheduler_link(address) as link:
-            thread = self.answering(link, lambda act: Applied(act.id, 1))
+            thread = self.answering(link, lambda act: ActionApplied(act.id, 1))
             consumer.context.act(Abort("r1"))
             consumer.context.count("flagged", 2)
             thread.join(20)

@@ -24,7 +24,7 @@ from capflow.hub.hub import Hub
 from capflow.hub.lanes import inbox as inboxes
 from capflow.hub.lanes.inbox import Gone, Inbox, Known, read_head
 from capflow.hub.lanes.inbox_requests import requests_in
-from capflow.hub.lanes.writer import InboxWriter, Kept
+from capflow.hub.lanes.writer import InboxWriter, QueuedFrame
 from capflow.plugins.configure import ConfiguredConsumer, Spill
 from tests.kit.disks import mounted
 from tests.kit.frames import make_finished, make_frame, make_hello, make_model
@@ -587,7 +587,7 @@ def test_a_frame_that_comes_again_before_it_is_durable_is_acknowledged_when_it_i
     disk.go.clear()
     frame = make_frame([("r1", ROWS, 0, ROWS)], seq=1)
     for number in range(2):
-        queue.force(Kept(frame, functools.partial(taken.append, number), make_model()), frame.nbytes)
+        queue.force(QueuedFrame(frame, functools.partial(taken.append, number), make_model()), frame.nbytes)
     eventually(lambda: len(writer._pending) == 2)
     assert taken == []
     disk.go.set()

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from capflow.capture.frame import Rank, RequestRows
-from capflow.hub.lanes.inbox import Done, Inbox, Known, Unkept
+from capflow.hub.lanes.inbox import Inbox, Known, RequestDoneMark, Unkept
 from tests.kit.frames import make_finished, make_frame, make_model
 from tests.kit.spool_command import capflow_spool
 
@@ -53,7 +53,7 @@ def rows_of_a_frame():
 def test_a_whole_inbox_has_no_split_and_no_incomplete_requests(inbox):
     one = inbox()
     last = put(one, 1, "done", ends="done", sent=rows_of_a_frame())
-    one.put(Done("engine-1", "done", last))
+    one.put(RequestDoneMark("engine-1", "done", last))
     put(one, 2, "whole", ends="whole", sent=rows_of_a_frame())
     put(one, 3, "runs")
     requests, code = shown(one, "verify")

@@ -13,7 +13,7 @@ from capflow.hub.lanes import dead_letters
 from capflow.hub.lanes.inbox import Inbox, Known
 from capflow.plugins.configure import configure, load_plugins
 from capflow.protocol import recording
-from capflow.replay.player import Pace, Replay
+from capflow.replay.player import Replay, ReplayPace
 from capflow.testing import MemoryHub
 from tests.kit.frames import make_finished, make_frame, make_hello, make_model, row_of
 from tests.kit.hubs import Recorder, address, configured, running_hub, worker_link
@@ -122,7 +122,7 @@ def test_one_in_a_recording_is_left_out_and_counted(tmp_path, made):
             recorder.frame(frame("r1", number, made=made if number == 1 else make_frame, seq=number + 1))
     consumer = Recorder()
     with MemoryHub(consumer) as hub:
-        replayed = Replay(hub.hub, Pace())
+        replayed = Replay(hub.hub, ReplayPace())
         replayed.run(recording.read(tmp_path))
     assert (replayed.records_lost, replayed.frames) == (1, 3)
     assert consumer.rows["r1"] == 12

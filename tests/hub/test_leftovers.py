@@ -22,7 +22,7 @@ import capflow
 from capflow import limits
 from capflow.buffers.spool import Files, Spool, heads
 from capflow.hub.lanes import leftover
-from capflow.hub.lanes.inbox import Done
+from capflow.hub.lanes.inbox import RequestDoneMark
 from capflow.system import runtime
 from capflow.transport.hub_process import HubProcess
 from capflow_consumers.duckdb import port as sqlport
@@ -254,7 +254,7 @@ def test_what_cannot_be_read_stays(root):
     place = root / "filesystem-0123456789abcdef"
     with Spool(place) as spool:
         for request in "abc":
-            spool.append(b"D" + msgspec.msgpack.encode(Done("engine-1", request)))
+            spool.append(b"D" + msgspec.msgpack.encode(RequestDoneMark("engine-1", request)))
     (segment,) = place.glob("*.spool")
     data = bytearray(segment.read_bytes())
     for at in (60, len(data) // 2):  # in a head, and in what says where heads are

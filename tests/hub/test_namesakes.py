@@ -17,7 +17,7 @@ from capflow.capture.frame import Rank
 from capflow.cli import cli
 from capflow.errors import UsageError
 from capflow.protocol import message
-from capflow.steering.action import Abort, Applied, Rejected
+from capflow.steering.action import Abort, ActionApplied, Rejected
 from capflow.testing import MemoryHub
 from capflow.text.engine_name import is_of, name_of, new_engine
 from capflow.transport.client import Client
@@ -144,7 +144,7 @@ class Scheduler:
     def turn(self):
         for act in self.link.actions():
             self.taken.append(act.action)
-            self.link.outcome(Applied(act.id, 1))
+            self.link.outcome(ActionApplied(act.id, 1))
 
 
 def acted(client_address, schedulers, action):
@@ -170,7 +170,7 @@ class TestActions:
             assert "one of a, b" in outcome.reason
             assert taken == [0, 0]
             outcome, taken = acted(address, schedulers, Abort("r1", engine="b"))
-            assert isinstance(outcome, Applied)
+            assert isinstance(outcome, ActionApplied)
             assert taken == [0, 1]
 
     def test_an_action_goes_to_the_engine_that_runs_its_request_and_to_no_other(self, address):
@@ -189,7 +189,7 @@ class TestActions:
             assert "one of a, b" in outcome.reason
             assert taken == [0, 0]
             outcome, taken = acted(address, schedulers, Abort("r1", engine="a"))
-            assert isinstance(outcome, Applied)
+            assert isinstance(outcome, ActionApplied)
             assert taken == [1, 0]
             outcome, _ = acted(address, schedulers, Abort("r1", engine="c"))
             assert "engine of the action: got c, expected one that is connected: a, b" in outcome.reason

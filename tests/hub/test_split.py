@@ -9,7 +9,7 @@ from capflow.capture.frame import Frame
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow.capture.spec import join
-from capflow.hub.requests.ledger import Engine, Ledger, Wish
+from capflow.hub.requests.ledger import KnownEngine, Ledger, Wish
 from capflow_engine.scheduler.orders import Ended
 from capflow_engine.taps.plan import Planner, Scheduled, Tracked
 from capflow_engine.worker.sender import Computed, Sender, Way
@@ -102,7 +102,7 @@ def run(wanted, parts, hubs=1, hub_of=(0,) * 3):
 def deliver(frames, asked):
     """Give the frames to a hub's ledger; return each consumer's rows, its counts, the ended requests, and rows in all."""
     ledger = Ledger([Wish(f"c{n}", spec, reads) for n, (spec, reads) in enumerate(asked)], Shares("state", 2**30))
-    engine = Engine("e", INFO)
+    engine = KnownEngine("e", INFO)
     got, counted, over, sent = [[] for _ in asked], [0] * len(asked), [], 0
     for frame in frames:
         sent += frame.nbytes // 8

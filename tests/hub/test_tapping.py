@@ -20,7 +20,7 @@ from capflow.cli import main
 from capflow.errors import CapflowError
 from capflow.hub.watch import Tapping
 from capflow.protocol import message
-from capflow.protocol.message import Hello, Refused, Status, Tap, Welcome
+from capflow.protocol.message import Hello, Refused, Status, WatchRequest, Welcome
 from capflow.transport.client import Client
 from tests.kit.frames import make_finished, make_frame, make_hello, make_model
 from tests.kit.hubs import Recorder, address, answer, configured, raw_peer, running_hub, worker_link
@@ -180,7 +180,7 @@ class TestNothingWaitsForATap:
         with running_hub(address, durable), raw_peer(address) as peer, worker_link(address) as link:
             peer.send(message.encode(Hello("client", "", "tap")))
             assert isinstance(message.decode(answer(peer)[0]), Welcome)
-            peer.send(message.encode(Tap(2**40)))  # whatever it says, the hub has a bound
+            peer.send(message.encode(WatchRequest(2**40)))  # whatever it says, the hub has a bound
             tapped = message.decode(answer(peer)[0])
             assert (tapped.engine, tapped.model) == ("engine-1", make_hello().model)
             for step in range(400):
@@ -197,7 +197,7 @@ class TestNothingWaitsForATap:
             assert sum(len(part) for parts in frames for part in parts) == tap["bytes"] <= 64 * 1024
             assert tap["frames"] == len(frames) > 10
             assert tap["skipped_frames"] == 401 - len(frames)
-            peer.send(message.encode(Tap(tap["bytes"])))  # it has taken them: the newest comes next
+            peer.send(message.encode(WatchRequest(tap["bytes"])))  # it has taken them: the newest comes next
             heard(peer)
             send(link, make_frame([("r2", 4, 0, 4)]))
             newest = answer(peer)
@@ -287,7 +287,7 @@ class TestWhoMayTap:
             for peer in (first, second):
                 peer.send(message.encode(Hello("client", "", "tap")))
                 answer(peer)
-                peer.send(message.encode(Tap(1000)))
+                peer.send(message.encode(WatchRequest(1000)))
                 if peer is first:
                     heard(first)
             assert message.decode(answer(second)[0]) == Refused(

@@ -18,12 +18,12 @@ from capflow.protocol.message import (
     Refused,
     Results,
     Status,
-    Tap,
-    Tapped,
+    Watched,
+    WatchRequest,
     Welcome,
     WorkerCounts,
 )
-from capflow.steering.action import Abort, Applied, Rejected, Steer, Unsteer
+from capflow.steering.action import Abort, ActionApplied, Rejected, Steer, Unsteer
 from capflow.steering.vector import SteeringVector
 from tests.kit.frames import make_hello, make_model
 
@@ -39,13 +39,13 @@ MESSAGES = [
     Act("1", Steer("r1", (SteeringVector.make(Site(1, "mlp_in"), [1.0, 2.0]),))),
     Act("2", Unsteer("r1")),
     Act("3", Abort("r1")),
-    ActionOutcome(Applied("1", 5)),
+    ActionOutcome(ActionApplied("1", 5)),
     ActionOutcome(Rejected("1", "why")),
     Await(("r1", "r2"), wait=False),
     Results("r1", {"duckdb": CaptureResult("ok", None, {"rows": 3})}),
     Status({"a": [1, {"b": 2.5}]}),
-    Tap(1000),
-    Tapped("e", make_model()),
-    Tapped("e", replica=3),
+    WatchRequest(1000),
+    Watched("e", make_model()),
+    Watched("e", replica=3),
     Bye(),
 ]

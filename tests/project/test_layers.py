@@ -196,3 +196,15 @@ def test_the_core_names_plugins_only_in_its_facade():
 )
 def test_the_reader_of_imports_sees_them_all(source, expected):
     assert imports_of(source, set(FILES)) == expected
+
+
+def test_public_classes_have_names_of_their_own():
+    homes = collections.defaultdict(list)
+    for name, path in FILES.items():
+        if not name.endswith(("_pb2", "_pb2_grpc")):
+            classes = [
+                node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)
+            ]
+            for found in classes:
+                homes[found.name].append(name)
+    assert {found: names for found, names in homes.items() if len(names) > 1 and not found.startswith("_")} == {}

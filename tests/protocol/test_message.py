@@ -13,8 +13,8 @@ from capflow.protocol.message import (
     Beat,
     Bye,
     Refused,
-    Tap,
-    Tapped,
+    Watched,
+    WatchRequest,
 )
 from capflow.steering.action import Abort
 from tests.kit.messages import MESSAGES
@@ -32,8 +32,8 @@ def test_round_trip(said):
         (Beat(), "81a474797065a462656174"),
         (Beat(troubles=("x",)), "82a474797065a462656174a874726f75626c657391a178"),
         (Bye(), "81a474797065a3627965"),
-        (Tap(1000), "82a474797065a3746170ac6372656469745f6279746573cd03e8"),
-        (Tapped("e", replica=0), "83a474797065a6746170706564a6656e67696e65a165a77265706c69636100"),
+        (WatchRequest(1000), "82a474797065a3746170ac6372656469745f6279746573cd03e8"),
+        (Watched("e", replica=0), "83a474797065a6746170706564a6656e67696e65a165a77265706c69636100"),
         (Refused("no"), "82a474797065a772656675736564a6726561736f6ea26e6f"),
         (
             Act("1", Abort("r1")),

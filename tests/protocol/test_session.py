@@ -22,18 +22,18 @@ from capflow.protocol.message import (
     Refused,
     Results,
     Status,
-    Tap,
-    Tapped,
+    Watched,
+    WatchRequest,
     Welcome,
     WorkerCounts,
 )
 from capflow.protocol.session import HubSession, PeerSession, State, cost
-from capflow.steering.action import Abort, Applied
+from capflow.steering.action import Abort, ActionApplied
 from tests.kit.frames import make_finished, make_frame, make_hello, make_model
 from tests.kit.sessions import HELLOS, open_hub, open_peer, said
 
 ACT = Act("1", Abort("r1"))
-OUTCOME = ActionOutcome(Applied("1", 3))
+OUTCOME = ActionOutcome(ActionApplied("1", 3))
 
 # who speaks, what is said, whether that peer may say it to a hub (or be told it by one) in an open session
 CASES = [
@@ -54,11 +54,11 @@ CASES = [
     ("client", "peer", ACT, True),
     ("client", "peer", Await(("r1",)), True),
     ("client", "peer", Status(), True),
-    ("client", "peer", Tap(1), True),
-    ("worker", "peer", Tap(1), False),
-    ("client", "hub", Tapped("e"), True),
+    ("client", "peer", WatchRequest(1), True),
+    ("worker", "peer", WatchRequest(1), False),
+    ("client", "hub", Watched("e"), True),
     ("client", "hub", make_frame(), True),
-    ("worker", "hub", Tapped("e"), False),
+    ("worker", "hub", Watched("e"), False),
     ("scheduler", "hub", make_frame(), False),
     ("client", "peer", Bye(), True),
     ("client", "peer", make_frame(), False),

@@ -24,7 +24,7 @@ from capflow.plugins.configure import ConfiguredConsumer, configure
 from capflow.protocol import recording
 from capflow.protocol.recording import Recorder
 from capflow.replay.dataset import said_by
-from capflow.replay.player import Pace, Replay
+from capflow.replay.player import Replay, ReplayPace
 from capflow.testing import MemoryHub
 from tests.kit.frames import make_finished, make_frame, make_hello, make_model
 from tests.kit.hubs import Recorder as Watcher
@@ -44,7 +44,7 @@ def replay(path, *consumers, pace=None):
     """Replay a recording, or a data set; return the hub's final status and what was said."""
     with MemoryHub(*consumers) as hub:
         said = recording.read(path) if recording.is_recording(path) else said_by(capflow.open(path))
-        replayed = Replay(hub.hub, pace or Pace())
+        replayed = Replay(hub.hub, pace or ReplayPace())
         replayed.run(said)
         assert hub.stop()
         return hub.hub.status(), replayed
@@ -227,15 +227,15 @@ class TestPace:
         return msgspec.structs.replace(make_frame(boot=boot).header, time_ns=int(seconds * 1e9))
 
     def test_full_speed_waits_for_nothing(self):
-        pace = Pace()
+        pace = ReplayPace()
         assert [pace.due(self.header(t), now) for t, now in ((5, 1.0), (500, 1.5))] == [1.0, 1.5]
 
     def test_a_factor_makes_the_recorded_time_pass_faster(self):
-        pace = Pace(4.0)
+        pace = ReplayPace(4.0)
         assert [pace.due(self.header(t), 100.0) for t in (5, 7, 6, 25)] == [100.0, 100.5, 100.25, 105.0]
 
     def test_steps_come_evenly_for_each_worker(self):
-        pace = Pace(None, 10.0)
+        pace = ReplayPace(None, 10.0)
         due = [pace.due(self.header(0, boot), 3.0) for boot in "aabab"]
         assert due == pytest.approx([3.0, 3.1, 3.0, 3.2, 3.1])
 
@@ -246,7 +246,7 @@ class TestPace:
                 engine.step([("r1", 5, step, 1)])
         rests = []
         with MemoryHub(Watcher()) as hub:
-            replayed = Replay(hub.hub, Pace(None, 50.0))
+            replayed = Replay(hub.hub, ReplayPace(None, 50.0))
             replayed._rest = rests.append
             replayed.run(recording.read(tmp_path / "rec"))
         assert [b - rests[0] for b in rests] == pytest.approx([0.0, 0.02, 0.04, 0.06, 0.08])
@@ -372,7 +372,7 @@ class TestADataSetReplayed:
             engine.finish("r1")
         watcher = Watcher(spec=None, reads_requests=True)
         with MemoryHub(watcher) as hub:
-            Replay(hub.hub, Pace()).run(said_by(capflow.open(tmp_path / "live"), ask=True))
+            Replay(hub.hub, ReplayPace()).run(said_by(capflow.open(tmp_path / "live"), ask=True))
         assert {str(site) for _, site, _ in watcher.positions} == {"post_block:1"}
         assert watcher.rows["r1"] == 4
 

@@ -8,7 +8,7 @@ import pytest
 
 from capflow.errors import UsageError
 from capflow.transport.hub_process import HubProcess
-from capflow_engine.structure import Place
+from capflow_engine.structure import HookPlace
 from tests.architectures import run as checks
 from tests.architectures import table as architectures
 
@@ -65,7 +65,7 @@ def test_a_wrong_place_is_noticed(hub, monkeypatch):
     def misled(layer, *args):
         found = resolve(layer, *args)
         norm = found.places["mlp_in"]
-        found.places["mlp_in"] = Place(norm.module, found.places["post_attn"].slots)  # before the norm
+        found.places["mlp_in"] = HookPlace(norm.module, found.places["post_attn"].slots)  # before the norm
         return found
 
     monkeypatch.setattr(compat_model, "resolve", misled)

@@ -10,7 +10,7 @@ import pytest
 import capflow
 from capflow.capture.site import Site
 from capflow.probes.probe import Probe
-from capflow.steering.action import Abort, Applied, Rejected, Steer
+from capflow.steering.action import Abort, ActionApplied, Rejected, Steer
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
 from capflow.transport.hub_process import HubProcess
@@ -234,7 +234,7 @@ def act_when_running(llm, action, answer):
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline:
                 outcome = client.act(action, timeout=60)
-                if isinstance(outcome, Applied):
+                if isinstance(outcome, ActionApplied):
                     break
                 time.sleep(0.01)  # an engine that does not run it says so at once
             answer.append(outcome)
@@ -253,7 +253,7 @@ def test_an_action_from_the_hub_steers_a_running_request_from_a_step_on(shared, 
     params = capflow.sampling_params(id="steered", capture=ALL, max_tokens=200, **GREEDY)
     (output,) = llm.generate(prompts((9,)), params, use_tqdm=False)
     thread.join(60)
-    assert isinstance(answer[0], Applied)
+    assert isinstance(answer[0], ActionApplied)
     tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     data = capflow.open(root)["steered"]
     got = np.stack([data[Site(layer, "post_block")].rows for layer in range(LAYERS)])
@@ -276,7 +276,7 @@ def test_an_action_aborts_a_running_request(shared):
     params = capflow.sampling_params(id="doomed", capture=ALL, max_tokens=240, **GREEDY)
     (output,) = llm.generate(prompts((9,)), params, use_tqdm=False)
     thread.join(60)
-    assert isinstance(answer[0], Applied)
+    assert isinstance(answer[0], ActionApplied)
     assert output.outputs[0].finish_reason == "abort"
     assert len(output.outputs[0].token_ids) < 240
     request = capflow.open(root)["doomed"]

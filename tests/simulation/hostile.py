@@ -9,7 +9,7 @@ from capflow.capture.frame import Block, Dropped, Finished, Frame, FrameHeader, 
 from capflow.capture.site import Site
 from capflow.capture.spec import CaptureSpec
 from capflow.protocol import message
-from capflow.protocol.message import Ack, Await, Beat, Bye, Hello, Status, Tap
+from capflow.protocol.message import Ack, Await, Beat, Bye, Hello, Status, WatchRequest
 from capflow.protocol.session import decode
 from capflow.transport.sockets import Event
 from tests.simulation.engine import ADDRESS, model_of
@@ -210,7 +210,7 @@ class Hostile:
     def tap(self):
         """Ask for every frame, and read none."""
         self._hello("client")
-        self._say(Tap(2**40))
+        self._say(WatchRequest(2**40))
         self.world.sleep(1.0)
 
     def unfinished(self):

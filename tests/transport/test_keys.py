@@ -20,8 +20,8 @@ from capflow.errors import CapflowError, HubUnreachableError, UsageError
 from capflow.hub.hub import Hub
 from capflow.hub.peers.guard import Guard, Offences
 from capflow.protocol import message
-from capflow.protocol.message import Await, Hello, Tap, Welcome
-from capflow.steering.action import Abort, Applied, Rejected
+from capflow.protocol.message import Await, Hello, WatchRequest, Welcome
+from capflow.steering.action import Abort, ActionApplied, Rejected
 from capflow.transport.address import hub_key, is_local, with_key, without_key
 from capflow.transport.client import Client
 from capflow.transport.keys import AllowList, find_key, key_directory, peer_key, read_key, write_key
@@ -175,7 +175,7 @@ class TestRights:
 def apply_one(link):
     acts = []
     eventually(lambda: acts.extend(link.actions()) or acts)
-    link.outcome(Applied(acts[0].id, 3))
+    link.outcome(ActionApplied(acts[0].id, 3))
 
 
 @contextlib.contextmanager
@@ -254,7 +254,7 @@ class TestChangesWhileTheHubRuns:
             closing(Dealer(hub.address, key=read_key(find_key("ann")), message_bytes_max=2**20)) as tap,
         ):
             greet(tap, Hello("client", "", "c"))
-            tap.send([message.encode(Tap(limits.TAP_BYTES_MAX))])
+            tap.send([message.encode(WatchRequest(limits.TAP_BYTES_MAX))])
             eventually(lambda: len(hub.taps) == 1)
             frame = make_frame()
             assert link.send(frame.header, frame.payload) is None

@@ -24,7 +24,7 @@ from capflow.hub.hub import Hub
 from capflow.protocol import message
 from capflow.protocol.message import Ack, Await, Beat, Bye, Hello, Refused, Results, Status, Welcome
 from capflow.protocol.session import cost
-from capflow.steering.action import Abort, Applied
+from capflow.steering.action import Abort, ActionApplied
 from capflow.transport.client import Client
 from capflow.transport.links import link as link_module
 from capflow.transport.links.worker import WorkerLink
@@ -529,7 +529,7 @@ class TestSchedulerLink:
             def run():
                 acts = []
                 eventually(lambda: acts.extend(link.actions()) or acts)
-                link.outcome(Applied(acts[0].id, 12))
+                link.outcome(ActionApplied(acts[0].id, 12))
 
             thread = threading.Thread(target=run)
             thread.start()

@@ -26,7 +26,7 @@ def records(directory: Path) -> Iterator[Record | Lost]:
         for segment, stop in zip(remains.segments, stops(remains.segments), strict=True):
             with opened(files, segment.path) as fd:
                 for item in items.scan(files, fd, segment.size, segment.salt):
-                    if isinstance(item, items.Damage) or item.header.kind != items.RECORD:
+                    if isinstance(item, items.DamagedBytes) or item.header.kind != items.RECORD:
                         continue
                     number = item.header.id
                     if not expected <= number < min(stop, remains.last + 1):

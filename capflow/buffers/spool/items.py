@@ -49,7 +49,7 @@ class Item(NamedTuple):
         return self.offset + self.header.nbytes
 
 
-class Damage(NamedTuple):
+class DamagedBytes(NamedTuple):
     """Bytes that belong to no item."""
 
     offset: int
@@ -73,7 +73,7 @@ def parse(data: bytes, salt: int) -> Header | None:
     return header if header.kind in (RECORD, MARK) else None
 
 
-def scan(files: Files, fd: int, size: int, salt: int, offset: int = 0) -> Iterator[Item | Damage]:
+def scan(files: Files, fd: int, size: int, salt: int, offset: int = 0) -> Iterator[Item | DamagedBytes]:
     """Yield what lies in a segment from an offset on, in order, until its end; every byte is looked at once or twice."""
     window, begin = b"", 0
     while offset < size:
@@ -86,7 +86,7 @@ def scan(files: Files, fd: int, size: int, salt: int, offset: int = 0) -> Iterat
             offset = item.end
             continue
         end = _search(files, fd, size, salt, offset + 1)
-        yield Damage(offset, end)
+        yield DamagedBytes(offset, end)
         offset = end
 
 

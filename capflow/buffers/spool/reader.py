@@ -109,7 +109,7 @@ class Reader:
         if segment is not self._segment:
             self.seek(segment, 0)
         for item in items.scan(self._files, self._fd, size, segment.salt, self._offset):
-            if isinstance(item, items.Damage) or item.header.kind != items.RECORD:
+            if isinstance(item, items.DamagedBytes) or item.header.kind != items.RECORD:
                 continue
             if item.header.id >= stop:
                 break

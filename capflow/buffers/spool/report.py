@@ -96,7 +96,7 @@ def _segment(files: Files, segment: Segment, stop: int, acked: int, *, verify: b
     damaged = 0
     with opened(files, segment.path) as fd:
         for item in items.scan(files, fd, segment.size, segment.salt):
-            if isinstance(item, items.Damage):
+            if isinstance(item, items.DamagedBytes):
                 damaged += item.end - item.offset
                 continue
             number = item.header.id

@@ -146,7 +146,7 @@ def _whole(files: Files, segment: Segment, stop: int, last: int) -> tuple[int, i
     end = 0
     with opened(files, segment.path) as fd:
         for item in items.scan(files, fd, segment.size, segment.salt):
-            if isinstance(item, items.Damage):
+            if isinstance(item, items.DamagedBytes):
                 continue
             if item.header.kind == items.RECORD and item.header.id > last:
                 if item.header.id != last + 1 or item.header.id >= stop or None in items.read(files, fd, item):

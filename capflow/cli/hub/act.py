@@ -100,11 +100,11 @@ def _read_safetensors(file: Path, where: str) -> dict[str, Any]:
 
 def _act(action: Action, hub: dict[str, Any]) -> None:
     from capflow.errors import CapflowError
-    from capflow.steering.action import Applied
+    from capflow.steering.action import ActionApplied
     from capflow.transport.client import Client
 
     with Client(**hub) as client:
         outcome = client.act(action)
-    if not isinstance(outcome, Applied):
+    if not isinstance(outcome, ActionApplied):
         raise CapflowError(outcome.reason)
     click.echo(f"applied in step {outcome.step}")

@@ -113,7 +113,7 @@ def replay(directory: Path, consumers: tuple[str, ...], config: Path | None, kee
     from capflow.errors import UsageError, explain
     from capflow.hub.lanes.dead_letters import drop, read, said_by
     from capflow.plugins.configure import configure_all, load_plugins
-    from capflow.replay.player import Pace, Replay
+    from capflow.replay.player import Replay, ReplayPace
     from capflow.transport.address import private_address
 
     made, controllers = configure_all(consumers, config, load_plugins())
@@ -124,7 +124,7 @@ def replay(directory: Path, consumers: tuple[str, ...], config: Path | None, kee
     waiting = [_blocking(consumer, Overload.BLOCK) for consumer in made]
     running = HubRun(private_address("dead"), waiting, ends=True)
     with running:
-        replayed = Replay(running.hub, Pace(), stopped=running.stopped.is_set)
+        replayed = Replay(running.hub, ReplayPace(), stopped=running.stopped.is_set)
         replayed.run(said_by(directory))
     taken = running.took_all and not (replayed.records_lost or running.stopped.is_set())
     running.tell("replayed", f"replayed {replayed.frames} frames, {replayed.rows} rows of {last} dead letters")

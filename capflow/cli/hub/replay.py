@@ -77,7 +77,7 @@ def replay(
     from capflow.errors import UsageError, explain
     from capflow.hub.monitor.endpoint import parse_listen
     from capflow.plugins.configure import configure_all, load_plugins
-    from capflow.replay.player import Pace, Replay
+    from capflow.replay.player import Replay, ReplayPace
     from capflow.transport.address import private_address
 
     factor = _factor(speed)
@@ -98,7 +98,7 @@ def replay(
         log_format=log_format,
     )
     with running:
-        replayed = Replay(running.hub, Pace(factor, steps_per_s), stopped=running.stopped.is_set)
+        replayed = Replay(running.hub, ReplayPace(factor, steps_per_s), stopped=running.stopped.is_set)
         _run(replayed, said, running.wait)
         text = f"replayed {replayed.frames} frames, {replayed.rows} rows"
         if replayed.records_lost:

@@ -22,12 +22,12 @@ import xxhash
 
 from capflow import limits
 from capflow.buffers.spool import Files, FullError, InUseError, Lost, Spool, records
-from capflow.capture.frame import Block, Chunk, Frame, FrameHeader, Source, Span, rows_of
+from capflow.capture.frame import Block, Chunk, Frame, FrameHeader, Span, WorkerBoot, rows_of
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, RetryError, UsageError, explain
-from capflow.protocol.recording import Engine, Said
+from capflow.protocol.recording import RecordedEngine, Said
 
 SUFFIX = ".dead"
 _SYNC_S = 5.0  # how long the disk may take for one letter before it counts as failed
@@ -67,7 +67,7 @@ class Found(NamedTuple):
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Letter)
 
-_Key = tuple[Source, int]
+_Key = tuple[WorkerBoot, int]
 
 
 class DeadLetters:
@@ -260,7 +260,7 @@ def said_by(directory: Path) -> Iterator[Said]:
             continue
         if met.get(letter.engine) != model:
             met[letter.engine] = model
-            yield Engine(letter.engine, model)
+            yield RecordedEngine(letter.engine, model)
         if found.frame is not None:
             header = msgspec.structs.replace(found.frame.header, boot=boot, seq=found.number, finished=(), acted=())
             for name, count in rows_of(header).items():

@@ -31,12 +31,12 @@ from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult, RequestDone
 from capflow.errors import CapflowError, RemoteProtocolError, kind_of
 from capflow.hub.lanes.dead_letters import SUFFIX, DeadLetters, Letter, cut
-from capflow.hub.lanes.inbox import Done, Gone, Inbox, Item, Known, Missed, Unkept
+from capflow.hub.lanes.inbox import Gone, Inbox, InboxItem, Known, Missed, RequestDoneMark, Unkept
 from capflow.hub.lanes.lane import Lane, LeftError
 from capflow.hub.lanes.leftover import take_beside, tell_of_others
 from capflow.hub.lanes.notes import weight
-from capflow.hub.lanes.writer import Greeting, InboxWriter, Kept, Taken
-from capflow.hub.requests.ledger import NOT_ENDED, Delivery, Engine, Ledger, Request, Wish
+from capflow.hub.lanes.writer import Greeting, InboxWriter, QueuedFrame, Taken
+from capflow.hub.requests.ledger import NOT_ENDED, Delivery, KnownEngine, Ledger, Request, Wish
 from capflow.plugins.configure import ConfiguredConsumer
 from capflow.steering.action import Action, Answered
 
@@ -115,7 +115,7 @@ class SpillingLane(Lane):
         self.ledger = self._new_ledger()  # the consumer's thread's; results are the hub's
         self.writer = InboxWriter(self.name, self.inbox, self.queue, spill.fallback, self.dropped)
         self._lost_unknown = False  # as the writer's, of what was taken out
-        self._engines: dict[str, Engine] = {}  # the consumer's thread's
+        self._engines: dict[str, KnownEngine] = {}  # the consumer's thread's
         self._full: set[str] = set()  # engines of which the hub had no room for requests; the hub's thread's
         self._boots: dict[tuple[str, Rank], str] = {}  # of workers, as of the last frame; the consumer's thread's
         self._open: dict[tuple[str, str], _Open] = {}  # not over, by first record; the consumer's thread's
@@ -131,10 +131,10 @@ class SpillingLane(Lane):
         self._stuck = (
             False  # whether it could not be put down that a request is done with, the last time, which is said once
         )
-        # Requests that have results and are in `_open` or `_long` yet; the last record of each, and whether the inbox has its `Done`.
+        # Requests that have results and are in `_open` or `_long` yet; the last record of each, and whether the inbox has its `RequestDoneMark`.
         self._settled: SimpleQueue[tuple[Request, int, bool]] = SimpleQueue()
-        # Of requests with results, each `Done` that found no room, behind the first record of the request; the consumer's thread's, as is the next.
-        self._owed: deque[tuple[int, Done]] = deque()
+        # Of requests with results, each `RequestDoneMark` that found no room, behind the first record of the request; the consumer's thread's, as is the next.
+        self._owed: deque[tuple[int, RequestDoneMark]] = deque()
         self._owed_at = 0.0  # when the last of these was tried
         # When the last result came, or the consumer last asked for a retry; the consumer's thread's.
         self._result_at = 0.0
@@ -185,7 +185,7 @@ class SpillingLane(Lane):
         """Take a frame of an engine with this model; `taken` is called, on any thread, when it is durable."""
         if self._gone:
             self._gone = {gone for gone in self._gone if gone.engine != frame.header.engine}
-        self.queue.force(Kept(frame, taken, model), frame.nbytes)
+        self.queue.force(QueuedFrame(frame, taken, model), frame.nbytes)
 
     def lose(self, engine: str, replica: int | None, stage: int | None = None, *, anew: bool = False) -> None:
         """Tell the consumer, after everything before, that a part of an engine is gone, as `Ledger.lose` takes it."""
@@ -392,12 +392,12 @@ class SpillingLane(Lane):
         """Return the open requests of which records up to a number are forgotten."""
         return [*self.inbox.unkept, *(long.unkept(number) for long in list(self._long.values()))]
 
-    def _owed_by(self, number: int) -> list[Done]:
-        """Return each `Done` that is not in the inbox and whose request has records on both sides of a number."""
+    def _owed_by(self, number: int) -> list[RequestDoneMark]:
+        """Return each `RequestDoneMark` that is not in the inbox and whose request has records on both sides of a number."""
         return [done for first, done in self._owed if first <= number < done.through]
 
     def _put_owed(self, again_s: float = 0.0) -> None:
-        """Put in each `Done` that found no room, as far as there is room now, unless that was tried in the last `again_s`."""
+        """Put in each `RequestDoneMark` that found no room, as far as there is room now, unless that was tried in the last `again_s`."""
         if time.monotonic() < self._owed_at + again_s:
             return
         self._owed_at = time.monotonic()
@@ -432,7 +432,7 @@ class SpillingLane(Lane):
         while self._done and self._done[key := next(iter(self._done))] <= needless:
             del self._done[key]
 
-    def _safely(self, item: Item) -> None:
+    def _safely(self, item: InboxItem) -> None:
         """Handle an item; one that the lane itself fails at again and again is set aside. Raises AnewError and LeftError."""
         try:
             self._handle_item(item)
@@ -447,7 +447,7 @@ class SpillingLane(Lane):
                 requests = [part.id for part in item.what.header.requests]
                 self._set_aside("lane", f"{type(e).__name__}: {e}", item.what, requests)
 
-    def _handle_item(self, item: Item) -> None:
+    def _handle_item(self, item: InboxItem) -> None:
         match item.what:
             case Frame() as frame:
                 self._frame(frame, item)
@@ -462,20 +462,20 @@ class SpillingLane(Lane):
             case Lost() as lost:
                 self._damaged(lost, item.number)
 
-    def _greeted(self, name: str, model: ModelInfo) -> Engine:
+    def _greeted(self, name: str, model: ModelInfo) -> KnownEngine:
         engine = self._engines.get(name)
         if engine is None or engine.model != model:
-            engine = self._engines[name] = Engine(name, model)
+            engine = self._engines[name] = KnownEngine(name, model)
             self._guard("on_session", self.consumer.on_session, name, model)
         return engine
 
-    def _engine(self, name: str) -> Engine | None:
+    def _engine(self, name: str) -> KnownEngine | None:
         engine = self._engines.get(name)
         if engine is None and (model := self.inbox.model(name)) is not None:
             return self._greeted(name, model)
         return engine
 
-    def _frame(self, frame: Frame, item: Item) -> None:
+    def _frame(self, frame: Frame, item: InboxItem) -> None:
         header = frame.header
         engine = self._engine(header.engine)
         if engine is None:  # all of its requests are over, and done with
@@ -505,7 +505,7 @@ class SpillingLane(Lane):
             self.pace.waited_since = None
         self._finish_all(engine, header, item.number)
 
-    def _refuse(self, frame: Frame, engine: Engine, number: int, error: RemoteProtocolError) -> None:
+    def _refuse(self, frame: Frame, engine: KnownEngine, number: int, error: RemoteProtocolError) -> None:
         """Set aside a frame that an earlier version of the hub let in, whole, and count its rows as lost. Raises LeftError."""
         header = frame.header
         self._failed("lane", error)
@@ -513,7 +513,7 @@ class SpillingLane(Lane):
         self._put_dead(letter, frame.payload, 0)
         self._lose_rows(header, engine, number, FRAME_INVALID)
 
-    def _lose_rows(self, header: FrameHeader, engine: Engine, number: int, reason: str) -> None:
+    def _lose_rows(self, header: FrameHeader, engine: KnownEngine, number: int, reason: str) -> None:
         """Count the rows of a frame as lost; the ends of requests in it hold."""
         self.dropped[reason] += self.ledger.miss(header, engine, reason, placed=reason != FRAME_INVALID)
         self._note_open(engine, header, number)
@@ -610,7 +610,7 @@ class SpillingLane(Lane):
             (known for known in (self._open.get(key), self._long.get(key)) if known and known.request is request), None
         )
 
-    def _finish_all(self, engine: Engine, header: FrameHeader, number: int) -> None:
+    def _finish_all(self, engine: KnownEngine, header: FrameHeader, number: int) -> None:
         if header.finished:
             engine.full = engine.full or engine.name in self._full
             untold = {}
@@ -632,7 +632,7 @@ class SpillingLane(Lane):
             ends = (RequestRows(f.id, f.prompt_length, 0, (), capture=f.capture) for f in header.finished)
             self._note(engine, ends, header.rank, number)
 
-    def _note_open(self, engine: Engine, header: FrameHeader, number: int) -> None:
+    def _note_open(self, engine: KnownEngine, header: FrameHeader, number: int) -> None:
         """Note which open requests a frame has rows of, and how many."""
         self._note(engine, header.requests, header.rank, number)
         for name, rows in rows_of(header).items():
@@ -640,7 +640,7 @@ class SpillingLane(Lane):
             if known is not None:
                 known.rows.append((number, header.rank.pp, rows))
 
-    def _note(self, engine: Engine, parts: Iterable[RequestRows], rank: Rank, number: int) -> None:
+    def _note(self, engine: KnownEngine, parts: Iterable[RequestRows], rank: Rank, number: int) -> None:
         for part in parts:
             request = engine.open.get(part.id)
             key = (engine.name, part.id)
@@ -697,9 +697,9 @@ class SpillingLane(Lane):
 
     def _done_with(self, request: Request, number: int) -> None:
         """Put down that the consumer has made a request its own. Called on any thread."""
-        self._settled.put((request, number, self._put_done(Done(request.engine, request.id, number))))
+        self._settled.put((request, number, self._put_done(RequestDoneMark(request.engine, request.id, number))))
 
-    def _put_done(self, done: Done) -> bool:
+    def _put_done(self, done: RequestDoneMark) -> bool:
         """Return whether there was room for the record. Called on any thread."""
         try:
             self.inbox.put(done)
@@ -729,7 +729,7 @@ class SpillingLane(Lane):
             self._done[key] = number
             known = self._known(request)
             if not is_put:
-                self._owed.append((known.first if known is not None else 0, Done(*key, number)))
+                self._owed.append((known.first if known is not None else 0, RequestDoneMark(*key, number)))
             for each in (self._open, self._long):
                 if known is not None and each.get(key) is known:
                     del each[key]

@@ -37,7 +37,7 @@ import msgspec
 from capflow import limits
 from capflow.buffers.spool import Files, FullError, InUseError, Lost, Spool
 from capflow.buffers.spool.items import HEADER_BYTES
-from capflow.capture.frame import Frame, FrameHeader, Rank, RequestRows, Source
+from capflow.capture.frame import Frame, FrameHeader, Rank, RequestRows, WorkerBoot
 from capflow.capture.model import ModelInfo
 from capflow.errors import CapflowError, explain
 from capflow.steering.action import Answered
@@ -78,7 +78,7 @@ class Gone(msgspec.Struct, frozen=True, array_like=True):
     anew: bool = False
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True):
+class RequestDoneMark(msgspec.Struct, frozen=True, array_like=True):
     """A request that the consumer is done with; through: the last record that is of it, and not of another with its id; 0 in old records, which is this one."""
 
     engine: str
@@ -119,7 +119,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     unkept: list[Unkept] = []
     models: list[ModelInfo] = []
     of: list[tuple[str, int]] = []
-    done: list[Done] = []
+    done: list[RequestDoneMark] = []
 
     @property
     def known(self) -> list[Known]:
@@ -136,18 +136,18 @@ class _Place(msgspec.Struct, frozen=True):
     seq: int
 
 
-class Item(NamedTuple):
+class InboxItem(NamedTuple):
     """One thing that came out, and the number of its record."""
 
     number: int
-    what: Frame | Known | Gone | Done | Missed | Answered | Checkpoint | Lost
+    what: Frame | Known | Gone | RequestDoneMark | Missed | Answered | Checkpoint | Lost
 
 
 _KINDS: dict[bytes, type[Any]] = {
     b"F": FrameHeader,
     b"E": Known,
     b"L": Gone,
-    b"D": Done,
+    b"D": RequestDoneMark,
     b"M": Missed,
     b"A": Answered,
     b"C": Checkpoint,
@@ -158,9 +158,11 @@ _place = msgspec.msgpack.Decoder(_Place)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def read_head(head: bytes) -> FrameHeader | Known | Gone | Done | Missed | Answered | Checkpoint:
+def read_head(head: bytes) -> FrameHeader | Known | Gone | RequestDoneMark | Missed | Answered | Checkpoint:
     """Return what a record's head says. Raises KeyError and msgspec.MsgspecError for a record of another version."""
-    said: FrameHeader | Known | Gone | Done | Missed | Answered | Checkpoint = _decoders[head[:1]].decode(head[1:])
+    said: FrameHeader | Known | Gone | RequestDoneMark | Missed | Answered | Checkpoint = _decoders[head[:1]].decode(
+        head[1:]
+    )
     return said
 
 
@@ -206,7 +208,7 @@ class Inbox:
         self._files = files
         self._spool: Spool | None = None  # from `open`
         self._engines: dict[str, Known] = {}  # by name, as of what was taken out
-        self._marks: dict[Source, int] = {}  # as of what was put in; the latest last
+        self._marks: dict[WorkerBoot, int] = {}  # as of what was put in; the latest last
         self._marks_lost = 0  # that had no room
         self._lock = threading.Lock()  # guards the next
         self._checkpoints: deque[tuple[int, int]] = (
@@ -278,7 +280,7 @@ class Inbox:
         """Return one of the same consumer, to be opened at another place, for what is left there."""
         return Inbox(self.root, self.name, self.bytes_max, on_synced=lambda _: None, files=self._files)
 
-    def join(self, other: Inbox, here: Mapping[tuple[Source, int], int]) -> None:
+    def join(self, other: Inbox, here: Mapping[tuple[WorkerBoot, int], int]) -> None:
         """Know what another one knows, of which the frames are to come behind what is here; before anything is put in or taken.
 
         here: as of `frames_here`. Raises CapflowError.
@@ -298,11 +300,11 @@ class Inbox:
                 self.put(known)
         self._joined_from = self.spool.last
 
-    def joined(self, key: tuple[str, str], last: int) -> Done:
+    def joined(self, key: tuple[str, str], last: int) -> RequestDoneMark:
         """Return what is to be put in of a request that the consumer was done with in another one, of which the last frame is this record here."""
         self.done[key] = max(self.done.get(key, 0), last)
         self._joining.discard(key)
-        return Done(*key, self.done[key])
+        return RequestDoneMark(*key, self.done[key])
 
     @property
     def has_done(self) -> bool:
@@ -339,7 +341,7 @@ class Inbox:
                         }
                     case Missed(engine, seconds):
                         self._miss(engine, seconds)
-                    case Done(engine, request, through):
+                    case RequestDoneMark(engine, request, through):
                         self.done[engine, request] = through or number
                     case Checkpoint() as said:
                         marks, unkept = said.marks, said.unkept
@@ -387,7 +389,7 @@ class Inbox:
         known = self._engines.get(engine)
         return known.model if known is not None else None
 
-    def frames_here(self) -> dict[tuple[Source, int], int]:
+    def frames_here(self) -> dict[tuple[WorkerBoot, int], int]:
         """Return the numbers of the frames that an earlier process left; to be called after `open`, before anything is put in. Raises CapflowError."""
         places = ((_place.decode(head[1:]), number) for number, head in self.spool.heads() if head[:1] == b"F")
         return {((place.engine, place.boot, place.rank), place.seq): number for place, number in places}
@@ -442,7 +444,7 @@ class Inbox:
         """Note that a frame is not needed here if it comes again."""
         self._mark(header.source, header.seq)
 
-    def put(self, what: Known | Gone | Done | Missed | Answered, timeout_s: float = 0.0) -> int:
+    def put(self, what: Known | Gone | RequestDoneMark | Missed | Answered, timeout_s: float = 0.0) -> int:
         """Take anything else; return its record's number. Raises FullError as `put_frame` does."""
         head = _bytes[type(what)] + _encoder.encode(what)
         number = self._append(head, b"", timeout_s)
@@ -457,7 +459,7 @@ class Inbox:
         known = self._put_engines.get(engine)
         return known is model or known == model
 
-    def _mark(self, source: Source, seq: int) -> None:
+    def _mark(self, source: WorkerBoot, seq: int) -> None:
         had = self._marks.pop(source, 0)
         self._marks[source] = max(had, seq)
         while len(self._marks) > _MARKS_MAX:
@@ -469,7 +471,7 @@ class Inbox:
 
     # For the thread that takes out.
 
-    def take(self, timeout_s: float) -> Item | None:
+    def take(self, timeout_s: float) -> InboxItem | None:
         """Return what comes next, waiting for it for at most so long; None when nothing came."""
         found = self.spool.read(timeout_s)
         if found is None:
@@ -480,19 +482,19 @@ class Inbox:
             self.frames_lost += found.last - found.first + 1
             self._frames_taken += found.last - found.first + 1
             self._taken_through = max(self._taken_through, found.last)
-            return Item(found.id, found)
+            return InboxItem(found.id, found)
         if found.id > self._taken_through:
             self._taken_through = found.id
             self._frames_taken += found.head[:1] == b"F"
         try:
             said = read_head(found.head)
         except (msgspec.MsgspecError, KeyError):  # of another version
-            return Item(found.id, Lost(found.id, found.id, "unreadable", None))
+            return InboxItem(found.id, Lost(found.id, found.id, "unreadable", None))
         if isinstance(said, Known):
             self._engines[said.engine] = said
         elif isinstance(said, Gone) and said.replica is None:
             self._engines.pop(said.engine, None)
-        return Item(found.id, Frame(said, found.body) if isinstance(said, FrameHeader) else said)
+        return InboxItem(found.id, Frame(said, found.body) if isinstance(said, FrameHeader) else said)
 
     def look(self, numbers: Sequence[int]) -> Iterator[tuple[int, Frame | None]]:
         """Yield frames that were taken out and not forgotten, once more, by rising numbers; None for one that cannot be read. Raises OSError."""
@@ -533,7 +535,7 @@ class Inbox:
         unkept: Callable[[int], list[Unkept]],
         *,
         needed: Callable[[], Mapping[str, ModelInfo]] = dict,
-        done: Callable[[int], list[Done]] = lambda _: [],
+        done: Callable[[int], list[RequestDoneMark]] = lambda _: [],
         at_once: bool = False,
     ) -> None:
         """Note that nothing up to a record is needed any more; on the disk, when that is worth a checkpoint, or at once.
@@ -577,7 +579,7 @@ class Inbox:
         number: int,
         unkept: list[Unkept],
         needed: Callable[[], Mapping[str, ModelInfo]],
-        done: list[Done],
+        done: list[RequestDoneMark],
         bytes_max: int,
     ) -> bytes:
         """Return the head of a checkpoint of at most so many bytes.
@@ -635,7 +637,7 @@ class Inbox:
         *,
         keep: bool,
         needed: Callable[[], Mapping[str, ModelInfo]] = dict,
-        done: Callable[[int], list[Done]] = lambda _: [],
+        done: Callable[[int], list[RequestDoneMark]] = lambda _: [],
     ) -> bool:
         """Give the directory back; return whether every record is durable.
 
@@ -662,7 +664,9 @@ class Inbox:
         return True
 
 
-def _checkpoint_head(engines: Mapping[str, Known], marks: list[Mark], unkept: list[Unkept], done: list[Done]) -> bytes:
+def _checkpoint_head(
+    engines: Mapping[str, Known], marks: list[Mark], unkept: list[Unkept], done: list[RequestDoneMark]
+) -> bytes:
     """Return the head of a checkpoint, in which each model is written once."""
     models: dict[ModelInfo, int] = {}
     of = [(known.engine, models.setdefault(known.model, len(models))) for known in engines.values()]

@@ -18,7 +18,7 @@ import msgspec
 from capflow.buffers.spool import heads
 from capflow.capture.frame import FrameHeader, rows_of
 from capflow.errors import CapflowError
-from capflow.hub.lanes.inbox import INBOXES_MAX, Checkpoint, Done, Unkept, read_head
+from capflow.hub.lanes.inbox import INBOXES_MAX, Checkpoint, RequestDoneMark, Unkept, read_head
 
 _INBOX = re.compile(r"(.+-[0-9a-f]{16})(?:\.\d+)?")
 _NAMED_MAX = 20
@@ -147,7 +147,7 @@ def _read_once(place: Path) -> _Requests:
             match None if head is None else read_head(head):
                 case FrameHeader() as header:
                     requests.add(number, header)
-                case Done(engine, request, through):
+                case RequestDoneMark(engine, request, through):
                     requests.done((engine, request), through or number)
                 case Checkpoint() as checkpoint:
                     requests.checkpoint(checkpoint.unkept)

@@ -35,7 +35,7 @@ from capflow.capture.result import CaptureResult, RequestDone
 from capflow.errors import CapflowError, explain, kind_of
 from capflow.hub.lanes.backoff import Backoff
 from capflow.hub.lanes.notes import Notes, weight
-from capflow.hub.lanes.pace import Pace
+from capflow.hub.lanes.pace import ConsumerPace
 from capflow.hub.requests.ledger import Delivery, Request, Tally
 from capflow.plugins.configure import ConfiguredConsumer, rename
 from capflow.plugins.consumer import Consumer
@@ -112,7 +112,7 @@ class Lane:
         )
         self.gave_up = False  # whether the hub stopped while the consumer could not go on; never cleared
         self.results: Counter[str] = Counter()  # requests that it is done with, by status; by the hub's thread
-        self.pace = Pace()  # written by the thread
+        self.pace = ConsumerPace()  # written by the thread
         self.counts: Counter[str] = Counter()  # the consumer's own; guarded by `_lock`
         self.dropped: Counter[str] = Counter()  # rows by reason; by the hub's thread, at shutdown by the lane's
         self._losses = LossLog(logger, f"consumer {self.name}", consumer=self.name)

@@ -21,7 +21,7 @@ from capflow.buffers.spool import InUseError, heads
 from capflow.buffers.spool.report import in_use, remove
 from capflow.capture.frame import FrameHeader
 from capflow.errors import CapflowError
-from capflow.hub.lanes.inbox import INBOXES_MAX, Checkpoint, Done, Inbox, read_head
+from capflow.hub.lanes.inbox import INBOXES_MAX, Checkpoint, Inbox, RequestDoneMark, read_head
 
 logger = logging.getLogger("capflow.consumer")
 
@@ -98,7 +98,7 @@ def waits(place: Path) -> bool:
                 case FrameHeader(engine=engine, requests=requests, finished=finished):
                     names = {*(part.id for part in requests), *(end.id for end in finished)}
                     last |= {(engine, name): number for name in names}
-                case Done(engine, request, through):
+                case RequestDoneMark(engine, request, through):
                     done[engine, request] = through or number
                 case Checkpoint() as checkpoint:
                     unkept = {(long.engine, long.request.id) for long in checkpoint.unkept}

@@ -10,7 +10,7 @@ import time
 from capflow import limits
 
 
-class Pace:
+class ConsumerPace:
     """What is known of how one consumer gets on, from its first call to its last."""
 
     def __init__(self) -> None:

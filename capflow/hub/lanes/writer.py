@@ -20,7 +20,7 @@ import msgspec
 from capflow import limits
 from capflow.buffers.queue import ByteQueue, Overload
 from capflow.buffers.spool import FullError, Lost
-from capflow.capture.frame import Frame, FrameHeader, Source, rows_of
+from capflow.capture.frame import Frame, FrameHeader, WorkerBoot, rows_of
 from capflow.capture.losses import Losses, lessened, note_frame
 from capflow.capture.model import ModelInfo
 from capflow.hub.lanes.inbox import TOO_LARGE, Gone, Inbox, Known, Missed
@@ -33,7 +33,7 @@ _RETRY_S = 1.0
 Taken = Callable[[], None]
 
 
-class Kept(NamedTuple):
+class QueuedFrame(NamedTuple):
     """A frame on its way into the inbox. model: its engine's."""
 
     frame: Frame
@@ -68,7 +68,7 @@ class InboxWriter:
         self.fallback = fallback
         self._dropped = dropped
         self._beside: list[Inbox] = []  # to be emptied into the inbox before anything else
-        self._here: Mapping[tuple[Source, int], int] = {}  # the numbers of frames that are in it since before
+        self._here: Mapping[tuple[WorkerBoot, int], int] = {}  # the numbers of frames that are in it since before
         # Rows that did not get in, by engine and pipeline stage, and request, until the stage's end of the request says so.
         self._lost: defaultdict[tuple[str, int], dict[str, Losses]] = defaultdict(dict)
         self._owed: deque[FrameHeader] = deque()  # the ends of requests without room
@@ -77,7 +77,7 @@ class InboxWriter:
         self._writing_since: float | None = None  # set by the thread while it writes
         self._thread = threading.Thread(target=self._run, name=f"capflow-{name}-inbox", daemon=True)
 
-    def start(self, beside: Sequence[Inbox], here: Mapping[tuple[Source, int], int]) -> None:
+    def start(self, beside: Sequence[Inbox], here: Mapping[tuple[WorkerBoot, int], int]) -> None:
         """Begin, with what other inboxes hold, each of them opened and joined; here: frames that were copied from them before."""
         self._beside = list(beside)
         self._here = here
@@ -146,7 +146,7 @@ class InboxWriter:
         while True:
             failed = self.failures
             self._safely(self._put, item)
-            if failed == self.failures or not isinstance(item, Kept) or self._inbox.has(item.frame.header):
+            if failed == self.failures or not isinstance(item, QueuedFrame) or self._inbox.has(item.frame.header):
                 return
             if self._queue.closed:
                 raise FullError("disk_failed", "the hub stops")
@@ -161,9 +161,9 @@ class InboxWriter:
 
     def _put(self, item: Any) -> None:
         match item:
-            case Kept(frame, taken, _) if self._inbox.has(frame.header):  # perhaps it is not durable yet
+            case QueuedFrame(frame, taken, _) if self._inbox.has(frame.header):  # perhaps it is not durable yet
                 self._take_when_durable(self._inbox.spool.last, taken)
-            case Kept(frame, taken, model):
+            case QueuedFrame(frame, taken, model):
                 self._put_frame(frame, taken, self.fallback, model)
             case Greeting(known, done):
                 done()

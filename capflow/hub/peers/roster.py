@@ -19,7 +19,7 @@ from capflow.capture.frame import FrameHeader, Rank
 from capflow.capture.model import ModelInfo
 from capflow.errors import UsageError, explain
 from capflow.hub.counts import age_s
-from capflow.hub.requests.ledger import Engine
+from capflow.hub.requests.ledger import KnownEngine
 from capflow.plugins.configure import ConfiguredController
 from capflow.protocol.credit import Intake, Pool
 from capflow.protocol.message import Hello, WorkerCounts
@@ -30,12 +30,12 @@ SOURCE_BYTES = 4 * limits.KIB  # of memory, of a worker
 
 
 @dataclass(eq=False)
-class Source:
+class WorkerState:
     """What the hub has of one boot of one worker, and what came from it so far."""
 
     boot: str
     rank: Rank
-    engine: Engine
+    engine: KnownEngine
     intake: Intake
     peer: bytes | None = None  # its connection, while it has one
     silent_since: float | None = None  # since when it has none, as the hub last looked; on the monotonic clock
@@ -61,7 +61,7 @@ class Peer(NamedTuple):
 
     session: HubSession
     hello: Hello
-    source: Source | None  # a worker's
+    source: WorkerState | None  # a worker's
     owner: str
 
     def status(self, now: float) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class OnLost(Protocol):
     """Called with the part of an engine that is gone, as `Ledger.lose` takes it."""
 
     def __call__(
-        self, engine: Engine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
+        self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
     ) -> None:
         """Take note of it."""
 
@@ -107,7 +107,7 @@ class Roster:
         controllers: Sequence[ConfiguredController],
         *,
         fits: Callable[[ModelInfo], None],
-        on_engine: Callable[[Engine], None],
+        on_engine: Callable[[KnownEngine], None],
         on_lost: OnLost,
     ) -> None:
         self.pool = pool  # of credit, which the workers share
@@ -115,9 +115,9 @@ class Roster:
         self.sessions = Shares("sessions", limits.SESSIONS_MAX, unit="sessions", do="close some, or try again later")
         self.state = state  # of memory
         self.peers: dict[bytes, Peer] = {}  # by connection, until they leave
-        self.engines: dict[str, Engine] = {}  # by name, while a worker or a scheduler of it is known
+        self.engines: dict[str, KnownEngine] = {}  # by name, while a worker or a scheduler of it is known
         self.resumed = 0  # workers that came back with the boot that they had
-        self._sources: dict[tuple[str, Rank], Source] = {}
+        self._sources: dict[tuple[str, Rank], WorkerState] = {}
         self._fits = fits
         self._on_engine = on_engine
         self._on_lost = on_lost
@@ -253,7 +253,7 @@ class Roster:
         """Return whether a worker or a scheduler of an engine is connected."""
         return any(known.hello.engine == engine and known.hello.role != "client" for known in self.peers.values())
 
-    def _engine(self, name: str, model: ModelInfo, user: str) -> Engine:
+    def _engine(self, name: str, model: ModelInfo, user: str) -> KnownEngine:
         engine = self.engines.get(name)
         if engine is not None and engine.user != user:
             raise UsageError(explain(f"engine {name}", got="another key than its other workers", expected="the same"))
@@ -269,13 +269,13 @@ class Roster:
             controller.check(model)
         if engine is not None:
             self._forget(engine)
-        new = Engine(name, model, user)
+        new = KnownEngine(name, model, user)
         self._take(new, new.nbytes)
         self.engines[name] = new
         self._on_engine(new)
         return new
 
-    def _source(self, engine: Engine, hello: Hello, peer: bytes) -> Source:
+    def _source(self, engine: KnownEngine, hello: Hello, peer: bytes) -> WorkerState:
         """Return what the hub has of a worker, new if it is a new boot of it."""
         key = engine.name, hello.rank
         source = self._sources.get(key)
@@ -287,7 +287,7 @@ class Roster:
                 self._drop(source)
                 self._on_lost(source.engine, hello.rank.dp, hello.rank.pp, anew=True)
             self._take(engine, SOURCE_BYTES)
-            source = self._sources[key] = Source(hello.boot, hello.rank, engine, Intake(self.pool, engine.owner))
+            source = self._sources[key] = WorkerState(hello.boot, hello.rank, engine, Intake(self.pool, engine.owner))
         else:
             self.resumed += 1
         source.engine = engine
@@ -304,7 +304,7 @@ class Roster:
             if known.source is not None:
                 known.source.peer = None  # acknowledgements of its frames are not for the next peer with this name
 
-    def _take(self, engine: Engine, nbytes: int) -> None:
+    def _take(self, engine: KnownEngine, nbytes: int) -> None:
         """Take memory for an engine. When there is no room, its owner's workers that fell silent are forgotten. Raises RoomError."""
         if nbytes > self.state.room(engine.owner):
             for source in [each for each in self._sources.values() if each.peer is None]:
@@ -316,7 +316,7 @@ class Roster:
                     self._forget_unexpected(each.name)
         self.state.take(engine.owner, nbytes, what="engines and workers")
 
-    def _drop(self, source: Source) -> None:
+    def _drop(self, source: WorkerState) -> None:
         """Forget a worker."""
         key = source.engine.name, source.rank
         if self._sources.get(key) is source:
@@ -329,7 +329,7 @@ class Roster:
         if engine is not None and not self._expected(name):
             self._forget(engine)
 
-    def _forget(self, engine: Engine) -> None:
+    def _forget(self, engine: KnownEngine) -> None:
         del self.engines[engine.name]
         self._on_lost(engine)
         self.state.give(engine.owner, engine.nbytes)

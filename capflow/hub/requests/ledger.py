@@ -76,7 +76,7 @@ class Tally:
         self.opening: int | None = None  # which opening of the consumer got its first rows; written by its thread
 
 
-class Engine:
+class KnownEngine:
     """An engine that is known: its model, its open requests by id, and the public key of its workers ("" where there are none)."""
 
     def __init__(self, name: str, model: ModelInfo, user: str = "") -> None:
@@ -332,7 +332,7 @@ class Ledger:
                 where = f"consumers.{wish.consumer}.capture"
                 wish.spec.resolve(model.sites, num_layers=model.num_layers, where=where)
 
-    def admit(self, header: FrameHeader, engine: Engine) -> None:
+    def admit(self, header: FrameHeader, engine: KnownEngine) -> None:
         """Check that what the requests of a frame want fits the engine's model, before anything of the frame is taken.
 
         `take`, `miss`, `keepers` and `finish` of an admitted frame raise nothing. Raises RemoteProtocolError.
@@ -343,7 +343,7 @@ class Ledger:
             if part.id not in known:
                 self._shares(engine, None if part.capture is None else part.capture.untagged())
 
-    def take(self, frame: Frame, engine: Engine) -> list[Delivery]:
+    def take(self, frame: Frame, engine: KnownEngine) -> list[Delivery]:
         """Note a frame's rows; return it for each consumer that wants some of them."""
         header = frame.header
         rank, stage = header.rank, header.rank.pp
@@ -379,7 +379,7 @@ class Ledger:
                 deliveries.append(Delivery(consumer, mine, rows, parts))
         return deliveries
 
-    def miss(self, header: FrameHeader, engine: Engine, reason: str, *, placed: bool = True) -> int:
+    def miss(self, header: FrameHeader, engine: KnownEngine, reason: str, *, placed: bool = True) -> int:
         """Note that the rows of a frame are lost; return how many of them are of requests that somebody wants something of.
 
         placed: whether the header can be believed where the rows are.
@@ -399,7 +399,7 @@ class Ledger:
                 missed += rows[part.id]
         return missed
 
-    def keepers(self, header: FrameHeader, engine: Engine) -> Sequence[int]:
+    def keepers(self, header: FrameHeader, engine: KnownEngine) -> Sequence[int]:
         """Return the consumers with lanes that keep that want something of the requests that a frame names; before `finish`."""
         if not self._keeping:
             return ()
@@ -414,7 +414,7 @@ class Ledger:
                 wanted.append(self._shares(engine, None if part.capture is None else part.capture.untagged()))
         return [index for index in self._keeping if any(shares[index] is not None for shares in wanted)]
 
-    def recall(self, part: RequestRows, engine: Engine, rank: Rank, rows: Mapping[int, int]) -> Request:
+    def recall(self, part: RequestRows, engine: KnownEngine, rank: Rank, rows: Mapping[int, int]) -> Request:
         """Return a request of which an earlier hub had rows that are lost, by pipeline stage; it is open."""
         request = self._request(engine, part, rank)
         request.prompt_length = part.prompt_length
@@ -423,13 +423,13 @@ class Ledger:
             request.lost.count("earlier_hub", lost)
         return request
 
-    def pass_over(self, request: str, engine: Engine, rank: Rank) -> None:
+    def pass_over(self, request: str, engine: KnownEngine, rank: Rank) -> None:
         """Note that nobody wants anything of a request, unless it is open."""
         if request not in engine.open:
             none = (None,) * len(self.wishes)
             self._add(Request(engine.name, request, rank.dp, none, self._no_tags, (), rank.pp), engine)
 
-    def finish(self, header: FrameHeader, engine: Engine) -> list[Request]:
+    def finish(self, header: FrameHeader, engine: KnownEngine) -> list[Request]:
         """Note the ends that a frame tells of; return the requests that are over now."""
         over = []
         for finished in header.finished:
@@ -455,7 +455,7 @@ class Ledger:
         dropped = tuple(Dropped(each.rows, each.reason) for each in finished.dropped)
         return msgspec.structs.replace(finished, dropped=dropped, acted=(), capture=None)
 
-    def _note_end(self, request: Request, stage: int, finished: Finished, engine: Engine) -> None:
+    def _note_end(self, request: Request, stage: int, finished: Finished, engine: KnownEngine) -> None:
         """Note that a pipeline stage ended a request, and which of its rows did not come."""
         request.prompt_length = finished.prompt_length
         request.finished[stage] = finished
@@ -467,7 +467,7 @@ class Ledger:
             else:
                 _count_earlier(request, stage, missing)
 
-    def _end_unopened(self, engine: Engine, part: RequestRows, rank: Rank, finished: Finished) -> Request | None:
+    def _end_unopened(self, engine: KnownEngine, part: RequestRows, rank: Rank, finished: Finished) -> Request | None:
         """Note the end of a request that had no room; return it, opened, when each pipeline stage has ended it."""
         key = engine.name, part.id
         ends = self._unopened.setdefault(key, {})
@@ -483,13 +483,13 @@ class Ledger:
         return request
 
     def lose(
-        self, engine: Engine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
+        self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
     ) -> list[Request]:
         """As `losing`, all at once; return the requests."""
         return list(itertools.chain.from_iterable(self.losing(engine, replica, stage, anew=anew)))
 
     def losing(
-        self, engine: Engine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
+        self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
     ) -> Iterator[list[Request]]:
         """End open requests of an engine with status `error`; yield them in slices. Meanwhile it is to open none.
 
@@ -520,12 +520,12 @@ class Ledger:
             self.requests_failed += len(lost)
             yield lost
 
-    def was_lost(self, finished: Finished, engine: Engine) -> bool:
+    def was_lost(self, finished: Finished, engine: KnownEngine) -> bool:
         """Return whether an end is of a request that `lose` ended, of which nothing came since: consumers know that it did not end."""
         lost = finished.status == "error" and finished.id not in engine.open
         return lost and (engine.name, finished.id) in self._lost
 
-    def late(self, finished: Finished, engine: Engine, stage: int) -> Late | None:
+    def late(self, finished: Finished, engine: KnownEngine, stage: int) -> Late | None:
         """Note an end of a pipeline stage of a request that `was_lost`; return what all of them say when each stage has ended it."""
         lost = self._lost[engine.name, finished.id]
         losses = Losses()
@@ -587,7 +587,7 @@ class Ledger:
         readers = ", ".join(self.readers) or "none, for no consumer reads what requests ask for"
         return explain("capture", got=f"consumer {consumer}", expected=f"one of this hub's: {readers}")
 
-    def _end(self, engine: Engine, request: Request, status: str) -> None:
+    def _end(self, engine: KnownEngine, request: Request, status: str) -> None:
         request.status = status
         del engine.open[request.id]
         self.requests_open -= 1
@@ -609,7 +609,7 @@ class Ledger:
         else:
             del self._engines_of[request_id]
 
-    def _request(self, engine: Engine, part: RequestRows, rank: Rank, *, ends: bool = False) -> Request:
+    def _request(self, engine: KnownEngine, part: RequestRows, rank: Rank, *, ends: bool = False) -> Request:
         """Return an open request, opened now if it is not.
 
         A request that has no room is opened only to end at once: else what is returned is nobody's, and wants nothing.
@@ -628,7 +628,7 @@ class Ledger:
                 return Request(engine.name, part.id, rank.dp, (None,) * len(self.wishes), self._no_tags, (), rank.pp)
         return self._open(engine, part, rank, nbytes)
 
-    def _open(self, engine: Engine, part: RequestRows, rank: Rank, nbytes: int) -> Request:
+    def _open(self, engine: KnownEngine, part: RequestRows, rank: Rank, nbytes: int) -> Request:
         capture = part.capture
         shares = self._shares(engine, None if capture is None else capture.untagged())
         tags, strangers = self._tags(capture), self._strangers(capture)
@@ -637,7 +637,7 @@ class Ledger:
         self._add(request, engine)
         return request
 
-    def _with_room(self, request: Request, finished: Finished, engine: Engine) -> Finished:
+    def _with_room(self, request: Request, finished: Finished, engine: KnownEngine) -> Finished:
         """Return the end of a request without the places of lost rows, if these have no room."""
         sites = sum(len(gap.sites) for dropped in finished.dropped for gap in dropped.gaps)
         gaps = sum(len(dropped.gaps) for dropped in finished.dropped)
@@ -650,7 +650,7 @@ class Ledger:
         dropped = tuple(Dropped(each.rows, each.reason) for each in finished.dropped)
         return msgspec.structs.replace(finished, dropped=dropped)
 
-    def _add(self, request: Request, engine: Engine) -> None:
+    def _add(self, request: Request, engine: KnownEngine) -> None:
         engine.open[request.id] = self._requests[request.key] = request
         self.kept.remove(request.key)
         self._lost.pop((engine.name, request.id), None)
@@ -670,7 +670,7 @@ class Ledger:
             return ()
         return tuple(name for name in capture.by_name if name not in self.readers)
 
-    def _shares(self, engine: Engine, capture: Capture | None) -> tuple[Share | None, ...]:
+    def _shares(self, engine: KnownEngine, capture: Capture | None) -> tuple[Share | None, ...]:
         key = engine.tapped, engine.model.num_layers, b"" if capture is None else msgspec.msgpack.encode(capture)
         shares = self._specs.get(key)
         if shares is None:
@@ -679,7 +679,7 @@ class Ledger:
             self._specs.put(key, shares, nbytes)
         return shares
 
-    def _share(self, wish: Wish, engine: Engine, capture: Capture | None) -> Share | None:
+    def _share(self, wish: Wish, engine: KnownEngine, capture: Capture | None) -> Share | None:
         asked = capture.of(wish.consumer) if capture is not None and wish.reads_requests else None
         specs = [spec for spec in (wish.spec, asked) if spec is not None]
         try:

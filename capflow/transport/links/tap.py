@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from capflow import limits
 from capflow.capture.frame import Frame
-from capflow.protocol.message import Hello, Message, Tap, Tapped, Welcome
+from capflow.protocol.message import Hello, Message, Watched, WatchRequest, Welcome
 from capflow.protocol.session import State
 from capflow.transport.links.link import Link
 from capflow.transport.sockets import Dealer
@@ -26,7 +26,7 @@ class TapLink(Link):
         address: str,
         *,
         on_frame: Callable[[Frame], None],
-        on_tapped: Callable[[Tapped], None],
+        on_tapped: Callable[[Watched], None],
         on_lost: Callable[[], None],
         key: str | None = None,
     ) -> None:
@@ -38,14 +38,14 @@ class TapLink(Link):
 
     def _fill(self, dealer: Dealer, now: float) -> None:
         if self._taken_bytes and self._session.state is State.OPEN:
-            dealer.send(self._session.send(Tap(self._taken_bytes), now))
+            dealer.send(self._session.send(WatchRequest(self._taken_bytes), now))
             self._taken_bytes = 0
 
     def _received(self, said: Frame | Message) -> None:
         match said:
             case Welcome():
                 self._taken_bytes = limits.TAP_BYTES_MAX
-            case Tapped():
+            case Watched():
                 self._on_tapped(said)
             case Frame():
                 self._on_frame(said)

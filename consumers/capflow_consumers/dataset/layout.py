@@ -80,7 +80,7 @@ class TokenRun(msgspec.Struct, frozen=True):
     texts: list[str]
 
 
-class Source(msgspec.Struct, frozen=True):
+class FrameRange(msgspec.Struct, frozen=True):
     """Frames of one boot of a worker that have rows of the request, without a gap from the first to the last."""
 
     boot: str
@@ -115,7 +115,7 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     budget_reached: bool = False
     sites: list[SiteFile]
     texts: list[TokenRun]
-    sources: list[Source] = []
+    sources: list[FrameRange] = []
     layout: Layout = "per_file"
     capture: Total | None = None
     tag: str = ""

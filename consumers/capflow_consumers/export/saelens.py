@@ -30,7 +30,7 @@ _BATCH_BYTES = 8 << 20
 _FILE_BYTES = 500 << 20
 
 
-class Written(NamedTuple):
+class ExportedSite(NamedTuple):
     """What SAELens is to be told of one site: `hook_name`, `context_size`, `d_in`, `dtype`. rows_left: in no context."""
 
     hook_name: str
@@ -61,7 +61,7 @@ def to_saelens(
     destination: Destination,
     context_size: int,
     on_capture: Callable[[], object],
-) -> Iterator[Written]:
+) -> Iterator[ExportedSite]:
     """Write a data set for each site that has none yet; yield what was written. on_capture: called after each capture of a site."""
     check_fits(sites, context_size)
     for site, told in sites.items():
@@ -76,7 +76,7 @@ def _write(
     destination: Destination,
     context_size: int,
     on_capture: Callable[[], object],
-) -> Written:
+) -> ExportedSite:
     name, width, dtype = site.transformer_lens_name, one_width({site: told}), _dtype(told)
     with destination.writing(name) as directory:
         directory.mkdir()
@@ -102,7 +102,7 @@ def _write(
         left = filled % context_size
         writer.add(rows[: filled - left], token_ids[: filled - left])
         writer.close()
-    return Written(name, width, dtype, writer.contexts, left)
+    return ExportedSite(name, width, dtype, writer.contexts, left)
 
 
 def _dtype(told: SiteContents) -> str:

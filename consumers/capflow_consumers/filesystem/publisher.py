@@ -115,7 +115,7 @@ class Publisher:
             budget_reached=done.budget_reached,
             sites=entries,
             texts=[layout.TokenRun(start, texts) for start, texts in request.tokens.texts()],
-            sources=[layout.Source(*worker, first, last) for worker, first, last in request.frames.runs()],
+            sources=[layout.FrameRange(*worker, first, last) for worker, first, last in request.frames.runs()],
             layout=files.kept_as,
             capture=capture,
             tag=done.tag,

@@ -45,7 +45,7 @@ class SiteSurvey(msgspec.Struct):
     rows_not_finite: int = 0
 
 
-class Gap(msgspec.Struct, frozen=True):
+class CaptureGap(msgspec.Struct, frozen=True):
     """What one capture lacks.
 
     missing: by site, positions as `first..last` where they can be told, else how many rows; dropped: rows by reason.
@@ -84,7 +84,7 @@ class Survey(msgspec.Struct):
     captures_with_gaps: int = 0
     rows_missing: int = 0
     dropped: dict[str, int] = {}
-    gaps: list[Gap] = []
+    gaps: list[CaptureGap] = []
 
 
 class Surveyor:
@@ -186,7 +186,7 @@ class Surveyor:
         if missing or dropped or capture.status != "ok":
             self._survey.captures_with_gaps += 1
             if len(self._survey.gaps) < LISTED_MAX:
-                self._survey.gaps.append(Gap(capture.id, capture.status, capture.error, missing, dict(dropped)))
+                self._survey.gaps.append(CaptureGap(capture.id, capture.status, capture.error, missing, dict(dropped)))
 
     def _damage(self, what: str, path: Path) -> None:
         self._damaged.add(path)

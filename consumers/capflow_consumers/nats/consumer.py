@@ -35,7 +35,7 @@ from capflow_consumers.nats.login import NatsLogin
 from capflow_consumers.nats.messages import (
     ID_HEADER,
     Message,
-    Place,
+    RowsPlace,
     action_message,
     done_message,
     opened_message,
@@ -84,7 +84,7 @@ class _Request:
     __slots__ = ("error", "latest", "rows")
 
     def __init__(self) -> None:
-        self.latest: dict[Rank, Place] = {}  # its last frame of each worker
+        self.latest: dict[Rank, RowsPlace] = {}  # its last frame of each worker
         self.rows = 0
         self.error: str | None = None  # why some of it was not sent
 
@@ -101,7 +101,7 @@ class NatsConsumer(Consumer):
         self.config: NatsConfig = config
         self._requests: dict[tuple[str, str], _Request] = {}
         self._unfit: dict[str, str] = {}  # why no rows of an engine can be scored
-        self._last: dict[str, Place | None] = {}  # of the last message that the stream has, by subject
+        self._last: dict[str, RowsPlace | None] = {}  # of the last message that the stream has, by subject
         self._stuck: dict[str, str] = {}  # why nothing more is sent, by subject
         self._opening = ""  # identifies this opening in the ids of messages
         self._sessions = 0  # messages of sessions that were sent in this opening
@@ -226,7 +226,7 @@ class NatsConsumer(Consumer):
         for chunk in chunks:
             request = self._requests.setdefault((header.engine, chunk.request.id), _Request())
             request.rows += len(chunk.sites) * chunk.rows.shape[1]
-            request.latest[header.rank] = Place.of(header, 0)
+            request.latest[header.rank] = RowsPlace.of(header, 0)
             if errors:
                 request.error = request.error or errors[0]
 

@@ -55,7 +55,7 @@ _AWAY = (
 _T = TypeVar("_T")
 
 
-class RefusedError(CapflowError):
+class NatsRefusedError(CapflowError):
     """The server will not store a message."""
 
 
@@ -244,13 +244,13 @@ class NatsLink:
             raise
         except _AWAY as e:
             if self._denied:
-                raise RefusedError(explain(subject, got=self._denied, expected="the right to use it")) from e
+                raise NatsRefusedError(explain(subject, got=self._denied, expected="the right to use it")) from e
             is_full = _of(e).startswith("maximum ")
             late = isinstance(e, TimeoutError | nats.errors.TimeoutError)
             code = errno.ENOSPC if is_full else errno.ETIMEDOUT if late else errno.ENOTCONN
             raise _AwayError(_of(e), code) from e
         except js_errors.APIError as e:
-            raise RefusedError(explain(f"stream {self._stream}", got=_of(e))) from e
+            raise NatsRefusedError(explain(f"stream {self._stream}", got=_of(e))) from e
 
     def _give_up(self, away: _AwayError) -> CapflowError:
         """Return the error of a server that was away for `give_up_s`. Raises RetryError before."""

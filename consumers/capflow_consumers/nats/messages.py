@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 _encode = msgspec.json.Encoder().encode
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class RowsPlace(msgspec.Struct, frozen=True, array_like=True):
     """Which part of which frame of which worker a message is of."""
 
     boot: str
@@ -60,7 +60,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
         """Return the place of a part of a frame."""
         return cls(header.boot, header.rank, header.seq, part)
 
-    def is_behind(self, last: Place | None) -> bool:
+    def is_behind(self, last: RowsPlace | None) -> bool:
         """Return whether a message of the same worker at `last` says that this one is there too."""
         return last is not None and (self.seq, self.part) <= (last.seq, last.part)
 
@@ -69,7 +69,7 @@ class Message(NamedTuple):
     """One message; `body` is bytes-like. Its id is made of what it is, not of when it is sent."""
 
     subject: str
-    place: Place | None
+    place: RowsPlace | None
     headers: dict[str, str]
     body: Any
 
@@ -79,7 +79,7 @@ def token(name: str) -> str:
     return slug(name).replace(".", "%2E")
 
 
-def message(subject: str, place: Place | None, body: Any, *, rows: Any = None, identity: Any = None) -> Message:
+def message(subject: str, place: RowsPlace | None, body: Any, *, rows: Any = None, identity: Any = None) -> Message:
     """Return a message whose id is made of its subject and place, or of `identity`."""
     said = _encode([subject, place if identity is None else identity])
     headers = {ID_HEADER: xxhash.xxh3_128_hexdigest(said)}
@@ -90,10 +90,10 @@ def message(subject: str, place: Place | None, body: Any, *, rows: Any = None, i
     return Message(subject, place, headers, body)
 
 
-def place_of(headers: dict[str, str]) -> Place | None:
+def place_of(headers: dict[str, str]) -> RowsPlace | None:
     """Return the place that a stored message says it is of; None when it says none."""
     try:
-        return msgspec.json.decode(headers.get(PLACE_HEADER, ""), type=Place)
+        return msgspec.json.decode(headers.get(PLACE_HEADER, ""), type=RowsPlace)
     except msgspec.MsgspecError:
         return None
 
@@ -122,7 +122,7 @@ def action_message(prefix: str, answered: Answered) -> Message:
     return message(subject, None, _encode(said), identity=answered.id)
 
 
-def done_message(prefix: str, done: RequestDone, became: dict[str, Any], place: Place | None, root: str) -> Message:
+def done_message(prefix: str, done: RequestDone, became: dict[str, Any], place: RowsPlace | None, root: str) -> Message:
     """Return the message that a request is over. became: `rows`, `capture_status` and `error`; place: its last frame's, None without rows."""
     about = {name: getattr(done, name) for name in ("engine", "request", "status", "prompt_length", "computed_length")}
     extra = {name: value for name, value in {"root": root, "tag": done.tag}.items() if value}
@@ -151,7 +151,7 @@ def rows_messages(prefix: str, header: FrameHeader, chunks: list[Chunk], scores:
         about["root"] = root
     pieces = ((msgspec.Raw(piece), len(piece)) for chunk in chunks for piece in _pieces(chunk, scores))
     return [
-        message(subject, Place.of(header, number), _encode({**about, "chunks": part}))
+        message(subject, RowsPlace.of(header, number), _encode({**about, "chunks": part}))
         for number, part in enumerate(_packed(pieces))
     ]
 
@@ -164,7 +164,7 @@ def vector_messages(prefix: str, header: FrameHeader, chunks: list[Chunk]) -> li
     return [
         message(
             subject,
-            Place.of(header, number),
+            RowsPlace.of(header, number),
             b"".join(_bytes_of(chunk.rows) for chunk in part),
             rows={"dtype": header.dtype, "chunks": [_description(chunk) for chunk in part]},
         )

@@ -22,7 +22,7 @@ from capflow.errors import CapflowError, UsageError, explain
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import forked
 from capflow_engine.settings import Tapped
-from capflow_engine.structure import Place, Structure, UnclearError, large_on_meta, resolve
+from capflow_engine.structure import HookPlace, Structure, UnclearError, large_on_meta, resolve
 
 
 def check_model(engine_args: Any, patterns: Iterable[str]) -> Tapped:
@@ -264,7 +264,7 @@ def in_one_scale(layers: tuple[Structure, ...]) -> tuple[Structure, ...]:
     return layers
 
 
-def owned_sites(model: Any, info: ModelInfo, dtype: Any) -> Iterator[tuple[Site, Any, Place]]:
+def owned_sites(model: Any, info: ModelInfo, dtype: Any) -> Iterator[tuple[Site, Any, HookPlace]]:
     """Yield each tapped site that this worker owns, with its layer and its place in it.
 
     Raises CapflowError for a site that the model, as it was loaded here, does not have.

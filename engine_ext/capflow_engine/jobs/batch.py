@@ -21,7 +21,7 @@ from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.hubs import hubs_at
 from capflow_engine.jobs.child import Tell, work_for_parent
-from capflow_engine.jobs.job import Job
+from capflow_engine.jobs.job import JobRequest
 from capflow_engine.request.options import KEY, RequestOptions
 from capflow_engine.settings import Outbound, Settings, engine_arguments
 from capflow_engine.steering.budget import Size
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from capflow_engine.request.params import Prepared
 
 
-def run(job: Job, tell: Tell) -> None:
+def run(job: JobRequest, tell: Tell) -> None:
     """Run a job and tell of it as it goes."""
     compat.require()
     compat.prepare_environment(job.engine)
@@ -102,7 +102,7 @@ def run(job: Job, tell: Tell) -> None:
         engine.engine_core.shutdown(timeout=limits.ENGINE_END_S_MAX)
 
 
-def _added(job: Job, engine: Any, info: ModelInfo, store: SteeringStore) -> dict[str, Prepared]:
+def _added(job: JobRequest, engine: Any, info: ModelInfo, store: SteeringStore) -> dict[str, Prepared]:
     """Add the prompts to an engine, each with what steers it; return them by id. Raises UsageError for one that does not fit."""
     from vllm import SamplingParams
 
@@ -133,7 +133,7 @@ def _added(job: Job, engine: Any, info: ModelInfo, store: SteeringStore) -> dict
 
 def main() -> int:
     """Read a job from standard input and run it; return the exit code."""
-    return work_for_parent(lambda tell: run(msgspec.json.decode(sys.stdin.buffer.read(), type=Job), tell))
+    return work_for_parent(lambda tell: run(msgspec.json.decode(sys.stdin.buffer.read(), type=JobRequest), tell))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from capflow.steering.request import Steering
 from capflow_engine.settings import STEERING_BANK_BYTES
 
 
-class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class JobPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line of a prompts file.
 
     id: unique in the file.
@@ -29,7 +29,7 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     line: int = 0
 
 
-class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the parent asks for, as JSON on the child's standard input.
 
     model: a path or a name that vLLM takes, or `demo`. engine: further arguments of the engine, and sampling of
@@ -38,7 +38,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     model: str
-    prompts: list[Prompt]
+    prompts: list[JobPrompt]
     hub: str
     sites: list[str]
     max_tokens: int

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow.capture.site import HOOKS, Site
-from capflow.steering.report import RELATIVE_NORM, Applied, Cost, Fired, Mates, Report
+from capflow.steering.report import RELATIVE_NORM, AppliedCheck, Cost, Fired, Mates, Report
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
 from capflow_engine.jobs.child import Tell, work_for_parent
@@ -49,7 +49,7 @@ _TURN_S_MIN = 2.0
 _ROUNDS_MAX = 50
 
 
-class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CheckJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to check. sites: patterns of those that carry a tap. turns: of each mode; 0 leaves the cost out. directory: to write in."""
 
     model: str
@@ -166,7 +166,7 @@ class Checks:
             },
         )
 
-    def applied(self) -> Applied:
+    def applied(self) -> AppliedCheck:
         """Return what the answer to a request with vectors at every site says of what steered it."""
         import capflow
 
@@ -175,9 +175,9 @@ class Checks:
         said = output.steering_applied
         expected = [str(site) for site in self.sites]
         return (
-            Applied("none", {}, {}, expected)
+            AppliedCheck("none", {}, {}, expected)
             if said is None
-            else Applied(said.key, said.prefill, said.decode, expected)
+            else AppliedCheck(said.key, said.prefill, said.decode, expected)
         )
 
     def cost(self, plain: Plain, turns: int, say: Say) -> Cost:
@@ -209,7 +209,7 @@ def _relative(rows: npt.NDArray[np.float32], others: npt.NDArray[np.float32]) ->
     return float((np.linalg.norm(rows - others, axis=-1) / norms).max())
 
 
-def check(job: Job, say: Say) -> Report:
+def check(job: CheckJob, say: Say) -> Report:
     """Start both engines, beside each other when the cost is asked for, and check; return what was found.
 
     Raises UsageError for a model or sites that are not there, and CapflowError when plain vLLM fails.
@@ -252,7 +252,7 @@ def main() -> int:
     """Do the job that the one argument describes; return the exit code."""
 
     def work(tell: Tell) -> None:
-        job = msgspec.json.decode(sys.argv[1], type=Job)
+        job = msgspec.json.decode(sys.argv[1], type=CheckJob)
         report = check(job, lambda what: tell("stage", what=what))
         tell("report", report=msgspec.to_builtins(report))
 

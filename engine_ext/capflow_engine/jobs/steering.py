@@ -10,7 +10,7 @@ from typing import Any
 from capflow.capture.model import ModelInfo
 from capflow.errors import UsageError, explain
 from capflow.steering.request import NOTHING, Steering
-from capflow_engine.jobs.job import Job
+from capflow_engine.jobs.job import JobRequest
 from capflow_engine.settings import Tapped
 from capflow_engine.steering.budget import Size
 from capflow_engine.steering.fit import Fit
@@ -18,7 +18,7 @@ from capflow_engine.steering.module import load_module, load_modules, of_file
 from capflow_engine.steering.store import SteeringStore
 
 
-def store_for(job: Job, engine_args: Any, tapped: Tapped) -> SteeringStore:
+def store_for(job: JobRequest, engine_args: Any, tapped: Tapped) -> SteeringStore:
     """Return the modules that a job's prompts may name, and the global state, which steers all of them.
 
     Everything is held against the model's configuration, before its weights are loaded. Raises UsageError with the file, or the

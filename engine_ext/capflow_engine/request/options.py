@@ -27,11 +27,11 @@ _NO_MODULES = SteeringStore()
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair: no text that can be sent
 
 
-class Packed(dict[str, Any]):
+class PackedOptions(dict[str, Any]):
     """Options that this process packed, and which are as it checked them; those that a client sent are plain dicts or text."""
 
 
-class Ready(Packed):
+class Ready(PackedOptions):
     """Options with everything that steers their request worked out: nothing is to be added."""
 
 
@@ -99,9 +99,9 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             program.check(info)
         return msgspec.structs.replace(self, steering=None, program=program)
 
-    def pack(self) -> Packed:
+    def pack(self) -> PackedOptions:
         """Return the options as plain values for `extra_args`."""
-        return Packed(msgspec.to_builtins(self, builtin_types=(bytes,)))
+        return PackedOptions(msgspec.to_builtins(self, builtin_types=(bytes,)))
 
     @classmethod
     def said(cls, value: Any) -> RequestOptions:

@@ -14,7 +14,7 @@ compat.require()
 from vllm import SamplingParams  # noqa: E402 - only once the version is known to be one that works
 
 from capflow_engine.request.options import KEY, Ready, RequestOptions, check_names  # noqa: E402
-from capflow_engine.steering.applied import NOTHING_KEY, Applied, Dynamic  # noqa: E402
+from capflow_engine.steering.applied import NOTHING_KEY, Dynamic, SteeringSummary  # noqa: E402
 from capflow_engine.steering.fit import Fit  # noqa: E402
 from capflow_engine.steering.store import SteeringStore  # noqa: E402
 
@@ -78,13 +78,13 @@ class Prepared(msgspec.Struct, frozen=True):
 
     params: SamplingParams
     options: RequestOptions
-    applied: Applied | None
+    applied: SteeringSummary | None
 
-    def said(self, dynamic: Dynamic | None) -> Applied | None:
+    def said(self, dynamic: Dynamic | None) -> SteeringSummary | None:
         """Return what the output says of what steered the request, with what may have while it ran."""
         if dynamic is None:
             return self.applied
-        return (self.applied or Applied(NOTHING_KEY)).beside(dynamic)
+        return (self.applied or SteeringSummary(NOTHING_KEY)).beside(dynamic)
 
     @classmethod
     def of(cls, params: SamplingParams, fit: Fit, store: SteeringStore, name: str) -> Prepared:
@@ -107,7 +107,7 @@ class Prepared(msgspec.Struct, frozen=True):
         check_names(options.names, options.id or name, "id")
         applied = None
         if program is not None or asked != NOTHING:
-            applied = Applied.of(program, asked, everywhere=everywhere, max_tokens=params.max_tokens)
+            applied = SteeringSummary.of(program, asked, everywhere=everywhere, max_tokens=params.max_tokens)
         clone = params.clone()
         clone.extra_args = {**(params.extra_args or {}), KEY: Ready(options.pack())}
         return cls(clone, options, applied)

@@ -23,7 +23,7 @@ from capflow.capture.frame import Rank
 from capflow.capture.positions import Positions
 from capflow.errors import UsageError, explain
 from capflow.protocol.message import Act, Hello, Welcome
-from capflow.steering.action import Abort, Applied, Rejected, Steer, Unsteer
+from capflow.steering.action import Abort, ActionApplied, Rejected, Steer, Unsteer
 from capflow.steering.program import SteeringProgram, with_vectors
 from capflow.steering.request import Steering, Tier
 from capflow_engine.compat import cache as compat_cache
@@ -59,7 +59,7 @@ class Captured:
         super().__init__(*args, vllm_config=vllm_config, **kwargs)  # type: ignore[call-arg]
         compat.let_workers_end()
         compat_cache.limit_reads(self)
-        self.capflow = Ledger(vllm_config, hash_block_size=kwargs.get("hash_block_size") or kwargs["block_size"])
+        self.capflow = Admission(vllm_config, hash_block_size=kwargs.get("hash_block_size") or kwargs["block_size"])
 
     def add_request(self, request: Any) -> None:
         """Admit a request; vLLM's scheduler takes it from here."""
@@ -125,7 +125,7 @@ class Captured:
         super().shutdown()  # type: ignore[misc]
 
 
-class Ledger:
+class Admission:
     """What the scheduler process knows of the requests that run, and its sessions with the hubs."""
 
     def __init__(self, vllm_config: Any, *, hash_block_size: int) -> None:
@@ -303,7 +303,7 @@ class Ledger:
         orders.wishes, self._new_wishes = self._new_wishes, {}
         orders.attach(scheduler_output)
         for action_id in (*self._aborts, *(action_id for action_id, _, _ in ready)):
-            self.links.outcome(Applied(action_id, self._step))
+            self.links.outcome(ActionApplied(action_id, self._step))
         self._aborts.clear()
 
     def settle(self, scheduler_output: Any, model_runner_output: Any) -> None:

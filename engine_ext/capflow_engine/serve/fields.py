@@ -17,7 +17,7 @@ from capflow.errors import UsageError, explain
 from capflow.steering.program import SteeringProgram
 from capflow.steering.request import NOTHING, STEERING_FIELDS, Steering
 from capflow_engine.request.options import KEY, RequestOptions, check_id, check_names
-from capflow_engine.steering.applied import Applied, key_of
+from capflow_engine.steering.applied import SteeringSummary, key_of
 from capflow_engine.steering.budget import Size
 from capflow_engine.steering.fit import Fit
 from capflow_engine.steering.store import SteeringStore
@@ -51,7 +51,7 @@ class Asked(msgspec.Struct, frozen=True, weakref=True):
     options: tuple[RequestOptions, ...]
     wait: bool | None
     key: str | None = None
-    applied: Applied | None = None
+    applied: SteeringSummary | None = None
 
     @property
     def awaits(self) -> bool:
@@ -111,7 +111,7 @@ class Asked(msgspec.Struct, frozen=True, weakref=True):
         asked = options.steering or NOTHING
         options = msgspec.structs.replace(options, steering=None, program=program)
         everywhere = server.store.global_state != NOTHING
-        applied = Applied.of(program, asked, everywhere=everywhere, max_tokens=max_tokens) if report else None
+        applied = SteeringSummary.of(program, asked, everywhere=everywhere, max_tokens=max_tokens) if report else None
         key = key_of(program) if program is not None or asked != NOTHING or report else None
         return cls(_each(options, options.id or id, prompts, samples), wait, key, applied)
 

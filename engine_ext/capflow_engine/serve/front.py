@@ -29,7 +29,7 @@ from capflow_engine.llm.readers import Readers
 from capflow_engine.llm.results import Askers
 from capflow_engine.request.beams import BEAMS, Beams
 from capflow_engine.request.dynamic import taken
-from capflow_engine.request.options import KEY, Packed, RequestOptions
+from capflow_engine.request.options import KEY, PackedOptions, RequestOptions
 from capflow_engine.request.reach import check_params
 from capflow_engine.serve.fields import FIELDS, Asked, Server, check_spelling, resolved
 from capflow_engine.serve.serving import Serving
@@ -213,11 +213,11 @@ class Front:
         """
         said = (params.extra_args or {}).get(KEY)
         brought = BROUGHT.get()
-        if brought is not None and not isinstance(said, Packed):
+        if brought is not None and not isinstance(said, PackedOptions):
             params = copy.copy(params)
             params.extra_args = {**(params.extra_args or {}), KEY: next(brought)}
             return params
-        if isinstance(said, Packed) or (said is None and self.store.global_state == NOTHING):
+        if isinstance(said, PackedOptions) or (said is None and self.store.global_state == NOTHING):
             return params
         (options,) = Asked.parse({}, said, self.server, id="", prompts=1, samples=params.n).options
         options = msgspec.structs.replace(options, id=options.id or None)

@@ -34,7 +34,7 @@ class Dynamic(msgspec.Struct, frozen=True):
     controllers: tuple[str, ...] = ()
 
 
-class Applied(msgspec.Struct, frozen=True, rename={"everywhere": "global"}):
+class SteeringSummary(msgspec.Struct, frozen=True, rename={"everywhere": "global"}):
     """What steers a request, as its response says it.
 
     key: of the program, equal for requests that are steered alike; `none` when nothing is done; `dynamic`, or `KEY+dynamic`, where
@@ -53,7 +53,7 @@ class Applied(msgspec.Struct, frozen=True, rename={"everywhere": "global"}):
     actions: tuple[Change, ...] | msgspec.UnsetType = msgspec.UNSET
     controllers: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
-    def beside(self, dynamic: Dynamic | None) -> Applied:
+    def beside(self, dynamic: Dynamic | None) -> SteeringSummary:
         """Return this with what may have steered the request while it ran."""
         if dynamic is None:
             return self
@@ -63,7 +63,7 @@ class Applied(msgspec.Struct, frozen=True, rename={"everywhere": "global"}):
     @classmethod
     def of(
         cls, program: SteeringProgram | None, asked: Steering, *, everywhere: bool, max_tokens: int | None = None
-    ) -> Applied:
+    ) -> SteeringSummary:
         """Return what a program applies, which was made of what a request asked for.
 
         max_tokens: how many tokens its answer has at most; None where that is not known.

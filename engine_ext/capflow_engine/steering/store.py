@@ -10,7 +10,7 @@ any of them changed, from its next question on. The directory holds
 | `DIGEST.steering` | msgpack of one `Steering`, named by its content; never written twice |
 | `lock` | held by who changes something |
 
-What always holds: an index names only files that are there until the next index is; whoever has a `Held` has all of it,
+What always holds: an index names only files that are there until the next index is; whoever has a `StoreState` has all of it,
 whatever others change. What fits a model is for whoever makes a store to say.
 """
 
@@ -40,7 +40,7 @@ class UnknownModuleError(UsageError):
     """Nobody registered a module of this name."""
 
 
-class Held(msgspec.Struct, frozen=True):
+class StoreState(msgspec.Struct, frozen=True):
     """What a store holds at one time. generation: how many changes there were before."""
 
     generation: int = 0
@@ -79,11 +79,11 @@ class SteeringStore:
         self._check = check
         self._files = None if directory is None else _Files(directory)
         self._lock = threading.Lock()  # held while a thread of this process changes something
-        self._held = Held()  # as last seen; replaced whole
+        self._held = StoreState()  # as last seen; replaced whole
         self._programs: tuple[int, dict[tuple[ModuleUse, ...], SteeringProgram | None]] = (0, {})  # of one generation
 
     @property
-    def held(self) -> Held:
+    def held(self) -> StoreState:
         """What the store holds now. While nobody changes anything this costs one system call."""
         if self._files is not None and self._files.generation() != self._held.generation:
             self._held = self._files.read(self._held)
@@ -136,7 +136,7 @@ class SteeringStore:
         _check_shared(module, f"module {name}")
         self._check(module, module)
 
-        def change(held: Held) -> Held:
+        def change(held: StoreState) -> StoreState:
             modules = {**held.modules, name: module}
             if len(modules) > limits.STEERING_MODULES_HELD_MAX:
                 expected = f"at most {limits.STEERING_MODULES_HELD_MAX} modules"
@@ -148,7 +148,7 @@ class SteeringStore:
     def unregister(self, name: str) -> None:
         """Forget a module; requests that run with it keep it. Raises UnknownModuleError when there is none."""
 
-        def change(held: Held) -> Held:
+        def change(held: StoreState) -> StoreState:
             held.module(name, "name")
             return msgspec.structs.replace(held, modules={n: m for n, m in held.modules.items() if n != name})
 
@@ -165,7 +165,7 @@ class SteeringStore:
         """
         _check_shared(steering, "global state")
 
-        def change(held: Held) -> Held:
+        def change(held: StoreState) -> StoreState:
             old = NOTHING if replace else held.everywhere
             everywhere = Steering(
                 _merged(old.base, steering.base),
@@ -181,7 +181,7 @@ class SteeringStore:
         """Steer no request any more but those that ask for it, and those that run."""
         self._change(lambda held: msgspec.structs.replace(held, everywhere=NOTHING))
 
-    def _change(self, change: Callable[[Held], Held]) -> None:
+    def _change(self, change: Callable[[StoreState], StoreState]) -> None:
         with self._lock:
             if self._files is not None:
                 self._held = self._files.change(change)
@@ -212,7 +212,7 @@ class _Files:
         """Return how many changes there were."""
         return os.fstat(self._generation).st_size
 
-    def read(self, last: Held) -> Held:
+    def read(self, last: StoreState) -> StoreState:
         """Return what the directory holds; `last` if nothing can be read there any more."""
         while True:
             generation = self.generation()
@@ -224,17 +224,17 @@ class _Files:
                     continue
                 return last
             self._steerings = steerings
-            return Held(
+            return StoreState(
                 generation,
                 steerings[index.everywhere] if index.everywhere else NOTHING,
                 {name: steerings[digest] for name, digest in index.modules.items()},
             )
 
-    def change(self, change: Callable[[Held], Held]) -> Held:
+    def change(self, change: Callable[[StoreState], StoreState]) -> StoreState:
         """Change what the directory holds; return what it holds then. Raises CapflowError when it cannot be written."""
         try:
             with self._locked():
-                old, before = self.read(Held()), self._index()
+                old, before = self.read(StoreState()), self._index()
                 new = change(old)
                 after = _Index(
                     None

@@ -7,7 +7,7 @@ Tokens of the step that are wanted at exactly the same sites form one *group*; e
 lie in the step's buffer as `[sites of the group, rows, hidden]`, groups one after another. So the work of planning
 grows with the requests that are captured, and not with how many sites they name or how differently.
 
-A request carries, for each channel, a `Cursor`: the sites that want its next positions, and up to which position that
+A request carries, for each channel, a `RequestProgress`: the sites that want its next positions, and up to which position that
 holds. Mostly that is for good, and planning a request is a comparison and a span.
 
 A row of a request is planned once: positions below `Tracked.computed`, computed again after a
@@ -78,7 +78,7 @@ class Program:
         return found
 
 
-class Cursor:
+class RequestProgress:
     """Where one request stands in its program: `sites` want each of the positions `first .. stop`."""
 
     __slots__ = ("_places", "_program", "first", "sites", "stop")
@@ -115,7 +115,7 @@ class Cursor:
             first = stop
 
 
-class Held(NamedTuple):
+class SlotRange(NamedTuple):
     """The slots of the bank that steer a request from position `first` on, up to the next one's `first`.
 
     split: the position from which on its slots for generated positions hold; those for the prompt hold before it.
@@ -145,18 +145,18 @@ class Tracked:
     capture: Capture | None = None
     generated: int = 0
     computed: int = 0
-    steered: list[Held] | None = None
+    steered: list[SlotRange] | None = None
     hub: int = 0
     acted: list[Acted] = field(default_factory=list)
     incarnation: str = ""
     watched: bool = True
     noted: bool = False
-    ship_cursor: Cursor | None = field(init=False, repr=False)
-    view_cursor: Cursor | None = field(init=False, repr=False)
+    ship_cursor: RequestProgress | None = field(init=False, repr=False)
+    view_cursor: RequestProgress | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.ship_cursor = Cursor(self.ship, self.prompt_length) if self.ship.any else None
-        self.view_cursor = Cursor(self.view, self.prompt_length) if self.view.any else None
+        self.ship_cursor = RequestProgress(self.ship, self.prompt_length) if self.ship.any else None
+        self.view_cursor = RequestProgress(self.view, self.prompt_length) if self.view.any else None
 
     @property
     def steered_from(self) -> int:
@@ -316,7 +316,7 @@ _Taken = dict[SiteSet, list[tuple[int, int, int, int]]]
 """Of the tokens that are wanted at each set of sites: the request's number, first position, how many, first token row."""
 
 
-def _take(taken: _Taken, cursor: Cursor, number: int, first: int, end: int, source: int) -> None:
+def _take(taken: _Taken, cursor: RequestProgress, number: int, first: int, end: int, source: int) -> None:
     """Take what is wanted of positions `first .. end` of a request, the first of which is token row `source`."""
     for begin, stop, sites in cursor.runs(first, end):
         taken.setdefault(sites, []).append((number, begin, stop - begin, source + begin - first))
@@ -388,7 +388,7 @@ def _slotted(batch: Sequence[Scheduled]) -> tuple[Slotted, ...]:
     return tuple(slotted)
 
 
-def _slot(slotted: list[Slotted], held: Held, row: int, first: int, stop: int) -> None:
+def _slot(slotted: list[Slotted], held: SlotRange, row: int, first: int, stop: int) -> None:
     """Add what steers positions `first .. stop`, the first of which is token row `row`; single positions may differ."""
     steered = held.steered
     split = min(max(held.split, first), stop)

@@ -19,7 +19,7 @@ from torch import nn
 
 from capflow.capture.site import HOOKS
 from capflow_engine.compat import engine as compat
-from capflow_engine.structure import Place
+from capflow_engine.structure import HookPlace
 from capflow_engine.taps import step as step_module
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.tables import Tables
@@ -111,7 +111,7 @@ class Tap(nn.Module):
     op_floats: torch.Tensor
     rows: torch.Tensor
 
-    def __init__(self, index: int, place: Place, tables: Tables, bank: Bank, device: torch.device) -> None:
+    def __init__(self, index: int, place: HookPlace, tables: Tables, bank: Bank, device: torch.device) -> None:
         super().__init__()
         self.slots, self.items, self.scale = place.slots, place.items, place.scale
         self.register_buffer("site", torch.tensor([index], dtype=torch.int32, device=device), persistent=False)
@@ -146,7 +146,7 @@ class Tap(nn.Module):
         )
 
 
-def install(layer: nn.Module, hook: str, place: Place, tap: Tap) -> None:
+def install(layer: nn.Module, hook: str, place: HookPlace, tap: Tap) -> None:
     """Put a tap at a layer's hook point; called before anything is compiled."""
     module = layer.get_submodule(place.module)
     while isinstance(module, nn.Sequential):  # which would call the tap as one of its own

@@ -26,7 +26,7 @@ from capflow.steering.program import SteeringProgram, with_vectors
 from capflow.steering.vector import SteeringVector
 from capflow_engine.steering.budget import Holdings, Need, Size, needs_of
 from capflow_engine.taps.bank import NOTHING, Bank
-from capflow_engine.taps.plan import Held, Tracked
+from capflow_engine.taps.plan import SlotRange, Tracked
 
 logger = logging.getLogger("vllm.capflow.worker")
 
@@ -47,7 +47,7 @@ _Vectors = Mapping[Owner, tuple[SteeringVector, ...]]
 class _Change(NamedTuple):
     """What holds from a position on. needs: what it takes of the reserve, under the name `reserved`."""
 
-    held: Held
+    held: SlotRange
     vectors: _Vectors
     needs: tuple[Need, ...] = ()
     reserved: str = ""
@@ -96,7 +96,7 @@ class Histories:
             return
         last = changes[-1]
         self._bank.share(last.held.steered)
-        held = Held(tracked.computed, tracked.steered_from, last.held.steered)
+        held = SlotRange(tracked.computed, tracked.steered_from, last.held.steered)
         self._append(tracked, last._replace(held=held, reserved=self._reserved(tracked.key, last.needs)))
 
     def cut(self, tracked: Tracked, limit: int) -> None:
@@ -138,7 +138,7 @@ class Histories:
         except CapflowError:
             self.reserve.release(reserved)
             raise
-        self._append(tracked, _Change(Held(first, tracked.steered_from, steered), vectors, needs, reserved))
+        self._append(tracked, _Change(SlotRange(first, tracked.steered_from, steered), vectors, needs, reserved))
 
     def _composed(self, tracked: Tracked, vectors: _Vectors) -> tuple[SteeringProgram | None, tuple[Need, ...]]:
         """Return the program that these vectors make, and what it takes of the reserve."""

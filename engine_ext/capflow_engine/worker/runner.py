@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from capflow_engine.compat import step as compat_step
 
 
-class Capture(Protocol):
+class StepCapture(Protocol):
     """What a runner needs of its worker's capflow."""
 
     def prepare(self, parts: Sequence[tuple[str, int, int, int]]) -> None:
@@ -26,7 +26,7 @@ class Capture(Protocol):
 class StepRunner:
     """Mixed into the platform's V1 model runner; `capflow` is the worker's."""
 
-    capflow: Capture
+    capflow: StepCapture
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
@@ -45,7 +45,7 @@ class StepRunnerV2:
     not call, to the end of `execute_model`.
     """
 
-    capflow: Capture
+    capflow: StepCapture
     _capflow_step: contextlib.ExitStack  # of the `execute_model` that runs
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ class StepRunnerV2:
         return batch
 
 
-def tap_runner(runner: Any, capture: Capture, *, v2: bool) -> None:
+def tap_runner(runner: Any, capture: StepCapture, *, v2: bool) -> None:
     """Make a model runner plan and bracket its steps for `capture`."""
     runner.capflow = capture
     mixin = StepRunnerV2 if v2 else StepRunner

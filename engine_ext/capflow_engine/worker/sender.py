@@ -62,7 +62,7 @@ class Computed:
         return any(part.request.key == key for part in self.plan.batch)
 
 
-class Link(Protocol):
+class FrameSink(Protocol):
     """What the sender needs of a transport."""
 
     def send(self, header: FrameHeader, payload: Any) -> str | None:
@@ -75,7 +75,7 @@ class Link(Protocol):
 class Way(NamedTuple):
     """The way to one hub. boot: what the worker calls its life there."""
 
-    link: Link
+    link: FrameSink
     boot: str
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from capflow.errors import CapflowError, FatalError, RetryError
 from capflow.plugins.configure import configure, load_plugins
-from capflow.steering.action import Abort, Answered, Applied
+from capflow.steering.action import Abort, ActionApplied, Answered
 from capflow.transport.client import Client
 from tests.kit.databases import SITES, Counts, done, query
 from tests.kit.disks import mounted
@@ -77,7 +77,7 @@ def test_a_file_that_somebody_took_away_is_an_error_from_then_on(tmp_path, take_
     for request in ("r2", "r3"):
         with pytest.raises(RetryError, match=said):
             give(consumer, request)
-    action = Answered.of(Abort("r1"), Applied("x", 7), engine="engine-1", asked_by="client")
+    action = Answered.of(Abort("r1"), ActionApplied("x", 7), engine="engine-1", asked_by="client")
     with pytest.raises(RetryError, match=said):
         consumer.on_action(action)
     with pytest.raises(CapflowError, match=said):

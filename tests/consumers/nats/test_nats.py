@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from capflow.capture.frame import Frame, Rank
 from capflow.capture.site import Site
 from capflow.probes.kinds import load_probe
-from capflow.steering.action import Abort, Answered, Applied, Rejected, Steer
+from capflow.steering.action import Abort, ActionApplied, Answered, Rejected, Steer
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
 from capflow_consumers.filesystem.consumer import FilesystemConfig
@@ -170,7 +170,7 @@ def test_what_came_of_an_action_is_sent_once_however_long_ago_it_was(server, str
 
     server.js(make)
     vector = SteeringVector.make(Site(2, "post_block"), np.ones(8))
-    steer = Answered.of(Steer("a.b *", (vector,)), Applied("x", 7), engine="engine-1", asked_by="client")
+    steer = Answered.of(Steer("a.b *", (vector,)), ActionApplied("x", 7), engine="engine-1", asked_by="client")
     abort = Answered.of(Abort("gone"), Rejected("y", "not running"), engine="", asked_by="judge")
     for life in range(2):
         with opened(server, stream, create=False) as consumer:
@@ -207,7 +207,7 @@ def test_a_hub_brings_engines_and_actions_to_the_stream(server, stream, address,
     ):
         frame = make_frame()
         assert worker.send(frame.header, frame.payload) is None
-        thread = answering(link, [lambda act: Applied(act.id, 7)])
+        thread = answering(link, [lambda act: ActionApplied(act.id, 7)])
         assert client.act(Abort("r1"), 20).step == 7
         thread.join(20)
     said = {message.subject.split(".")[1]: json.loads(message.data) for message in server.messages(stream)}

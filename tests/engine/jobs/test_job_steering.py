@@ -10,7 +10,7 @@ import capflow
 from capflow.cli.engine.prompts import read_prompts
 from capflow.errors import UsageError
 from capflow.steering.request import Steering
-from capflow_engine.jobs.job import Job
+from capflow_engine.jobs.job import JobRequest
 from capflow_engine.steering.module import load_module
 from tests.kit import engines
 from tests.kit.waiting import eventually
@@ -53,7 +53,7 @@ def job(tiny_with_words, tmp_path):
             "sites": ["post_block:*"], "max_tokens": TOKENS, "sampling": {"ignore_eos": True},
             "engine": {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_batched_tokens": 64},
         } | options  # fmt: skip
-        return msgspec.json.decode(msgspec.json.encode(asked), type=Job)
+        return msgspec.json.decode(msgspec.json.encode(asked), type=JobRequest)
 
     return make
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from capflow.errors import CapflowError
-from capflow.steering.report import Apart, Applied, Cost, Fired, Mates, Report
+from capflow.steering.report import Apart, AppliedCheck, Cost, Fired, Mates, Report
 from capflow_engine.jobs.trial import Answer, apart, moved
 
 SAME = Apart(0.0, 8, 8)
 OTHER = Apart(0.5, 2, 8)
 FIRED = Fired("post_block:1", noise=0.0, moved=0.5, decode_moved=0.4, changed_before=0.0, patched_apart=1e-6)
 MATES = Mates(1, noise=SAME, beside=SAME, after=SAME, alone=SAME, vllm=SAME, mates={"vectors": 0.5})
-APPLIED = Applied("key", {"post_block:1": 1}, {"post_block:1": 1}, ["post_block:1"])
+APPLIED = AppliedCheck("key", {"post_block:1": 1}, {"post_block:1": 1}, ["post_block:1"])
 FINE = Report("m", "float32", compiled=True, taps=1, fired=[FIRED], mates=MATES, applied=APPLIED, cost=None)
 replace = msgspec.structs.replace
 

@@ -18,7 +18,7 @@ from capflow.capture.site import Site
 from capflow.hub.health import problems
 from capflow.plugins.configure import ConfiguredController
 from capflow.probes.probe import Probe
-from capflow.steering.action import Applied, Steer, Unsteer
+from capflow.steering.action import ActionApplied, Steer, Unsteer
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
 from capflow_engine.compat import engine as compat
@@ -217,7 +217,7 @@ class Acting:
         for thread in self._threads:
             thread.join(60)
         assert len(self.outcomes) == len(self._threads)
-        assert all(isinstance(outcome, Applied) for outcome in self.outcomes), self.outcomes
+        assert all(isinstance(outcome, ActionApplied) for outcome in self.outcomes), self.outcomes
 
 
 def preemptions(llm):

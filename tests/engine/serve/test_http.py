@@ -12,7 +12,7 @@ import pytest
 
 import capflow
 from capflow.capture.site import Site
-from capflow.steering.action import Applied, Steer
+from capflow.steering.action import ActionApplied, Steer
 from capflow.steering.vector import SteeringVector
 from capflow.transport.client import Client
 from tests.kit.engines import LAYERS, relative_error
@@ -185,7 +185,7 @@ def steering(name, outcomes, connected):
         deadline = time.monotonic() + 60
         while not outcomes and time.monotonic() < deadline:
             outcome = client.act(Steer(name, (vector,)), timeout=60)
-            if isinstance(outcome, Applied):
+            if isinstance(outcome, ActionApplied):
                 outcomes.append(outcome)
             time.sleep(0.01)
 

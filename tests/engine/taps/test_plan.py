@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from capflow.capture.places import FOREVER
 from capflow.capture.positions import Positions
 from capflow_engine.taps.bank import Steered
-from capflow_engine.taps.plan import SHIP, VIEW, Held, Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import SHIP, VIEW, Planner, Scheduled, SlotRange, Tracked
 from tests.kit.selectors_model import budgets, forms, meant
 
 SITES = 5
@@ -187,7 +187,7 @@ def test_steady_decoding_moves_no_cursor():
 def test_steering_changes_at_the_end_of_the_prompt(start, length, prefill, decode):
     planner = Planner(2)
     request = tracked(planner, "r", 4)
-    request.steered = [Held(0, 4, Steered(10, 11, {6: 12}))]
+    request.steered = [SlotRange(0, 4, Steered(10, 11, {6: 12}))]
     plan = planner.plan([Scheduled(request, 5, start, length)])
     expected = np.array([-1] * 5 + [10] * prefill + [11] * decode + [-1] * (11 - prefill - decode))
     if start <= 6 < start + length:

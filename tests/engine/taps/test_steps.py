@@ -13,7 +13,7 @@ import capflow
 from capflow.capture.positions import Positions
 from capflow_engine.taps import bank, kernel, tables, tap
 from capflow_engine.taps.bank import NONE, Steered
-from capflow_engine.taps.plan import Held, Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled, SlotRange, Tracked
 from capflow_engine.worker import worker
 from capflow_engine.worker.pending import EMPTY_PLAN
 from tests.kit.engines import GREEDY, LAYERS, engine, prompts, vector
@@ -94,7 +94,7 @@ def test_a_forward_pass_between_steps_finds_nothing_to_do():
     )
     planner = Planner(3)
     request = Tracked("1", "name", 4, planner.program({0: Positions.ALL, 2: Positions.ALL}), planner.nothing)
-    request.steered = [Held(0, 4, Steered(0, NONE, {}))]
+    request.steered = [SlotRange(0, 4, Steered(0, NONE, {}))]
     kept.load(planner.plan([Scheduled(request, 0, 0, 4)]), 8)
     assert (kept.site_group >= 0).any()
     assert (kept.token_steer >= 0).any()

@@ -4,221 +4,22 @@ The kernel runs through Triton's interpreter, in a process of its own: `TRITON_I
 defined. Where there is a GPU, `benchmarks/gpu_kernels.py` runs the same cases on it.
 """
 
-import math
 import os
 import subprocess
 import sys
-import time
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from capflow.capture.positions import Positions
 from capflow.capture.site import Site
 from capflow.steering.program import ADD, CLAMP, PATCH, RELATIVE, Op, SiteOps, SteeringProgram, digest
 from capflow_engine.steering.budget import Size
 from capflow_engine.taps.bank import Bank
-from capflow_engine.taps.plan import Held, Plan, Planner, Scheduled, Tracked
+from capflow_engine.taps.plan import Planner, Scheduled, SlotRange, Tracked
 from capflow_engine.taps.step import Step
-from tests.kit.sources import ROOT
-
-CASES = [  # sites, width, dtype, split, tokens of each request
-    (3, 8, torch.float32, True, (1,)),
-    (2, 33, torch.bfloat16, True, (5, 1, 7)),
-    (4, 640, torch.bfloat16, True, (17, 1, 1, 1, 30, 2)),
-    (1, 127, torch.float16, False, (3, 3)),
-    (3, 64, torch.float32, False, (1,) * 13),
-    (2, 40, torch.bfloat16, True, (1,) * 40),
-]
-SCALES = (1.0, 4.0, 0.5)  # of the stream, as some models have; powers of two, so that nothing is rounded
-CPU = torch.device("cpu")
-POISON = -12352.0  # exact in every dtype
-
-
-class Made(NamedTuple):
-    """A step. steering: of each steered token row its program, and by site what that does there. scale: of the stream, to what is captured and steered."""
-
-    plan: Plan
-    hidden: torch.Tensor
-    residual: torch.Tensor | None
-    bank: Bank
-    steering: dict
-    scale: float
-
-
-def make(case, seed, device=CPU, kinds=3):
-    """Return a planner's plan with capture, view and steering mixed, and random tensors for it. kinds: of operations, from the first."""
-    sites, width, dtype, split, lengths = case
-    rng = np.random.default_rng(seed)
-    planner = Planner(sites)
-    index = {Site(n, "post_block"): n for n in range(sites)}
-    bank = Bank(Size(256, 2048, 256), index, width, device)
-    batch, row, steering = [], 0, {}
-    sets = [Positions.ALL, Positions.ALL_PROMPT, Positions.LAST_PROMPT, Positions.ALL_GENERATED, Positions.NONE]
-    for number, length in enumerate(lengths):
-        ship = {s: sets[rng.integers(len(sets))] for s in range(sites)}
-        view = {int(rng.integers(sites)): Positions.ALL} if rng.random() < 0.3 else {}
-        start = int(rng.integers(0, 3))
-        request = Tracked(
-            f"r{number}",
-            f"r{number}",
-            int(rng.integers(1, start + length + 1)),
-            planner.program(ship),
-            planner.program(view),
-        )
-        if rng.random() < 0.6:
-            program = random_program(rng, sites, width, kinds)
-            request.steered = [Held(0, request.prompt_length, bank.acquire(program, request.prompt_length))]
-            for position in range(start, start + length):
-                steering[row + position - start] = (program, operations(program, position, request.prompt_length))
-        batch.append(Scheduled(request, row, start, length))
-        row += length
-    tokens = row + 3  # padding behind the batch
-    hidden = exact(rng, (tokens, width), 4, dtype).to(device)
-    residual = exact(rng, (tokens, width), 30, dtype).to(device) if split else None
-    return Made(planner.plan(batch), hidden, residual, bank, steering, SCALES[seed % len(SCALES)])
-
-
-def exact(rng, shape, limit, dtype):
-    """Return random multiples of 1/4: what is computed of them in float32 is exact, so that it can be compared for equality."""
-    return torch.from_numpy(rng.integers(-4 * limit, 4 * limit, shape) / 4).to(dtype)
-
-
-def random_program(rng, sites, width, kinds=3):
-    """Return a program of additions, clamps and patches; its directions have few numbers, so that their sums stay exact."""
-
-    def row():
-        values = np.zeros(width, np.float32)
-        values[rng.integers(0, width, 6)] = rng.choice([-1, -0.5, 0.5, 1], 6)
-        return values
-
-    rows = [row() for _ in range(4)]
-
-    def ops():
-        count = int(rng.integers(0, 4))
-        for _ in range(count):
-            kind = int(rng.integers(kinds))
-            low, high = sorted(float(n) for n in rng.integers(-6, 6, 2))
-            if rng.random() < 0.3:
-                low = -math.inf
-            yield Op(kind, int(rng.integers(4)), float(rng.choice([-2, 0.5, 1])), low, high)
-
-    def phase():
-        return tuple(SiteOps(site, "post_block", some) for site in range(sites) if (some := tuple(ops())))
-
-    return SteeringProgram(
-        width,
-        b"".join(row.tobytes() for row in rows),
-        tuple(digest(row.tobytes()) for row in rows),
-        phase(),
-        phase(),
-        ((1, phase()), (-1, phase())),
-    )
-
-
-def operations(program, position, prompt_length):
-    """Return what a program does at a position, by site, said once more."""
-    found = {}
-    for written, ops in program.patched:
-        if position == (written if written >= 0 else prompt_length + written):
-            for site, _, each in ops:
-                found.setdefault(site, []).extend(each)
-    for site, _, each in program.prefill if position < prompt_length else program.decode:
-        found.setdefault(site, []).extend(each)
-    return found
-
-
-def rounded(values, dtype, truncate):
-    """Return float64 values in a dtype: to nearest, or as Triton's interpreter makes bfloat16, by cutting bits off."""
-    if truncate and dtype is torch.bfloat16:
-        bits = values.float().view(torch.int32) & -65536
-        return bits.view(torch.float32).to(dtype)
-    return values.to(dtype)
-
-
-def reference(made, sites, truncate):
-    """Return (rows, hidden afterwards per site) in float64, rounded once to the dtype; unwritten rows poisoned."""
-    h = made.hidden.double().cpu()
-    stream = made.scale * (h if made.residual is None else h + made.residual.double().cpu())
-    rows = torch.full((made.plan.rows, h.shape[1]), POISON, dtype=torch.float64)
-    after = [h.clone() for _ in range(sites)]
-    for group in made.plan.groups:
-        for place, _ in enumerate(group.sites):
-            for run in group.runs:
-                at = group.base + place * group.rows + run.target
-                rows[at : at + run.length] = stream[run.source : run.source + run.length]
-    for token, (program, found) in made.steering.items():
-        given = torch.from_numpy(program.array().copy()).double()
-        for site, ops in found.items():
-            x = stream[token].clone()
-            for kind, number, amount, low, high in ops:
-                row = given[number]
-                if kind == PATCH:
-                    x += amount * (row - x)
-                elif kind == ADD:
-                    x += amount * row
-                elif kind == RELATIVE:
-                    x += amount * x.norm() * row
-                else:
-                    projection = float(x @ row)
-                    x += amount * (min(max(projection, low), high) - projection) * row
-            after[site][token] += (x - stream[token]) / made.scale
-    dtype = made.hidden.dtype
-    return rounded(rows, dtype, truncate), [rounded(a, dtype, truncate) for a in after]
-
-
-ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""How far a norm, which is not exact in float32, may take a value from the reference, of the largest value."""
-
-
-def check(case, seed, run_site, *, truncate=False, device=CPU, relative=False):
-    """Hold a tap against the reference; to the bit, unless operations relative to the norm are among the others."""
-    made = make(case, seed, device, kinds=4 if relative else 3)
-    sites, rows_made = case[0], made.plan.rows
-    rows = torch.full((rows_made + 2, made.hidden.shape[1]), POISON, dtype=made.hidden.dtype, device=device)
-    expected_rows, expected_after = reference(made, sites, truncate)
-    for site in range(sites):
-        mine = made.hidden.clone()
-        kept = None if made.residual is None else made.residual.clone()
-        run_site(made.plan, site, mine, made.residual, rows, made.bank, made.scale)
-        if relative:
-            expected, bound = expected_after[site].double(), ROUNDING[mine.dtype]
-            apart = (mine.cpu().double() - expected).abs().amax(1)
-            assert (apart <= bound * (1 + expected.abs().amax(1))).all(), f"hidden after site {site}"
-        else:
-            assert torch.equal(mine.cpu(), expected_after[site]), f"hidden after site {site}"
-        assert kept is None or torch.equal(made.residual, kept)
-    assert torch.equal(rows[:rows_made].cpu(), expected_rows)
-    assert (rows[rows_made:] == POISON).all()
-    return made.plan
-
-
-def run_kernel(plan, site, hidden, residual, rows, bank, scale):
-    from capflow_engine.taps.kernel import launch
-    from capflow_engine.taps.tables import Tables
-
-    tables = Tables(
-        sites=bank.heads.shape[1],
-        tokens=hidden.shape[0] + 5,
-        rows=1,
-        hidden=hidden.shape[1],
-        dtype=hidden.dtype,
-        device=hidden.device,
-        resident=True,
-    )
-    tables.load(plan, hidden.shape[0])
-    here = torch.tensor([site], dtype=torch.int32, device=hidden.device)
-    launch(
-        hidden, residual, here, tables.site_group, tables.site_base, tables.token_row, tables.token_steer, rows,
-        *bank.device_tensors().values(), scale,
-    )  # fmt: skip
-
-
-def run_cpu(plan, site, hidden, residual, rows, bank, scale):
-    Step(plan, rows, bank).tap(site, hidden, residual, scale)
+from tests.kit.sources import KIT, ROOT
+from tests.kit.tap_cases import CASES, CPU, chained, check, clamp_seconds, exact, make, run_cpu
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -259,7 +60,7 @@ def test_the_cpu_tap_adds_to_a_requests_tokens_and_no_others(amounts, dtype, tok
         if amount is not None:
             ops = (SiteOps(0, "post_block", (Op(ADD, 0, amount),)),)
             program = SteeringProgram(4096, row.numpy().tobytes(), (digest(row.numpy().tobytes()),), ops, ops)
-            request.steered = [Held(0, tokens, bank.acquire(program, tokens))]
+            request.steered = [SlotRange(0, tokens, bank.acquire(program, tokens))]
         batch.append(Scheduled(request, number * tokens, 0, tokens))
         changes.append(row.double().expand(tokens, -1) * ((amount or 0.0) / scale))
     total = len(amounts) * tokens
@@ -268,25 +69,6 @@ def test_the_cpu_tap_adds_to_a_requests_tokens_and_no_others(amounts, dtype, tok
     expected[:total] += torch.cat(changes)
     Step(planner.plan(batch), None, bank).tap(0, hidden, None, scale)
     assert torch.equal(hidden, expected.to(dtype))
-
-
-def chained(width, tokens, chains):
-    """Return a step's parts: of each chain its number of clamps, done on that many tokens; some have the same."""
-    rng = np.random.default_rng(len(chains))
-    planner, bank = Planner(1), Bank(Size(4096, 8192, 256), {Site(0, "post_block"): 0}, width, CPU)
-    batch, programs = [], []
-    for number, clamps in enumerate(chains):
-        request = Tracked(f"r{number}", f"r{number}", tokens, planner.nothing, planner.nothing)
-        rows = rng.normal(size=(clamps, width)).astype(np.float32)
-        rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-        ops = (SiteOps(0, "post_block", tuple(Op(CLAMP, n, 1.0, -0.5, 0.5) for n in range(clamps))),)
-        program = SteeringProgram(width, rows.tobytes(), tuple(digest(row.tobytes()) for row in rows), ops, ops)
-        if number % 3 == 1:
-            program = programs[-1]
-        programs.append(program)
-        request.steered = [Held(0, tokens, bank.acquire(program, tokens))]
-        batch.append(Scheduled(request, number * tokens, 0, tokens))
-    return planner.plan(batch), bank, programs, torch.randn((len(chains) * tokens, width))
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
@@ -300,25 +82,6 @@ def test_long_chains_of_clamps_are_done_in_order_on_every_token(chains, tokens):
             own.addr_(projection.clamp(-0.5, 0.5) - projection, row)
     Step(plan, None, bank).tap(0, hidden, None)
     assert torch.allclose(hidden.double(), expected.view(hidden.shape), rtol=0, atol=1e-5)
-
-
-def clamp_seconds(tokens, chains, width=640, rounds=15):
-    """Return the seconds of a tap and of the arithmetic that it does, the best of several turns of each."""
-    plan, bank, programs, hidden = chained(width, tokens, chains)
-    tap = arithmetic = math.inf
-    for _ in range(rounds):
-        given = hidden.clone()
-        began = time.perf_counter()
-        Step(plan, None, bank).tap(0, given, None)
-        tap = min(tap, time.perf_counter() - began)
-        began = time.perf_counter()
-        for number, program in enumerate(programs):
-            x = hidden[number * tokens : (number + 1) * tokens].clone()
-            for row in torch.from_numpy(program.array().copy()):
-                projection = x @ row
-                x.addr_(projection.clamp(-0.5, 0.5) - projection, row)
-        arithmetic = min(arithmetic, time.perf_counter() - began)
-    return tap, arithmetic
 
 
 @pytest.mark.parametrize("tokens", [128, 512])
@@ -338,19 +101,12 @@ def test_the_cases_do_every_kind_of_thing():
 
 
 def test_the_triton_kernel_equals_the_reference():
-    code = "import test_tap; test_tap.run_all_kernel_cases()"
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, str(KIT / "tap_cases.py")], env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["kernel", "cases", "18"]
-
-
-def run_all_kernel_cases():
-    cases = [(case, seed) for case in CASES for seed in range(3)]
-    for case, seed in cases:
-        check(case, seed, run_kernel, truncate=True)
-        check(case, seed, run_kernel, truncate=True, relative=True)
-    print("kernel cases", len(cases))
 
 
 def test_the_gpu_benchmark_checks_graphs_whose_plans_change():

@@ -15,7 +15,7 @@ from capflow.capture.frame import Dropped, Rank
 from capflow.hub.monitor.endpoint import Endpoint
 from capflow.hub.monitor.metrics import BEGIN, END, markdown
 from capflow.protocol import message
-from capflow.protocol.message import Hello, Tap
+from capflow.protocol.message import Hello, WatchRequest
 from capflow.transport.client import Client
 from capflow.transport.links.worker import Staged
 from capflow.transport.outbox import Outbox
@@ -79,7 +79,7 @@ def watched(tmp_path_factory):
             raw_peer(hub.address) as tap,
         ):
             tap.send(message.encode(Hello("client", "", "tap")))
-            tap.send(message.encode(Tap(600)))  # room for a frame or two
+            tap.send(message.encode(WatchRequest(600)))  # room for a frame or two
             eventually(lambda: hub.taps)
             for step in range(3):
                 send(first, [(SECRET, 4, step * 4, 4)], step=step)

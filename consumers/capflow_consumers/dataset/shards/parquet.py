@@ -41,7 +41,7 @@ _VECTOR_TYPES: dict[str, tuple[int, Any]] = {
 }
 
 
-class Chunk(NamedTuple):
+class ColumnChunk(NamedTuple):
     """A column of one row group: where its pages begin in the file, or in the bytes that hold them, and what they are.
 
     data_page: where the data page begins, behind a dictionary where it is not 0. plain_bytes: of the pages without
@@ -58,7 +58,7 @@ class Chunk(NamedTuple):
     highest: bytes | None = None
 
 
-class Pages(NamedTuple):
+class VectorPages(NamedTuple):
     """Pages of vectors, or what stands before their rows: the data page begins at `data_page`, behind its header at `body`.
 
     plain_body: how long the body is without compression.
@@ -74,7 +74,7 @@ class RowGroup(NamedTuple):
     """Chunks in the order of the columns, the vectors last, and how many rows they have."""
 
     rows: int
-    chunks: list[Chunk]
+    chunks: list[ColumnChunk]
 
 
 def schema(kind: str, size: int, about: dict[str, str]) -> pa.Schema:
@@ -100,15 +100,15 @@ def vector_type(kind: str, size: int) -> Any:
     return pa.list_(pa.field("element", _VECTOR_TYPES[kind][1], nullable=False), size)
 
 
-def numbers(values: npt.NDArray[Any]) -> tuple[bytes, Chunk]:
+def numbers(values: npt.NDArray[Any]) -> tuple[bytes, ColumnChunk]:
     """Return the page of a column of int32 or uint64."""
     page = _data_page(values.tobytes(), len(values), _PLAIN)
     signed = values.dtype.kind == "i"
     lowest, highest = (values.min().tobytes(), values.max().tobytes()) if signed else (None, None)
-    return page, Chunk(0, len(page), 0, len(values), len(page), lowest=lowest, highest=highest)
+    return page, ColumnChunk(0, len(page), 0, len(values), len(page), lowest=lowest, highest=highest)
 
 
-def texts(words: Sequence[str], runs: Iterable[tuple[int, int]]) -> tuple[bytes, Chunk]:
+def texts(words: Sequence[str], runs: Iterable[tuple[int, int]]) -> tuple[bytes, ColumnChunk]:
     """Return the pages of a column of texts; runs: `(index, count)` of the words in their order."""
     encoded = [word.encode("utf-8", "replace") for word in words]
     width = max(1, (len(words) - 1).bit_length())
@@ -121,15 +121,15 @@ def texts(words: Sequence[str], runs: Iterable[tuple[int, int]]) -> tuple[bytes,
     head = _dictionary_page(b"".join(len(word).to_bytes(4, "little") + word for word in encoded), len(words))
     pages = head + _data_page(bytes(body), values, _RLE_DICTIONARY)
     lowest, highest = (min(encoded), max(encoded)) if max(map(len, encoded)) <= _BOUND_LENGTH_MAX else (None, None)
-    return pages, Chunk(0, len(pages), len(head), values, len(pages), lowest=lowest, highest=highest)
+    return pages, ColumnChunk(0, len(pages), len(head), values, len(pages), lowest=lowest, highest=highest)
 
 
-def vector_head(kind: str, size: int, rows: int, crc: int, nbytes: int) -> Pages:
+def vector_head(kind: str, size: int, rows: int, crc: int, nbytes: int) -> VectorPages:
     """Return what stands before rows `[rows, size]` of `nbytes` to make them pages; crc: of `vector_levels` and the rows after them."""
     dictionary = _numbers_page(compressed=False) if kind == "bfloat16" else b""
     header, levels = _vector_header(kind, size, rows, crc, nbytes), vector_levels(kind, size, rows)
     body = len(dictionary) + len(header)
-    return Pages(b"".join((dictionary, header, levels)), len(dictionary), body, len(levels) + nbytes)
+    return VectorPages(b"".join((dictionary, header, levels)), len(dictionary), body, len(levels) + nbytes)
 
 
 def vector_head_bytes_max(kind: str, size: int, rows: int, nbytes: int) -> int:
@@ -139,7 +139,7 @@ def vector_head_bytes_max(kind: str, size: int, rows: int, nbytes: int) -> int:
     return dictionary + len(_vector_header(kind, size, rows, longest, nbytes)) + len(vector_levels(kind, size, rows))
 
 
-def vector_pages(kind: str, size: int, rows: int, values: bytes, *, compressed: bool) -> Pages:
+def vector_pages(kind: str, size: int, rows: int, values: bytes, *, compressed: bool) -> VectorPages:
     """Return rows `[rows, size]` as pages; few rows of bfloat16 without the dictionary, in 32 bits a number."""
     wide = kind == "bfloat16" and (len(values) < _DICTIONARY_WORTH_BYTES or rows * size % 8)
     if wide:
@@ -149,7 +149,7 @@ def vector_pages(kind: str, size: int, rows: int, values: bytes, *, compressed: 
     dictionary = _numbers_page(compressed=compressed) if kind == "bfloat16" and not wide else b""
     encoding = _RLE_DICTIONARY if dictionary else _PLAIN
     header = _page_header(_DATA_PAGE, len(plain), len(page), isal_zlib.crc32(page), rows * size, encoding)
-    return Pages(dictionary + header + page, len(dictionary), len(dictionary) + len(header), len(plain))
+    return VectorPages(dictionary + header + page, len(dictionary), len(dictionary) + len(header), len(plain))
 
 
 def page_rows(kind: str, size: int, rows: int, page: Any, plain_bytes: int) -> npt.NDArray[np.uint8]:
@@ -205,11 +205,11 @@ def footer(columns: pa.Schema, groups: Sequence[RowGroup], created_by: str) -> b
     return metadata + len(metadata).to_bytes(4, "little") + MAGIC
 
 
-def vector_chunk(begin: int, length: int, values: int, pages: Pages, *, compressed: bool) -> Chunk:
+def vector_chunk(begin: int, length: int, values: int, pages: VectorPages, *, compressed: bool) -> ColumnChunk:
     """Return the chunk that pages of vectors are which lie at `begin`, with the rows behind them `length` bytes long."""
     dictionary = len(_numbers_page(compressed=False)) if pages.data_page else 0
     plain_bytes = dictionary + pages.body - pages.data_page + pages.plain_body
-    return Chunk(begin, length, pages.data_page, values, plain_bytes, compressed)
+    return ColumnChunk(begin, length, pages.data_page, values, plain_bytes, compressed)
 
 
 def _row_group(group: RowGroup, types: list[int], leaves: list[tuple[bytes, ...]]) -> bytes:
@@ -223,7 +223,7 @@ def _row_group(group: RowGroup, types: list[int], leaves: list[tuple[bytes, ...]
     )
 
 
-def _column_chunk(chunk: Chunk, kind: int, path: tuple[bytes, ...]) -> bytes:
+def _column_chunk(chunk: ColumnChunk, kind: int, path: tuple[bytes, ...]) -> bytes:
     statistics = None
     if chunk.lowest is not None:
         statistics = struct((3, I64, 0), (5, BINARY, chunk.highest), (6, BINARY, chunk.lowest))

@@ -180,7 +180,7 @@ def _gather(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Pie
     return _add(fd, write(fd, [pages.bytes], tip), groups, pieces, chunk)
 
 
-def _add(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Piece], vectors: parquet.Chunk) -> int:
+def _add(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Piece], vectors: parquet.ColumnChunk) -> int:
     """Write the other columns of a row group."""
     chunks = []
     written = []
@@ -194,7 +194,7 @@ def _add(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Piece]
     return tip
 
 
-def _columns(pieces: list[_Piece]) -> Iterator[tuple[bytes, parquet.Chunk]]:
+def _columns(pieces: list[_Piece]) -> Iterator[tuple[bytes, parquet.ColumnChunk]]:
     """Yield the pages of the columns before the vectors, in the schema's order."""
     counts = [len(piece.batch.positions) for piece in pieces]
     sites = [site for piece in pieces for site in _sites(piece)]
@@ -212,7 +212,7 @@ def _columns(pieces: list[_Piece]) -> Iterator[tuple[bytes, parquet.Chunk]]:
     yield parquet.numbers(_joined([piece.batch.hashes for piece in pieces]))
 
 
-def _texts(words: list[str], counts: list[int]) -> tuple[bytes, parquet.Chunk]:
+def _texts(words: list[str], counts: list[int]) -> tuple[bytes, parquet.ColumnChunk]:
     different = {word: number for number, word in enumerate(dict.fromkeys(words))}
     runs = ((different[word], count) for word, count in zip(words, counts, strict=True))
     return parquet.texts(list(different), _merged(runs))

@@ -247,7 +247,7 @@ def opened(file: Any) -> tuple[Kind, pa.Schema, int]:
     return kind, schema, len(HEAD) + reader.tell()
 
 
-def page_of(pages: parquet.Pages, room: int | None = None) -> npt.NDArray[np.uint8]:
+def page_of(pages: parquet.VectorPages, room: int | None = None) -> npt.NDArray[np.uint8]:
     """Return what a batch holds as `page`: four numbers, zeros, and the pages, together `room` long.
 
     The numbers are where the pages begin, and in them the data page and its body, and how long that is uncompressed.
@@ -264,14 +264,14 @@ def page_room(kind: Kind, count: int, nbytes: int) -> int:
     return (_PAGE_HEAD.size + longest + 7) // 8 * 8
 
 
-def chunk_of(batch: StoredBatch, kind: Kind) -> parquet.Chunk | None:
+def chunk_of(batch: StoredBatch, kind: Kind) -> parquet.ColumnChunk | None:
     """Return where a batch's vectors lie as pages; None where they do not."""
     if not len(batch.page):
         return None
     begin, *where = _PAGE_HEAD.unpack(batch.page[: _PAGE_HEAD.size].tobytes())
     length = len(batch.page) - begin + (0 if kind.compressed else len(batch.positions) * kind.row_bytes)
     values = len(batch.positions) * kind.hidden_size
-    pages = parquet.Pages(b"", *where)
+    pages = parquet.VectorPages(b"", *where)
     return parquet.vector_chunk(batch.page_begin + begin, length, values, pages, compressed=kind.compressed)
 
 

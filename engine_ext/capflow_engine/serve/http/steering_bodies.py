@@ -10,7 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from capflow.capture.model import ModelInfo
 from capflow.steering.request import Steering, Tier
 from capflow_engine.steering.module import MODULE_FIELDS, parse_module
-from capflow_engine.steering.store import Held
+from capflow_engine.steering.store import StoreState
 
 _VECTORS = (
     'Vectors to add, by hook and layer: `{"post_block": {"12": [0.1, …]}}`, an entry being a list of hidden_size numbers or '
@@ -116,7 +116,7 @@ class ModulesState(BaseModel):
     contents: dict[str, TiersState] = Field(description="What each of them holds.")
 
     @classmethod
-    def of(cls, held: Held) -> Self:
+    def of(cls, held: StoreState) -> Self:
         """Return the modules that a store holds."""
         names = sorted(held.modules)
         contents = {name: TiersState.of(held.modules[name]) for name in names}
@@ -164,7 +164,7 @@ class Set(Done):
     key: str = Field(description="Of the global state as it is now; `none` when it does nothing.")
 
 
-class Named(Done):
+class NamedAnswer(Done):
     """The modules are changed."""
 
     name: str = Field(description="The module that was registered or forgotten.")

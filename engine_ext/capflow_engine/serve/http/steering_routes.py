@@ -28,7 +28,7 @@ from capflow_engine.serve.http.steering_bodies import (
     ModuleBody,
     ModulesState,
     NameBody,
-    Named,
+    NamedAnswer,
     Set,
     SetBody,
     SteeringState,
@@ -183,27 +183,27 @@ def module(name: str, front: Front) -> TiersState:
 
 @router.post("/modules", dependencies=_MUTATES)
 @router.post("/modules/register", dependencies=_MUTATES)
-def register_module(body: ModuleBody, front: Front) -> Named:
+def register_module(body: ModuleBody, front: Front) -> NamedAnswer:
     """Register a module; one of this name is replaced, and requests that run with it keep it."""
     steering = body.steering(front.info)
     with as_written():
         front.store.register(body.name, steering)
-    return Named(name=body.name, modules=list(front.store.names))
+    return NamedAnswer(name=body.name, modules=list(front.store.names))
 
 
 @router.delete("/modules", dependencies=_MUTATES)
 @router.post("/modules/unregister", dependencies=_MUTATES)
-def unregister_module(body: NameBody, front: Front) -> Named:
+def unregister_module(body: NameBody, front: Front) -> NamedAnswer:
     """Forget a module; requests that run with it keep it."""
     return _unregistered(front, body.name)
 
 
 @router.delete("/modules/{name:path}", dependencies=_MUTATES)
-def unregister_named_module(name: str, front: Front) -> Named:
+def unregister_named_module(name: str, front: Front) -> NamedAnswer:
     """Forget a module; requests that run with it keep it."""
     return _unregistered(front, name)
 
 
-def _unregistered(front: Any, name: str) -> Named:
+def _unregistered(front: Any, name: str) -> NamedAnswer:
     front.store.unregister(name)
-    return Named(name=name, modules=list(front.store.names))
+    return NamedAnswer(name=name, modules=list(front.store.names))

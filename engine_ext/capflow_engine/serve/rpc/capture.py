@@ -15,8 +15,8 @@ from capflow_engine.serve.rpc.refusals import RefusedError, refusing
 from capflow_engine.serve.rpc.values import fields_of, parsed
 
 
-class Capture(CaptureServicer):
-    """The service `Capture`."""
+class CaptureService(CaptureServicer):
+    """The service `CaptureService`."""
 
     def __init__(self, front: Front) -> None:
         self._front = front

@@ -27,7 +27,7 @@ _DATA, _DONE = "data: ", "[DONE]"
 _TOKEN = "token_id:"  # noqa: S105 - how vLLM names tokens by their numbers
 
 
-class Generation(GenerateServicer):
+class GenerationService(GenerateServicer):
     """The service `Generate`. completions: what vLLM answers completions with; None when the model has none."""
 
     def __init__(self, front: Front, completions: Any) -> None:

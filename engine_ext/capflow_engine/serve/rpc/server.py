@@ -30,9 +30,9 @@ from capflow_engine.serve.front import Front
 from capflow_engine.serve.rpc import capflow_pb2 as pb
 from capflow_engine.serve.rpc import capflow_pb2_grpc
 from capflow_engine.serve.rpc.calls import Calls
-from capflow_engine.serve.rpc.capture import Capture
-from capflow_engine.serve.rpc.generation import Generation
-from capflow_engine.serve.rpc.steering import Steering, headers_of
+from capflow_engine.serve.rpc.capture import CaptureService
+from capflow_engine.serve.rpc.generation import GenerationService
+from capflow_engine.serve.rpc.steering import SteeringService, headers_of
 
 logger = logging.getLogger("vllm.capflow")
 
@@ -152,10 +152,10 @@ async def served(state: Any, front: Front, address: str) -> AsyncIterator[None]:
     )
     watch = Health(state.engine_client, front.ending)
     await watch.look()
-    generation = Generation(front, getattr(state, "openai_serving_completion", None))
+    generation = GenerationService(front, getattr(state, "openai_serving_completion", None))
     capflow_pb2_grpc.add_GenerateServicer_to_server(generation, server)
-    capflow_pb2_grpc.add_CaptureServicer_to_server(Capture(front), server)
-    capflow_pb2_grpc.add_SteeringServicer_to_server(Steering(front), server)
+    capflow_pb2_grpc.add_CaptureServicer_to_server(CaptureService(front), server)
+    capflow_pb2_grpc.add_SteeringServicer_to_server(SteeringService(front), server)
     health_pb2_grpc.add_HealthServicer_to_server(watch, server)
     reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     credentials = _credentials(state.args)

@@ -20,8 +20,8 @@ from capflow_engine.serve.rpc.values import fields_of, parsed, tiers_message
 # ruff: noqa: N802 - the methods have gRPC's names
 
 
-class Steering(SteeringServicer):
-    """The service `Steering`."""
+class SteeringService(SteeringServicer):
+    """The service `SteeringService`."""
 
     def __init__(self, front: Front) -> None:
         self._front = front

@@ -16,7 +16,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from capflow.errors import UsageError, explain
 from capflow_engine.serve.http.steering_bodies import TiersState, TierState
 from capflow_engine.serve.rpc import capflow_pb2 as pb
-from capflow_engine.steering.applied import Applied
+from capflow_engine.steering.applied import SteeringSummary
 
 M = TypeVar("M", bound=Message)
 
@@ -47,7 +47,7 @@ def parsed(value: Mapping[str, Any], message: M) -> M:
     return message
 
 
-def applied_message(applied: Applied) -> pb.SteeringApplied:
+def applied_message(applied: SteeringSummary) -> pb.SteeringApplied:
     """Return what steered a request as its message."""
     said = msgspec.to_builtins(applied)
     return parsed(
