@@ -29,7 +29,7 @@ RUN_BY_OTHERS = {
     "nats.md": "consumers/nats/test_nats.py",
     "querying.md": "consumers/duckdb/test_duckdb.py",
 }
-PLAIN_LANGUAGES = {"text", "json", "sql", "console"}
+PLAIN_LANGUAGES = {"text", "json", "sql", "console", "mermaid"}
 _FENCE = re.compile(r"^```(?P<info>\S[^\n]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -136,7 +136,10 @@ def test_snippets_that_need_a_model_run(page, tmp_path):
     said = run_page(page, tmp_path, {"test", "engine"} if page.stem == "tutorial" else {"engine"})
     expected = {
         "README": ["ok", "(13, 640)"],
+        "first-capture": ["checksums all right", "fox (15, 640) bfloat16", "ok", "Site(layer=17, hook='post_block')"],
+        "first-steering": ["\n0.0 ", "\n-2.0 ", "\n2.0 ", "vLLM -2.0 ", "vLLM +0.0 ", "vLLM +2.0 "],
         "hooks": ["capture.hooks"],
+        "install": ["capture  ok"],
         "steerable": ["plain: ", "glad: ", "sad: ", "none 0.0 ", "glad 2.0 ", "glad -2.0 "],
         "steering": ["+0.0 ", "+2.0 ", "-2.0 ", "patched 0.0:", "patched 1.0:  Paris", "asyncio: "],
         "tutorial": ['"request": "fox"', '"position": '],
@@ -233,6 +236,12 @@ def test_operations_names_every_counter():
 def test_operations_names_every_command():
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     assert all(re.search(rf"`(capflow )?{name}\b", text) for name in COMMANDS)
+
+
+def test_the_install_page_names_every_extra():
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert [extra for extra in extras if f"`{extra}`" not in text] == []
 
 
 def test_backpressure_names_every_reason_for_which_rows_are_lost():
