@@ -7,7 +7,8 @@ RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
 	--consumer dashboard:probes=examples/code.safetensors
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test proof simulate fuzz chaos soak soak-requests architectures lint format bench proto env system compiler lock sbom audit clean
+export NO_MKDOCS_2_WARNING := 1
+.PHONY: help demo test proof simulate fuzz chaos soak soak-requests architectures lint format bench docs docs-serve proto env system compiler lock sbom audit clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -60,6 +61,12 @@ format: env  ## let ruff rewrite what it can
 bench: env compiler  ## measure what capflow costs, against vLLM without it
 	$(PYTHON) benchmarks/overhead.py
 
+docs: env  ## build the documentation site into site/
+	$(PYTHON) -m mkdocs build --strict
+
+docs-serve: env  ## show the documentation site at http://127.0.0.1:8000, and again after each change
+	$(PYTHON) -m mkdocs serve
+
 proto: env  ## make the code of the gRPC schema, engine_ext/capflow_engine/serve/rpc/capflow.proto
 	cd engine_ext && ../$(PYTHON) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
 		capflow_engine/serve/rpc/capflow.proto
@@ -83,5 +90,5 @@ audit: env  ## look up known vulnerabilities of every package in the locks; need
 	@bash requirements/tools.sh audit
 
 clean:  ## remove what was built and captured, .venv included; the model cache stays
-	rm -rf .venv .tools demo-data build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .tools demo-data build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
