@@ -139,7 +139,7 @@ def test_snippets_that_need_a_model_run(page, tmp_path):
         "first-capture": ["checksums all right", "fox (15, 640) bfloat16", "ok", "Site(layer=17, hook='post_block')"],
         "first-steering": ["\n0.0 ", "\n-2.0 ", "\n2.0 ", "vLLM -2.0 ", "vLLM +0.0 ", "vLLM +2.0 "],
         "hooks": ["capture.hooks"],
-        "install": ["capture  ok"],
+        "install": ["A small capture … works: "],
         "steerable": ["plain: ", "glad: ", "sad: ", "none 0.0 ", "glad 2.0 ", "glad -2.0 "],
         "steering": ["+0.0 ", "+2.0 ", "-2.0 ", "patched 0.0:", "patched 1.0:  Paris", "asyncio: "],
         "tutorial": ['"request": "fox"', '"position": '],
