@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import NoReturn
 
 from capflow import limits
-from capflow.buffers.policy import POLICY_DEFAULT, Fallback, Policy
+from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS, POLICY_DEFAULT
 from capflow.errors import UsageError
 from capflow.text.engine_name import checked
 
@@ -138,13 +138,15 @@ def _add_capture(parser: Parser) -> None:
 
 def _add_queue(parser: Parser) -> None:
     group = parser.add_argument_group("when a worker's queue is full")
-    group.add_argument("--policy", choices=get_args(Policy), default=POLICY_DEFAULT, help="default: %(default)s")
+    group.add_argument(
+        "--policy", choices=[*map(str, POLICIES_OF_WORKERS)], default=str(POLICY_DEFAULT), help="default: %(default)s"
+    )
     group.add_argument("--spool-dir", metavar="DIR", help="where a worker with policy spill has its spool")
     group.add_argument(
         "--spool-bytes", type=_bytes(limits.SPOOL_BYTES_MAX), metavar="BYTES", help="its size (default: 2 GiB)"
     )
     group.add_argument(
-        "--spill-fallback", choices=get_args(Fallback), help="what holds when it is full (default: block)"
+        "--spill-fallback", choices=[*map(str, FALLBACKS)], help="what holds when it is full (default: block)"
     )
 
 

@@ -1,28 +1,34 @@
-"""The overload policies: what a full queue does with the next frame, and the defaults."""
+"""The overload policies: what happens when a queue is full, who may choose which, and the default."""
 
 from __future__ import annotations
 
-from typing import Literal
-
-Fallback = Literal["block", "drop"]
-"""What a full queue does. `block`: the sender waits, nothing is lost. `drop`: the newest rows are lost, counted."""
+import enum
 
 
-Policy = Literal["block", "drop", "spill"]
-"""The same, and `spill`: what has no room goes to disk, and comes from there in order."""
+class WhenFull(enum.StrEnum):
+    """What happens when a queue is full."""
+
+    BLOCK = "block"
+    """The sender waits. Nothing is lost; memory is bounded; what is upstream becomes as slow as what is downstream."""
+
+    DROP = "drop"
+    """The sender never waits. The newest rows are lost, counted, and named in the request's result."""
+
+    SKIP = "skip"
+    """The sender never waits. The oldest rows are discarded to admit the newest: lost, counted, named in the request's
+    result. For live views."""
+
+    SPILL = "spill"
+    """Rows go to a spool on disk and come from there in order: a worker's when memory is full, a consumer's always. A
+    full spool blocks or drops."""
 
 
-ConsumerPolicy = Literal["block", "drop", "skip", "spill"]
-"""The same, and `skip`: the oldest rows make room for the newest, for who shows what happens now. With `spill` everything goes to disk."""
+POLICIES_OF_WORKERS = (WhenFull.BLOCK, WhenFull.DROP, WhenFull.SPILL)
+"""Those that a worker may have. A consumer may have any."""
 
+FALLBACKS = (WhenFull.BLOCK, WhenFull.DROP)
+"""What may happen when a spool is full."""
 
-POLICY_DEFAULT: Policy = "block"
-"""Of workers: nothing is lost, and nothing is written to a disk that nobody named."""
-
-
-CONSUMER_POLICY_DEFAULT: ConsumerPolicy = "block"
-"""Of consumers that do not say otherwise; those that keep what they are given say `spill`."""
-
-
-FALLBACK_DEFAULT: Fallback = "block"
-"""What holds when a spool is full, of workers and of consumers."""
+POLICY_DEFAULT = WhenFull.BLOCK
+"""Of workers, of consumers that name none, and of full spools: nothing is lost, and nothing is written to a disk that
+nobody named."""

@@ -3,7 +3,7 @@
 Each item is of a source. Invariants: items of one source leave in the order in which they came, and sources take turns, an item each, so
 that an item waits for at most one of each other source and for those before it of its own; the sum of the sizes is at most
 `bytes_max`, unless one item alone is larger, or items were put in with `force`. A queue does not choose what to do
-when it is full: `offer` refuses, `put` waits, `displace` throws out, and an `Overload` says which of them its owner is to call.
+when it is full: `offer` refuses, `put` waits, `displace` throws out, and a `WhenFull` policy says which of them its owner is to call.
 
 The part of a source is `bytes_max` divided by the number of sources that have items with a size. Invariant: `displace` throws out no item
 of a source that has at most its part, and refuses no item that leaves its source with at most that.
@@ -11,29 +11,12 @@ of a source that has at most its part, and refuses no item that leaves its sourc
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-
-
-class Overload(enum.StrEnum):
-    """What happens when a queue is full."""
-
-    BLOCK = "block"
-    """The sender waits. Nothing is lost; memory is bounded; what is upstream becomes as slow as what is downstream."""
-
-    DROP = "drop"
-    """The sender never waits. The newest rows are lost, counted, and named in the request's result."""
-
-    SKIP = "skip"
-    """The sender never waits. The oldest rows go to make room for the newest: lost, counted, named in the request's result."""
-
-    SPILL = "spill"
-    """What has no room goes to a spool on disk, and comes from there in order. A full spool blocks or drops."""
 
 
 class ByteQueue(Generic[T]):

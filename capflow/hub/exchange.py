@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from capflow import limits
-from capflow.buffers.queue import Overload
+from capflow.buffers.policy import WhenFull
 from capflow.capture.frame import Frame, FrameHeader
 from capflow.capture.frame_cost import decoded_bytes, is_large
 from capflow.capture.losses import LossLog
@@ -108,7 +108,7 @@ class Exchange:
     ) -> None:
         self.controllers = tuple(controllers)
         self.lanes = tuple(
-            (SpillingLane if consumer.policy is Overload.SPILL else Lane)(
+            (SpillingLane if consumer.policy is WhenFull.SPILL else Lane)(
                 index, consumer, on_result=self._on_result, on_action=self._on_action
             )
             for index, consumer in enumerate(consumers)
@@ -125,7 +125,7 @@ class Exchange:
         self._bound_queues()
         self.ledger = Ledger(wishes, self.budget.state, results_bytes_max=self.budget.results_bytes_max)
         window_bytes = min(
-            (c.queue_bytes_max for c in consumers if c.policy in (Overload.BLOCK, Overload.SPILL)),
+            (c.queue_bytes_max for c in consumers if c.policy in (WhenFull.BLOCK, WhenFull.SPILL)),
             default=limits.CREDIT_BYTES_DEFAULT,
         )
         self.roster = Roster(
@@ -159,7 +159,7 @@ class Exchange:
 
     def _bound_queues(self) -> None:
         """Have the queues of consumers that drop or skip fit into their part of the memory."""
-        lanes = [lane for lane in self.lanes if lane.policy not in (Overload.BLOCK, Overload.SPILL)]
+        lanes = [lane for lane in self.lanes if lane.policy not in (WhenFull.BLOCK, WhenFull.SPILL)]
         for lane in lanes:
             bound = self.budget.queues_bytes_max // len(lanes)
             if lane.queue.bytes_max > bound:

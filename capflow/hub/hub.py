@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import capflow
 from capflow import limits
-from capflow.buffers.queue import Overload
+from capflow.buffers.policy import WhenFull
 from capflow.errors import UsageError, explain
 from capflow.hub.cache_reads import notice
 from capflow.hub.counts import Snapshot, age_s
@@ -221,7 +221,7 @@ class Hub:
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Return how much memory each part of the budget takes, and its bound."""
-        queues = (lane.queue.nbytes for lane in self.lanes if lane.policy in (Overload.DROP, Overload.SKIP))
+        queues = (lane.queue.nbytes for lane in self.lanes if lane.policy in (WhenFull.DROP, WhenFull.SKIP))
         return self._exchange.budget.status(sum(queues), self.ledger.kept)
 
     def uptime_s(self, now: float) -> float:

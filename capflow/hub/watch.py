@@ -17,7 +17,7 @@ from typing import Self
 import msgspec
 
 from capflow import limits
-from capflow.buffers.queue import Overload
+from capflow.buffers.policy import WhenFull
 from capflow.capture.frame import Finished, Frame, FrameHeader, Rank, rows_of
 from capflow.capture.losses import Losses, note_frame
 from capflow.capture.model import ModelInfo
@@ -39,7 +39,7 @@ def check_live(consumers: Sequence[ConfiguredConsumer], controllers: Sequence[Co
         do = "give it to the hub that the engine is connected to"
         raise UsageError(explain(f"--consumer {controller.name}", got="a controller", expected="a consumer", do=do))
     for consumer in consumers:
-        if consumer.policy not in (Overload.DROP, Overload.SKIP):
+        if consumer.policy not in (WhenFull.DROP, WhenFull.SKIP):
             got = f"policy {consumer.policy.value}"
             do = f"{consumer.name}:policy=drop, or give it to the hub that is tapped: a tap misses what it has no time for"
             raise UsageError(

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pluggy
@@ -21,8 +21,7 @@ import xxhash
 from msgspec import inspect
 
 from capflow import limits
-from capflow.buffers.policy import FALLBACK_DEFAULT, ConsumerPolicy, Fallback
-from capflow.buffers.queue import Overload
+from capflow.buffers.policy import FALLBACKS, POLICY_DEFAULT, WhenFull
 from capflow.buffers.spool import check_root, default_root
 from capflow.capture.model import ModelInfo
 from capflow.capture.spec import CaptureSpec
@@ -53,7 +52,7 @@ class Spill:
     root: Path
     name: str
     bytes_max: int
-    fallback: Overload
+    fallback: WhenFull
 
     @classmethod
     def of(cls, consumer: Consumer, root: Path | None, bytes_max: int | None, fallback: str | None) -> Spill:
@@ -64,7 +63,7 @@ class Spill:
             (root or default_root() / "hub").absolute(),
             f"{consumer.instance}-{digest}",
             limits.SPOOL_BYTES_DEFAULT if bytes_max is None else bytes_max,
-            Overload(fallback or FALLBACK_DEFAULT),
+            WhenFull(fallback or POLICY_DEFAULT),
         )
 
 
@@ -77,7 +76,7 @@ class ConfiguredConsumer:
 
     name: str
     consumer: Consumer
-    policy: Overload
+    policy: WhenFull
     queue_bytes_max: int = limits.QUEUE_BYTES_DEFAULT
     spill: Spill | None = None
 
@@ -93,13 +92,13 @@ class ConfiguredConsumer:
         spill_fallback: str | None = None,
     ) -> ConfiguredConsumer:
         """Return the consumer with a queue as given, or as its class and the limits say."""
-        overload = Overload(policy or consumer.policy)
+        overload = WhenFull(policy or consumer.policy)
         return cls(
             consumer.instance,
             consumer,
             overload,
             limits.QUEUE_BYTES_DEFAULT if queue_bytes_max is None else queue_bytes_max,
-            Spill.of(consumer, spool_dir, spool_bytes, spill_fallback) if overload is Overload.SPILL else None,
+            Spill.of(consumer, spool_dir, spool_bytes, spill_fallback) if overload is WhenFull.SPILL else None,
         )
 
 
@@ -230,11 +229,11 @@ def options_of(plugin: Plugin) -> list[Option]:
     ]
     if issubclass(plugin, Consumer):
         options += [
-            Option("policy", " or ".join(get_args(ConsumerPolicy)), required=False, default=plugin.policy),
+            Option("policy", " or ".join(WhenFull), required=False, default=plugin.policy),
             Option("queue_bytes_max", "int", required=False, default=limits.QUEUE_BYTES_DEFAULT),
             Option("spool_dir", "str", required=False, default=str(default_root() / "hub")),
             Option("spool_bytes", "int", required=False, default=limits.SPOOL_BYTES_DEFAULT),
-            Option("spill_fallback", " or ".join(get_args(Fallback)), required=False, default=FALLBACK_DEFAULT),
+            Option("spill_fallback", " or ".join(FALLBACKS), required=False, default=POLICY_DEFAULT),
         ]
     return options
 
@@ -423,7 +422,7 @@ def _type_name(kind: inspect.Type) -> str:
 
 def _with_queue(consumer: Consumer, options: Mapping[str, Any], where: str) -> ConfiguredConsumer:
     """Return a consumer with the queue that the options of every consumer say."""
-    policy = _one_of(options, "policy", get_args(ConsumerPolicy), where) or consumer.policy
+    policy = _one_of(options, "policy", tuple(WhenFull), where) or consumer.policy
     if policy != "spill":
         for name in UNIVERSAL_OPTIONS[2:]:
             if name in options:
@@ -437,7 +436,7 @@ def _with_queue(consumer: Consumer, options: Mapping[str, Any], where: str) -> C
         queue_bytes_max=_size(options, "queue_bytes_max", limits.QUEUE_BYTES_MAX, where),
         spool_dir=root,
         spool_bytes=_size(options, "spool_bytes", limits.SPOOL_BYTES_MAX, where),
-        spill_fallback=_one_of(options, "spill_fallback", get_args(Fallback), where),
+        spill_fallback=_one_of(options, "spill_fallback", FALLBACKS, where),
     )
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import pluggy
 
-from capflow.buffers.policy import CONSUMER_POLICY_DEFAULT, ConsumerPolicy
+from capflow.buffers.policy import POLICY_DEFAULT
 from capflow.capture.frame import Frame
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult, RequestDone
@@ -82,7 +82,7 @@ class Consumer(Named, ABC):
     """
 
     Config: ClassVar[type[msgspec.Struct]] = NoConfig
-    policy: ClassVar[ConsumerPolicy] = CONSUMER_POLICY_DEFAULT
+    policy: ClassVar[str] = POLICY_DEFAULT
     reads_requests: ClassVar[bool] = True
 
     def __init__(self, config: Any) -> None:

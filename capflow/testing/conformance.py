@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from capflow.buffers.queue import Overload
+from capflow.buffers.policy import WhenFull
 from capflow.capture.frame import Frame
 from capflow.capture.model import ModelInfo
 from capflow.capture.spec import CaptureSpec
@@ -182,7 +182,7 @@ class Conformance(RowRules):
             took_s = time.monotonic() - began
             limit_s = self.subject.handle_s_max
             assert took_s <= limit_s, f"100 frames took {took_s:.1f} s, expected at most {limit_s:g} s"
-            if run.hub.lanes[0].policy in (Overload.BLOCK, Overload.SPILL):
+            if run.hub.lanes[0].policy in (WhenFull.BLOCK, WhenFull.SPILL):
                 assert statuses == {"ok"}, f"every row was given, and the results say {statuses}"
 
     def test_closing_gives_everything_back(self, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from capflow import limits
-from capflow.buffers.policy import FALLBACK_DEFAULT, POLICY_DEFAULT, Fallback, Policy
+from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS, POLICY_DEFAULT
 from capflow.buffers.spool import check_root, default_root
 from capflow.capture.site import HOOK_ALIASES, HOOKS, Site
 from capflow.errors import UsageError, explain
@@ -37,10 +37,10 @@ _GRAPH_VERSION = 4  # goes up with every change to what a tap puts into the grap
 class Outbound(NamedTuple):
     """What a worker does when its outbound queue is full, and with `spill` where to, how much, and what holds then."""
 
-    policy: Policy = POLICY_DEFAULT
+    policy: str = POLICY_DEFAULT
     spool_dir: str = ""
     spool_bytes: int = limits.SPOOL_BYTES_DEFAULT
-    spill_fallback: Fallback = FALLBACK_DEFAULT
+    spill_fallback: str = POLICY_DEFAULT
 
     @property
     def blocks(self) -> bool:
@@ -54,19 +54,17 @@ class Outbound(NamedTuple):
         Raises UsageError for a value that is none, for a directory that cannot be written, and for what says nothing with
         another policy.
         """
-        if policy not in get_args(Policy):
-            raise UsageError(explain("policy", got=policy, expected=f"one of {', '.join(get_args(Policy))}"))
+        if policy not in POLICIES_OF_WORKERS:
+            raise UsageError(explain("policy", got=policy, expected=f"one of {', '.join(POLICIES_OF_WORKERS)}"))
         said = {"spool_dir": spool_dir, "spool_bytes": spool_bytes, "spill_fallback": spill_fallback}
         if policy != "spill":
             for name, value in said.items():
                 if value is not None:
                     raise UsageError(explain(name, got=f"policy {policy}", expected="policy spill with it"))
             return cls(policy)
-        fallback: Any = FALLBACK_DEFAULT if spill_fallback is None else spill_fallback
-        if fallback not in get_args(Fallback):
-            raise UsageError(
-                explain("spill_fallback", got=fallback, expected=f"one of {', '.join(get_args(Fallback))}")
-            )
+        fallback: Any = POLICY_DEFAULT if spill_fallback is None else spill_fallback
+        if fallback not in FALLBACKS:
+            raise UsageError(explain("spill_fallback", got=fallback, expected=f"one of {', '.join(FALLBACKS)}"))
         size = limits.SPOOL_BYTES_DEFAULT if spool_bytes is None else spool_bytes
         if not 1 <= size <= limits.SPOOL_BYTES_MAX:
             raise UsageError(explain("spool_bytes", got=size, expected=f"1..{limits.SPOOL_BYTES_MAX}"))

@@ -172,7 +172,7 @@ def room_for(frames):
     return frames * size + size // 2  # headers grow by some bytes with the numbers in them
 
 
-class TestOverload:
+class TestWhenFull:
     def test_a_slow_consumer_that_drops_slows_no_other(self, address):
         slow, fast = Recorder("slow", held=True), Recorder("fast")
         with (

@@ -14,7 +14,8 @@ from collections import Counter
 import pytest
 
 from capflow import limits
-from capflow.buffers.queue import ByteQueue, Overload
+from capflow.buffers.policy import WhenFull
+from capflow.buffers.queue import ByteQueue
 from capflow.buffers.spool import Files, FullError, Spool, heads
 from capflow.buffers.spool.report import in_use
 from capflow.capture.frame import Frame, Rank
@@ -551,7 +552,7 @@ def test_what_lies_beside_an_inbox_that_is_full_comes_with_its_engine(tmp_path):
         while True:
             inbox.put(Gone("nobody", None))
     inbox.join(beside, {})
-    writer = InboxWriter("n", inbox, ByteQueue(1), Overload.BLOCK, Counter())
+    writer = InboxWriter("n", inbox, ByteQueue(1), WhenFull.BLOCK, Counter())
     writer.start([beside], {})
     found = []
     while "other" not in found:
@@ -580,7 +581,7 @@ def test_a_frame_that_comes_again_before_it_is_durable_is_acknowledged_when_it_i
     inbox = Inbox(
         tmp_path, "n", 400_000, on_synced=lambda number: [each.synced(number) for each in writers], files=disk
     )
-    writer = InboxWriter("n", inbox, queue, Overload.BLOCK, Counter())
+    writer = InboxWriter("n", inbox, queue, WhenFull.BLOCK, Counter())
     writers.append(writer)
     inbox.open_at(inbox.place(1))
     writer.start([], {})

@@ -6,15 +6,14 @@ import importlib.metadata
 import re
 import sys
 import types
-from typing import Literal, get_args
+from typing import Literal
 
 import msgspec
 import pytest
 
 import capflow
 from capflow import limits
-from capflow.buffers.policy import Fallback, Policy
-from capflow.buffers.queue import Overload
+from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS, WhenFull
 from capflow.buffers.spool import default_root
 from capflow.capture.spec import CaptureSpec
 from capflow.cli.engine.run import run
@@ -192,7 +191,7 @@ class TestConfigure:
         made = configure("sink", options, KNOWN)
         assert isinstance(made, ConfiguredConsumer)
         assert made.consumer.config == Sink.Config("/x", 7, 0.25, True, [1, 2, 5], ("a", "b"), "b", 9)
-        assert (made.policy, made.queue_bytes_max) == (Overload.DROP, limits.QUEUE_BYTES_DEFAULT)
+        assert (made.policy, made.queue_bytes_max) == (WhenFull.DROP, limits.QUEUE_BYTES_DEFAULT)
 
     @pytest.mark.parametrize(("layers", "expected"), [("all", "all"), ("3", "3"), ("3+4", [3, 4])])
     def test_a_list_or_a_word(self, layers, expected):
@@ -200,7 +199,7 @@ class TestConfigure:
 
     def test_takes_the_options_that_every_consumer_has(self):
         made = configure("sink", {"root": "/x", "policy": "block", "queue_bytes_max": "1000"}, KNOWN)
-        assert (made.policy, made.queue_bytes_max) == (Overload.BLOCK, 1000)
+        assert (made.policy, made.queue_bytes_max) == (WhenFull.BLOCK, 1000)
 
     def test_spills_to_the_same_place_whenever_it_is_configured_alike(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -212,7 +211,7 @@ class TestConfigure:
             "spill_fallback": "drop",
         }
         spill = configure("sink", options, KNOWN).spill
-        assert (spill.root, spill.bytes_max, spill.fallback) == (tmp_path / "spool", 5000, Overload.DROP)
+        assert (spill.root, spill.bytes_max, spill.fallback) == (tmp_path / "spool", 5000, WhenFull.DROP)
         assert configure("sink", {**options, "spool_bytes": "9000"}, KNOWN).spill.name == spill.name
         assert configure("sink", {**options, "count": "4"}, KNOWN).spill.name != spill.name
         monkeypatch.chdir("/")  # where another `x` lies
@@ -346,12 +345,12 @@ def test_options_are_told_with_types_and_defaults():
 
 
 def test_the_defaults_of_policies_are_written_in_one_place():
-    """Whoever has a default takes it from `capflow.buffers.policy`; the words are types, enums and choices elsewhere."""
+    """Whoever has a default takes it from `capflow.buffers.policy`, which alone has the words."""
     said = {name for name, path in modules().items() if re.search(r'(?<!== )"block"', path.read_text(encoding="utf-8"))}
-    assert said == {"capflow.buffers.policy", "capflow.buffers.queue", "capflow.cli.engine.run"}
+    assert said == {"capflow.buffers.policy"}
 
 
 def test_the_command_line_offers_the_policies_that_there_are():
     offered = {option.name: option.type for option in run.params}
-    assert tuple(offered["policy"].choices) == get_args(Policy)
-    assert tuple(offered["spill_fallback"].choices) == get_args(Fallback)
+    assert tuple(offered["policy"].choices) == POLICIES_OF_WORKERS
+    assert tuple(offered["spill_fallback"].choices) == FALLBACKS

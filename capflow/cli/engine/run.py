@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from capflow import limits
+from capflow.buffers.policy import FALLBACKS, POLICIES_OF_WORKERS
 
 if TYPE_CHECKING:
-    from capflow.buffers.policy import Fallback, Policy
     from capflow.cli.hub.running import HubRun
     from capflow.cli.logs import Format
 
@@ -82,13 +82,13 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--sampling", multiple=True, metavar="NAME=VALUE", help="A sampling parameter of vLLM; repeatable.")
 @click.option(
     "--policy",
-    type=click.Choice(["block", "drop", "spill"]),
+    type=click.Choice([*map(str, POLICIES_OF_WORKERS)]),
     help="What a worker of --model does when its queue is full. Default: block.",
 )
 @click.option("--spool-dir", metavar="DIR", help="Where a worker with policy spill has its spool.")
 @click.option("--spool-bytes", type=click.IntRange(min=1), help="How much it may hold. Default: 2 GiB.")
 @click.option(
-    "--spill-fallback", type=click.Choice(["block", "drop"]), help="What holds when it is full. Default: block."
+    "--spill-fallback", type=click.Choice([*map(str, FALLBACKS)]), help="What holds when it is full. Default: block."
 )
 @click.option(
     "--memory-bytes-max",
@@ -124,10 +124,10 @@ def run(
     engine_name: str | None,
     engine_arg: tuple[str, ...],
     sampling: tuple[str, ...],
-    policy: Policy | None,
+    policy: str | None,
     spool_dir: str | None,
     spool_bytes: int | None,
-    spill_fallback: Fallback | None,
+    spill_fallback: str | None,
     memory_bytes_max: int | None,
     metrics_address: str | None,
     log_format: Format,
@@ -215,7 +215,7 @@ def run(
     sys.exit(running.exit_code)
 
 
-def _check_beside(outbound: dict[str, Any], model: str | None, policy: Policy | None) -> None:
+def _check_beside(outbound: dict[str, Any], model: str | None, policy: str | None) -> None:
     """Raise UsageError for an option of a worker's queue without the model or the policy that it is for."""
     from capflow.errors import UsageError, explain
 

@@ -108,7 +108,7 @@ def replay(directory: Path, consumers: tuple[str, ...], config: Path | None, kee
 
     The exit code is 1, and every letter stays, when a consumer failed at one. Consumers have policy `block` here, whatever they say.
     """
-    from capflow.buffers.queue import Overload
+    from capflow.buffers.policy import WhenFull
     from capflow.cli.hub.running import HubRun
     from capflow.errors import UsageError, explain
     from capflow.hub.lanes.dead_letters import drop, read, said_by
@@ -121,7 +121,7 @@ def replay(directory: Path, consumers: tuple[str, ...], config: Path | None, kee
         got = "a controller" if controllers else "none"
         raise UsageError(explain("--consumer", got=got, expected="at least one consumer", do="see `capflow plugins`"))
     last = max(map(_number, read(directory)), default=0)
-    waiting = [_blocking(consumer, Overload.BLOCK) for consumer in made]
+    waiting = [_blocking(consumer, WhenFull.BLOCK) for consumer in made]
     running = HubRun(private_address("dead"), waiting, ends=True)
     with running:
         replayed = Replay(running.hub, ReplayPace(), stopped=running.stopped.is_set)

@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from capflow import limits
-from capflow.buffers.queue import Overload
+from capflow.buffers.policy import WhenFull
 from capflow.buffers.shares import Shares
 from capflow.buffers.spool import FullError, Lost
 from capflow.capture.frame import Frame, FrameHeader, Rank, RequestRows, rows_of
@@ -410,7 +410,7 @@ class SpillingLane(Lane):
 
     def _may_settle(self, known: _Open) -> bool:
         """Return whether the result of a request is waited for: it is over, results come, and frames wait for room instead of being dropped."""
-        if known.over_at is None or self.writer.fallback is not Overload.BLOCK:
+        if known.over_at is None or self.writer.fallback is not WhenFull.BLOCK:
             return False
         return time.monotonic() < max(known.over_at, self._result_at) + limits.RESULT_S_MAX
 

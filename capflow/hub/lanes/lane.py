@@ -27,7 +27,8 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 
 from capflow import limits
-from capflow.buffers.queue import ByteQueue, Overload
+from capflow.buffers.policy import WhenFull
+from capflow.buffers.queue import ByteQueue
 from capflow.capture.frame import DTYPES, Finished, RequestRows
 from capflow.capture.losses import LossLog, note_chunk
 from capflow.capture.model import ModelInfo
@@ -174,11 +175,11 @@ class Lane:
 
         The memory of a `block` lane is bounded by the workers' credit, that of a `drop` or `skip` lane by its queue.
         """
-        waited_for = taken if self.policy is Overload.BLOCK else None
+        waited_for = taken if self.policy is WhenFull.BLOCK else None
         for tally, rows in delivery.parts:
             tally.rows += rows
         item = _Rows(delivery, waited_for, time.monotonic())
-        skips = self.policy is Overload.SKIP and not self.queue.closed
+        skips = self.policy is WhenFull.SKIP and not self.queue.closed
         if delivery.frame.header.engine in self._unmet:
             self._lose(delivery, "consumer_queue_full")
         elif self._accept(item, "skipped" if skips else "consumer_queue_full"):
@@ -188,14 +189,14 @@ class Lane:
     def _accept(self, item: _Rows, reason: str) -> bool:
         """Put rows in the queue; return whether they are in it. Rows that have no room are lost for the reason."""
         engine, nbytes = item.delivery.frame.header.engine, item.delivery.frame.memory_bytes
-        if self.policy is Overload.BLOCK and not self.queue.closed:
+        if self.policy is WhenFull.BLOCK and not self.queue.closed:
             self.queue.force(item, nbytes, engine)
             return True
 
         def lose(other: _Rows) -> None:
             self._lose(other.delivery, reason)
 
-        accepted = self.queue.displace(item, nbytes, engine, lose, newest=self.policy is not Overload.SKIP)
+        accepted = self.queue.displace(item, nbytes, engine, lose, newest=self.policy is not WhenFull.SKIP)
         if not accepted:
             lose(item)
         return accepted
@@ -207,7 +208,7 @@ class Lane:
         """
         if self.queue.closed:
             return False
-        waited_for = taken is not None and self.policy is Overload.BLOCK and request.engine not in self._unmet
+        waited_for = taken is not None and self.policy is WhenFull.BLOCK and request.engine not in self._unmet
         nbytes = 0 if waited_for else weight(tuple(request.finished.values()))
         if not waited_for and (request.engine in self._unmet or not self.notes.admit(nbytes)):
             self.notes.lost["end"] += 1

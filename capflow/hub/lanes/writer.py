@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from capflow import limits
-from capflow.buffers.queue import ByteQueue, Overload
+from capflow.buffers.policy import WhenFull
+from capflow.buffers.queue import ByteQueue
 from capflow.buffers.spool import FullError, Lost
 from capflow.capture.frame import Frame, FrameHeader, WorkerBoot, rows_of
 from capflow.capture.losses import Losses, lessened, note_frame
@@ -56,7 +57,7 @@ class InboxWriter:
     """
 
     def __init__(
-        self, name: str, inbox: Inbox, queue: ByteQueue[Any], fallback: Overload, dropped: Counter[str]
+        self, name: str, inbox: Inbox, queue: ByteQueue[Any], fallback: WhenFull, dropped: Counter[str]
     ) -> None:
         self.name = name
         self.ended = threading.Event()  # set when the thread has
@@ -176,7 +177,7 @@ class InboxWriter:
                     for stage in [stage for stage in self._lost if stage[0] == item.engine]:
                         del self._lost[stage]
 
-    def _put_frame(self, frame: Frame, taken: Taken, fallback: Overload, model: ModelInfo | None = None) -> int:
+    def _put_frame(self, frame: Frame, taken: Taken, fallback: WhenFull, model: ModelInfo | None = None) -> int:
         """Put a frame in; return the number of its record, 0 of one that has no room and is not to wait for it.
 
         model: its engine's, which is put in too where the inbox does not tell of it.
@@ -186,10 +187,10 @@ class InboxWriter:
         put = functools.partial(self._inbox.put_frame, frame)
         try:
             self._put_engine(frame, fallback, model)
-            number = self._insist(put) if fallback is Overload.BLOCK else self._try(put, 0.0)
+            number = self._insist(put) if fallback is WhenFull.BLOCK else self._try(put, 0.0)
             behind = self._put_engine(frame, fallback, model) or number  # when it was forgotten meanwhile
         except FullError as e:
-            if fallback is Overload.BLOCK and e.reason != TOO_LARGE:
+            if fallback is WhenFull.BLOCK and e.reason != TOO_LARGE:
                 raise
             self._refuse(frame.header, e.reason)
             taken()
@@ -203,13 +204,13 @@ class InboxWriter:
             self._pending.append((number, taken, time.monotonic()))
         self.synced(self._inbox.spool.synced_through)
 
-    def _put_engine(self, frame: Frame, fallback: Overload, model: ModelInfo | None) -> int:
+    def _put_engine(self, frame: Frame, fallback: WhenFull, model: ModelInfo | None) -> int:
         """Put in which model the engine of a frame has, unless the inbox tells of it; return the number of the record, 0 of none. Raises FullError."""
         engine = frame.header.engine
         if model is None or self._inbox.tells_of(engine, model):
             return 0
         put = functools.partial(self._inbox.put, Known(engine, model))
-        return self._insist(put) if fallback is Overload.BLOCK else self._try(put, 0.0)
+        return self._insist(put) if fallback is WhenFull.BLOCK else self._try(put, 0.0)
 
     def _note(self, what: Known | Gone | Missed | Answered) -> None:
         """Put in what is no frame, however long it takes; what never fits is left out, and logged. Raises FullError when the hub stops before there is room."""
@@ -305,7 +306,7 @@ class InboxWriter:
                     last = max(last, number)
                 case Frame() as frame:
                     taken = functools.partial(other.spool.acknowledge, item.number)
-                    last = self._put_frame(frame, taken, Overload.BLOCK, other.model(frame.header.engine))
+                    last = self._put_frame(frame, taken, WhenFull.BLOCK, other.model(frame.header.engine))
                 case Known() | Gone() | Answered() as what:
                     self._note(what)
                 case Lost() as lost:

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from capflow import limits
-from capflow.buffers.policy import FALLBACK_DEFAULT, POLICY_DEFAULT, Fallback, Policy
-from capflow.buffers.queue import ByteQueue, Overload
+from capflow.buffers.policy import POLICY_DEFAULT, WhenFull
+from capflow.buffers.queue import ByteQueue
 from capflow.capture.frame import Frame, FrameHeader
 from capflow.errors import CapflowError
 from capflow.protocol.message import Beat, Hello, Message, Welcome, WorkerCounts
@@ -56,18 +56,18 @@ class WorkerLink(Link):
         hello: Hello,
         *,
         outbound_bytes_max: int = limits.OUTBOUND_BYTES_DEFAULT,
-        policy: Policy = POLICY_DEFAULT,
+        policy: str = POLICY_DEFAULT,
         block_s_max: float = limits.BLOCK_S_MAX,
         on_welcome: Callable[[Welcome], None] | None = None,
         staged: Callable[[], Staged] = Staged,
         key: str | None = None,
         outbox: Outbox | None = None,
-        fallback: Fallback = FALLBACK_DEFAULT,
+        fallback: str = POLICY_DEFAULT,
     ) -> None:
         super().__init__(address, hello, key=key)
         assert policy != "spill" or outbox is not None
-        self.policy = Overload(policy)
-        self.fallback = Overload(fallback)
+        self.policy = WhenFull(policy)
+        self.fallback = WhenFull(fallback)
         self.outbox = outbox
         self._spills = policy == "spill"
         self.block_s_max = block_s_max
@@ -163,7 +163,7 @@ class WorkerLink(Link):
         if len(view) == 0 and self._queue.nbytes <= self._queue.bytes_max + limits.HEADER_BYTES_MAX:
             self._queue.force(item, nbytes)  # the ends of requests are worth a little room of their own
             return None
-        if self.policy is Overload.DROP or self._gave_up:
+        if self.policy is WhenFull.DROP or self._gave_up:
             accepted = self._queue.offer(item, nbytes)
         else:
             accepted = self._queue.put(item, nbytes, self.block_s_max)
@@ -182,7 +182,7 @@ class WorkerLink(Link):
         if at_once and self._queue.offer(item, nbytes):
             return None
         reason = outbox.put(seq, header, view, 0.0)
-        if reason is not None and self.fallback is Overload.BLOCK and not self._gave_up:
+        if reason is not None and self.fallback is WhenFull.BLOCK and not self._gave_up:
             reason = outbox.put(seq, header, view, self.block_s_max)
             self._gave_up = reason is not None and not self.connected
         return reason

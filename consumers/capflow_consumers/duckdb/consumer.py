@@ -29,7 +29,7 @@ import msgspec
 import pyarrow as pa
 
 from capflow import limits
-from capflow.buffers.policy import ConsumerPolicy
+from capflow.buffers.policy import WhenFull
 from capflow.capture.frame import Block, Frame, FrameHeader
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult, RequestDone, Status
@@ -75,7 +75,7 @@ class DuckdbConsumer(Consumer):
 
     name: ClassVar[str] = "duckdb"
     Config: ClassVar[type[msgspec.Struct]] = DuckdbConfig
-    policy: ClassVar[ConsumerPolicy] = "spill"
+    policy: ClassVar[str] = WhenFull.SPILL
 
     def __init__(self, config: DuckdbConfig, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(config)

@@ -22,7 +22,7 @@ from typing import ClassVar, Literal, NamedTuple
 import msgspec
 
 from capflow import limits
-from capflow.buffers.policy import ConsumerPolicy
+from capflow.buffers.policy import WhenFull
 from capflow.capture.frame import Chunk, Frame, FrameHeader, RequestRows
 from capflow.capture.model import ModelInfo
 from capflow.capture.positions import Form
@@ -89,7 +89,7 @@ class FilesystemConsumer(Consumer):
 
     name: ClassVar[str] = "filesystem"
     Config: ClassVar[type[msgspec.Struct]] = FilesystemConfig
-    policy: ClassVar[ConsumerPolicy] = "spill"
+    policy: ClassVar[str] = WhenFull.SPILL
 
     def __init__(self, config: FilesystemConfig) -> None:
         super().__init__(config)

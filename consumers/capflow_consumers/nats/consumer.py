@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast
 
 import msgspec
 
-from capflow.buffers.policy import ConsumerPolicy
+from capflow.buffers.policy import WhenFull
 from capflow.capture.frame import Chunk, Frame, FrameHeader, Rank
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult, RequestDone, Status
@@ -94,7 +94,7 @@ class NatsConsumer(Consumer):
 
     name: ClassVar[str] = "nats"
     Config: ClassVar[type[msgspec.Struct]] = NatsConfig
-    policy: ClassVar[ConsumerPolicy] = "spill"
+    policy: ClassVar[str] = WhenFull.SPILL
 
     def __init__(self, config: NatsConfig) -> None:
         super().__init__(config)

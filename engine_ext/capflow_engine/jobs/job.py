@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from capflow.buffers.policy import POLICY_DEFAULT, Fallback, Policy
+from capflow.buffers.policy import POLICY_DEFAULT
 from capflow.steering.request import Steering
 from capflow_engine.settings import STEERING_BANK_BYTES
 
@@ -49,8 +49,8 @@ class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steering_modules: list[str] = []
     steering_bank_bytes: int = STEERING_BANK_BYTES
     key: str | None = None
-    policy: Policy = POLICY_DEFAULT
+    policy: str = POLICY_DEFAULT
     spool_dir: str | None = None
     spool_bytes: int | None = None
-    spill_fallback: Fallback | None = None
+    spill_fallback: str | None = None
     engine_name: str | None = None

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, Self
 
 from capflow import limits
-from capflow.buffers.policy import POLICY_DEFAULT, Fallback, Policy
+from capflow.buffers.policy import POLICY_DEFAULT
 from capflow.capture.result import joined
 from capflow.errors import UsageError, explain
 from capflow.text.engine_name import start_of
@@ -56,10 +56,10 @@ class AsyncLLM(AsyncLLMEngine):  # type: ignore[misc]
         key: str | None = None,
         insecure: bool = False,
         sites: Sequence[str] = SITES_DEFAULT,
-        policy: Policy = POLICY_DEFAULT,
+        policy: str = POLICY_DEFAULT,
         spool_dir: str | None = None,
         spool_bytes: int | None = None,
-        spill_fallback: Fallback | None = None,
+        spill_fallback: str | None = None,
         steering_bank_bytes: int = STEERING_BANK_BYTES,
         engine_name: str | None = None,
         capture_wait_s: float = limits.CAPTURE_WAIT_S_DEFAULT,

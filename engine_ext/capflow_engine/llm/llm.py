@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from capflow import limits
-from capflow.buffers.policy import POLICY_DEFAULT, Fallback, Policy
+from capflow.buffers.policy import POLICY_DEFAULT
 from capflow.capture.result import joined
 from capflow.errors import UsageError, explain
 from capflow.steering.program import SteeringProgram
@@ -68,10 +68,10 @@ class LLM(VLLM):  # type: ignore[misc]
         key: str | None = None,
         insecure: bool = False,
         sites: Sequence[str] = SITES_DEFAULT,
-        policy: Policy = POLICY_DEFAULT,
+        policy: str = POLICY_DEFAULT,
         spool_dir: str | None = None,
         spool_bytes: int | None = None,
-        spill_fallback: Fallback | None = None,
+        spill_fallback: str | None = None,
         steering_bank_bytes: int = STEERING_BANK_BYTES,
         engine_name: str | None = None,
         **kwargs: Any,
