@@ -10,6 +10,9 @@ only their owner can enter:
 
 What always holds: a file or directory that someone else can read or write is refused, not mended. A secret is in no message,
 representation or address.
+
+Why these are not the certificates of `zmq.auth`: `create_certificates` leaves the secret readable by everyone (0644 with
+the usual umask) and writes over a key that is there; they have no rights; and keys that exist would have to be made anew.
 """
 
 from __future__ import annotations

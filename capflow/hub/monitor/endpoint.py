@@ -3,6 +3,9 @@
 Everything is read at the time of the request, on a thread of that request; the hub's thread and the consumers' never notice.
 A client that sends nothing, or nonsense, costs one thread for at most `limits.HTTP_HEAD_S_MAX`; there are at most
 `limits.HTTP_CLIENTS_MAX` of them, and the one that has waited longest with its request makes room for the next. Nothing that is said here was captured, and nothing can be changed here.
+
+Why this is not `prometheus_client.make_wsgi_app` on `wsgiref`: the bounds on clients are most of this file, and stay.
+Tried, that is 237 lines in the place of 232; wsgiref also sends a body with the answer to HEAD, and prints tracebacks.
 """
 
 from __future__ import annotations

@@ -5,6 +5,11 @@ query that failed or was stopped on the way. A query that fails before its first
 database's path, so that whoever knows the file finds who holds it. Closing the connection stops the query.
 
 What always holds: a query runs on a thread of its own, at most `limits.QUERIES_MAX` at once, for at most `limits.QUERY_S_MAX`.
+
+Why this is not Arrow Flight on the same socket: a Flight server cannot end the answer to a client that has stopped reading,
+such as one behind a pager. Measured with a limit of 2 s: here the query's place is free after 2.0 s; with Flight it is
+taken, with the read transaction, for as long as the client lives, and the server's shutdown waits for it. A short query
+takes 1.4 ms here and 2.1 ms with Flight.
 """
 
 from __future__ import annotations

@@ -6,6 +6,13 @@ reason (`capflow_consumers.dataset.shards.file`: a message of an Arrow stream) h
 float32 and float16 are PLAIN. bfloat16 is kept as uint16, for which Parquet has INT32 only, of four bytes. A dictionary of all
 65,536 numbers in their order makes each number its own index, and indices of 16 bits, packed, are the rows themselves.
 https://parquet.apache.org/docs/file-format/ is the format; each page has its CRC32.
+
+Why this is not `pyarrow.parquet.ParquetWriter`, given the Arrow stream at the seal: that copies every row and has no
+column of 16 bits. Measured against it on two cores, requests of 3.7 and 59 MB of bfloat16, medians of five turns in
+alternation: a hub writes 3.9 to 13 times as fast, and 1.05 to 1.11 bytes go to the disk for each byte of rows in the
+place of 3.0; a sealed file is half as large; the process's memory peaks at 221 MB in the place of 854. Rows as opaque
+binary, which no reader takes for numbers, still cost 1.8 to 2.8 times the time and 2.0 bytes. The CRC32 is isal's:
+zlib's takes a quarter of the speed away where the disk is not waited for.
 """
 
 from __future__ import annotations
