@@ -1,4 +1,4 @@
-# What a checkout can do. Needs Python 3.11, make and git; `make env` and `make system` see to the rest.
+# The tasks of a checkout. They need Python 3.11, make and git; `make env` and `make system` install the rest.
 
 PYTHON := .venv/bin/python
 RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
@@ -10,14 +10,14 @@ RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
 export NO_MKDOCS_2_WARNING := 1
 .PHONY: help demo test proof simulate fuzz chaos soak soak-requests architectures lint format bench docs docs-serve proto env system compiler lock sbom audit clean
 
-help:  ## show this
+help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 
 demo: env compiler  ## run a real model over examples/prompts.jsonl, with files, DuckDB and the dashboard
 	@rm -rf demo-data && mkdir -p demo-data
 	$(RUN)
 
-test: env system  ## run the tests, but for the long ones; those of engines and other heavy ones beside all others
+test: env system  ## run the tests except the long ones; engine and other heavy tests run beside the rest
 	@log=$$(mktemp); $(PYTHON) -m pytest -m "not (engine or heavy or long)" --durations 25 >$$log 2>&1 & rest=$$!; \
 		trap 'kill $$rest' INT TERM; \
 		$(PYTHON) -m pytest -m "(engine or heavy) and not long" --durations 25; engine=$$?; \
@@ -25,31 +25,33 @@ test: env system  ## run the tests, but for the long ones; those of engines and 
 		for code in $$engine $$rest; do if [ $$code -eq 5 ]; then echo "make test: no test ran" >&2; fi; done; \
 		[ $$engine -eq 0 ] && [ $$rest -eq 0 ]
 
-proof: env system  ## run the tests that take minutes each
-	@sed 's/ --hash=.*//' requirements/cpu.lock > .venv/constraints.txt  # pip takes no hashes for some packages and none for others
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint .venv/constraints.txt "ray>=2.40" "sae-lens>=6"  # for one of them each
+proof: env system  ## run the long tests, minutes each
+	@# pip accepts no file in which only some packages have hashes. Each of the two packages below is for one test.
+	@sed 's/ --hash=.*//' requirements/cpu.lock > .venv/constraints.txt
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint .venv/constraints.txt "ray>=2.40" "sae-lens>=6"
 	$(PYTHON) -m pytest -m long
 
-simulate: env  ## 10,000 seeds of the simulated hub, workers, disks and connections; half an hour
+simulate: env  ## run 10,000 seeds of the simulated hub, workers, disks and connections; half an hour
 	$(PYTHON) -m tests.simulation --seeds 10000
 
-fuzz: env  ## an hour of inputs that are nearly right, for every reader of messages and files
+fuzz: env  ## give nearly valid input to every reader of messages and files; an hour
 	$(PYTHON) -m tests.fuzz --seconds 3600
 
-chaos: env  ## kill the hub and the engine side 80 times under load, fill the data's disk 10 times, and check every row; then kill at each named point, 20 times; half an hour
+# 80 kills and 10 full disks; then a kill at each named point, 20 times.
+chaos: env  ## kill hub and engine under load, fill the disk, and check every row; half an hour
 	$(PYTHON) -m tests.chaos
 	$(PYTHON) -m pytest -m long tests/buffers/test_spool_crash.py tests/hub/test_hub_crash.py tests/consumers/filesystem/test_files_crash.py
 
-soak: env  ## an hour of frames through a worker's link, a hub and files beside hostile peers; memory, descriptors and threads must not grow
+soak: env  ## send frames beside hostile peers; memory, descriptors and threads must not grow; an hour
 	$(PYTHON) -m tests.soak
 
-soak-requests: env  ## 5,000 random requests against the oracle; a quarter of an hour
+soak-requests: env  ## compare 5,000 random requests with the reference; a quarter of an hour
 	CAPFLOW_ORACLE_REQUESTS=5000 $(PYTHON) -m pytest -s tests/rows/test_oracle.py
 
-architectures: env  ## every architecture against Transformers; writes docs/compatibility.md; three quarters of an hour
+architectures: env  ## compare every architecture with Transformers and write docs/compatibility.md; 45 minutes
 	$(PYTHON) -m tests.architectures --write
 
-lint: env  ## ruff and mypy
+lint: env  ## run ruff and mypy
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy
@@ -58,20 +60,20 @@ format: env  ## let ruff rewrite what it can
 	@$(PYTHON) -m ruff check --fix-only .
 	@$(PYTHON) -m ruff format .
 
-bench: env compiler  ## measure what capflow costs, against vLLM without it
+bench: env compiler  ## measure the cost of capflow against vLLM without it
 	$(PYTHON) benchmarks/overhead.py
 
 docs: env  ## build the documentation site into site/
 	$(PYTHON) -m mkdocs build --strict
 
-docs-serve: env  ## show the documentation site at http://127.0.0.1:8000, and again after each change
+docs-serve: env  ## serve the documentation site at http://127.0.0.1:8000 and rebuild it after each change
 	$(PYTHON) -m mkdocs serve
 
-proto: env  ## make the code of the gRPC schema, engine_ext/capflow_engine/serve/rpc/capflow.proto
+proto: env  ## generate the Python code of the gRPC schema
 	cd engine_ext && ../$(PYTHON) -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \
 		capflow_engine/serve/rpc/capflow.proto
 
-env:  ## make .venv from requirements/cpu.lock; does nothing when it is up to date
+env:  ## make .venv from requirements/cpu.lock; does nothing if it is up to date
 	@bash requirements/env.sh
 
 system:  ## install what pip cannot: a C++ compiler, Python's headers, Chromium
@@ -86,9 +88,9 @@ lock: env  ## renew requirements/*.lock from pyproject.toml and requirements/cpu
 sbom: env  ## write a CycloneDX bill of materials of each lock to dist/
 	@bash requirements/tools.sh sbom
 
-audit: env  ## look up known vulnerabilities of every package in the locks; needs the network, and says so without it
+audit: env  ## look up known vulnerabilities of every locked package; needs the network
 	@bash requirements/tools.sh audit
 
-clean:  ## remove what was built and captured, .venv included; the model cache stays
+clean:  ## remove everything built and captured, and .venv; the model cache stays
 	rm -rf .venv .tools demo-data build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
