@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from capflow import limits
+from capflow.buffers.newest import keep_newest
 from capflow.buffers.policy import WhenFull
 from capflow.capture.frame import Frame, FrameHeader
 from capflow.capture.frame_cost import decoded_bytes, is_large
@@ -474,8 +475,7 @@ class Exchange:
                 self._on_refused(reason)
         if not cut_off:
             self._refused[peer] = None
-            if len(self._refused) > limits.REFUSED_KEPT_MAX:
-                del self._refused[next(iter(self._refused))]
+            keep_newest(self._refused, limits.REFUSED_KEPT_MAX)
         self._send(peer, session.refuse(reason, now))
 
     def _cut_off(self, peer: bytes, session: HubSession, reason: str, now: float) -> None:

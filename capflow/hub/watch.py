@@ -17,6 +17,7 @@ from typing import Self
 import msgspec
 
 from capflow import limits
+from capflow.buffers.newest import keep_newest
 from capflow.buffers.policy import WhenFull
 from capflow.capture.frame import Finished, Frame, FrameHeader, Rank, rows_of
 from capflow.capture.losses import Losses, note_frame
@@ -98,8 +99,8 @@ class Tapping:
             if self._models.pop(said.engine, None) != said.model:
                 self._tell_of_misses(said.engine, said.model)
             self._models[said.engine] = said.model
-            while len(self._models) > limits.SESSIONS_MAX:  # more the hub does not have: the oldest is gone
-                del self._models[next(iter(self._models))]
+            # The watched hub has no more engines: the oldest is gone.
+            keep_newest(self._models, limits.SESSIONS_MAX)
 
     def _tell_of_misses(self, engine: str, model: ModelInfo) -> None:
         """Say what consumers want of every request and the tapped hub does not: it is not captured for a tap's sake."""

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from capflow import limits
+from capflow.buffers.newest import keep_newest
 from capflow.buffers.spool import Files, FullError, InUseError, Lost, Spool
 from capflow.buffers.spool.items import HEADER_BYTES
 from capflow.capture.frame import Frame, FrameHeader, Rank, RequestRows, WorkerBoot
@@ -462,12 +463,11 @@ class Inbox:
     def _mark(self, source: WorkerBoot, seq: int) -> None:
         had = self._marks.pop(source, 0)
         self._marks[source] = max(had, seq)
-        while len(self._marks) > _MARKS_MAX:
-            del self._marks[next(iter(self._marks))]
+        if removed := keep_newest(self._marks, _MARKS_MAX):
             if not self._marks_lost:
                 text = "inbox %s: more than %d workers at once; what older ones send again is given again, for the consumer to recognise"
                 logger.warning(text, self.name, _MARKS_MAX)
-            self._marks_lost += 1
+            self._marks_lost += removed
 
     # For the thread that takes out.
 

@@ -27,6 +27,7 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 
 from capflow import limits
+from capflow.buffers.newest import keep_newest
 from capflow.buffers.policy import WhenFull
 from capflow.buffers.queue import ByteQueue
 from capflow.capture.frame import DTYPES, Finished, RequestRows
@@ -233,8 +234,8 @@ class Lane:
         if not self.notes.admit(nbytes):
             self.notes.lost["session"] += 1
             self._unmet[engine] = None
-            if len(self._unmet) > 2 * limits.SESSIONS_MAX:  # more than a hub knows at once: the oldest are gone
-                del self._unmet[next(iter(self._unmet))]
+            # A hub knows no more at once: the oldest are gone.
+            keep_newest(self._unmet, 2 * limits.SESSIONS_MAX)
             return
         with self._lock:
             self._greeting[engine] = model

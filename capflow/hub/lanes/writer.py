@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from capflow import limits
+from capflow.buffers.newest import keep_newest
 from capflow.buffers.policy import WhenFull
 from capflow.buffers.queue import ByteQueue
 from capflow.buffers.spool import FullError, Lost
@@ -255,8 +256,7 @@ class InboxWriter:
         """Count the rows of a frame that does not get in as lost, and owe the consumer the ends of requests in it."""
         lost = self._lost[_stage_of(header)]
         note_frame(lost, header, reason)
-        while len(lost) > limits.RESULTS_KEPT_MAX:
-            del lost[next(iter(lost))]
+        keep_newest(lost, limits.RESULTS_KEPT_MAX)
         self._dropped[reason] += rows_of(header).total()
         self._inbox.skip(header)
         if header.finished:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from capflow import limits
+from capflow.buffers.newest import keep_newest
 from capflow.errors import explain
 from capflow.transport.keys import RIGHTS, AllowList
 
@@ -106,6 +107,5 @@ class Offences:
             found.ignored_until = now + limits.IGNORED_S
             found.since = -limits.OFFENCE_WINDOW_S  # afterwards it begins anew
         self._offenders[who] = found
-        if len(self._offenders) > limits.SESSIONS_MAX:
-            del self._offenders[next(iter(self._offenders))]
+        keep_newest(self._offenders, limits.SESSIONS_MAX)
         return found.count

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 from capflow import limits
+from capflow.buffers.newest import keep_newest
 
 
 class _Bucket:
@@ -47,8 +48,7 @@ class PeerLog:
         of_kind = self._kinds.setdefault(kind, _Bucket(limits.LOG_KIND_LINES_MAX, now))
         of_peer = self._peers.pop(peer, None) or _Bucket(limits.LOG_PEER_LINES_MAX, now)
         self._peers[peer] = of_peer
-        if len(self._peers) > limits.SESSIONS_MAX:
-            del self._peers[next(iter(self._peers))]
+        keep_newest(self._peers, limits.SESSIONS_MAX)
         fits = of_kind.fill(limits.LOG_KIND_LINES_MAX, limits.LOG_KIND_LINES_PER_S, now)
         if not (of_peer.fill(limits.LOG_PEER_LINES_MAX, limits.LOG_PEER_LINES_PER_S, now) and fits):
             self.left_out += 1

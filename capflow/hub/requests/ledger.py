@@ -19,6 +19,7 @@ import xxhash
 from capflow import limits
 from capflow.buffers.kept import Kept
 from capflow.buffers.memo import Memo
+from capflow.buffers.newest import keep_newest
 from capflow.buffers.shares import Shares
 from capflow.capture.frame import Acted, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, rows_of
 from capflow.capture.losses import Losses, described, narrowed, note_frame
@@ -473,8 +474,7 @@ class Ledger:
         ends = self._unopened.setdefault(key, {})
         ends[rank.pp] = self._bare(finished)
         if len(ends) < engine.model.stages:
-            while len(self._unopened) > limits.RESULTS_KEPT_MAX:
-                del self._unopened[next(iter(self._unopened))]
+            keep_newest(self._unopened, limits.RESULTS_KEPT_MAX)
             return None
         del self._unopened[key]
         request = self._open(engine, part, rank, 0)
@@ -515,8 +515,7 @@ class Ledger:
                 self._lost[engine.name, request.id] = _Lost(
                     dict(request.received), set(request.finished), rows, rows, given
                 )
-            while len(self._lost) > limits.RESULTS_KEPT_MAX:
-                del self._lost[next(iter(self._lost))]
+            keep_newest(self._lost, limits.RESULTS_KEPT_MAX)
             self.requests_failed += len(lost)
             yield lost
 

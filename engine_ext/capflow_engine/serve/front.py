@@ -20,6 +20,7 @@ import msgspec
 from vllm import envs
 
 from capflow import limits
+from capflow.buffers.newest import keep_newest
 from capflow.capture.result import joined
 from capflow.errors import UsageError, explain
 from capflow.steering.program import SteeringProgram
@@ -152,8 +153,7 @@ class Front:
             if asked.awaits:
                 self._over.pop(name, None)
                 self._over[name] = now
-        while len(self._over) > limits.RESULTS_KEPT_MAX:
-            del self._over[next(iter(self._over))]
+        keep_newest(self._over, limits.RESULTS_KEPT_MAX)
 
     def ran(self, name: str) -> bool:
         """Return whether this server runs a request of this name, or did so lately: the hub may not know of it yet."""
