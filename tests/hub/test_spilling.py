@@ -21,10 +21,10 @@ from capflow.plugins.configure import Spill
 from capflow.transport.client import Client
 from tests.kit.frames import make_finished, make_frame, make_hello, make_model
 from tests.kit.hubs import Later, Recorder, address, running_hub, worker_link
-from tests.kit.spills import ROWS, Sender, once, waiting
+from tests.kit.spills import ROWS, Sender, once, spills, waiting
 from tests.kit.waiting import eventually
 
-__all__ = ["address"]
+__all__ = ["address", "spills"]
 
 pytestmark = pytest.mark.heavy
 

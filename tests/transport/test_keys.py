@@ -29,8 +29,10 @@ from capflow.transport.sockets import Dealer, Event
 from capflow.transport.zap import new_key
 from tests.kit.frames import make_frame, make_hello
 from tests.kit.hubs import Recorder, free_port, raw_peer, running_hub, scheduler_link, worker_link
-from tests.kit.keyrings import LOOPBACK, allow, keyed_hub, public
+from tests.kit.keyrings import LOOPBACK, allow, keyed_hub, keys, public
 from tests.kit.waiting import eventually
+
+__all__ = ["keys"]
 
 
 class TestWhoGetsIn:

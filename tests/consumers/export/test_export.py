@@ -14,9 +14,11 @@ from capflow.capture.site import Site
 from capflow_consumers.dataset.names import slug
 from capflow_consumers.export import saelens as tosaelens
 from tests.kit.captured import IDS, LAYOUTS, REQUESTS, SITES, STORED, flip, run, write
-from tests.kit.exports import export, rows_at
+from tests.kit.exports import export, root, rows_at
 from tests.kit.frames import row_of, token_of
 from tests.kit.sources import ROOT
+
+__all__ = ["root"]
 
 # One safetensors file for each request.
 

@@ -27,9 +27,9 @@ from tests.kit.natsd import natsd
 from tests.kit.networks import network
 from tests.kit.sources import ROOT
 from tests.kit.stored import Waiting
-from tests.kit.streams import SITE, Counts, done, kinds, opened, probe_file, vectors_of
+from tests.kit.streams import SITE, Counts, done, kinds, opened, probe_file, server, stream, vectors_of
 
-__all__ = ["address"]
+__all__ = ["address", "server", "stream"]
 
 
 def test_probes_of_any_kind_are_scored(server, stream, tmp_path):
