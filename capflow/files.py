@@ -23,20 +23,38 @@ _UMASK = 0o077
 
 
 @contextlib.contextmanager
-def whole_file(file: Path) -> Iterator[IO[bytes]]:
-    """Write a private file in the place of one that is there, which stays when the block raises. Raises CapflowError when it cannot be written."""
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Write a private file in the place of `path`, whole and on the disk or not at all; raises OSError.
+
+    What is there stays when the block raises. A kill leaves at most a hidden file `.NAME.….new` beside it.
+    """
+    directory, prefix = path.absolute().parent, f".{path.name[:40]}."
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=prefix, suffix=".new", delete=False) as stream:
+        try:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+            Path(stream.name).replace(path)
+        except BaseException:
+            os.unlink(stream.name)  # noqa: PTH108
+            raise
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a private file as `replacing` does; raises OSError."""
+    with replacing(path) as stream:
+        stream.write(content)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file that a user named as `replacing` does. Raises CapflowError when it cannot be written."""
     try:
-        with tempfile.NamedTemporaryFile(dir=file.absolute().parent, suffix=".new", delete=False) as stream:
-            try:
-                yield stream
-                stream.flush()
-                os.fsync(stream.fileno())
-                Path(stream.name).replace(file)
-            except BaseException:
-                os.unlink(stream.name)  # noqa: PTH108
-                raise
+        with replacing(path) as stream:
+            yield stream
     except OSError as e:
-        raise CapflowError(explain(f"{file} cannot be written", got=e.strerror or str(e))) from e
+        expected = "a directory that can be written, with room"
+        raise CapflowError(explain(f"{path} cannot be written", got=e.strerror or str(e), expected=expected)) from e
 
 
 def create_private(path: str | os.PathLike[str], flags: int, mode: int = FILE_MODE) -> int:
@@ -48,14 +66,6 @@ def create_private(path: str | os.PathLike[str], flags: int, mode: int = FILE_MO
     if mode != FILE_MODE:  # of which the umask may have taken something away
         os.fchmod(fd, mode)
     return fd
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write a private file, over one that is there, and have it on the disk; raises OSError."""
-    with os.fdopen(create_private(path, os.O_WRONLY | os.O_TRUNC), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def make_directory(path: Path, mode: int = FILE_MODE, *, parents: bool = True) -> None:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from capflow import limits
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.files import make_directory
+from capflow.files import make_directory, whole_file
 from capflow.transport.address import hub_key
 
 logger = logging.getLogger("capflow.keys")
@@ -229,16 +229,9 @@ class AllowList:
             entries = {entry.public: entry for entry in _entries(text, self.path)}
             yield entries
             lines = [f"{e.public} {','.join(r for r in RIGHTS if r in e.rights)} {e.name}\n" for e in entries.values()]
-            fresh = self.path.with_name(f".{_ALLOWED}.new")
-            fresh.unlink(missing_ok=True)
-            writing = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(writing, "w", encoding="ascii") as file:
-                os.fchmod(writing, 0o600)
-                file.write("# PUBLIC-KEY RIGHTS NAME; `capflow keys allow` and `revoke` write this file\n")
-                file.writelines(lines)
-                file.flush()
-                os.fsync(writing)
-            fresh.replace(self.path)
+            head = "# PUBLIC-KEY RIGHTS NAME; `capflow keys allow` and `revoke` write this file\n"
+            with whole_file(self.path) as file:
+                file.write("".join([head, *lines]).encode("ascii"))
         finally:
             os.close(handle)
 

@@ -22,7 +22,7 @@ from capflow.buffers.spool import FullError, InUseError, Lost, Spool
 from capflow.capture.frame import Frame, FrameHeader
 from capflow.capture.losses import Losses, lessened, note_frame
 from capflow.errors import CapflowError, explain
-from capflow.files import write_private
+from capflow.files import write_whole
 from capflow.protocol import message
 from capflow.protocol.message import Hello
 from capflow.protocol.session import Parts
@@ -78,10 +78,8 @@ class Outbox:
         if not path.exists():
             try:
                 if self.hub:
-                    write_private(self.directory / _HUB, self.hub.encode())
-                new = path.with_suffix(".new")
-                write_private(new, message.encode(self.hello))
-                new.replace(path)
+                    write_whole(self.directory / _HUB, self.hub.encode())
+                write_whole(path, message.encode(self.hello))
                 self.promises.open()
             except OSError as e:
                 self._spool.close()

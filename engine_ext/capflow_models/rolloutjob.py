@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from capflow.errors import CapflowError, UsageError, explain
-from capflow.files import create_private
+from capflow.errors import UsageError, explain
+from capflow.files import whole_file
 from capflow.text import jsontext
 from capflow_models.backends import Backend, open_model
 from capflow_models.ending import check_interrupted, ended
@@ -144,13 +144,8 @@ def read_parquet(path: Path) -> list[Rollout]:
 
 def write_parquet(path: Path, rows: Iterator[Rollout]) -> None:
     """Write rows to a Parquet file, which is there whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with os.fdopen(create_private(partial, os.O_WRONLY | os.O_TRUNC), "wb") as file:
-            pq.write_table(pa.Table.from_pylist([msgspec.to_builtins(row) for row in rows], _SCHEMA), file)
-        partial.replace(path)
-    except OSError as e:
-        raise CapflowError(explain(f"--out {path}", got=e.strerror or str(e), expected="room to write")) from e
+    with whole_file(path) as file:
+        pq.write_table(pa.Table.from_pylist([msgspec.to_builtins(row) for row in rows], _SCHEMA), file)
 
 
 def _rows(file: LineFile) -> Iterator[Rollout]:

@@ -17,7 +17,7 @@ from safetensors.numpy import save as save_tensors
 
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.files import make_directory, write_private
+from capflow.files import make_directory, write_whole
 from capflow.text import jsontext
 from capflow_models.spec import AblationSpec, LayerSteeringSpec, ProjectionCapSpec, SteeringSpec, Vector
 
@@ -68,9 +68,7 @@ def save_spec(directory: str | os.PathLike[str], model: str, spec: SteeringSpec)
     try:
         make_directory(Path(directory))
         for name, content in ((VECTORS, save_tensors(vectors)), (SETTINGS, settings)):
-            partial = Path(directory, f".{name}.partial")
-            write_private(partial, content)
-            partial.replace(Path(directory, name))
+            write_whole(Path(directory, name), content)
     except OSError as e:
         raise CapflowError(explain(f"save_pretrained {os.fspath(directory)}", got=e.strerror or str(e))) from e
 

@@ -11,8 +11,8 @@ import numpy as np
 from safetensors.numpy import save
 
 from capflow.capture.site import HOOK_DEFAULT
-from capflow.errors import CapflowError, UsageError, explain
-from capflow.files import write_private
+from capflow.errors import UsageError, explain
+from capflow.files import whole_file
 from capflow.steering import plain
 from capflow_engine.steering.files import load_sites, load_vector, load_vectors
 from capflow_models.spec import site_of
@@ -25,16 +25,11 @@ def save_vectors(path: str | os.PathLike[str], vectors: Mapping[int, Any], *, ho
 
     The file is there whole or not at all. Raises UsageError for wrong vectors and CapflowError when it cannot be written.
     """
-    where = Path(path)
     tensors = {
         f"{hook}.{site_of(n, hook).layer}": plain.vector(v, f"vectors.{n}").astype(np.float32)
         for n, v in vectors.items()
     }
     if not tensors:
         raise UsageError(explain("vectors", got="none", expected="a vector for one layer or more"))
-    partial = where.with_name(f".{where.name}.partial")
-    try:
-        write_private(partial, save(tensors, {"hook": hook}))
-        partial.replace(where)
-    except OSError as e:
-        raise CapflowError(explain(os.fspath(path), got=e.strerror or str(e), expected="a place to write to")) from e
+    with whole_file(Path(path)) as file:
+        file.write(save(tensors, {"hook": hook}))

@@ -16,7 +16,7 @@ import msgspec
 
 from capflow import limits
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.files import make_directory, private_umask, read_regular, write_private
+from capflow.files import make_directory, private_umask, read_regular, write_whole
 from capflow.text import jsontext
 from capflow_consumers.dataset.disk import sync
 
@@ -52,7 +52,7 @@ class Destination:
             make_directory(self.path)
             for left in self.path.glob(f"{_PARTIAL}*"):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
-            write_private(mark, msgspec.json.encode(self._export))
+            write_whole(mark, msgspec.json.encode(self._export))
         except OSError as e:
             raise self.failed(e) from e
 

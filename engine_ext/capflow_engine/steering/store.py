@@ -28,7 +28,7 @@ import msgspec
 
 from capflow import limits
 from capflow.errors import CapflowError, UsageError, explain
-from capflow.files import write_private
+from capflow.files import write_whole
 from capflow.steering.program import SteeringProgram, program_of
 from capflow.steering.request import NOTHING, ModuleUse, Steering, Tier
 
@@ -247,7 +247,7 @@ class _Files:
                         for name, module in new.modules.items()
                     },
                 )
-                self._write(self._directory / "index", msgspec.msgpack.encode(after))
+                write_whole(self._directory / "index", msgspec.msgpack.encode(after))
                 os.write(self._generation, b".")
                 for path in self._directory.glob("*.steering"):
                     if path.stem not in after.digests:
@@ -272,17 +272,11 @@ class _Files:
         content = msgspec.msgpack.encode(steering)
         digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
         if not self._path(digest).exists():
-            self._write(self._path(digest), content)
+            write_whole(self._path(digest), content)
         return digest
 
     def _path(self, digest: str) -> Path:
         return self._directory / f"{digest}.steering"
-
-    def _write(self, path: Path, content: bytes) -> None:
-        """Write a file that is there whole or not at all."""
-        part = path.with_name(f"{path.name}.part")
-        write_private(part, content)
-        part.replace(path)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

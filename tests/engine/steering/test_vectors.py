@@ -162,7 +162,7 @@ def test_what_is_not_there_is_refused(tmp_path):
         load_vector(tmp_path / "v.safetensors")
     with pytest.raises(UsageError, match="vectors: got none"):
         save_vectors(tmp_path / "v.safetensors", {})
-    with pytest.raises(CapflowError, match="a place to write to"):
+    with pytest.raises(CapflowError, match="cannot be written: got No such file"):
         save_vectors(tmp_path / "nowhere" / "v.safetensors", VECTORS)
 
 
