@@ -279,8 +279,8 @@ def reason_of(result):
 
 
 def wrapped(text, indent=""):
-    """Return a line of the document as lines of at most 120 characters."""
-    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    """Return a line of the document as lines of at most 118 characters: two spaces may follow, for a line break."""
+    return textwrap.fill(text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def matrix(found, left_out, notes):
