@@ -2,6 +2,11 @@
 
 Those of the same consumer are opened and emptied into its own. Of the others, one that holds frames which its consumer
 has not stored is logged and stays; one that holds none is removed.
+
+Why a hub does not refuse to start while another one has its inbox, so that nothing would be left to adopt: hubs that share
+the load of an engine have the same consumers, and so have scripts that are started twice from one directory. Tried with
+three such hubs on one machine: all start and store into one data set; with the refusal the second and the third do not, and
+each needs a `spool_dir` of its own. The refusal would save about 125 lines, here and in `inbox` and `writer`.
 """
 
 from __future__ import annotations
