@@ -1,48 +1,166 @@
 """capflow captures and steers what a language model computes while vLLM serves it.
 
-These are the public names. `hookimpl`, `Consumer` and `Controller` are for plugins. `LLM`, `AsyncLLM` and `sampling_params`
-need the engine extension, and so vLLM, and are loaded when they are first used. `open` reads a captured data set and needs neither.
+These are the public names, for programs, consumers and controllers; `capflow.testing` has those for their tests. Each is
+imported from its module at its first use, so that a program pays for what it uses: `LLM`, `AsyncLLM`, `sampling_params`,
+`demo_model` and `load_steering_module` need the engine extension, and so vLLM; `TorchRows` needs torch.
 
-Invariant: importing capflow imports neither torch nor vLLM, and starts nothing.
+Invariant: `import capflow` imports no other module than `capflow.version`, and starts nothing.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from capflow.capture.frame import Frame
-from capflow.capture.result import CaptureResult, RequestDone
-from capflow.capture.site import Site
-from capflow.capture.spec import CaptureSpec
-from capflow.errors import CapflowError, FatalError, RetryError, UsageError
-from capflow.plugins.consumer import Consumer, Controller, hookimpl
+from capflow.version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from capflow.buffers.queue import ByteQueue
+    from capflow.buffers.spool import Spool
+    from capflow.capture.frame import Block, Chunk, Frame, FrameHeader, Rank, RequestRows, Span
+    from capflow.capture.model import ModelInfo
+    from capflow.capture.positions import Positions
+    from capflow.capture.result import CaptureResult, RequestDone, Status
+    from capflow.capture.site import Site
+    from capflow.capture.spec import CaptureSpec
+    from capflow.errors import CapflowError, FatalError, HubUnreachableError, RetryError, UsageError, explain
+    from capflow.hub.hub import Hub
+    from capflow.plugins.configure import configure, configure_all, load_plugins
+    from capflow.plugins.consumer import Consumer, Context, Controller, StepRows, StepView, hookimpl
+    from capflow.probes.kinds import load_probe
+    from capflow.probes.probe import Probe, Scorer, load_vector, save_vector
+    from capflow.protocol.routing import hub_of
+    from capflow.replay.dataset import said_by
+    from capflow.replay.player import Replay, ReplayPace
+    from capflow.steering.action import (
+        Abort,
+        Action,
+        ActionApplied,
+        Answered,
+        Outcome,
+        Rejected,
+        Steer,
+        Unknown,
+        Unsteer,
+    )
+    from capflow.steering.vector import SteeringVector
+    from capflow.transport.address import check_address
+    from capflow.transport.client import Client
+    from capflow_consumers.dataset.reader import open_dataset as open  # noqa: A004
+    from capflow_consumers.dataset.torch_rows import TorchRows
+    from capflow_engine.jobs.demo import prepare as demo_model
+    from capflow_engine.llm.async_llm import AsyncLLM
+    from capflow_engine.llm.llm import LLM
+    from capflow_engine.request.params import sampling_params
+    from capflow_engine.steering.module import load_module as load_steering_module
 
 __all__ = [
     "LLM",
+    "Abort",
+    "Action",
+    "ActionApplied",
+    "Answered",
     "AsyncLLM",
+    "Block",
+    "ByteQueue",
     "CapflowError",
     "CaptureResult",
     "CaptureSpec",
+    "Chunk",
+    "Client",
     "Consumer",
+    "Context",
     "Controller",
     "FatalError",
     "Frame",
+    "FrameHeader",
+    "Hub",
+    "HubUnreachableError",
+    "ModelInfo",
+    "Outcome",
+    "Positions",
+    "Probe",
+    "Rank",
+    "Rejected",
+    "Replay",
+    "ReplayPace",
     "RequestDone",
+    "RequestRows",
     "RetryError",
+    "Scorer",
     "Site",
+    "Span",
+    "Spool",
+    "Status",
+    "Steer",
+    "SteeringVector",
+    "StepRows",
+    "StepView",
+    "TorchRows",
+    "Unknown",
+    "Unsteer",
     "UsageError",
+    "__version__",
+    "check_address",
+    "configure",
+    "configure_all",
+    "demo_model",
+    "explain",
     "hookimpl",
+    "hub_of",
+    "load_plugins",
+    "load_probe",
+    "load_steering_module",
+    "load_vector",
     "open",
+    "said_by",
     "sampling_params",
+    "save_vector",
 ]
 
+_PLACES = {
+    "capflow.buffers.queue": ("ByteQueue",),
+    "capflow.buffers.spool": ("Spool",),
+    "capflow.capture.frame": ("Block", "Chunk", "Frame", "FrameHeader", "Rank", "RequestRows", "Span"),
+    "capflow.capture.model": ("ModelInfo",),
+    "capflow.capture.positions": ("Positions",),
+    "capflow.capture.result": ("CaptureResult", "RequestDone", "Status"),
+    "capflow.capture.site": ("Site",),
+    "capflow.capture.spec": ("CaptureSpec",),
+    "capflow.errors": ("CapflowError", "FatalError", "HubUnreachableError", "RetryError", "UsageError", "explain"),
+    "capflow.hub.hub": ("Hub",),
+    "capflow.plugins.configure": ("configure", "configure_all", "load_plugins"),
+    "capflow.plugins.consumer": ("Consumer", "Context", "Controller", "StepRows", "StepView", "hookimpl"),
+    "capflow.probes.kinds": ("load_probe",),
+    "capflow.probes.probe": ("Probe", "Scorer", "load_vector", "save_vector"),
+    "capflow.protocol.routing": ("hub_of",),
+    "capflow.replay.dataset": ("said_by",),
+    "capflow.replay.player": ("Replay", "ReplayPace"),
+    "capflow.steering.action": (
+        "Abort",
+        "Action",
+        "Answered",
+        "Applied",
+        "Outcome",
+        "Rejected",
+        "Steer",
+        "Unknown",
+        "Unsteer",
+    ),
+    "capflow.steering.vector": ("SteeringVector",),
+    "capflow.transport.address": ("check_address",),
+    "capflow.transport.client": ("Client",),
+    "capflow_consumers.dataset.reader": ("open_dataset as open",),
+    "capflow_consumers.dataset.torch_rows": ("TorchRows",),
+    "capflow_engine.jobs.demo": ("prepare as demo_model",),
+    "capflow_engine.llm.async_llm": ("AsyncLLM",),
+    "capflow_engine.llm.llm": ("LLM",),
+    "capflow_engine.request.params": ("sampling_params",),
+    "capflow_engine.steering.module": ("load_module as load_steering_module",),
+}
+"""The modules that the public names come from: the imports above, as they are made at run time."""
 
-_ENGINE = {
-    "LLM": "capflow_engine.llm.llm",
-    "AsyncLLM": "capflow_engine.llm.async_llm",
-    "sampling_params": "capflow_engine.request.params",
+_MODULES = {
+    name.rpartition(" ")[2]: (module, name.partition(" ")[0]) for module, names in _PLACES.items() for name in names
 }
 
 
@@ -52,11 +170,11 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Load `LLM`, `AsyncLLM`, `sampling_params` and `open` from their packages when they are first asked for."""
+    """Import a public name from its module, once."""
     import importlib
 
-    if name == "open":
-        return importlib.import_module("capflow_consumers.dataset.reader").open_dataset
-    if name in _ENGINE:
-        return getattr(importlib.import_module(_ENGINE[name]), name)
-    raise AttributeError(f"module 'capflow' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'capflow' has no attribute {name!r}")
+    module, inner = _MODULES[name]
+    value = globals()[name] = getattr(importlib.import_module(module), inner)
+    return value

@@ -17,13 +17,12 @@ import sys
 from typing import Any, NamedTuple
 
 import daft
+import ml_dtypes
 import numpy as np
 from daft import DataType, col, lit
 from daft.exceptions import DaftCoreException
 
-from capflow.capture.frame import DTYPES
-from capflow.errors import UsageError, explain
-from capflow.probes.probe import Probe
+from capflow import Probe, UsageError, explain
 
 
 def rows_of(vectors: daft.Series, dtype: str) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
@@ -31,7 +30,7 @@ def rows_of(vectors: daft.Series, dtype: str) -> np.ndarray[tuple[int, int], np.
     stored = vectors.to_arrow()
     flat = stored.flatten().to_numpy(zero_copy_only=False)
     if dtype == "bfloat16":
-        flat = flat.astype(np.uint16).view(DTYPES["bfloat16"])
+        flat = flat.astype(np.uint16).view(ml_dtypes.bfloat16)
     return flat.reshape(len(stored), -1).astype(np.float32)
 
 

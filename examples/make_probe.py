@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 import capflow
-from capflow.probes.probe import Probe, save_vector
+from capflow import Probe, save_vector
 
 Rows = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 

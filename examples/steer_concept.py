@@ -139,7 +139,7 @@ def controls(differences: Any, length: float) -> dict[str, Any]:
 
 def measure(model: Any, layer: int, vectors: dict[str, Any], prompts: list[str]) -> list[Curve]:
     """Return a curve for each vector. Every prompt at every scale is a request of its own, and all go to the engine at once."""
-    from capflow_engine.request.params import sampling_params
+    from capflow import sampling_params
 
     tokens = [single_tokens(model.llm.get_tokenizer(), words) for words in (GLAD, SAD)]
     first, *others = vectors
@@ -185,13 +185,12 @@ def again_in_transformers(directory: str, spec: Callable[[float], Any], prompts:
 
 def run(say: Callable[[str], None]) -> Result:
     """Fit, measure and check; say what is being done."""
-    from capflow.capture.site import Site
-    from capflow_engine.jobs.demo import prepare
+    from capflow import Site, demo_model
     from capflow_models import LayerSteeringSpec, SteeringSpec, VLLMSteerableModel, fit_vectors
 
     pairs = [(positive, negative) for positive, negative in read(PAIRS, "positive", "negative")]
     prompts = [prompt for (prompt,) in read(PROMPTS, "prompt")]
-    directory = str(prepare(progress=say))
+    directory = str(demo_model(progress=say))
     say("starting the engine")
     with VLLMSteerableModel(
         directory, dtype="float32", max_model_len=256, max_num_seqs=64, enforce_eager=True, max_logprobs=64

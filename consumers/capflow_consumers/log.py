@@ -7,9 +7,18 @@ import logging
 import msgspec
 import numpy as np
 
-from capflow import CaptureResult, CaptureSpec, Consumer, Frame, RequestDone, Site, UsageError, hookimpl
-from capflow.capture.result import Status
-from capflow.errors import explain
+from capflow import (
+    CaptureResult,
+    CaptureSpec,
+    Consumer,
+    Frame,
+    RequestDone,
+    Site,
+    Status,
+    UsageError,
+    explain,
+    hookimpl,
+)
 
 logger = logging.getLogger("capflow.consumer.log")
 

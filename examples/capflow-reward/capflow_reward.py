@@ -11,10 +11,18 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from capflow import CaptureResult, CaptureSpec, Consumer, Frame, RequestDone, UsageError, hookimpl
-from capflow.capture.model import ModelInfo
-from capflow.errors import explain
-from capflow.probes.probe import Probe
+from capflow import (
+    CaptureResult,
+    CaptureSpec,
+    Consumer,
+    Frame,
+    ModelInfo,
+    Probe,
+    RequestDone,
+    UsageError,
+    explain,
+    hookimpl,
+)
 
 
 class RewardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,9 +2,7 @@ import numpy as np
 import pytest
 from capflow_reward import Reward, RewardConfig
 
-from capflow import Frame, RequestDone, Site, UsageError
-from capflow.capture.frame import Block, FrameHeader, Rank, RequestRows, Span
-from capflow.probes.probe import Probe
+from capflow import Block, Frame, FrameHeader, Probe, Rank, RequestDone, RequestRows, Site, Span, UsageError
 
 SITE = Site(1, "post_block")
 

@@ -14,10 +14,19 @@ import msgspec
 import numpy as np
 import torch
 
-from capflow import CaptureResult, CaptureSpec, Consumer, Frame, RequestDone, Site, UsageError, hookimpl
-from capflow.capture.model import ModelInfo
-from capflow.errors import explain
-from capflow.plugins.consumer import Context
+from capflow import (
+    CaptureResult,
+    CaptureSpec,
+    Consumer,
+    Context,
+    Frame,
+    ModelInfo,
+    RequestDone,
+    Site,
+    UsageError,
+    explain,
+    hookimpl,
+)
 from capflow_sae.autoencoder import SparseAutoencoder
 from capflow_sae.buffer import ShuffleBuffer
 from capflow_sae.trainer import Trainer

@@ -9,8 +9,7 @@ from capflow_sae.consumer import Sae, SaeConfig
 from capflow_sae.trainer import Curve, Trainer
 from safetensors import safe_open
 
-from capflow import UsageError
-from capflow.capture.model import ModelInfo
+from capflow import ModelInfo, UsageError
 
 
 def test_the_buffer_gives_out_each_row_once_shuffled_and_says_what_had_no_room():
