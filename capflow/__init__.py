@@ -138,8 +138,8 @@ _PLACES = {
     "capflow.steering.action": (
         "Abort",
         "Action",
+        "ActionApplied",
         "Answered",
-        "Applied",
         "Outcome",
         "Rejected",
         "Steer",
