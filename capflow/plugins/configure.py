@@ -92,7 +92,11 @@ class ConfiguredConsumer:
         spill_fallback: str | None = None,
     ) -> ConfiguredConsumer:
         """Return the consumer with a queue as given, or as its class and the limits say."""
-        overload = WhenFull(policy or consumer.policy)
+        chosen = policy or consumer.policy
+        if chosen not in tuple(WhenFull):
+            where, expected = f"consumers.{consumer.instance}.policy", f"one of {', '.join(WhenFull)}"
+            raise UsageError(explain(where, got=chosen, expected=expected))
+        overload = WhenFull(chosen)
         return cls(
             consumer.instance,
             consumer,

@@ -350,6 +350,14 @@ def test_the_defaults_of_policies_are_written_in_one_place():
     assert said == {"capflow.buffers.policy"}
 
 
+def test_a_consumer_of_a_policy_that_there_is_not_is_refused():
+    class Odd(Sink):
+        policy = "bogus"
+
+    with pytest.raises(UsageError, match="policy: got bogus, expected one of block, drop, skip, spill"):
+        ConfiguredConsumer.of(Odd(None))
+
+
 def test_the_command_line_offers_the_policies_that_there_are():
     offered = {option.name: option.type for option in run.params}
     assert tuple(offered["policy"].choices) == POLICIES_OF_WORKERS
