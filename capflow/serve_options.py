@@ -207,7 +207,10 @@ def _bytes(high: int, low: int = 1) -> Callable[[str], int]:
 
 
 def _seconds(low: float, high: float, *, above: bool = False) -> Callable[[str], float]:
-    """Return what reads a number of seconds within bounds. above: whether the lower one is outside."""
+    """Return what reads a number of seconds within bounds.
+
+    above: whether the lower one is outside.
+    """
 
     def number_of_seconds(text: str) -> float:
         try:

@@ -17,9 +17,12 @@ class Kept:
         self.count_max = count_max
         self.bytes_max = bytes_max
         self.nbytes = 0
-        self._places: dict[Key, tuple[str, int]] = {}  # the owner and weight of each
-        self._of: dict[str, dict[Key, None]] = {}  # by owner, oldest first
-        self._held: dict[str, int] = {}  # bytes by owner
+        # The owner and weight of each.
+        self._places: dict[Key, tuple[str, int]] = {}
+        # By owner, oldest first.
+        self._of: dict[str, dict[Key, None]] = {}
+        # Bytes by owner.
+        self._held: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._places)

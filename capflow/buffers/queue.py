@@ -29,18 +29,23 @@ class ByteQueue(Generic[T]):
         self.bytes_max = bytes_max
         # Items with sizes and sources, by number; emptied by `get`.
         self._items: dict[int, tuple[T, int, str]] = {}
-        self._turns: OrderedDict[str, None] = OrderedDict()  # the sources that have items; the first has its turn
+        # The sources that have items; the first has its turn.
+        self._turns: OrderedDict[str, None] = OrderedDict()
         # The numbers of the items with a size, and of those of size 0, of each source that has some; oldest first.
         self._sized: dict[str, OrderedDict[int, None]] = {}
         self._notes: dict[str, deque[int]] = {}
-        self._held: dict[str, int] = {}  # the sum of the sizes of each source in `_sized`
-        self._bytes = 0  # sum of the sizes in `_items`
-        self._closed = False  # set once, by `close`
-        self._lock = threading.RLock()  # guards every field here
-        self._changed = threading.Condition(
-            self._lock
-        )  # notified when an item came, and when one left that is waited for
-        self._putting = 0  # threads that wait for room
+        # The sum of the sizes of each source in `_sized`.
+        self._held: dict[str, int] = {}
+        # Sum of the sizes in `_items`.
+        self._bytes = 0
+        # Set once, by `close`.
+        self._closed = False
+        # Guards every field here.
+        self._lock = threading.RLock()
+        # Notified when an item came, and when one left that is waited for.
+        self._changed = threading.Condition(self._lock)
+        # Threads that wait for room.
+        self._putting = 0
         # Counters, from the queue's start to its end; written under the lock, read by anyone.
         self.accepted = 0
         self.refused = 0

@@ -17,7 +17,11 @@ from capflow.errors import RoomError, explain
 
 
 class Shares:
-    """A bound and what each owner has of it; for any thread. what: its name in messages. unit: of the amounts."""
+    """A bound and what each owner has of it; for any thread.
+
+    what: its name in messages.
+    unit: of the amounts.
+    """
 
     def __init__(
         self, what: str, total: int, *, owners_max: int = limits.OWNERS_MAX, unit: str = "bytes", do: str = ""
@@ -26,14 +30,17 @@ class Shares:
         self.total = total
         self.least = total // 2 // owners_max
         self.used = 0
-        self.refused = 0  # times that there was no room
+        # Times that there was no room.
+        self.refused = 0
         self._do = do
         self._unit = unit
         self._owners_max = owners_max
         self._common = total - self.least * owners_max
         self._common_used = 0
-        self._held: dict[str, int] = {}  # by owner, of those that have something
-        self._lock = threading.Lock()  # guards all of these
+        # By owner, of those that have something.
+        self._held: dict[str, int] = {}
+        # Guards all of these.
+        self._lock = threading.Lock()
 
     def held(self, owner: str) -> int:
         """Return what an owner has."""

@@ -92,9 +92,11 @@ class Block(NamedTuple):
 class RequestRows(msgspec.Struct, frozen=True):
     """One request's part in a step.
 
-    token_ids and texts: of positions `start, start+1, …`, as many as the step captured of it.
-    `texts` is empty when the engine has no tokenizer. capture: what the request itself
-    asked for, if it did. incarnation: differs between requests that have the same id one after another.
+    token_ids and texts: of positions `start, start+1, …`, as many as the step captured of it. `texts` is empty when the
+    engine has no tokenizer.
+
+    capture: what the request itself asked for, if it did.
+    incarnation: differs between requests that have the same id one after another.
     """
 
     id: Name
@@ -135,7 +137,9 @@ class Dropped(msgspec.Struct, frozen=True, omit_defaults=True):
 class Acted(msgspec.Struct, frozen=True):
     """What steered a request was changed inside its worker, for the step numbered `step` and those after it.
 
-    by: `request`, what it came with, or `controller NAME`. kind: `steer` or `unsteer`; sites: where something is done.
+    by: `request`, what it came with, or `controller NAME`.
+    kind: `steer` or `unsteer`.
+    sites: where something is done.
     """
 
     by: Name
@@ -148,9 +152,11 @@ class Acted(msgspec.Struct, frozen=True):
 class Finished(msgspec.Struct, frozen=True):
     """A request is over on this worker, and this is the last frame that names it.
 
-    status: `stop`, `length`, `abort` or `error`. computed_length: tokens of it that were computed, so
-    that position `computed_length - 1` is its last row. rows: rows (position times site) sent for it
-    by this worker over all its frames; dropped: those that were not sent. acted: what steered it, in order, as far as nobody was told by a hub.
+    status: `stop`, `length`, `abort` or `error`.
+    computed_length: tokens of it that were computed, so that position `computed_length - 1` is its last row.
+    rows: rows (position times site) sent for it by this worker over all its frames.
+    dropped: those that were not sent.
+    acted: what steered it, in order, as far as nobody was told by a hub.
     """
 
     id: Name
@@ -167,7 +173,10 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class ActedOn(msgspec.Struct, frozen=True):
-    """A request is over of which nobody wants rows; acted: what steered it inside its worker, in order."""
+    """A request is over of which nobody wants rows.
+
+    acted: what steered it inside its worker, in order.
+    """
 
     id: Name
     incarnation: Name
@@ -251,10 +260,13 @@ class Frame:
 
     def __init__(self, header: FrameHeader, payload: Any, wants: Wants | None = None, *, header_bytes: int = 0) -> None:
         self.header = header
-        self.header_bytes = header_bytes  # of the header that was read; 0 for a frame that was made here
-        self.payload = payload  # any object with the buffer protocol; kept alive by the views of it
+        # Of the header that was read; 0 for a frame that was made here.
+        self.header_bytes = header_bytes
+        # Any object with the buffer protocol; kept alive by the views of it.
+        self.payload = payload
         self.wants = wants
-        self._counts: list[int] | None = None  # what `counts` returns, once it is known
+        # What `counts` returns, once it is known.
+        self._counts: list[int] | None = None
 
     def __repr__(self) -> str:
         about = self.header
@@ -352,7 +364,10 @@ class Frame:
         return cls(parsed, rows, header_bytes=len(header))
 
     def check(self, *, hashed: bool = True) -> None:
-        """Raise RemoteProtocolError unless the module's invariant holds; hashed: and the payload has its hash."""
+        """Raise RemoteProtocolError unless the module's invariant holds.
+
+        hashed: and the payload has its hash.
+        """
         header = self.header
         counts = [0] * len(header.requests)
         expected_bytes = _checked_rows(header, counts) * header.hidden_size * DTYPES[header.dtype].itemsize

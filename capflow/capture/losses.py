@@ -36,7 +36,8 @@ class _Reason:
     def __init__(self) -> None:
         self.rows = 0
         self.gaps: dict[tuple[str, ...], list[list[int]]] = {}
-        self.runs = 0  # in `gaps`
+        # In `gaps`.
+        self.runs = 0
 
     def add(self, sites: tuple[str, ...], start: int, stop: int) -> None:
         runs = self.gaps.get(sites)
@@ -191,19 +192,27 @@ def _sites(sites: Sequence[str]) -> str:
 class LossLog:
     """Says which rows of a request were lost, and why; for any number of threads.
 
-    who: begins each line, such as `consumer log`; fields: of each record, beside `event`, `request` and `dropped`. Of one second `limits.LOSSES_LOGGED_MAX`
-    lines are said; how many were left out stands in the next.
+    who: begins each line, such as `consumer log`.
+    fields: of each record, beside `event`, `request` and `dropped`. Of one second `limits.LOSSES_LOGGED_MAX` lines are
+        said; how many were left out stands in the next.
     """
 
     def __init__(self, logger: logging.Logger, who: str, **fields: Any) -> None:
         self._logger, self._who, self._fields = logger, who, fields
-        self._lock = threading.Lock()  # guards the next
-        self._since = 0.0  # when the second began in which lines are counted
-        self._said = 0  # in it
-        self._left_out = 0  # since a line was said
+        # Guards the next.
+        self._lock = threading.Lock()
+        # When the second began in which lines are counted.
+        self._since = 0.0
+        # In it.
+        self._said = 0
+        # Since a line was said.
+        self._left_out = 0
 
     def tell(self, request: str, dropped: Sequence[Dropped], **fields: Any) -> None:
-        """Say what was lost of a request that is over; nothing when nothing was. fields: of this record."""
+        """Say what was lost of a request that is over; nothing when nothing was.
+
+        fields: of this record.
+        """
         if dropped:
             told = {"event": "rows_lost", "request": request, "dropped": msgspec.to_builtins(dropped), **fields}
             self._say({request: dropped}, "", told)

@@ -17,8 +17,9 @@ Sites = Annotated[tuple[Site, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
 class ModelInfo(msgspec.Struct, frozen=True):
     """What a hub and its consumers need to know about the model that an engine runs.
 
-    sites: every site that carries a tap, over all pipeline stages. stages: how many pipeline stages there are. fixed: sites that
-    can be captured and not steered, because something else is given the same tensor.
+    sites: every site that carries a tap, over all pipeline stages.
+    stages: how many pipeline stages there are.
+    fixed: sites that can be captured and not steered, because something else is given the same tensor.
     """
 
     name: Text

@@ -20,8 +20,9 @@ FOREVER = 1 << 62
 class Places:
     """The positions of one request.
 
-    starts, stops: the ends of stretches without a gap, in order and apart; strides: `range(a, b, step)`, which may meet
-    them and each other.
+    starts, stops: the ends of stretches without a gap, in order and apart.
+
+    strides: `range(a, b, step)`, which may meet them and each other.
     """
 
     __slots__ = ("starts", "stops", "strides")

@@ -17,12 +17,14 @@ Status = Literal["ok", "pending", "partial_error", "error", "not_requested"]
 class CaptureResult(msgspec.Struct, frozen=True):
     """One consumer's word on one request.
 
-    status: `ok`, everything promised was consumed; `partial_error`, some rows were lost, as `error` says;
-    `error`, nothing usable came of it; `pending`, the consumer is not done; `not_requested`, the consumer wanted
-    nothing of this request. payload: what the consumer has to say, plain JSON values, e.g. where the files lie.
-    budget_reached: the request had more positions of those asked for than `max_rows` let through; no row was lost by it.
-    dropped: the rows that did not reach the consumer, by reason, and where they were. tag: of the request's spec for this consumer.
-    The hub puts both there.
+    status: `ok`, everything promised was consumed; `partial_error`, some rows were lost, as `error` says; `error`,
+        nothing usable came of it; `pending`, the consumer is not done; `not_requested`, the consumer wanted nothing of
+        this request.
+    payload: what the consumer has to say, plain JSON values, e.g. where the files lie.
+    budget_reached: the request had more positions of those asked for than `max_rows` let through; no row was lost by
+        it.
+    dropped: the rows that did not reach the consumer, by reason, and where they were.
+    tag: of the request's spec for this consumer. The hub puts both there.
     """
 
     status: Status
@@ -38,9 +40,11 @@ class CaptureResult(msgspec.Struct, frozen=True):
 class RequestDone(msgspec.Struct, frozen=True):
     """A request is over on every worker that served it; what consumers are told then.
 
-    rows_promised: rows that its workers sent; rows: rows of it that this consumer was given;
-    dropped: what was lost on the way to this consumer and why; budget_reached: `max_rows` left out positions that the
-    request had. tag: of the request's spec for this consumer.
+    rows_promised: rows that its workers sent.
+    rows: rows of it that this consumer was given.
+    dropped: what was lost on the way to this consumer and why.
+    budget_reached: `max_rows` left out positions that the request had.
+    tag: of the request's spec for this consumer.
     """
 
     engine: str

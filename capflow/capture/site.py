@@ -97,7 +97,8 @@ def hook_named(name: Any) -> str | None:
 def by_own_name(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
     """Return a mapping of hook points with each under its own name.
 
-    where: the field that holds the mapping. Raises UsageError for a key that is no hook, and for a hook under two names.
+    where: the field that holds the mapping. Raises UsageError for a key that is no hook, and for a hook under two
+        names.
     """
     hooks: dict[str, Any] = {}
     for name, content in value.items():

@@ -55,9 +55,11 @@ Wanted = Mapping[Site, Want]
 class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Which sites and positions to capture.
 
-    hooks: for each hook its layers. positions: one of the forms of `capflow.capture.positions`. max_rows: at each
-    site only the first so many of these positions of a request, None for all. dtype: how consumers store the rows. tag: of a
-    request's spec, text that consumers keep with the request's rows; empty for none.
+    hooks: for each hook its layers.
+    positions: one of the forms of `capflow.capture.positions`.
+    max_rows: at each site only the first so many of these positions of a request, None for all.
+    dtype: how consumers store the rows.
+    tag: of a request's spec, text that consumers keep with the request's rows; empty for none.
     """
 
     hooks: Annotated[dict[str, Layers], msgspec.Meta(max_length=len(HOOKS))]

@@ -8,7 +8,11 @@ from capflow.errors import UsageError, explain
 
 
 def check_vllm(purpose: str = "", *, option: str = "") -> None:
-    """Raise UsageError when vLLM is not installed. purpose: `to …`, what for; option: which one asks for it."""
+    """Raise UsageError when vLLM is not installed.
+
+    purpose: `to …`, what for.
+    option: which one asks for it.
+    """
     if find_spec("vllm") is None:
         what = f"{option}: vLLM is not installed" if option else "vLLM is not installed"
         raise UsageError(explain(what, do=f"pip install 'capflow[vllm]' (GPU) or 'capflow[cpu]' {purpose}".rstrip()))

@@ -23,10 +23,12 @@ class Signals:
     def __init__(self) -> None:
         self.first = threading.Event()
         self.second = threading.Event()
-        self.number = 0  # of the last signal; 0 before any
+        # Of the last signal; 0 before any.
+        self.number = 0
         self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._follower = threading.Thread(target=self._follow, name="capflow-signals", daemon=True)
-        self._before: dict[int, Any] = {}  # what the signals did before; from `with` to its end
+        # What the signals did before; from `with` to its end.
+        self._before: dict[int, Any] = {}
 
     @property
     def exit_code(self) -> int:

@@ -71,7 +71,8 @@ class Spill:
 class ConfiguredConsumer:
     """A consumer ready to be opened, and the queue that it is to have in the hub.
 
-    name: what the instance is called. spill: of one with that policy.
+    name: what the instance is called.
+    spill: of one with that policy.
     """
 
     name: str
@@ -108,7 +109,10 @@ class ConfiguredConsumer:
 
 @dataclass(frozen=True)
 class ConfiguredController:
-    """A controller ready to be sent to workers. name: what the instance is called."""
+    """A controller ready to be sent to workers.
+
+    name: what the instance is called.
+    """
 
     name: str
     kind: type[Controller]

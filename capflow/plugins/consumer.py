@@ -76,9 +76,11 @@ class Consumer(Named, ABC):
     An exception of a method is of one of three kinds, see `capflow.errors.kind_of`: the call is made again later (retry), the consumer is
     closed and opened again (fatal), or what it was given is set aside (poison).
 
-    name: what `--consumer NAME` says; `instance` is what this one is called, `NAME` or `NAME@…`. policy: what its queue does when full, unless configured otherwise (the
-    option `policy` is every consumer's, as is `queue_bytes_max`). reads_requests: whether it is given
-    the rows that requests ask for themselves, beside those of its own `spec`.
+    name: what `--consumer NAME` says; `instance` is what this one is called, `NAME` or `NAME@…`.
+
+    policy: what its queue does when full, unless configured otherwise (the option `policy` is every consumer's, as is
+        `queue_bytes_max`).
+    reads_requests: whether it is given the rows that requests ask for themselves, beside those of its own `spec`.
     """
 
     Config: ClassVar[type[msgspec.Struct]] = NoConfig
@@ -154,7 +156,10 @@ class Consumer(Named, ABC):
 
 
 class StepRows(NamedTuple):
-    """Rows of one request at one site in the step just computed; rows: `[count, hidden_size]` float32."""
+    """Rows of one request at one site in the step just computed.
+
+    rows: `[count, hidden_size]` float32.
+    """
 
     request: str
     site: Site

@@ -36,7 +36,10 @@ class Names(NamedTuple):
 
     @classmethod
     def of(cls, name: str, taken: Collection[str]) -> Names:
-        """Return the names of a plugin. Raises UsageError for a name that cannot be one or is taken. taken: those of installed plugins."""
+        """Return the names of a plugin. Raises UsageError for a name that cannot be one or is taken.
+
+        taken: those of installed plugins.
+        """
         if not _NAME.fullmatch(name) or len(name) > _LENGTH_MAX:
             expected = f"at most {_LENGTH_MAX} lower-case letters and digits, in words joined with -, like loudest or token-norms"
             raise UsageError(explain("NAME", got=name, expected=expected))

@@ -48,7 +48,8 @@ def load_probe(path: str | os.PathLike[str]) -> Scorer:
 class MlpProbe(Scorer):
     """A small network at one site with k outputs.
 
-    weights: of each layer, `[out, in]` float32, the first `in` being hidden_size and the last `out` k; biases: `[out]` of each.
+    weights: of each layer, `[out, in]` float32, the first `in` being hidden_size and the last `out` k.
+    biases: `[out]` of each.
     """
 
     kind: ClassVar[str] = "mlp"
@@ -136,9 +137,11 @@ def _normal_cdf(values: Float32s) -> Float32s:
 class SaeProbe(Scorer):
     """Features of a sparse autoencoder's encoder at one site.
 
-    weight: `[n, hidden_size]` float32, bias and jumps: `[n]`, of the features that are computed: those that are recorded, and with
-    `topk` (k above 0) all of them; features: which of these are recorded, in the order of `names`. jumps: a feature's activation is 0 at and below
-    it. centre: `[hidden_size]`, taken off every row.
+    weight: `[n, hidden_size]` float32, bias and jumps: `[n]`, of the features that are computed: those that are
+        recorded, and with `topk` (k above 0) all of them.
+    features: which of these are recorded, in the order of `names`.
+    jumps: a feature's activation is 0 at and below it.
+    centre: `[hidden_size]`, taken off every row.
     """
 
     kind: ClassVar[str] = "sae"

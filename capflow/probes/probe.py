@@ -92,7 +92,10 @@ class Scorer(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Probe(Scorer):
-    """One or more linear probes at one site. weight: `[k, hidden_size]` float32, bias: `[k]` float32, both finite."""
+    """One or more linear probes at one site.
+
+    weight: `[k, hidden_size]` float32, bias: `[k]` float32, both finite.
+    """
 
     kind: ClassVar[str] = "linear"
 

@@ -53,9 +53,12 @@ class _Config(msgspec.Struct):
 def read_saelens(
     directory: str | os.PathLike[str], stem: str, *, features: Sequence[int] | None = None, site: Site | None = None
 ) -> tuple[dict[str, Float32s], dict[str, str]]:
-    """Return the tensors and the metadata of a probe file of kind `sae`; stem: what its probes' names begin with.
+    """Return the tensors and the metadata of a probe file of kind `sae`.
 
-    features: which are recorded, all by default. site: where the rows come from, by default the one that `cfg.json` names. Raises UsageError.
+    stem: what its probes' names begin with.
+
+    features: which are recorded, all by default.
+    site: where the rows come from, by default the one that `cfg.json` names. Raises UsageError.
     """
     where = Path(directory)
     config = _config(where / CONFIG_NAME)

@@ -11,8 +11,10 @@ from capflow.protocol.message import Ack
 class Pool:
     """The credit that the workers of a hub share: each owner an even part, of that each of its workers, and none more than `each_bytes_max`.
 
-    What is committed, to be sent or held here, also of workers that are gone, is at most `bytes_max`, but for frames larger than their worker's
-    part, of which each may have one. shares: what each owner has of it; None where there is one owner.
+    What is committed, to be sent or held here, also of workers that are gone, is at most `bytes_max`, but for frames
+    larger than their worker's part, of which each may have one.
+
+    shares: what each owner has of it; None where there is one owner.
     """
 
     def __init__(
@@ -21,9 +23,12 @@ class Pool:
         self.each_bytes_max = each_bytes_max
         self.bytes_max = bytes_max
         self.shares = shares
-        self.committed_bytes = 0  # the credit of all of them, and the frames held
-        self._workers: dict[str, int] = {}  # that are connected, by owner
-        self._windows: dict[str, int] = {}  # what `window_of` returned since that changed
+        # The credit of all of them, and the frames held.
+        self.committed_bytes = 0
+        # That are connected, by owner.
+        self._workers: dict[str, int] = {}
+        # What `window_of` returned since that changed.
+        self._windows: dict[str, int] = {}
 
     @property
     def workers(self) -> int:
@@ -75,12 +80,16 @@ class Intake:
     def __init__(self, pool: Pool, owner: str = "") -> None:
         self.pool = pool
         self.owner = owner
-        self.connected = False  # from `grant` to `revoke`
-        self.last_seq = 0  # the last frame taken
+        # From `grant` to `revoke`.
+        self.connected = False
+        # The last frame taken.
+        self.last_seq = 0
         self.acked = 0
-        self.credit_bytes = 0  # what the worker may still send
+        # What the worker may still send.
+        self.credit_bytes = 0
         self.held_bytes_peak = 0
-        self._held_bytes = 0  # the sum of the next
+        # The sum of the next.
+        self._held_bytes = 0
         # Cost of each frame taken and not released, and the memory of its header's objects, by seq, in order.
         self._held: dict[int, tuple[int, int]] = {}
 
@@ -111,8 +120,8 @@ class Intake:
     def take(self, seq: int, nbytes: int, decoded_bytes: int = 0) -> bool:
         """Note that a frame came; return False when it is one that the hub has already.
 
-        decoded_bytes: of memory beside its cost; they count against the pool, not against the credit.
-        Raises RemoteProtocolError when frames are missing before it, or it was not paid for.
+        decoded_bytes: of memory beside its cost; they count against the pool, not against the credit. Raises
+            RemoteProtocolError when frames are missing before it, or it was not paid for.
         """
         if nbytes > self.credit_bytes and self._held:
             got = f"frame {seq} of {nbytes} bytes"

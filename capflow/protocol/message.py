@@ -41,8 +41,10 @@ Role = Literal["worker", "scheduler", "client"]
 class ControllerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """A sync controller that every worker of an engine is to run.
 
-    name: its plugin's. state: encoded. instance: what it is called, `NAME@…`; empty where that is its plugin's name. capture: the
-    rows of every request that it sees, computed anew where they are cached.
+    name: its plugin's.
+    state: encoded.
+    instance: what it is called, `NAME@…`; empty where that is its plugin's name.
+    capture: the rows of every request that it sees, computed anew where they are cached.
     """
 
     name: str
@@ -72,12 +74,16 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """What the hub wants of this engine. last_seq: the last frame it has of the peer's boot, 0 if none.
+    """What the hub wants of this engine.
 
-    captures: the consumers' own specs, each to be applied to every request. controllers: to be run in
-    every worker. Both go to schedulers, which give them to their workers; clients get captures. readers: the consumers that
-    requests may name, for clients; an earlier hub leaves them out. clock_s: of the hub, on which
-    `Act.until_s` is. actions: whether consumers want to be told what steers requests, also those of which nobody wants rows.
+    last_seq: the last frame it has of the peer's boot, 0 if none.
+
+    captures: the consumers' own specs, each to be applied to every request.
+    controllers: to be run in every worker. Both go to schedulers, which give them to their workers; clients get
+        captures.
+    readers: the consumers that requests may name, for clients; an earlier hub leaves them out.
+    clock_s: of the hub, on which `Act.until_s` is.
+    actions: whether consumers want to be told what steers requests, also those of which nobody wants rows.
     """
 
     hub: Name
@@ -110,10 +116,13 @@ _Totals = Annotated[dict[Name, Total], msgspec.Meta(max_length=limits.REASONS_MA
 class WorkerCounts(msgspec.Struct, frozen=True):
     """What a worker counts on its side of the session, since its boot; what is `queued`, `unacked` or `staged` is so now.
 
-    sent: frames taken for the hub. queued: those that wait in the outbound queue. unacked: those given to the session, which
-    the hub has not acknowledged. peak: the most that did or were. staged_bytes: host memory lent for rows, from the step until the acknowledgement.
-    dropped_rows: by the reasons of `docs/backpressure.md`. reconnects: connections lost. spool: what its spool counts, by the names
-    of `Outbox.status`; None without one.
+    sent: frames taken for the hub. queued: those that wait in the outbound queue. unacked: those given to the session,
+    which the hub has not acknowledged. peak: the most that did or were.
+
+    staged_bytes: host memory lent for rows, from the step until the acknowledgement.
+    dropped_rows: by the reasons of `docs/backpressure.md`.
+    reconnects: connections lost.
+    spool: what its spool counts, by the names of `Outbox.status`; None without one.
     """
 
     sent_frames: Total = 0
@@ -174,7 +183,8 @@ class Results(msgspec.Struct, frozen=True, tag="results"):
     """What became of a request, by consumer; empty when the hub knows nothing of it, or several requests of the id.
 
     engine: as in the question; an earlier hub leaves it out.
-    engines: the names of the engines that have a request of the id, at most `limits.ENGINES_TOLD_MAX`. With several there are no results.
+    engines: the names of the engines that have a request of the id, at most `limits.ENGINES_TOLD_MAX`. With several
+        there are no results.
     """
 
     request: Name

@@ -63,11 +63,12 @@ class Recorder:
         self.path = path
         self._bytes_max = bytes_max
         self._spool = self._new_spool()
-        self._ended: tuple[RequestDone, int] | None = None  # the last end, and its record, until that is on the disk
-        self._frames: defaultdict[WorkerBoot, Intervals] = defaultdict(Intervals)  # those that are there
-        self._done: set[tuple[str, str]] = (
-            set()
-        )  # engine and request: ends from before it was opened, which may be told again
+        # The last end, and its record, until that is on the disk.
+        self._ended: tuple[RequestDone, int] | None = None
+        # Those that are there.
+        self._frames: defaultdict[WorkerBoot, Intervals] = defaultdict(Intervals)
+        # Engine and request: ends from before it was opened, which may be told again.
+        self._done: set[tuple[str, str]] = set()
 
     def _new_spool(self) -> Spool:
         segment_bytes = min(limits.SEGMENT_BYTES_MAX, self._bytes_max)
@@ -108,7 +109,10 @@ class Recorder:
         return True
 
     def done(self, done: RequestDone, *, sync: bool) -> None:
-        """Note that a request is over, once. sync: return when all up to here is on the disk, and raise when it does not get there."""
+        """Note that a request is over, once.
+
+        sync: return when all up to here is on the disk, and raise when it does not get there.
+        """
         key = done.engine, done.request
         if key in self._done:
             self._done.remove(key)

@@ -13,7 +13,8 @@ import xxhash
 def hub_of(request: str, hubs: int) -> int:
     """Return the number of the hub, of `hubs`, that has a request: the one whose number, as the seed, gives its id the largest XXH3.
 
-    request: the id that a client knows it by. The hash is the 64-bit one, of the id's UTF-8; the lower number wins a tie.
+    request: the id that a client knows it by. The hash is the 64-bit one, of the id's UTF-8; the lower number wins a
+        tie.
     """
     if hubs == 1:
         return 0

@@ -142,18 +142,28 @@ class PeerSession:
     def __init__(self, hello: Hello, *, seq: int = 0, now: float = 0.0) -> None:
         self.hello = hello
         self.state = State.LOST
-        self.welcome: Welcome | None = None  # the hub's latest; kept while the connection is lost
-        self.refusal: str | None = None  # why the hub refused; cleared by the next connection
+        # The hub's latest; kept while the connection is lost.
+        self.welcome: Welcome | None = None
+        # Why the hub refused; cleared by the next connection.
+        self.refusal: str | None = None
         self.credit_bytes = 0
-        self.seq = seq  # the last number given to a frame, or one that is not below it
-        self.acked = 0  # every frame up to here is the hub's
-        self.unacked_bytes = 0  # of the frames kept because they are not acknowledged; other threads may read it
-        self.unacked_bytes_peak = 0  # likewise
-        self._waiting: deque[_Kept] = deque()  # to be sent, in order; emptied by `next_frame`
-        self._sent: deque[_Kept] = deque()  # sent on this connection, not acknowledged; emptied by Acks
-        self._sent_bytes = 0  # of these
+        # The last number given to a frame, or one that is not below it.
+        self.seq = seq
+        # Every frame up to here is the hub's.
+        self.acked = 0
+        # Of the frames kept because they are not acknowledged; other threads may read it.
+        self.unacked_bytes = 0
+        # Likewise.
+        self.unacked_bytes_peak = 0
+        # To be sent, in order; emptied by `next_frame`.
+        self._waiting: deque[_Kept] = deque()
+        # Sent on this connection, not acknowledged; emptied by Acks.
+        self._sent: deque[_Kept] = deque()
+        # Of these.
+        self._sent_bytes = 0
         self._pulse = _Pulse(now)
-        self._greeted = now  # when the Hello of this connection was said
+        # When the Hello of this connection was said.
+        self._greeted = now
 
     @property
     def unacked(self) -> int:
@@ -322,18 +332,27 @@ class PeerSession:
 
 
 class HubSession:
-    """The hub's side of one connection, from its Hello to its end. user: the peer's public key, "" where there are none."""
+    """The hub's side of one connection, from its Hello to its end.
+
+    user: the peer's public key, "" where there are none.
+    """
 
     def __init__(self, *, now: float = 0.0, user: str = "") -> None:
         self.user = user
-        self.state = State.LOST  # until the Hello
-        self.hello: Hello | None = None  # set by the Hello
-        self.intake: Intake | None = None  # a worker's, set by `welcome`
-        self._format: RowFormat | None = None  # of a worker's frames, set by the Hello
+        # Until the Hello.
+        self.state = State.LOST
+        # Set by the Hello.
+        self.hello: Hello | None = None
+        # A worker's, set by `welcome`.
+        self.intake: Intake | None = None
+        # Of a worker's frames, set by the Hello.
+        self._format: RowFormat | None = None
         self._pulse = _Pulse(now)
 
     def receive(self, parts: Parts, now: float, frame: Frame | None = None) -> Frame | Message:
-        """Return what the peer said. frame: what `Frame.read` returned for these parts; None to read them here.
+        """Return what the peer said.
+
+        frame: what `Frame.read` returned for these parts; None to read them here.
 
         Raises RemoteProtocolError when the peer may not say it; answer with `refuse`.
         """

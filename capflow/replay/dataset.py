@@ -27,7 +27,10 @@ _BOOT = "replayed"
 
 
 class _Group(NamedTuple):
-    """Sites that have rows of the same positions; rows: of each site `[len(positions), hidden_size]`."""
+    """Sites that have rows of the same positions.
+
+    rows: of each site `[len(positions), hidden_size]`.
+    """
 
     sites: tuple[Site, ...]
     positions: npt.NDArray[np.int64]
@@ -37,9 +40,10 @@ class _Group(NamedTuple):
 def said_by(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Said]:
     """Yield what engines would have said of these captures, as `capflow.open(path)` iterates over them.
 
-    An engine's model has the sites that have rows, and as many layers as the highest of them says; its dtype is that of the rows as they
-    are stored. An engine of which several dtypes are stored connects once for each. ask: each request brings a spec
-    that names its sites, for consumers that capture nothing of every request.
+    An engine's model has the sites that have rows, and as many layers as the highest of them says; its dtype is that of
+    the rows as they are stored. An engine of which several dtypes are stored connects once for each.
+
+    ask: each request brings a spec that names its sites, for consumers that capture nothing of every request.
     """
     for (engine, model, hidden_size), found in itertools.groupby(sorted(captures, key=_whose), key=_whose):
         mine = list(found)

@@ -28,7 +28,9 @@ def _reject(act: Act) -> Outcome:
 class LocalPeer:
     """A worker or a scheduler, from its making to `close`; one thread drives it. Raises CapflowError with the hub's reason when it is refused.
 
-    seq: the number of the last frame of this boot, sent by a process that is gone. stopped: whether to wait for the hub no longer. on_act: answers the actions that a scheduler is sent, when `hear` is called.
+    seq: the number of the last frame of this boot, sent by a process that is gone.
+    stopped: whether to wait for the hub no longer.
+    on_act: answers the actions that a scheduler is sent, when `hear` is called.
     """
 
     def __init__(
@@ -45,7 +47,8 @@ class LocalPeer:
         self._stopped = stopped
         self._on_act = on_act
         self._session = PeerSession(hello, seq=seq)
-        self._heard: queue.SimpleQueue[Parts] = queue.SimpleQueue()  # filled by the hub's thread
+        # Filled by the hub's thread.
+        self._heard: queue.SimpleQueue[Parts] = queue.SimpleQueue()
         self._peer = b"local" + os.urandom(8)
         hub.attach(self._peer, self._heard.put)
         hub.receive(self._peer, self._session.connected(time.monotonic()))

@@ -31,12 +31,17 @@ logger = logging.getLogger("capflow.replay")
 
 
 class ReplayPace:
-    """When frames are due. speed: how many seconds of the recording pass in one; steps_per_s: so many frames of each worker, instead. None: at once."""
+    """When frames are due.
+
+    speed: how many seconds of the recording pass in one.
+    steps_per_s: so many frames of each worker, instead. None: at once.
+    """
 
     def __init__(self, speed: float | None = None, steps_per_s: float | None = None) -> None:
         self._speed = speed
         self._steps_per_s = steps_per_s
-        self._first: tuple[int, float] | None = None  # the wall clock of the first frame, and when it was said here
+        # The wall clock of the first frame, and when it was said here.
+        self._first: tuple[int, float] | None = None
         self._steps: Counter[WorkerBoot] = Counter()
 
     def due(self, header: FrameHeader, now: float) -> float:
@@ -51,7 +56,9 @@ class ReplayPace:
 
 
 class Replay:
-    """One replay into a hub that runs. stopped: whether to end early.
+    """One replay into a hub that runs.
+
+    stopped: whether to end early.
 
     `frames` and `rows` count what was said; `records_lost` what could not be read.
     """
@@ -64,11 +71,15 @@ class Replay:
         self._pace = pace
         self._stopped = stopped
         self._models: dict[str, ModelInfo] = {}
-        self._formats: dict[str, RowFormat] = {}  # likewise, by engine
-        self._schedulers: dict[str, LocalPeer] = {}  # of the engines that are connected
+        # Likewise, by engine.
+        self._formats: dict[str, RowFormat] = {}
+        # Of the engines that are connected.
+        self._schedulers: dict[str, LocalPeer] = {}
         self._workers: dict[tuple[str, Rank], _Worker] = {}
-        self._told: dict[tuple[str, str], dict[int, Rank]] = {}  # of open requests: their workers, by stage
-        self._ended: dict[tuple[str, str], set[int]] = {}  # likewise: the stages that said that they are over
+        # Of open requests: their workers, by stage.
+        self._told: dict[tuple[str, str], dict[int, Rank]] = {}
+        # Likewise: the stages that said that they are over.
+        self._ended: dict[tuple[str, str], set[int]] = {}
 
     def run(self, said: Iterable[Said]) -> None:
         """Say all of it, and wait until the hub's consumers with policies `block` and `spill` have it.
@@ -201,9 +212,12 @@ class _Worker:
 
     def __init__(self, link: LocalPeer) -> None:
         self.link = link
-        self.recorded = 0  # the number of its last frame in the recording
-        self.given: Counter[str] = Counter()  # rows by request, until it is over
-        self.ends: list[Finished] = []  # what it said in frames that were not recorded, and is to be said
+        # The number of its last frame in the recording.
+        self.recorded = 0
+        # Rows by request, until it is over.
+        self.given: Counter[str] = Counter()
+        # What it said in frames that were not recorded, and is to be said.
+        self.ends: list[Finished] = []
 
     def say(self, frame: Frame) -> None:
         """Say a frame with the number that it had, having said an empty one for each that was not recorded."""

@@ -89,10 +89,14 @@ Outcome = ActionApplied | Rejected | Unknown
 class Answered(msgspec.Struct, frozen=True):
     """An action on a request, asked for through a hub or done inside its worker, and what came of it; what consumers are told.
 
-    id: of no other action. engine: that runs the request, empty when the hub does not know. kind: `steer`, `unsteer` or `abort`; sites: where vectors are
-    added. asked_by: the consumer's name, or `client`, with a key's public half behind a space; inside the worker `controller NAME`, or
-    `request` for the steering that it came with. time_ns: when it was answered. step: when it was
-    applied, None when it was rejected or when that is not known, for the reason.
+    id: of no other action.
+    engine: that runs the request, empty when the hub does not know.
+    kind: `steer`, `unsteer` or `abort`.
+    sites: where vectors are added.
+    asked_by: the consumer's name, or `client`, with a key's public half behind a space; inside the worker `controller
+        NAME`, or `request` for the steering that it came with.
+    time_ns: when it was answered.
+    step: when it was applied, None when it was rejected or when that is not known, for the reason.
     """
 
     id: str

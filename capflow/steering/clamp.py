@@ -27,10 +27,12 @@ _LENGTH_ERROR_MAX = 1e-3  # of what is said to be a unit vector
 
 
 class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One direction at one site. data: the unit vector, `[hidden_size]` float32 little-endian.
+    """One direction at one site.
 
-    low, high: the bounds of the projection, in the stream's units. strength: 1 moves the projection all the way
-    into its bounds, 0 not at all.
+    data: the unit vector, `[hidden_size]` float32 little-endian.
+
+    low, high: the bounds of the projection, in the stream's units.
+    strength: 1 moves the projection all the way into its bounds, 0 not at all.
     """
 
     layer: int
@@ -65,8 +67,10 @@ class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ) -> Clamp:
         """Return the clamp along a direction, `[hidden_size]` of any length but 0.
 
-        bounds: `value`, or one or both of `min` and `max`; and `strength`, 1 by default. where: the field of these. of: the
-        direction's field, by default `where.vector`. at: where in these fields, for the message. Raises UsageError with the field first.
+        bounds: `value`, or one or both of `min` and `max`; and `strength`, 1 by default.
+        where: the field of these.
+        of: the direction's field, by default `where.vector`.
+        at: where in these fields, for the message. Raises UsageError with the field first.
         """
         given = {name: plain.number(value, f"{where}.{name}") for name, value in bounds.items()}
         check_bounds(given, where)

@@ -30,7 +30,10 @@ BLOCK_FIELDS = ("dtype", "shape", "layer_indices", "data")
 
 
 class Packed(NamedTuple):
-    """An array as it came. data: `shape` elements of `dtype`, row-major, little-endian."""
+    """An array as it came.
+
+    data: `shape` elements of `dtype`, row-major, little-endian.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,7 +46,8 @@ class Packed(NamedTuple):
     def read(cls, value: Mapping[str, Any], where: str, dimensions: Sequence[int] = (2,)) -> Packed:
         """Return the array that the fields `dtype`, `shape` and `data` of a mapping describe.
 
-        dimensions: how many it may have; the last is `hidden_size`. Raises UsageError with the field that is wrong first.
+        dimensions: how many it may have; the last is `hidden_size`. Raises UsageError with the field that is wrong
+            first.
         """
         dtype, shape = value["dtype"], _items(value["shape"])
         if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -85,7 +89,9 @@ class PackedBlock(NamedTuple):
 
     @classmethod
     def read(cls, value: Mapping[str, Any], where: str, more: Sequence[str] = ()) -> PackedBlock:
-        """Return the rows that a mapping describes. more: further keys that it may have.
+        """Return the rows that a mapping describes.
+
+        more: further keys that it may have.
 
         Raises UsageError with the field that is wrong first.
         """

@@ -23,8 +23,8 @@ _EXAMPLE = '{"post_block": {12: {"positions": [3, -1], "vector": [0.1, …]}}}'
 class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rows for positions of one site: `x ← x + amount · (row - x)`; an amount of 1 replaces `x`.
 
-    positions: counted from the prompt's start, or from its end where negative (-1 is its last token). data: `[positions,
-    hidden_size]` float32 little-endian, a row for each position.
+    positions: counted from the prompt's start, or from its end where negative (-1 is its last token).
+    data: `[positions, hidden_size]` float32 little-endian, a row for each position.
     """
 
     layer: int
@@ -82,7 +82,9 @@ def parse_patches(value: Any, *, where: str = "steering_patches") -> tuple[Patch
 
 
 def read_positions(value: Any, field: str, seen: set[int] | None = None) -> tuple[int, ...]:
-    """Return the positions of a list, each once. seen: those of patches of the same site before, which grows.
+    """Return the positions of a list, each once.
+
+    seen: those of patches of the same site before, which grows.
 
     Raises UsageError with the field first.
     """

@@ -54,7 +54,10 @@ def check_finite(values: npt.NDArray[Any], field: str) -> None:
 
 
 def number(value: Any, field: str, at: str = "") -> float:
-    """Return the number in a field. at: where in it, for the message."""
+    """Return the number in a field.
+
+    at: where in it, for the message.
+    """
     plain = value.item() if isinstance(value, np.generic) else value
     if isinstance(plain, bool) or not isinstance(plain, int | float):
         raise UsageError(explain(field, got=f"{reprlib.repr(plain)}{at}", expected="a number"))
@@ -65,7 +68,10 @@ def number(value: Any, field: str, at: str = "") -> float:
 
 
 def whole(value: Any, field: str, low: int, high: int, what: str) -> int:
-    """Return the whole number of `low..high` in a field. what: what it is, for the message."""
+    """Return the whole number of `low..high` in a field.
+
+    what: what it is, for the message.
+    """
     plain = value.item() if isinstance(value, np.generic) else value
     if type(plain) is not int or not low <= plain <= high:
         raise UsageError(explain(field, got=reprlib.repr(plain), expected=f"{what}, {low}..{high}"))
@@ -80,14 +86,20 @@ def layer_number(value: Any, field: str) -> int:
 
 
 def by_hook(value: Any, where: str, example: str) -> Iterator[tuple[str, Any]]:
-    """Yield each hook of a mapping, by its own name, with what stands there. example: a value that is right."""
+    """Yield each hook of a mapping, by its own name, with what stands there.
+
+    example: a value that is right.
+    """
     if not isinstance(value, Mapping) or not value:
         raise UsageError(explain(where, got=reprlib.repr(value), expected=f"a mapping like {example}"))
     yield from by_own_name(value, where).items()
 
 
 def by_layer(layers: Any, where: str, hook: str, what: str) -> Iterator[tuple[Site, str, Any]]:
-    """Yield the site of each layer of a mapping, its field, and what stands there. what: what is to stand there."""
+    """Yield the site of each layer of a mapping, its field, and what stands there.
+
+    what: what is to stand there.
+    """
     if not isinstance(layers, Mapping) or not layers:
         expected = f"a mapping of layer to {what}, or packed"
         raise UsageError(explain(where, got=reprlib.repr(layers), expected=expected))
@@ -101,7 +113,10 @@ def by_layer(layers: Any, where: str, hook: str, what: str) -> Iterator[tuple[Si
 
 
 def one_or_several(entry: Any, field: str, what: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield each mapping of a list, or the one that stands alone, with its field. what: what each is, for the message."""
+    """Yield each mapping of a list, or the one that stands alone, with its field.
+
+    what: what each is, for the message.
+    """
     several = isinstance(entry, list | tuple)
     if several and not entry:
         raise UsageError(explain(field, got="[]", expected=f"{what}, or a list of them"))

@@ -41,9 +41,12 @@ Row = npt.NDArray[np.float32]
 
 
 class SiteError(UsageError):
-    """The vectors or the clamps at one site are refused. kind: `vectors` or `clamps`, the end of the field's name.
+    """The vectors or the clamps at one site are refused.
 
-    got, expected, do: as in `explain`. where: the field; by default the one of the base tier.
+    kind: `vectors` or `clamps`, the end of the field's name.
+
+    got, expected, do: as in `explain`.
+    where: the field; by default the one of the base tier.
     """
 
     def __init__(self, site: Site, kind: str, got: str, expected: str, do: str, where: str = "") -> None:
@@ -86,9 +89,10 @@ class SiteOps(NamedTuple):
 class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The operations of one request.
 
-    rows: `[n, hidden_size]` float32 little-endian, no two alike. digests: of each row its `DIGEST_BYTES`. prefill, decode: what is
-    done at each prompt position and at each generated one. patched: for single positions, negative ones from the
-    prompt's end, what is done before that.
+    rows: `[n, hidden_size]` float32 little-endian, no two alike.
+    digests: of each row its `DIGEST_BYTES`.
+    prefill, decode: what is done at each prompt position and at each generated one.
+    patched: for single positions, negative ones from the prompt's end, what is done before that.
     """
 
     hidden_size: int
@@ -187,7 +191,10 @@ def digest(row: bytes | memoryview) -> bytes:
 
 
 class _Rows:
-    """Rows by content. program: whose rows come first."""
+    """Rows by content.
+
+    program: whose rows come first.
+    """
 
     def __init__(self, program: SteeringProgram | None = None) -> None:
         self._numbers = {} if program is None else {name: number for number, name in enumerate(program.digests)}

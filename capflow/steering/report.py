@@ -26,7 +26,8 @@ _DO = "do not rely on steering here; --enforce-eager says whether torch.compile 
 class Bounds(msgspec.Struct, frozen=True):
     """What two answers may be apart that ought to be the same.
 
-    logprob: in nats. relative: a difference, to that which steering makes.
+    logprob: in nats.
+    relative: a difference, to that which steering makes.
     """
 
     logprob: float
@@ -41,10 +42,13 @@ class Bounds(msgspec.Struct, frozen=True):
 class Fired(msgspec.Struct, frozen=True):
     """What a vector did that was added at one site.
 
-    noise: the same request without it, asked several times. moved, decode_moved: the next token's logprobs, the vector added
-    to the prompt, and to the first generated token alone. changed_before: the largest relative change of the rows that were captured at the
-    site, before the vector is added there, and in the layers below. patched_apart: how far an answer is from it in which the rows that were
-    captured at the site, with the vector added by hand, were put there; relative to `moved`.
+    noise: the same request without it, asked several times.
+    moved, decode_moved: the next token's logprobs, the vector added to the prompt, and to the first generated token
+        alone.
+    changed_before: the largest relative change of the rows that were captured at the site, before the vector is added
+        there, and in the layers below.
+    patched_apart: how far an answer is from it in which the rows that were captured at the site, with the vector added
+        by hand, were put there; relative to `moved`.
     """
 
     site: str
@@ -70,7 +74,10 @@ class Fired(msgspec.Struct, frozen=True):
 
 
 class Apart(msgspec.Struct, frozen=True):
-    """How far two runs of the same requests are apart. equal: of `tokens` generated tokens, before the first that differs."""
+    """How far two runs of the same requests are apart.
+
+    equal: of `tokens` generated tokens, before the first that differs.
+    """
 
     logprob: float
     equal: int
@@ -80,8 +87,12 @@ class Apart(msgspec.Struct, frozen=True):
 class Mates(msgspec.Struct, frozen=True):
     """What became of plain requests beside steered ones, against the same batch with nothing steered.
 
-    noise: that batch, run again. beside: the batch with steered mates; after: the plain batch, run once more behind it. alone: each
-    request by itself. vllm: the plain batch in vLLM without capflow. mates: how far each kind of steered mate moved.
+    noise: that batch, run again.
+    beside: the batch with steered mates.
+    after: the plain batch, run once more behind it.
+    alone: each request by itself.
+    vllm: the plain batch in vLLM without capflow.
+    mates: how far each kind of steered mate moved.
     """
 
     requests: int
@@ -110,7 +121,10 @@ class Mates(msgspec.Struct, frozen=True):
 
 
 class AppliedCheck(msgspec.Struct, frozen=True):
-    """What the answer to a request says of what steered it, which was steered at every site; expected: one operation at each."""
+    """What the answer to a request says of what steered it, which was steered at every site.
+
+    expected: one operation at each.
+    """
 
     key: str
     prefill: dict[str, int]
@@ -125,7 +139,10 @@ class AppliedCheck(msgspec.Struct, frozen=True):
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """How long the turns took, in seconds, `plain`, `idle` and `steered` after each other; tokens: generated in each."""
+    """How long the turns took, in seconds, `plain`, `idle` and `steered` after each other.
+
+    tokens: generated in each.
+    """
 
     tokens: int
     seconds: dict[str, list[float]]
@@ -154,7 +171,12 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All of it. dtype: the model's, as loaded; taps: how many; cost: None when it was left out."""
+    """All of it.
+
+    dtype: the model's, as loaded.
+    taps: how many.
+    cost: None when it was left out.
+    """
 
     model: str
     dtype: str

@@ -83,7 +83,8 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def parse(cls, fields: Any, *, where: str = "") -> Steering:
         """Return the steering that plain values, by the names of `STEERING_FIELDS`, describe.
 
-        where: what holds these fields, such as a module's name. Raises UsageError with the full path of the field first.
+        where: what holds these fields, such as a module's name. Raises UsageError with the full path of the field
+            first.
         """
         if isinstance(fields, Steering):
             return fields
@@ -112,7 +113,10 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return steering
 
     def parts(self, before: str = "") -> Iterator[tuple[str, SteeringVector | Clamp | Patch]]:
-        """Yield every vector, clamp and patch with the name of its field. before: what stands before that."""
+        """Yield every vector, clamp and patch with the name of its field.
+
+        before: what stands before that.
+        """
         for tier, start in _TIERS.items():
             held: Tier = getattr(self, tier)
             for vector in held.vectors:
@@ -125,7 +129,9 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def check(self, info: ModelInfo, *, where: str = "") -> None:
         """Raise UsageError, with the full path of the field first, unless everything fits the model and its taps.
 
-        Whether modules are known is not looked at. where: as in `parse`.
+        Whether modules are known is not looked at.
+
+        where: as in `parse`.
         """
         sites = frozenset(info.sites)
         for field, part in self.parts(f"{where}." if where else ""):
@@ -147,7 +153,10 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise UsageError(explain(at, got=f"{width:g} numbers", expected=expected))
 
     def field_at(self, site: Site, kind: str) -> str | None:
-        """Return the full path of the field with the most entries at a site; None where it has none. kind: `vectors` or `clamps`."""
+        """Return the full path of the field with the most entries at a site; None where it has none.
+
+        kind: `vectors` or `clamps`.
+        """
         fields = Counter(field for field, part in self.parts() if field.endswith(kind) and part.site == site)
         return f"{fields.most_common(1)[0][0]}.{site.hook}.{site.layer}" if fields else None
 

@@ -26,7 +26,9 @@ _EXAMPLE = '{"post_block": {12: [0.1, …]}}'
 
 
 class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One vector for one site. data: `[hidden_size]` in `dtype`; scale multiplies it.
+    """One vector for one site.
+
+    data: `[hidden_size]` in `dtype`; scale multiplies it.
 
     relative: whether the scale is of the stream's norm at each token, and the vector is brought to length 1.
     """

@@ -19,21 +19,30 @@ _PIECE_BYTES = 4096  # a pipe that is ready takes as many at once
 
 
 class Outlet:
-    """A text file over a descriptor, from its making to `close`. dropped: makes the line, with its end, that says how many writes were dropped."""
+    """A text file over a descriptor, from its making to `close`.
+
+    dropped: makes the line, with its end, that says how many writes were dropped.
+    """
 
     encoding = "utf-8"
     errors = "backslashreplace"
 
     def __init__(self, descriptor: int, dropped: Callable[[int], str]) -> None:
-        self.lines_dropped = 0  # since the beginning
+        # Since the beginning.
+        self.lines_dropped = 0
         self._descriptor = descriptor
         self._told = dropped
-        self._untold = 0  # dropped, and no line said so; guarded by `_changed`
-        self._bytes = 0  # in `_pieces`; likewise
-        self._pieces: deque[bytes] = deque()  # likewise
+        # Dropped, and no line said so; guarded by `_changed`.
+        self._untold = 0
+        # In `_pieces`; likewise.
+        self._bytes = 0
+        # Likewise.
+        self._pieces: deque[bytes] = deque()
         self._changed = threading.Condition()
-        self._end_at: float | None = None  # set by `close`
-        self._gone = False  # set by the thread: nobody will ever read
+        # Set by `close`.
+        self._end_at: float | None = None
+        # Set by the thread: nobody will ever read.
+        self._gone = False
         self._thread = threading.Thread(target=self._run, name="capflow-log", daemon=True)
         self._thread.start()
 

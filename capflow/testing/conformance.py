@@ -34,9 +34,11 @@ def conformance(
 ) -> type[Conformance]:
     """Return a test class with a test for each rule; a module of tests gives it a name that begins with `Test`.
 
-    options: as of `--consumer NAME:…`; each test has a current directory of its own, so relative paths are fine. model: what the engines
-    run; by default one of 4 layers, tapped at every hook, with rows of 8 float32. kept: returns, after the consumer is closed, what it keeps of
-    each request, by id, in a form that can be compared; with it the rules look there too. handle_s_max: how long 100 small frames may take.
+    options: as of `--consumer NAME:…`; each test has a current directory of its own, so relative paths are fine.
+    model: what the engines run; by default one of 4 layers, tapped at every hook, with rows of 8 float32.
+    kept: returns, after the consumer is closed, what it keeps of each request, by id, in a form that can be compared;
+        with it the rules look there too.
+    handle_s_max: how long 100 small frames may take.
     """
     subject = Subject(consumer, dict(options or {}), model or make_model(), kept, handle_s_max)
     return type("Conformance", (Conformance,), {"subject": subject})

@@ -56,7 +56,9 @@ def make_frame(
 ) -> Frame:
     """Return a sealed frame of one block: `requests` are `(id, prompt_length, start, length)`.
 
-    Rows are `row_of(...)`; a request of length 0 is not in the frame. captures: the specs that requests brought.
+    Rows are `row_of(...)`; a request of length 0 is not in the frame.
+
+    captures: the specs that requests brought.
     """
     places = tuple(Site(*site) for site in sites)
     asked = [request for request in requests if request[3] > 0]

@@ -48,7 +48,8 @@ class MemoryHub:
     def __init__(self, *consumers: Consumer | ConfiguredConsumer) -> None:
         made = [c if isinstance(c, ConfiguredConsumer) else ConfiguredConsumer.of(c) for c in consumers]
         self.hub = Hub(private_address("testing"), made)
-        self.drained: bool | None = None  # whether everything was handled and closed in time; once it is over
+        # Whether everything was handled and closed in time; once it is over.
+        self.drained: bool | None = None
 
     @property
     def lanes(self) -> Sequence[Lane]:
@@ -69,8 +70,10 @@ class MemoryHub:
     ) -> Engine:
         """Return an engine that has connected, or one pipeline stage or replica of it.
 
-        sites: those of its frames; by default all of the model. capture: what each of its requests brings. seq: the last frame
-        that an earlier hub had of this boot. Raises CapflowError when the hub refuses it: a consumer wants what the model lacks.
+        sites: those of its frames; by default all of the model.
+        capture: what each of its requests brings.
+        seq: the last frame that an earlier hub had of this boot. Raises CapflowError when the hub refuses it: a
+            consumer wants what the model lacks.
         """
         hello = make_hello(name, boot, rank=Rank(stage, replica, 0), model=model)
         return Engine(self, hello, sites, capture, seq)
@@ -96,7 +99,10 @@ class MemoryHub:
             time.sleep(_POLL_S)
 
     def result(self, request: str, engine: str = "") -> CaptureResult:
-        """Return what became of a request with the first consumer; engine: as of `results`."""
+        """Return what became of a request with the first consumer.
+
+        engine: as of `results`.
+        """
         return self.results(request, engine)[self.hub.consumers[0].name]
 
     def asked(self, question: Callable[[], T]) -> T:
@@ -153,8 +159,10 @@ class Engine:
             scheduler = make_hello(self.name, f"{hello.boot}-scheduler", role="scheduler", model=self.model)
             self._scheduler = LocalPeer(hub.hub, scheduler, on_act=self._act)
         self.worker = LocalPeer(hub.hub, hello, seq=seq)
-        self._rows: Counter[str] = Counter()  # by request, until it is finished
-        self._lengths: dict[str, tuple[int, int]] = {}  # prompt, and computed so far; likewise
+        # By request, until it is finished.
+        self._rows: Counter[str] = Counter()
+        # Prompt, and computed so far; likewise.
+        self._lengths: dict[str, tuple[int, int]] = {}
 
     def step(self, requests: Sequence[tuple[str, int, int, int]], **frame: Any) -> Frame:
         """Send the rows of a step: requests are `(id, prompt_length, start, length)`, the rest is `make_frame`'s. Return the frame."""
@@ -190,7 +198,11 @@ class Engine:
         status: str = "stop",
         lost: Sequence[tuple[int, str]] = (),
     ) -> Frame:
-        """Send the end of a request. prompt_length: of one that had no step. lost: rows that were promised besides, and why they did not come."""
+        """Send the end of a request.
+
+        prompt_length: of one that had no step.
+        lost: rows that were promised besides, and why they did not come.
+        """
         prompt_length, computed = self._lengths.pop(request, (prompt_length, 0))
         dropped = tuple(Dropped(rows, reason) for rows, reason in lost)
         rows = self._rows.pop(request, 0)

@@ -33,7 +33,10 @@ class Subject:
     handle_s_max: float = 5.0
 
     def configured(self, *, spool: str = "spool", **options: Any) -> ConfiguredConsumer:
-        """Return a new one, as `--consumer` makes it. spool: where it spills to, if it does."""
+        """Return a new one, as `--consumer` makes it.
+
+        spool: where it spills to, if it does.
+        """
         name = self.consumer.name
         given = dict(self.options) | options
         if given.get("policy", self.consumer.policy) == "spill":

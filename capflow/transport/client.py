@@ -26,8 +26,9 @@ from capflow.transport.sockets import Dealer, Event, why_not
 class Client:
     """A synchronous connection to a hub, for one thread. It connects when first used, or entered.
 
-    timeout: how many seconds the hub has to answer. key: this peer's, by name or path, for an address with the hub's; without one
-    that of `CAPFLOW_KEY`. insecure: allows TCP off loopback to a hub without a key.
+    timeout: how many seconds the hub has to answer.
+    key: this peer's, by name or path, for an address with the hub's; without one that of `CAPFLOW_KEY`.
+    insecure: allows TCP off loopback to a hub without a key.
 
     Raises HubUnreachableError when the hub does not answer, CapflowError when it refuses, UsageError for a wrong address or key.
     """
@@ -44,8 +45,10 @@ class Client:
         self.timeout = timeout
         self._key = peer_key(self.address, key)
         self._session = PeerSession(Hello("client", "", uuid.uuid4().hex))
-        self._dealer: Dealer | None = None  # from the first use to `close`, or until the hub is lost
-        self._used = 0.0  # when the connection was last looked at
+        # From the first use to `close`, or until the hub is lost.
+        self._dealer: Dealer | None = None
+        # When the connection was last looked at.
+        self._used = 0.0
 
     def __enter__(self) -> Self:
         self._connect(time.monotonic() + self.timeout)
@@ -88,8 +91,8 @@ class Client:
         With `wait`, that is when every consumer is done with them, or when `timeout` seconds are over; a consumer that
         is not done by then is `pending`. A request that the hub knows nothing of has no results.
 
-        engine: the name of the engine that runs them. Without it each id stands for the request of the only engine that has one; raises
-        UsageError, naming the engines, where several have.
+        engine: the name of the engine that runs them. Without it each id stands for the request of the only engine that
+            has one; raises UsageError, naming the engines, where several have.
         """
         asked = tuple(dict.fromkeys(request_ids))
         found: dict[str, dict[str, CaptureResult]] = {}

@@ -20,17 +20,24 @@ class _Connection:
     """since: when it was accepted, or lost its session; None while it has one."""
 
     since: float | None
-    peers: dict[bytes, str] = field(default_factory=dict)  # the names that it speaks under, and the key of each
+    # The names that it speaks under, and the key of each.
+    peers: dict[bytes, str] = field(default_factory=dict)
 
 
 class Connections:
-    """All connections, by descriptor. connections_max: how many there may be."""
+    """All connections, by descriptor.
+
+    connections_max: how many there may be.
+    """
 
     def __init__(self, connections_max: int) -> None:
         self.connections_max = connections_max
-        self.closed = 0  # by `shut`
-        self._connections: dict[int, _Connection] = {}  # oldest first
-        self._speakers: dict[bytes, int] = {}  # descriptor by name, while it is connected
+        # By `shut`.
+        self.closed = 0
+        # Oldest first.
+        self._connections: dict[int, _Connection] = {}
+        # Descriptor by name, while it is connected.
+        self._speakers: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self._connections)
@@ -75,7 +82,8 @@ class Connections:
     def sweep(self, now: float, settled: Callable[[bytes], bool], allows: Callable[[str], bool]) -> None:
         """Close the connections whose key is not allowed any more, and those that are without a session for too long.
 
-        settled: whether a name has a session, or may stay without one. allows: whether a key may be connected; not asked about "".
+        settled: whether a name has a session, or may stay without one.
+        allows: whether a key may be connected; not asked about "".
         """
         for descriptor, connection in list(self._connections.items()):
             if any(user and not allows(user) for user in connection.peers.values()):

@@ -22,15 +22,16 @@ _EXIT_USAGE = 2
 class HubProcess:
     """Runs `capflow run` with some consumers at an address of its own, from `start` to `stop`.
 
-    address: where it listens. The process is a child of this one, in a session of its own, so that a Ctrl-C meant
-    for its parent does not end it first; it drains and ends when this process is gone, however that went.
+    address: where it listens. The process is a child of this one, in a session of its own, so that a Ctrl-C meant for
+        its parent does not end it first; it drains and ends when this process is gone, however that went.
     """
 
     def __init__(self, consumers: Sequence[str], *, address: str | None = None) -> None:
         self.consumers = tuple(consumers)
         self.address = address or private_address("hub")
         self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None  # its output, in a file without a name, until `stop`
+        # Its output, in a file without a name, until `stop`.
+        self._log: IO[bytes] | None = None
 
     def start(self, timeout_s: float) -> None:
         """Start the hub and wait until it answers.

@@ -160,9 +160,12 @@ class AllowList:
 
     def __init__(self, path: Path) -> None:
         self.path = path / _ALLOWED
-        self.version = 0  # counts how often the file was read again
-        self._entries: dict[str, Allowed] = {}  # by public key; replaced by `refresh`
-        self._seen: tuple[int, ...] | None = (-1,)  # what the file looked like when it was read; None: missing
+        # Counts how often the file was read again.
+        self.version = 0
+        # By public key; replaced by `refresh`.
+        self._entries: dict[str, Allowed] = {}
+        # What the file looked like when it was read; None: missing.
+        self._seen: tuple[int, ...] | None = (-1,)
 
     def find(self, public: str) -> Allowed | None:
         """Return the entry of a key, as it was at the last `refresh`."""

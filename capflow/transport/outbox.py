@@ -55,15 +55,20 @@ class Outbox:
         self.directory = directory
         self.hub = hub
         self.hello = hello
-        self.frames = 0  # put in, in this process
-        self.frames_lost = 0  # that could not be read again
-        self.lost: dict[str, Losses] = {}  # the rows in these, by request, as far as it is known; emptied by `amended`
+        # Put in, in this process.
+        self.frames = 0
+        # That could not be read again.
+        self.frames_lost = 0
+        # The rows in these, by request, as far as it is known; emptied by `amended`.
+        self.lost: dict[str, Losses] = {}
         self.promises = Promises(directory)
         # What the worker had promised that is gone, of an outbox that was there.
         self.broken = promises.Broken([], [], 0)
         self._spool = Spool(directory, bytes_max=bytes_max)
-        self._taken: deque[tuple[int, int]] = deque()  # seq and number of what was taken and is not acknowledged
-        self._seq = 0  # of what was taken last
+        # Seq and number of what was taken and is not acknowledged.
+        self._taken: deque[tuple[int, int]] = deque()
+        # Of what was taken last.
+        self._seq = 0
 
     @classmethod
     def of(cls, root: Path, hello: Hello, bytes_max: int, hub: str = "") -> Self:
@@ -166,8 +171,8 @@ class Outbox:
 def left_behind(root: Path, hub: str = "", *, only: bool = False) -> list[Outbox]:
     """Return, opened, what workers that are gone left below a directory; what is empty is removed, what cannot be used is left alone, and said.
 
-    hub: the address of the hub that it goes to. Promises without frames are for the hub that they were made to; those of a hub that does
-    not come for `limits.PROMISES_KEPT_S` are removed.
+    hub: the address of the hub that it goes to. Promises without frames are for the hub that they were made to; those
+        of a hub that does not come for `limits.PROMISES_KEPT_S` are removed.
     only: nothing that is for another hub, but all that is for this one, whichever of its engine's hubs that is.
     """
     found = []

@@ -100,13 +100,19 @@ class Promises:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / NAME
-        self._fd = -1  # from `open` to `close`, or to an error of the disk
-        self._lock = threading.Lock()  # guards all that follows
+        # From `open` to `close`, or to an error of the disk.
+        self._fd = -1
+        # Guards all that follows.
+        self._lock = threading.Lock()
         self._acked = 0
-        self._size = 0  # of the file
-        self._written_anew = 0  # how large it was when it was last written anew
-        self._seq = 0  # of the last frame that was taken
-        self._running: dict[tuple[str, str], Running] = {}  # as of all that was taken, without captures
+        # Of the file.
+        self._size = 0
+        # How large it was when it was last written anew.
+        self._written_anew = 0
+        # Of the last frame that was taken.
+        self._seq = 0
+        # As of all that was taken, without captures.
+        self._running: dict[tuple[str, str], Running] = {}
 
     def open(self) -> None:
         """Make the file; raises OSError."""

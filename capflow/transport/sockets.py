@@ -44,7 +44,8 @@ class Waker:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-        self._awake = False  # whether a byte lies in the pair; set by `wake`, cleared by `clear`
+        # Whether a byte lies in the pair; set by `wake`, cleared by `clear`.
+        self._awake = False
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when the thread is to wake."""
@@ -111,7 +112,8 @@ class Received(NamedTuple):
 class Dealer:
     """One connection to a hub, and the attempts at it before; after DISCONNECTED make a new one.
 
-    key: this peer's, when the address names the hub's. message_bytes_max: the largest part that it takes.
+    key: this peer's, when the address names the hub's.
+    message_bytes_max: the largest part that it takes.
     """
 
     def __init__(
@@ -123,7 +125,8 @@ class Dealer:
         message_bytes_max: int = limits.HEADER_BYTES_MAX,
     ) -> None:
         self._context = zmq.Context()
-        self._watched = False  # whether there is a `_monitor` to be closed
+        # Whether there is a `_monitor` to be closed.
+        self._watched = False
         try:
             self._open(address, key, message_bytes_max)
             self._poller = zmq.Poller()
@@ -195,8 +198,8 @@ class Dealer:
 class Router:
     """A hub's socket: bound to one address, connected to any number of peers.
 
-    message_bytes_max: a peer that sends a larger part is disconnected before memory is taken for it. key: the hub's; then only
-    those connect whose public key `admit` says yes to, on the thread that polls.
+    message_bytes_max: a peer that sends a larger part is disconnected before memory is taken for it.
+    key: the hub's; then only those connect whose public key `admit` says yes to, on the thread that polls.
     """
 
     def __init__(
@@ -223,7 +226,8 @@ class Router:
         self._monitor.set(zmq.LINGER, 0)
         self._socket.monitor(_MONITOR, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._monitor.connect(_MONITOR)
-        self._zap: Zap | None = None  # from here to `close`
+        # From here to `close`.
+        self._zap: Zap | None = None
         if key is not None:
             self._zap = Zap(self._context, admit)
             self._socket.set(zmq.CURVE_SERVER, 1)

@@ -26,7 +26,10 @@ _BATCH = 64  # questions answered before the hub looks at its messages again
 
 
 class Zap:
-    """Answers on one context's thread, from its making to `close`. admit: whether a public key may connect."""
+    """Answers on one context's thread, from its making to `close`.
+
+    admit: whether a public key may connect.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admit: Callable[[str], bool]) -> None:
         self._admit = admit

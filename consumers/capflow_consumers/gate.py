@@ -32,9 +32,11 @@ from capflow.steering.vector import SteeringVector
 class GateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer gate:`.
 
-    probe: a probe file with one probe. vector: a vector file; its site is where the vector is added, `scale` times.
-    threshold: the probe file's unless given. release: never, unless given; at most the threshold. positions: which
-    tokens are scored.
+    probe: a probe file with one probe.
+    vector: a vector file; its site is where the vector is added, `scale` times.
+    threshold: the probe file's unless given.
+    release: never, unless given; at most the threshold.
+    positions: which tokens are scored.
     """
 
     probe: str
@@ -46,7 +48,10 @@ class GateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GateState(msgspec.Struct, frozen=True):
-    """What the workers are sent. weight: `[hidden_size]` float32, little-endian."""
+    """What the workers are sent.
+
+    weight: `[hidden_size]` float32, little-endian.
+    """
 
     layer: int
     hook: str

@@ -24,7 +24,11 @@ logger = logging.getLogger("capflow.consumer.log")
 
 
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """every: log one of so many requests. positions: of which tokens, at every post_block site that is tapped."""
+    """The options of the log consumer.
+
+    every: log one of so many requests.
+    positions: of which tokens, at every post_block site that is tapped.
+    """
 
     every: int = 1
     positions: str = "last_prompt"
@@ -38,7 +42,8 @@ class LogConsumer(Consumer):
 
     def __init__(self, config: LogConfig) -> None:
         super().__init__(config)
-        self.seen: dict[tuple[str, str], tuple[int, float, frozenset[Site]]] = {}  # rows, sum of norms, sites
+        # Rows, sum of norms, sites.
+        self.seen: dict[tuple[str, str], tuple[int, float, frozenset[Site]]] = {}
         self.finished = 0
 
     def check(self) -> None:

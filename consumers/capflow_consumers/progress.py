@@ -8,7 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-    """Show how many of `total` are done; what it gives is called after each. total: None where it is not known."""
+    """Show how many of `total` are done; what it gives is called after each.
+
+    total: None where it is not known.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

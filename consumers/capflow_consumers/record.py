@@ -26,9 +26,11 @@ from capflow.protocol.recording import Recorder
 class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer record:`.
 
-    path: the recording's directory, made when missing; one that is there is gone on with. hooks, layers, positions: what to capture of
-    every request. capture: `requests` to keep only what requests ask for themselves. bytes_max: how large the recording may
-    become. fsync: whether a request is on the disk, and not only with the kernel, when its result says `ok`.
+    path: the recording's directory, made when missing; one that is there is gone on with.
+    hooks, layers, positions: what to capture of every request.
+    capture: `requests` to keep only what requests ask for themselves.
+    bytes_max: how large the recording may become.
+    fsync: whether a request is on the disk, and not only with the kernel, when its result says `ok`.
     """
 
     path: str

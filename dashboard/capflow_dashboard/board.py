@@ -34,8 +34,10 @@ class Seen:
 
     selected: int = 0
     version: int = -1
-    second: int = -1  # the last one of the rates
-    detail: tuple[int, int] = (0, -1)  # the key and base of the tokens that it has
+    # The last one of the rates.
+    second: int = -1
+    # The key and base of the tokens that it has.
+    detail: tuple[int, int] = (0, -1)
     keys: frozenset[int] = frozenset()
 
 
@@ -43,11 +45,16 @@ class Seen:
 class _Engine:
     measures: Measures
     tokens_max: int
-    step_last: dict[int, int] = field(default_factory=dict)  # the last step counted, by data-parallel replica
+    # The last step counted, by data-parallel replica.
+    step_last: dict[int, int] = field(default_factory=dict)
 
 
 class Board:
-    """Holds records and counts. clock: monotonic seconds; wall: seconds since 1970."""
+    """Holds records and counts.
+
+    clock: monotonic seconds.
+    wall: seconds since 1970.
+    """
 
     def __init__(
         self,
@@ -60,21 +67,29 @@ class Board:
         self.requests_max = requests_max
         self.tokens_max = tokens_max
         self._wall = wall
-        self._lock = threading.Lock()  # over all below; held for copies, never for computing or sending
+        # Over all below; held for copies, never for computing or sending.
+        self._lock = threading.Lock()
         self._version = 0
         self._counts_version = 0
         self._engines: dict[str, _Engine] = {}
         self._engines_version = -1
-        self._gone: set[str] = set()  # of `_engines`, those that are gone and have records
-        self._records: dict[int, RequestRecord] = {}  # by key, oldest first
-        self._open: dict[tuple[str, str], RequestRecord] = {}  # of `_records`, those that run, by engine and request
-        self._turned_away: set[tuple[str, str]] = set()  # requests that run and are not kept, until they are over
+        # Of `_engines`, those that are gone and have records.
+        self._gone: set[str] = set()
+        # By key, oldest first.
+        self._records: dict[int, RequestRecord] = {}
+        # Of `_records`, those that run, by engine and request.
+        self._open: dict[tuple[str, str], RequestRecord] = {}
+        # Requests that run and are not kept, until they are over.
+        self._turned_away: set[tuple[str, str]] = set()
         self._key = 0
         self._done = 0
-        self._dropped: Counter[str] = Counter()  # rows, by reason
-        self._totals = [0, 0, 0]  # tokens, rows, bytes
+        # Rows, by reason.
+        self._dropped: Counter[str] = Counter()
+        # Tokens, rows, bytes.
+        self._totals = [0, 0, 0]
         self._rates = RateSeries(clock)
-        self._looked_at: Counter[int] = Counter()  # keys that pages show
+        # Keys that pages show.
+        self._looked_at: Counter[int] = Counter()
 
     # The consumer's thread.
 

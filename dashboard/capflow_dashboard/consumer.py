@@ -28,9 +28,13 @@ logger = logging.getLogger("capflow.consumer.dashboard")
 class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer dashboard:`.
 
-    port: 0 for any free one. host: a loopback one. hook, layers, positions: what is captured of every request. probes: probe
-    files whose scores can be shown. token: what the address must hold to be let in; a new random one at each start
-    unless given. requests_max: how many requests are kept; tokens_max: how many tokens of each, the latest.
+    port: 0 for any free one.
+    host: a loopback one.
+    hook, layers, positions: what is captured of every request.
+    probes: probe files whose scores can be shown.
+    token: what the address must hold to be let in; a new random one at each start unless given.
+    requests_max: how many requests are kept.
+    tokens_max: how many tokens of each, the latest.
     """
 
     port: int = 8765
@@ -56,10 +60,13 @@ class Dashboard(Consumer):
         super().__init__(config)
         self.config: DashboardConfig = config
         self.address: str | None = None
-        self._probes: list[Scorer] | None = None  # once read
+        # Once read.
+        self._probes: list[Scorer] | None = None
         self._board = Board(config.requests_max, config.tokens_max)
-        self._server: PageServer | None = None  # from `open` to `close`
-        self._url = ""  # the address without the token, which results may tell anyone
+        # From `open` to `close`.
+        self._server: PageServer | None = None
+        # The address without the token, which results may tell anyone.
+        self._url = ""
 
     def spec(self) -> CaptureSpec:
         """Ask for the configured sites, and for those of the probes, of every request."""

@@ -10,11 +10,15 @@ from capflow_dashboard import limits
 
 
 class RateSeries:
-    """Counts by whole second of a clock; a second is told when it is over. clock: monotonic, seconds."""
+    """Counts by whole second of a clock; a second is told when it is over.
+
+    clock: monotonic, seconds.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._second = int(clock())  # the one that is counted now; everything before is in `_past`
+        # The one that is counted now; everything before is in `_past`.
+        self._second = int(clock())
         self._now = [0, 0, 0]
         self._past: deque[list[int]] = deque(maxlen=limits.RATES_S)
 

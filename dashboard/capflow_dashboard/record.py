@@ -20,7 +20,9 @@ _COLUMNS_FIRST = 64  # room that a new record has; it doubles up to `tokens_max`
 
 
 class RequestRecord:
-    """One request. key: names it to pages; ids of requests come again, keys do not.
+    """One request.
+
+    key: names it to pages; ids of requests come again, keys do not.
 
     started_s: wall clock, seconds. status: `live`, or how it ended. rows_lost: rows that did not come.
     """
@@ -47,7 +49,8 @@ class RequestRecord:
         self.rows_lost = 0
         self.version = 0
         self.base = base
-        self.count = 0  # columns in use
+        # Columns in use.
+        self.count = 0
         self._tokens_max = tokens_max
         columns = min(_COLUMNS_FIRST, tokens_max)
         self._ids = np.full(columns, -1, np.int64)

@@ -51,7 +51,8 @@ class Measures:
 
     def __init__(self, model: ModelInfo, sites: Sequence[Site], probes: Sequence[Scorer]) -> None:
         self.model = model
-        self.problems: list[str] = []  # probes that do not fit
+        # Probes that do not fit.
+        self.problems: list[str] = []
         self.series = [Series(site) for site in sorted(sites, key=lambda site: (site.hook, site.layer))]
         self.norms_count = len(self.series)
         self._rows = {series.site: row for row, series in enumerate(self.series)}

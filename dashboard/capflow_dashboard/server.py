@@ -44,16 +44,23 @@ class PageServer:
     def __init__(self, host: str, port: int, board: Board, pages: PageFiles, on_count: Callable[[str], None]) -> None:
         self.host = host
         self.port = port
-        self.connections: set[ServerConnection] = set()  # of open pages; the server's thread's, as all below
-        self.visitors: dict[ServerConnection, None] = {}  # connections that are no pages, oldest first
+        # Of open pages; the server's thread's, as all below.
+        self.connections: set[ServerConnection] = set()
+        # Connections that are no pages, oldest first.
+        self.visitors: dict[ServerConnection, None] = {}
         self._board = board
         self._pages = pages
         self._on_count = on_count
-        self._ready = threading.Event()  # set by the thread when it listens, or cannot
-        self._error: Exception | None = None  # why it does not listen; set by the thread before `_ready`
-        self._loop: asyncio.AbstractEventLoop | None = None  # set by the thread before `_ready`
-        self._stop: asyncio.Event | None = None  # the same; set by `stop`
-        self._failed = False  # whether a failure was logged
+        # Set by the thread when it listens, or cannot.
+        self._ready = threading.Event()
+        # Why it does not listen; set by the thread before `_ready`.
+        self._error: Exception | None = None
+        # Set by the thread before `_ready`.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # The same; set by `stop`.
+        self._stop: asyncio.Event | None = None
+        # Whether a failure was logged.
+        self._failed = False
         self._thread = threading.Thread(target=self._run, name="capflow-dashboard", daemon=True)
 
     def start(self) -> None:

@@ -23,7 +23,10 @@ from capflow.transport.links.scheduler import SchedulerLink
 
 
 class HubAt(NamedTuple):
-    """Where a hub is. key: the file of the key to speak to it with, never the key itself."""
+    """Where a hub is.
+
+    key: the file of the key to speak to it with, never the key itself.
+    """
 
     address: str
     key: str | None = None
@@ -42,7 +45,8 @@ def hubs_at(
 ) -> tuple[HubAt, ...]:
     """Return the hubs at some addresses, or the one at the default address if there are none.
 
-    key: this side's, by name or path, for those that have one. Raises UsageError for a wrong address or key, and for one address twice.
+    key: this side's, by name or path, for those that have one. Raises UsageError for a wrong address or key, and for
+        one address twice.
     """
     addresses = tuple(addresses) or (default_address(),)
     if len(addresses) > limits.HUBS_MAX:
@@ -63,7 +67,10 @@ def hubs_at(
 
 
 class HubLinks:
-    """A scheduler's sessions, one with each hub. running: as of `SchedulerLink`."""
+    """A scheduler's sessions, one with each hub.
+
+    running: as of `SchedulerLink`.
+    """
 
     def __init__(self, hubs: Sequence[HubAt], hello: Hello, running: Callable[[str], str | None]) -> None:
         self._links = [SchedulerLink(hub.address, hello, key=hub.key, running=running) for hub in hubs]

@@ -77,9 +77,12 @@ class Outbound(NamedTuple):
 class Settings:
     """What the extension's parts in all of an engine's processes agree on.
 
-    engine: the engine's name, new at each start. hubs: those that its workers connect to, by number. sites: those that carry
-    a tap, in order. fixed: those of them that can only be captured. outbound, outbound_bytes_max: of each worker's
-    outbound queue. staging_bytes_max: the device memory for the rows of one step.
+    engine: the engine's name, new at each start.
+    hubs: those that its workers connect to, by number.
+    sites: those that carry a tap, in order.
+    fixed: those of them that can only be captured.
+    outbound, outbound_bytes_max: of each worker's outbound queue.
+    staging_bytes_max: the device memory for the rows of one step.
     steering_bank_bytes: the device memory for what steers.
     hub_wait_s: how long the engine's start waits for the hubs; None starts without.
     capture_wait_s: how long a response over HTTP waits for the consumers at most, when its request wants it to.

@@ -51,9 +51,10 @@ class Slot(NamedTuple):
 class HookPlace:
     """Where a hook point lies: before or after a module of the layer.
 
-    module: its path in the layer, empty for the layer itself. slots: the value is among the module's arguments;
-    with no slots it is what the module returns, the elements `items` of a tuple or a tensor alone. Two slots or items are
-    the halves of a split stream, and their sum is the value. scale: the value is this many times what stands there.
+    module: its path in the layer, empty for the layer itself.
+    slots: the value is among the module's arguments; with no slots it is what the module returns, the elements `items`
+        of a tuple or a tensor alone. Two slots or items are the halves of a split stream, and their sum is the value.
+    scale: the value is this many times what stands there.
     """
 
     module: str
@@ -67,10 +68,13 @@ _WHOLE = HookPlace("")
 
 @dataclass(frozen=True)
 class Structure:
-    """What is known of one decoder layer. places: by hook; missing: for every other hook, why it is not there.
+    """What is known of one decoder layer.
 
-    fixed: of hooks that can be captured and not steered, why: who else is given the same tensor. taken, given: how many times
-    the stream is what the layer takes and what it returns.
+    places: by hook.
+    missing: for every other hook, why it is not there.
+
+    fixed: of hooks that can be captured and not steered, why: who else is given the same tensor.
+    taken, given: how many times the stream is what the layer takes and what it returns.
     """
 
     layer: str
@@ -198,7 +202,10 @@ class _Term(NamedTuple):
 
 
 class _Sum(dict[_Term, float]):
-    """A linear combination of terms. factor: the unknown numbers that all of it is multiplied by."""
+    """A linear combination of terms.
+
+    factor: the unknown numbers that all of it is multiplied by.
+    """
 
     factor: tuple[fx.Node, ...] = ()
 
@@ -253,15 +260,16 @@ class _Reading:
         self.h, self.r = _Term(self.places["h"]), _Term(self.places["r"])
         self.names, self.stream_name = list(parameters), stream
         self.values: dict[fx.Node, Any] = {}
-        self._adding: dict[str, bool] = {}  # by a norm's path, what `_adds` found of it
+        # By a norm's path, what `_adds` found of it.
+        self._adding: dict[str, bool] = {}
         for node in self.nodes:
             self.values[node] = self._value(node)
 
     def scales(self, plain: _Reading, divisor: Divisor) -> tuple[float, float]:
         """Return how many times the stream the layer takes, and how many times what it takes it returns.
 
-        plain: the same layer in float32, where both are 1. Raises UnclearError when the layer does not scale all that it adds to
-        the stream as the stream is scaled: then it computes something else than in float32.
+        plain: the same layer in float32, where both are 1. Raises UnclearError when the layer does not scale all that
+            it adds to the stream as the stream is scaled: then it computes something else than in float32.
         """
         out, gain, *_ = self._output()
         reference, plain_gain, *_ = plain._output()
@@ -279,7 +287,10 @@ class _Reading:
         return taken, gain / plain_gain
 
     def structure(self, gain: float = 1.0) -> Structure:
-        """Return the layer's hook points. gain: what it multiplies the stream by before the MLP takes it, in this dtype alone."""
+        """Return the layer's hook points.
+
+        gain: what it multiplies the stream by before the MLP takes it, in this dtype alone.
+        """
         out, _, split, items = self._output()
         found = Structure(type(self.layer).__name__)
         names = [self.stream_name, *([_RESIDUAL] if split else [])]

@@ -13,7 +13,9 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 
 
 def open_model(backend: Backend, model: str, arguments: dict[str, Any]) -> SteerableModel:
-    """Return a model of a back end; `demo` is the demo model. arguments: further ones, by the back end's names.
+    """Return a model of a back end; `demo` is the demo model.
+
+    arguments: further ones, by the back end's names.
 
     Raises UsageError for a back end that is unknown or not installed, a model that it does not load, and wrong arguments.
     """

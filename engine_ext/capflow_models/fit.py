@@ -41,8 +41,9 @@ def fit_vectors(
 ) -> dict[int, Vector]:
     """Return a vector for each layer, `[hidden_size]` float32, which added once moves a negative to a positive.
 
-    pairs: (positive, negative). layers: all by default. The model is steered as it is set. Raises UsageError for an unknown
-    method, no pairs, a layer or hook that the model lacks, and pairs that show no difference.
+    pairs: (positive, negative).
+    layers: all by default. The model is steered as it is set. Raises UsageError for an unknown method, no pairs, a
+        layer or hook that the model lacks, and pairs that show no difference.
     """
     if method not in METHODS:
         raise UsageError(explain("method", got=method, expected=f"one of {', '.join(METHODS)}"))

@@ -21,7 +21,11 @@ from capflow_models.vectors import save_vectors
 
 
 class FitJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to fit. layers: `all`, or as in a capture spec (`4-11`); arguments: further ones of the back end."""
+    """What to fit.
+
+    layers: `all`, or as in a capture spec (`4-11`).
+    arguments: further ones of the back end.
+    """
 
     model: str
     backend: Backend

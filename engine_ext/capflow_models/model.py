@@ -43,7 +43,10 @@ _SEED_MAX = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an answer is chosen. temperature: 0 takes the likeliest token. top_p: of the likeliest tokens that have this much.
+    """How an answer is chosen.
+
+    temperature: 0 takes the likeliest token.
+    top_p: of the likeliest tokens that have this much.
 
     Raises UsageError naming the field that is wrong.
     """
@@ -77,7 +80,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer. text: empty where the model has no tokenizer. token_ids: the generated ones, the end's included."""
+    """One answer.
+
+    text: empty where the model has no tokenizer.
+    token_ids: the generated ones, the end's included.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -92,8 +99,9 @@ class SteerableModel(ABC):
     Every method that takes a layer takes the `hook` there too; `post_block` is the stream as the layer leaves it. What is set
     is checked when it is set: a UsageError names the field, and what held before still holds.
 
-    info: the model's name, sizes and the sites that can be steered. modules: those that a call's `steering_name` may name, and the
-    global state, which steers every call. other_hooks: how to come by hooks that cannot be steered.
+    info: the model's name, sizes and the sites that can be steered.
+    modules: those that a call's `steering_name` may name, and the global state, which steers every call.
+    other_hooks: how to come by hooks that cannot be steered.
     """
 
     other_hooks: ClassVar[str]
@@ -102,7 +110,8 @@ class SteerableModel(ABC):
         self.info = info
         self.modules = modules
         self._spec = SteeringSpec()
-        self._target: Site | None = None  # where `set_vector` adds its vector; until `set_target_layer` says it nowhere
+        # Where `set_vector` adds its vector; until `set_target_layer` says it nowhere.
+        self._target: Site | None = None
 
     # what steers
 
@@ -198,7 +207,10 @@ class SteerableModel(ABC):
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], **arguments: Any) -> Self:
-        """Return the model that a directory names, steered as it says. arguments: further ones for this class."""
+        """Return the model that a directory names, steered as it says.
+
+        arguments: further ones for this class.
+        """
         name, spec = load_spec(directory)
         model = cls(name, **arguments)  # type: ignore[arg-type]  # a back end takes a name
         try:
@@ -221,14 +233,20 @@ class SteerableModel(ABC):
         ignore_eos: bool = False,
         steering: Steering | None = None,
     ) -> list[str]:
-        """Return an answer to each prompt, one for a single prompt. steering: what steers these besides, at phases and positions too."""
+        """Return an answer to each prompt, one for a single prompt.
+
+        steering: what steers these besides, at phases and positions too.
+        """
         sampling = Sampling(max_new_tokens, temperature, top_p, seed, ignore_eos)
         return [done.text for done in self.complete(prompts, sampling, steering=steering)]
 
     def complete(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | None = None, *, steering: Steering | None = None
     ) -> list[Completion]:
-        """Return an answer to each prompt with its tokens. steering: what steers these besides."""
+        """Return an answer to each prompt with its tokens.
+
+        steering: what steers these besides.
+        """
         chosen = sampling or Sampling()
         return self.run([Job(p, self.steered(steering), chosen) for p in _prompts(prompts)])
 

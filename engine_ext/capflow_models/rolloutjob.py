@@ -39,7 +39,10 @@ _SCHEMA = pa.schema([(field.name, _COLUMNS[field.type]) for field in msgspec.str
 class RolloutJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What to roll out, and where to.
 
-    vectors: files by name. relative: whether scales are of the stream's norm. stride, offset: every stride-th item from the offset on. batch: 0 is the back end's default.
+    vectors: files by name.
+    relative: whether scales are of the stream's norm.
+    stride, offset: every stride-th item from the offset on.
+    batch: 0 is the back end's default.
     """
 
     model: str

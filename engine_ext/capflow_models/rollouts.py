@@ -25,7 +25,10 @@ PLAIN = "none"
 
 
 class RolloutPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One line of a file of prompts: `{"id": …, "prompt": …}`. max_tokens: for this one, in place of the job's."""
+    """One line of a file of prompts: `{"id": …, "prompt": …}`.
+
+    max_tokens: for this one, in place of the job's.
+    """
 
     id: str
     prompt: str
@@ -33,7 +36,11 @@ class RolloutPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One row. vector: its name; settings: a digest of everything else that the answer depends on."""
+    """One row.
+
+    vector: its name.
+    settings: a digest of everything else that the answer depends on.
+    """
 
     prompt_id: str
     vector: str
@@ -71,8 +78,11 @@ class WantedAnswer(msgspec.Struct, frozen=True):
 class RolloutPlan(msgspec.Struct, frozen=True):
     """What a data set of rollouts is.
 
-    vectors: by name, by site `[hidden_size]` float32. sampling: of each answer; sample n is drawn with `seed + n`. arguments: of
-    the back end. relative: whether scales are of the stream's norm. Scale 0 steers nothing and is done once for a prompt, under the name `none`.
+    vectors: by name, by site `[hidden_size]` float32.
+    sampling: of each answer; sample n is drawn with `seed + n`.
+    arguments: of the back end.
+    relative: whether scales are of the stream's norm. Scale 0 steers nothing and is done once for a prompt, under the
+        name `none`.
     """
 
     model: str

@@ -42,8 +42,9 @@ def _direction(value: Any, name: str) -> Vector:
 class ProjectionCapSpec:
     """Bounds on how much of a direction the stream has.
 
-    vector: the direction, `[hidden_size]` of any length but 0. cap_below, cap_above: the least and the most that `x · d` may
-    be, for the unit vector `d`, in the stream's units; one of them may be None. Raises UsageError naming the field.
+    vector: the direction, `[hidden_size]` of any length but 0.
+    cap_below, cap_above: the least and the most that `x · d` may be, for the unit vector `d`, in the stream's units;
+        one of them may be None. Raises UsageError naming the field.
     """
 
     vector: Any
@@ -96,8 +97,9 @@ class AblationSpec:
 class LayerSteeringSpec:
     """What is done at one layer, in this order: `scale · vector` is added, the cap holds, the ablation holds.
 
-    vector: `[hidden_size]`, any numbers; kept as float32. relative: whether the vector is brought to length 1 and the scale is of the
-    stream's norm at each token. What is None is not done. Raises UsageError naming the field.
+    vector: `[hidden_size]`, any numbers; kept as float32.
+    relative: whether the vector is brought to length 1 and the scale is of the stream's norm at each token. What is
+        None is not done. Raises UsageError naming the field.
     """
 
     vector: Any = None

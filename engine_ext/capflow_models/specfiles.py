@@ -32,7 +32,11 @@ class _Cap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One site's settings. scale: of the vector; ablation: how much of the direction is kept. None: not done."""
+    """One site's settings.
+
+    scale: of the vector.
+    ablation: how much of the direction is kept. None: not done.
+    """
 
     site: str
     scale: float | None

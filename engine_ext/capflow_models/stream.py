@@ -64,8 +64,8 @@ def _holds(outer: torch.nn.Module, inner: torch.nn.Module) -> bool:
 class Stream:
     """The stream of one prompt and its answer, for as long as `hooked` runs.
 
-    program: what is done to it; None for nothing. sites: where that is. caught: for each site that was asked for, the row of the
-    position that was computed last, `[hidden_size]` float32 on the CPU, as it came to the site.
+    program: what is done to it; None for nothing. sites: where that is. caught: for each site that was asked for, the
+        row of the position that was computed last, `[hidden_size]` float32 on the CPU, as it came to the site.
     """
 
     def __init__(self, program: SteeringProgram | None, prompt_length: int, device: torch.device) -> None:

@@ -24,9 +24,12 @@ from capflow_models.stream import Stream, layers_of
 class TransformersSteerableModel(SteerableModel):
     """A causal language model of Transformers.
 
-    model: a directory or a name that `AutoModelForCausalLM` loads, or such a model. tokenizer: its tokenizer, loaded by
-    the name where it is left out; without one, prompts are token ids and answers have no text. dtype: a torch dtype's name, or
-    `auto`. device: where it runs. arguments: further ones of `from_pretrained`.
+    model: a directory or a name that `AutoModelForCausalLM` loads, or such a model.
+    tokenizer: its tokenizer, loaded by the name where it is left out; without one, prompts are token ids and answers
+        have no text.
+    dtype: a torch dtype's name, or `auto`.
+    device: where it runs.
+    arguments: further ones of `from_pretrained`.
 
     The sites that can be steered are all that the layers are found to have; of a layer that cannot be followed, what it is given
     and what it returns.

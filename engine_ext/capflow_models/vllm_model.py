@@ -28,9 +28,10 @@ _PROBABILITIES_ALL = -1
 class VLLMSteerableModel(SteerableModel):
     """A model that vLLM runs.
 
-    model: a directory or a name that vLLM takes, or a `capflow.LLM`, which is left open. rows: for a `capflow.LLM`, the root of its
-    `filesystem` consumer, which `last_rows` reads; a model that is opened here brings its own. arguments: further ones of
-    `capflow.LLM`, as `sites` and those of vLLM.
+    model: a directory or a name that vLLM takes, or a `capflow.LLM`, which is left open.
+    rows: for a `capflow.LLM`, the root of its `filesystem` consumer, which `last_rows` reads; a model that is opened
+        here brings its own.
+    arguments: further ones of `capflow.LLM`, as `sites` and those of vLLM.
 
     The sites that can be steered are the tapped ones: by default every site that the model has, so that a specification for one back
     end runs on the other; of a `capflow.LLM`, those that it taps.

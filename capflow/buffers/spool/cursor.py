@@ -19,7 +19,12 @@ _SLOTS = (0, 4096)
 
 
 class Cursor(NamedTuple):
-    """acked: every record up to here is done with. synced: every record up to here was durable. writes: the number of this write."""
+    """How far a spool was acknowledged and synced.
+
+    acked: every record up to here is done with.
+    synced: every record up to here was durable.
+    writes: the number of this write.
+    """
 
     acked: int = 0
     synced: int = 0
@@ -53,7 +58,8 @@ class CursorFile:
         self._files = files
         self._path = path
         self._fd = -1
-        self._writes = 0  # of the last one that is durable, its number
+        # Of the last one that is durable, its number.
+        self._writes = 0
 
     def open(self, cursor: Cursor) -> None:
         """Have the cursor durable in both slots. Raises OSError."""

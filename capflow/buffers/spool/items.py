@@ -57,7 +57,10 @@ class DamagedBytes(NamedTuple):
 
 
 def pack(kind: int, id: int, head: bytes, body: Any, salt: int) -> bytes:
-    """Return the header of an item. body: an object with the buffer protocol."""
+    """Return the header of an item.
+
+    body: an object with the buffer protocol.
+    """
     digest = xxhash.xxh3_64_intdigest
     header = _HEADER.pack(MAGIC, kind, len(head), len(body), id, digest(head), digest(body))
     return header + _CHECK.pack(digest(header, seed=salt))

@@ -15,7 +15,10 @@ _RETRY_S_MIN, _RETRY_S_MAX = 0.05, 1.0  # after a read failed, once and again; i
 
 
 class Record(NamedTuple):
-    """A record as it was appended. id: its number."""
+    """A record as it was appended.
+
+    id: its number.
+    """
 
     id: int
     head: bytes
@@ -23,7 +26,10 @@ class Record(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Records that were appended and cannot be read. head: of the only one, where just its body is damaged."""
+    """Records that were appended and cannot be read.
+
+    head: of the only one, where just its body is damaged.
+    """
 
     first: int
     last: int
@@ -44,10 +50,13 @@ class Reader:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._segment: Segment | None = None  # whose descriptor is open, until another one is read or `close`
+        # Whose descriptor is open, until another one is read or `close`.
+        self._segment: Segment | None = None
         self._fd = -1
-        self._offset = 0  # every item before it holds records below the one that is read next
-        self._pause_s = 0.0  # the last one after a failure
+        # Every item before it holds records below the one that is read next.
+        self._offset = 0
+        # The last one after a failure.
+        self._pause_s = 0.0
         self.failure: OSError | None = None
         self.failures = 0
         self.again_at = 0.0

@@ -42,7 +42,9 @@ class _Look(NamedTuple):
 
 
 def inspect(directory: Path, *, verify: bool = False) -> dict[str, Any]:
-    """Return what a spool holds, as plain JSON values; verify: read every record that is not done with.
+    """Return what a spool holds, as plain JSON values.
+
+    verify: read every record that is not done with.
 
     `lost` counts the records that were durable, are not done with and cannot be read; without verify, those only whose headers are gone.
     Raises UsageError when the directory is no spool, CapflowError when it cannot be read.
@@ -178,8 +180,8 @@ def remove(directory: Path, needless: Callable[[], bool]) -> bool:
     """Remove a spool with its directory, unless a process writes it or it is needed; return whether it is gone.
 
     needless: whether nothing in it is needed; called while no process can write it. A kill before the end leaves a
-    spool without records. One that holds a segment which was set aside, or anything that no spool makes, stays. Raises OSError
-    and CapflowError.
+        spool without records. One that holds a segment which was set aside, or anything that no spool makes, stays.
+        Raises OSError and CapflowError.
     """
     check(directory)
     with _held(directory) as mine:

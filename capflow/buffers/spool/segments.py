@@ -24,18 +24,26 @@ class Unsynced(NamedTuple):
 
 
 class Segments:
-    """The segments of a directory, by serial. bytes_max: of all of them. segment_bytes: when to begin another one."""
+    """The segments of a directory, by serial.
+
+    bytes_max: of all of them.
+    segment_bytes: when to begin another one.
+    """
 
     def __init__(self, files: Files, directory: Path, bytes_max: int, segment_bytes: int) -> None:
         self.directory = directory
         self.bytes_max = bytes_max
         self.segment_bytes = segment_bytes
-        self.nbytes = 0  # their length, with what was set aside
-        self.bad = 0  # how many were set aside
-        self.directory_dirty = False  # a segment was made, and its name is not synced
+        # Their length, with what was set aside.
+        self.nbytes = 0
+        # How many were set aside.
+        self.bad = 0
+        # A segment was made, and its name is not synced.
+        self.directory_dirty = False
         self._files = files
         self._all: list[Segment] = []
-        self._serial = 0  # of the newest
+        # Of the newest.
+        self._serial = 0
 
     def __len__(self) -> int:
         return len(self._all)

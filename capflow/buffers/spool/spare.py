@@ -14,14 +14,18 @@ _RETRY_S = 0.5  # after there was no room for it
 
 
 class Spare:
-    """A file of so many bytes, from `keep` to `give`. Nothing locks: the spool calls it under its lock. nbytes: 0 for none at all."""
+    """A file of so many bytes, from `keep` to `give`. Nothing locks: the spool calls it under its lock.
+
+    nbytes: 0 for none at all.
+    """
 
     def __init__(self, files: Files, directory: Path, nbytes: int) -> None:
         self.nbytes = nbytes
         self._files = files
         self._path = directory / SPARE
         self._is_there = False
-        self._again_at = 0.0  # when it is tried again to keep it
+        # When it is tried again to keep it.
+        self._again_at = 0.0
 
     @property
     def is_missing(self) -> bool:

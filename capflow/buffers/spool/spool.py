@@ -32,7 +32,10 @@ _CLOSE_S = 30.0  # how long `close` waits for a disk that does not answer
 
 
 class FullError(CapflowError):
-    """The record was not taken. reason: `spool_full`, `disk_full` or `disk_failed`."""
+    """The record was not taken.
+
+    reason: `spool_full`, `disk_full` or `disk_failed`.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -72,35 +75,52 @@ class Spool:
     ) -> None:
         self.directory = Path(directory)
         self.unsynced_bytes_max = unsynced_bytes_max
-        self._where = {"directory": str(self.directory)}  # of what is logged
+        # Of what is logged.
+        self._where = {"directory": str(self.directory)}
         self._on_synced = on_synced
         self._files = files or Files()
-        self._reader = Reader(self._files)  # the reading thread's
-        self._cursor = CursorFile(self._files, self.directory / CURSOR)  # the spool's thread's, from `open` to `close`
-        self._lock_fd: int | None = None  # from `open` to the end of `close`
-        self._changed = threading.Condition()  # guards what follows; notified when any of it changed
+        # The reading thread's.
+        self._reader = Reader(self._files)
+        # The spool's thread's, from `open` to `close`.
+        self._cursor = CursorFile(self._files, self.directory / CURSOR)
+        # From `open` to the end of `close`.
+        self._lock_fd: int | None = None
+        # Guards what follows; notified when any of it changed.
+        self._changed = threading.Condition()
         segment_bytes = segment_bytes or min(limits.SEGMENT_BYTES_MAX, max(1, bytes_max // 8))
         self._segments = Segments(self._files, self.directory, bytes_max, segment_bytes)
         self._spare = Spare(self._files, self.directory, spare_bytes)
-        self._unsynced: dict[int, _Entry] = {}  # by number, rising; emptied by syncs
-        self._failure: OSError | None = None  # the disk's, from a failed sync until one that works
+        # By number, rising; emptied by syncs.
+        self._unsynced: dict[int, _Entry] = {}
+        # The disk's, from a failed sync until one that works.
+        self._failure: OSError | None = None
         self._next_append = 1
         self._next_read = 1
-        self._acked = 0  # by `acknowledge`
-        self._failing: OSError | None = None  # why the thread's last attempt at anything failed; written by it
-        self._refused: tuple[OSError, float] | None = None  # why the last record was not written, and when
-        self._told = 0  # what `on_synced` was told last; the thread's alone
+        # By `acknowledge`.
+        self._acked = 0
+        # Why the thread's last attempt at anything failed; written by it.
+        self._failing: OSError | None = None
+        # Why the last record was not written, and when.
+        self._refused: tuple[OSError, float] | None = None
+        # What `on_synced` was told last; the thread's alone.
+        self._told = 0
         self._closing = False
-        self._ended = threading.Event()  # set with `_closing`, for the thread while it rests
-        self._thread: threading.Thread | None = None  # from `open` to `close`
+        # Set with `_closing`, for the thread while it rests.
+        self._ended = threading.Event()
+        # From `open` to `close`.
+        self._thread: threading.Thread | None = None
         # For others to read.
-        self.synced_through = 0  # every record up to here is durable
-        self.acknowledged_through = 0  # every record up to here is done with, durably
+        # Every record up to here is durable.
+        self.synced_through = 0
+        # Every record up to here is done with, durably.
+        self.acknowledged_through = 0
         self.unsynced_bytes = 0
         self.records_lost = 0
         self.syncs = 0
-        self.failures = 0  # to write
-        self.bytes_cut = 0  # of no whole record, when the spool was opened
+        # To write.
+        self.failures = 0
+        # Of no whole record, when the spool was opened.
+        self.bytes_cut = 0
 
     # From open to close; by the owner's thread.
 
@@ -168,8 +188,10 @@ class Spool:
     def append(self, head: bytes, body: Any = b"", *, spare_bytes: int = 0, needed: bool = False) -> int:
         """Take a record; return its number. Until it is durable, as `synced_through` says, its buffers must not change.
 
-        Waits only for the disk, when `unsynced_bytes_max` of records before it are not durable. Raises FullError, also when less than
-        `spare_bytes` would be left of `bytes_max`. needed: without it nothing can be removed, so that what is kept of a full disk is for it.
+        Waits only for the disk, when `unsynced_bytes_max` of records before it are not durable. Raises FullError, also
+        when less than `spare_bytes` would be left of `bytes_max`.
+
+        needed: without it nothing can be removed, so that what is kept of a full disk is for it.
         """
         body = memoryview(body).cast("B")
         nbytes = items.HEADER_BYTES + len(head) + len(body)

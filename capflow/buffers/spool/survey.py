@@ -25,7 +25,11 @@ _SEGMENT = re.compile(r"(\d{8,18})-(\d{16,18})-([0-9a-f]{16})\.spool")
 
 @dataclass(eq=False)
 class Segment:
-    """One segment. fd: to write it, None once it is sealed. dirty: something in it is not synced."""
+    """One segment.
+
+    fd: to write it, None once it is sealed.
+    dirty: something in it is not synced.
+    """
 
     path: Path
     serial: int
@@ -34,14 +38,17 @@ class Segment:
     size: int = 0
     fd: int | None = None
     dirty: bool = False
-    damaged: bool = False  # a record in it was lost; set by the reader
+    # A record in it was lost; set by the reader.
+    damaged: bool = False
 
 
 class Remains(NamedTuple):
     """What was found.
 
-    last: the highest record number that counts. cut: where void begins in the segment that a crash cut, and how many bytes
-    are void from there on, later segments included; None when nothing was cut. bad: what was set aside.
+    last: the highest record number that counts.
+    cut: where void begins in the segment that a crash cut, and how many bytes are void from there on, later segments
+        included; None when nothing was cut.
+    bad: what was set aside.
     """
 
     segments: list[Segment]

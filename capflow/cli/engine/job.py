@@ -60,8 +60,9 @@ def parse_pairs(pairs: tuple[str, ...], option: str) -> dict[str, Any]:
 class ModelJob:
     """One run of a model over prompts, in a child process, from `start` to `finish`.
 
-    stage: what the child is at. done: its finished requests, in order, as it tells of them. Written by the
-    thread that reads the child's events, read by whoever shows progress.
+    stage: what the child is at.
+    done: its finished requests, in order, as it tells of them. Written by the thread that reads the child's events,
+        read by whoever shows progress.
     """
 
     model: str
@@ -70,25 +71,29 @@ class ModelJob:
     max_tokens: int
     engine: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
-    key: str | None = None  # the hub's own, if it has one: the engine and this side speak with it too
-    outbound: dict[str, Any] = field(
-        default_factory=dict
-    )  # what workers do when their queue is full: `policy`, `spool_dir`, …
+    # The hub's own, if it has one: the engine and this side speak with it too.
+    key: str | None = None
+    # What workers do when their queue is full: `policy`, `spool_dir`, ….
+    outbound: dict[str, Any] = field(default_factory=dict)
     # Where the prompts came from, for messages.
     prompts_file: str = ""
     # What steers every prompt and what prompts may name: `steering`, `steering_modules` and `steering_bank_bytes` as options have them.
     steering: dict[str, Any] = field(default_factory=dict)
     # What the engine is called; None for a random name.
     engine_name: str | None = None
-    hub: str = ""  # the address, known once the hub listens
+    # The address, known once the hub listens.
+    hub: str = ""
     # The engine's id, known once it runs.
     engine_id: str = ""
     stage: str = "starting"
-    shape: tuple[int, tuple[Site, ...]] | None = None  # layers and tapped sites, known before the model is loaded
+    # Layers and tapped sites, known before the model is loaded.
+    shape: tuple[int, tuple[Site, ...]] | None = None
     info: ModelInfo | None = None
     done: list[dict[str, Any]] = field(default_factory=list)
-    generated_s: float | None = None  # how long the requests took, once all are done
-    ready_at: float | None = None  # when the engine took its first request, on the monotonic clock
+    # How long the requests took, once all are done.
+    generated_s: float | None = None
+    # When the engine took its first request, on the monotonic clock.
+    ready_at: float | None = None
     _process: subprocess.Popen[bytes] | None = None
     _reader: threading.Thread | None = None
     _error: CapflowError | None = None

@@ -47,11 +47,16 @@ _PLAIN_S = 10.0  # between two plain lines, where nobody watches
 class HubRun:
     """A running hub, from `with` to its end: then it drains, and prints what came of it.
 
-    hub: the hub. refusals: why engines were refused, in the order in which they were. A first Ctrl-C or
-    SIGTERM sets `stopped`, which `wait` returns on; a second one cuts the drain short. ends: the run is over when all is done, so consumers
-    that spill handle everything too; otherwise what they have not handled is left to the next hub. drain_s: by default as long as limits say.
-    memory_bytes_max: as of `Hub`. metrics: host and port to serve
-    metrics and health at. log_format: `json` logs everything and prints nothing. live: whether a terminal is shown a line that changes.
+    hub: the hub. refusals: why engines were refused, in the order in which they were. A first Ctrl-C or SIGTERM sets
+    `stopped`, which `wait` returns on; a second one cuts the drain short.
+
+    ends: the run is over when all is done, so consumers that spill handle everything too; otherwise what they have not
+        handled is left to the next hub.
+    drain_s: by default as long as limits say.
+    memory_bytes_max: as of `Hub`.
+    metrics: host and port to serve metrics and health at.
+    log_format: `json` logs everything and prints nothing.
+    live: whether a terminal is shown a line that changes.
     """
 
     def __init__(
@@ -94,12 +99,16 @@ class HubRun:
             log_lines_dropped=lambda: 0 if self._outlet is None else self._outlet.lines_dropped,
         )
         self.endpoint = None if metrics is None else Endpoint(self.hub, *metrics)
-        self._drained = True  # whether the consumers handled everything
-        self._recent: deque[tuple[float, Snapshot]] = deque()  # what was shown in the last `_RATE_S`, and just before
-        self._undo = contextlib.ExitStack()  # from start to end
+        # Whether the consumers handled everything.
+        self._drained = True
+        # What was shown in the last `_RATE_S`, and just before.
+        self._recent: deque[tuple[float, Snapshot]] = deque()
+        # From start to end.
+        self._undo = contextlib.ExitStack()
         # Of what workers of this machine left that are gone.
         self._former: list[FormerLink] = []
-        self.umask_before = -1  # of this process, known from the start on: that of its children
+        # Of this process, known from the start on: that of its children.
+        self.umask_before = -1
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as undo:

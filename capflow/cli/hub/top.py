@@ -82,10 +82,14 @@ class _Feed:
     def __init__(self, client: Callable[[], Client], history: History) -> None:
         self.address = client().address
         self._client = client
-        self.history = history  # written by the thread, under `lock`
-        self.lock = threading.Lock()  # guards all that the thread writes
-        self.gone_since: float | None = None  # when the hub first did not answer, on the monotonic clock
-        self.why = ""  # why it does not
+        # Written by the thread, under `lock`.
+        self.history = history
+        # Guards all that the thread writes.
+        self.lock = threading.Lock()
+        # When the hub first did not answer, on the monotonic clock.
+        self.gone_since: float | None = None
+        # Why it does not.
+        self.why = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="capflow-top", daemon=True)
 

@@ -31,7 +31,8 @@ Told = Mapping[str, Any]
 def view(told: Told, rates: Rates | None, *, rows_max: int | None = None, note: Text | None = None) -> RenderableType:
     """Return a hub's status as it is shown.
 
-    rows_max: of the tables of workers, of spools and of taps. note: what is said in place of the hub's state, when it does not answer.
+    rows_max: of the tables of workers, of spools and of taps.
+    note: what is said in place of the hub's state, when it does not answer.
     """
     workers = [session for session in told["sessions"] if session["role"] == "worker"]
     head = _head(told, note)

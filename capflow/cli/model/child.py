@@ -18,8 +18,8 @@ def last_event(
 ) -> dict[str, Any]:
     """Run `python -m module`, which tells its parent of its work, and return the last event, which is to be of a kind.
 
-    what: the work, for errors. Raises UsageError and CapflowError with the message of the child's, and CapflowError when it ends
-    without one or takes longer than `limit_s`.
+    what: the work, for errors. Raises UsageError and CapflowError with the message of the child's, and CapflowError
+        when it ends without one or takes longer than `limit_s`.
     """
     with tempfile.NamedTemporaryFile(prefix="capflow-", suffix=".log", delete=False) as log:
         command = [sys.executable, "-m", module, *arguments]

@@ -36,7 +36,11 @@ def sites(model: str, sites: tuple[str, ...], *, as_json: bool, trust_remote_cod
 
 
 class LayerSites(msgspec.Struct, frozen=True):
-    """One layer's line of the engine's answer. layer: its class; missing: by hook, why it is not there."""
+    """One layer's line of the engine's answer.
+
+    layer: its class.
+    missing: by hook, why it is not there.
+    """
 
     layer: str
     available: list[str]

@@ -17,7 +17,12 @@ _ITERATIONS_MAX = 5_000
 
 
 class Judgement(NamedTuple):
-    """How well one probe tells labels apart. judged: how many rows or requests; accuracy: of whether it fires; auroc: of its score at any threshold."""
+    """How well one probe tells labels apart.
+
+    judged: how many rows or requests.
+    accuracy: of whether it fires.
+    auroc: of its score at any threshold.
+    """
 
     probe: str
     pool: Pool

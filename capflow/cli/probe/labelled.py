@@ -25,7 +25,12 @@ _BYTES_MAX = 4096 * limits.MIB
 
 @dataclass(frozen=True)
 class LabelledRows:
-    """Rows of labelled requests at one site. rows: of each request, `[n, hidden_size]` float32, n at least 1; positions: `[n]` of each; labels: of each."""
+    """Rows of labelled requests at one site.
+
+    rows: of each request, `[n, hidden_size]` float32, n at least 1.
+    positions: `[n]` of each.
+    labels: of each.
+    """
 
     requests: tuple[str, ...]
     rows: tuple[npt.NDArray[np.float32], ...]

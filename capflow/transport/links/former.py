@@ -33,17 +33,21 @@ class FormerLink(Link):
         hello = msgspec.structs.replace(outbox.hello, former=True)
         super().__init__(address, hello, key=key, seq=_SEQ_MAX)
         self.outbox = outbox
-        self._given = 0  # the last number that the session was given; from the first one on they are without a gap
-        self._held = 0  # the last of those that the hub had and may lose; 0 before the first and behind the last
+        # The last number that the session was given; from the first one on they are without a gap.
+        self._given = 0
+        # The last of those that the hub had and may lose; 0 before the first and behind the last.
+        self._held = 0
         # Ends of requests that are not sent, by the numbers of their frames; the thread's, as is the next.
         self._ends = deque(outbox.broken.ends)
         lost = [running.lost() for running in outbox.broken.running]
         count = limits.FINISHED_PER_FRAME_MAX
         batches = [tuple(lost[at : at + count]) for at in range(0, len(lost), count)]
         self._ends.extend(enumerate(batches, outbox.broken.seq + 1))
-        self._spilled: Spilled | None = None  # taken from the outbox, and not sent
+        # Taken from the outbox, and not sent.
+        self._spilled: Spilled | None = None
         self._is_outbox_open = True
-        self._frames_left = False  # in the outbox, as it was closed
+        # In the outbox, as it was closed.
+        self._frames_left = False
 
     def _fill(self, dealer: Dealer, now: float) -> None:
         session, outbox = self._session, self.outbox

@@ -29,7 +29,9 @@ _SEND_BATCH = 256  # frames sent before messages are handled again: what is ackn
 class Link:
     """One thread, which owns one `PeerSession` and its connections; from `start` to `close`.
 
-    message_bytes_max: the largest part that the hub sends. key: this peer's, by name or path, for an address with the hub's. Raises UsageError when one is needed and missing.
+    message_bytes_max: the largest part that the hub sends.
+
+    key: this peer's, by name or path, for an address with the hub's. Raises UsageError when one is needed and missing.
     """
 
     message_bytes_max = limits.HEADER_BYTES_MAX
@@ -37,18 +39,30 @@ class Link:
     def __init__(self, address: str, hello: Hello, *, key: str | None = None, seq: int = 0) -> None:
         self.address = check_address(address, insecure=True)
         self._key = peer_key(address, key)
-        self._unmade: str | None = None  # why no connection is made, keys being the reason; cleared when one is
-        self.ever_connected = False  # set by the first Welcome
-        self.reconnects = 0  # connections lost
-        self._session = PeerSession(hello, seq=seq)  # the thread's alone; others read plain fields of it
-        self._said_bytes = 0  # how long the message is that `_received` takes; the thread's
-        self._waker = Waker()  # closed by the thread when it ends
-        self._failed_at: type[Exception] | None = None  # what the last connection failed with; the thread's
-        self._refused_at = 0.0  # when the hub refused this connection; the thread's
-        self._refused_for = ""  # why, as it was logged last; the thread's
-        self._closing = threading.Event()  # set by `close`
-        self._close_by = 0.0  # set by `close` before `_closing`: when to leave although frames are left
-        self._welcomed = threading.Event()  # set by every Welcome or Refused, cleared when the connection is lost
+        # Why no connection is made, keys being the reason; cleared when one is.
+        self._unmade: str | None = None
+        # Set by the first Welcome.
+        self.ever_connected = False
+        # Connections lost.
+        self.reconnects = 0
+        # The thread's alone; others read plain fields of it.
+        self._session = PeerSession(hello, seq=seq)
+        # How long the message is that `_received` takes; the thread's.
+        self._said_bytes = 0
+        # Closed by the thread when it ends.
+        self._waker = Waker()
+        # What the last connection failed with; the thread's.
+        self._failed_at: type[Exception] | None = None
+        # When the hub refused this connection; the thread's.
+        self._refused_at = 0.0
+        # Why, as it was logged last; the thread's.
+        self._refused_for = ""
+        # Set by `close`.
+        self._closing = threading.Event()
+        # Set by `close` before `_closing`: when to leave although frames are left.
+        self._close_by = 0.0
+        # Set by every Welcome or Refused, cleared when the connection is lost.
+        self._welcomed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"capflow-{hello.role}-link", daemon=True)
 
     @property

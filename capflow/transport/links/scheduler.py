@@ -54,7 +54,8 @@ class SchedulerLink(Link):
         self._waiting: dict[str, Act] = {}
         # All that came and have not expired, by id, oldest first; guarded by `_lock`.
         self._known: dict[str, _Known] = {}
-        self._hub = ""  # of the last Welcome; guarded by `_lock`
+        # Of the last Welcome; guarded by `_lock`.
+        self._hub = ""
         # Filled by `outcome`, emptied by the thread.
         self._outcomes: deque[Outcome] = deque()
         self.start()

@@ -34,7 +34,8 @@ class TapLink(Link):
         self._on_frame = on_frame
         self._on_tapped = on_tapped
         self._on_lost = on_lost
-        self._taken_bytes = 0  # what the hub is to be told of; the thread's
+        # What the hub is to be told of; the thread's.
+        self._taken_bytes = 0
 
     def _fill(self, dealer: Dealer, now: float) -> None:
         if self._taken_bytes and self._session.state is State.OPEN:

@@ -38,10 +38,12 @@ class Staged(NamedTuple):
 class WorkerLink(Link):
     """A worker's link: takes frames from one thread and gets each to the hub once.
 
-    outbound_bytes_max bounds the frames that wait here; those sent and not acknowledged are bounded by the hub's
-    credit besides, and by `limits.UNACKED_BYTES_MAX` whatever the hub says. policy: what `send` does when there is no room, waiting at most block_s_max seconds
-    for it. on_welcome: called on the link's thread with every Welcome. staged: gives, on the link's thread, what the hub
-    is told of what comes before this link.
+    outbound_bytes_max bounds the frames that wait here; those sent and not acknowledged are bounded by the hub's credit
+    besides, and by `limits.UNACKED_BYTES_MAX` whatever the hub says.
+
+    policy: what `send` does when there is no room, waiting at most block_s_max seconds for it.
+    on_welcome: called on the link's thread with every Welcome.
+    staged: gives, on the link's thread, what the hub is told of what comes before this link.
 
     `send` answers `None`, or why the frame was dropped: `no_hub`, no hub was ever there; `hub_gone`, there was one
     and the queue is full; `queue_full`, the hub is there and takes less than is sent; `refused`, the hub
@@ -73,15 +75,21 @@ class WorkerLink(Link):
         self.block_s_max = block_s_max
         self.on_welcome = on_welcome
         self._staged = staged
-        self._told_at = 0.0  # when the hub was last told the counts; the thread's
+        # When the hub was last told the counts; the thread's.
+        self._told_at = 0.0
         self._queue: ByteQueue[tuple[int, FrameHeader, memoryview]] = ByteQueue(outbound_bytes_max)
-        self._close_lock = threading.Lock()  # guards the next two: whoever waits for an end may close once more
+        # Guards the next two: whoever waits for an end may close once more.
+        self._close_lock = threading.Lock()
         self._outbox_closed = False
-        self._frames_left = False  # in the outbox, as it was closed
-        self._gave_up = False  # a whole `block_s_max` was waited for a hub that is gone; cleared by its return
-        self._frames = 0  # accepted by `send`
+        # In the outbox, as it was closed.
+        self._frames_left = False
+        # A whole `block_s_max` was waited for a hub that is gone; cleared by its return.
+        self._gave_up = False
+        # Accepted by `send`.
+        self._frames = 0
         self._bytes = 0
-        self._dropped: Counter[str] = Counter()  # frames by reason; written by the thread that calls `send`
+        # Frames by reason; written by the thread that calls `send`.
+        self._dropped: Counter[str] = Counter()
 
     @property
     def patient(self) -> bool:
@@ -133,8 +141,8 @@ class WorkerLink(Link):
     def send(self, header: FrameHeader, payload: Any) -> str | None:
         """Take a frame; return None, or why it was dropped.
 
-        payload: any C-contiguous buffer (view bfloat16 as bytes), not changed from here on. The header's
-        seq, payload_bytes and checksum are filled in later, on the link's thread.
+        payload: any C-contiguous buffer (view bfloat16 as bytes), not changed from here on. The header's seq,
+            payload_bytes and checksum are filled in later, on the link's thread.
         """
         view = memoryview(payload).cast("B")
         reason = self._offer(header, view)

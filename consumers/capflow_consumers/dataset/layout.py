@@ -52,8 +52,10 @@ SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 class SiteFile(msgspec.Struct, frozen=True):
     """One site's file, or with the layout `packed` its part of the one file.
 
-    rows_expected is what the capture spec asked for, where the writer knew. bytes is the length of the file or part, xxh3_64 is of it, offset is where a
-    part begins. dtype is that of the rows, None where it is the sidecar's. rows_overflowed: rows with a number too large for it, stored as infinite.
+    rows_expected is what the capture spec asked for, where the writer knew. bytes is the length of the file or part,
+    xxh3_64 is of it, offset is where a part begins. dtype is that of the rows, None where it is the sidecar's.
+
+    rows_overflowed: rows with a number too large for it, stored as infinite.
     """
 
     layer: Total
@@ -93,9 +95,12 @@ class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
     """What `request.json` holds.
 
     request is the exact id. status is how the request ended (`stop`, `length`, `abort`, `error`); capture_status and
-    error say whether every promised row is here; sources, which frames they came in; dropped is `[rows, reason]` for what was lost on the way. dtype is that in
-    which the rows were captured. budget_reached: `max_rows` left out positions that the request had. capture: with
-    the layout `sharded`, the number of the capture in its shard. tag: of the request's spec.
+    error say whether every promised row is here; sources, which frames they came in; dropped is `[rows, reason]` for
+    what was lost on the way. dtype is that in which the rows were captured.
+
+    budget_reached: `max_rows` left out positions that the request had.
+    capture: with the layout `sharded`, the number of the capture in its shard.
+    tag: of the request's spec.
     """
 
     format: int = FORMAT

@@ -49,7 +49,8 @@ class Numbered:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._later: dict[str, tuple[int, ...]] = {}  # by name, the numbers from 2 on
+        # By name, the numbers from 2 on.
+        self._later: dict[str, tuple[int, ...]] = {}
 
     def look(self) -> Iterator[Path]:
         """List the root, which takes time with the number of its entries; return what is not hidden, by name and number. Raises OSError."""

@@ -146,7 +146,8 @@ class Dataset:
         self.path = path
         self._shards = ShardSet(path)
         self._directories = Numbered(path)
-        self._told: set[str] = set()  # what was named in a warning
+        # What was named in a warning.
+        self._told: set[str] = set()
         self._look()
 
     def requests(self) -> list[str]:
@@ -165,8 +166,8 @@ class Dataset:
         """Return every capture of an id, first to last, parts of one request each by itself.
 
         engine: whose captures, by its name or id; every engine's without.
-        look: whether to look for what came since the data set was opened or last looked at, which takes time with the number of
-        entries of the root. Raises CapflowError when one of them is damaged.
+        look: whether to look for what came since the data set was opened or last looked at, which takes time with the
+            number of entries of the root. Raises CapflowError when one of them is damaged.
         """
         if look:
             self._look()

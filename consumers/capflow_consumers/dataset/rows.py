@@ -23,14 +23,20 @@ _KEPT_ROWS_MIN = 32  # fewer are copied, so that runs stay few
 
 
 class Piece(NamedTuple):
-    """Rows of one site, `[n, row_bytes]`, contiguous; spans: `(start, stop)` of their positions."""
+    """Rows of one site, `[n, row_bytes]`, contiguous.
+
+    spans: `(start, stop)` of their positions.
+    """
 
     spans: list[tuple[int, int]]
     rows: Bytes
 
 
 class _Run:
-    """Rows of some sites at the positions of `spans`, in room for `rows.shape[1]`; before: rows in earlier runs."""
+    """Rows of some sites at the positions of `spans`, in room for `rows.shape[1]`.
+
+    before: rows in earlier runs.
+    """
 
     __slots__ = ("before", "length", "rows", "sites", "spans")
 
@@ -60,12 +66,14 @@ class RowBuffer:
     def __init__(self) -> None:
         self.nbytes = 0
         self._runs: list[_Run] = []
-        self._last: dict[tuple[Site, ...], _Run] = {}  # the run that the next rows of these sites may continue
+        # The run that the next rows of these sites may continue.
+        self._last: dict[tuple[Site, ...], _Run] = {}
 
     def add(self, sites: tuple[Site, ...], start: int, rows: npt.NDArray[Any], held_bytes: int | None = None) -> int:
         """Take rows `[len(sites), length, hidden_size]`; return by how much `nbytes` grew.
 
-        held_bytes: how much memory stays taken when they are kept where they are, which nobody may write to any more; None to copy them.
+        held_bytes: how much memory stays taken when they are kept where they are, which nobody may write to any more;
+            None to copy them.
         """
         raw = rows.view(np.uint8)
         length = raw.shape[1]

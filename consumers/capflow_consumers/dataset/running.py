@@ -34,7 +34,10 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class About(msgspec.Struct, frozen=True):
-    """A request that runs; dtypes: of the rows of sites that have another than `dtype`, by `hook:layer`."""
+    """A request that runs.
+
+    dtypes: of the rows of sites that have another than `dtype`, by `hook:layer`.
+    """
 
     request: str
     engine: str
@@ -57,7 +60,10 @@ _encoder = msgspec.json.Encoder()
 
 
 class RunningCapture:
-    """The rows of a request that runs, as far as they were written when it was opened; indexed like a capture. about: what is known of it."""
+    """The rows of a request that runs, as far as they were written when it was opened; indexed like a capture.
+
+    about: what is known of it.
+    """
 
     def __init__(self, path: Path, about: About, added: Sequence[Added]) -> None:
         self.path = path

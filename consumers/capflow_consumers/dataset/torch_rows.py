@@ -35,8 +35,10 @@ _SHARE_ROWS = 64
 class TorchBatch(NamedTuple):
     """Rows of several requests and sites.
 
-    rows: `[n, hidden_size]`, as stored unless another dtype was asked for; sites: `[n]` int64, an index into `TorchRows.sites`; positions:
-    `[n]` int64; token_ids: `[n]` int32, -1 where the engine did not say.
+    rows: `[n, hidden_size]`, as stored unless another dtype was asked for.
+    sites: `[n]` int64, an index into `TorchRows.sites`.
+    positions: `[n]` int64.
+    token_ids: `[n]` int32, -1 where the engine did not say.
     """
 
     rows: torch.Tensor
@@ -48,11 +50,14 @@ class TorchBatch(NamedTuple):
 class TorchRows(IterableDataset[TorchBatch]):
     """The rows of a data set, in batches; give it to a `DataLoader` with `batch_size=None`.
 
-    sites: `(layer, hook)` or `"hook:layer"`; all by default. batch_rows: rows of each batch but the last of each worker. shuffle_rows: the
-    bound of the buffer that rows are drawn from at random, and 0 for the order of the data set; requests come in a random
-    order too. seed: the same seed, epoch, ranks and workers give the same batches. dtype: of the rows; None leaves them as stored,
-    bfloat16 bit for bit. rank, world_size: by default those of `torch.distributed` where that is initialised, else what torchrun
-    says in RANK and WORLD_SIZE, else 0 and 1.
+    sites: `(layer, hook)` or `"hook:layer"`; all by default.
+    batch_rows: rows of each batch but the last of each worker.
+    shuffle_rows: the bound of the buffer that rows are drawn from at random, and 0 for the order of the data set;
+        requests come in a random order too.
+    seed: the same seed, epoch, ranks and workers give the same batches.
+    dtype: of the rows; None leaves them as stored, bfloat16 bit for bit.
+    rank, world_size: by default those of `torch.distributed` where that is initialised, else what torchrun says in RANK
+        and WORLD_SIZE, else 0 and 1.
 
     Raises UsageError for a path that is no data set, for one without rows, for a site that has none, and for rows of
     several widths or, unless a dtype is asked for, of several dtypes; and CapflowError while it is iterated, for a file that is not what was written.

@@ -55,9 +55,13 @@ _VECTOR_BYTES_MAX = 64 * limits.MIB  # of vectors that wait to be written
 class DuckdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer duckdb:`.
 
-    path: the file, made when missing. probes: probe files. site: also capture this site of every request. vectors: write the rows of
-    these sites too. positions: which tokens to score. batch_rows, flush_s: how many rows, and for how long, are kept before they are
-    written. memory_bytes_max: what DuckDB itself may use.
+    path: the file, made when missing.
+    probes: probe files.
+    site: also capture this site of every request.
+    vectors: write the rows of these sites too.
+    positions: which tokens to score.
+    batch_rows, flush_s: how many rows, and for how long, are kept before they are written.
+    memory_bytes_max: what DuckDB itself may use.
     """
 
     path: str
@@ -83,16 +87,18 @@ class DuckdbConsumer(Consumer):
         self._clock = clock
         self._path = Path(config.path).absolute()
         self._database: Database | None = None
-        self._port: SqlPort | None = None  # as long as the database
+        # As long as the database.
+        self._port: SqlPort | None = None
         self._context: Context | None = None
         self._models: dict[str, ModelInfo] = {}
-        self._unfit: dict[str, str] = {}  # why no rows of an engine can be scored
+        # Why no rows of an engine can be scored.
+        self._unfit: dict[str, str] = {}
         self._requests: dict[tuple[str, str], ScoredRequest] = {}
-        self._stored: dict[
-            str, dict[str, list[Stored]]
-        ] = {}  # captures from before the file was opened, by engine and request, until they come again
+        # Captures from before the file was opened, by engine and request, until they come again.
+        self._stored: dict[str, dict[str, list[Stored]]] = {}
         self._captures = 0
-        self._pending: PendingRows  # what waits for the next transaction, since `open`
+        # What waits for the next transaction, since `open`.
+        self._pending: PendingRows
         self._pending_since = 0.0
 
     @cached_property

@@ -53,7 +53,9 @@ _REMEDIES = {
 
 
 class Stored(NamedTuple):
-    """A capture that is in the file, with the frames that it was made of; status: its `capture_status`, None when it is not finished.
+    """A capture that is in the file, with the frames that it was made of.
+
+    status: its `capture_status`, None when it is not finished.
 
     known: the positions whose tokens are in the file, of a capture that is not finished.
     """
@@ -76,14 +78,16 @@ class Database:
     def __init__(self, path: Path, connection: Any, last_capture: int, engines: set[str]) -> None:
         self.path = path
         self.last_capture = last_capture
-        self.engines = engines  # of which captures were here when it was opened
+        # Of which captures were here when it was opened.
+        self.engines = engines
         self._identity = _identity(path)
-        self._log = path.with_name(
-            f"{path.name}.wal"
-        )  # DuckDB's; what was committed is in it until it is merged into the file
+        # DuckDB's; what was committed is in it until it is merged into the file.
+        self._log = path.with_name(f"{path.name}.wal")
         self._connection = connection
-        self._reading = connection.cursor()  # runs nothing itself: connections of queries are made of it
-        self._reading_lock = threading.Lock()  # guards that
+        # Runs nothing itself: connections of queries are made of it.
+        self._reading = connection.cursor()
+        # Guards that.
+        self._reading_lock = threading.Lock()
 
     @classmethod
     def open(cls, path: Path, *, memory_bytes_max: int, where: str) -> Database:

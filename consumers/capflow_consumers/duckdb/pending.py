@@ -23,7 +23,8 @@ _Tokens = tuple[ScoredRequest, RequestRows, int, int]  # the tokens `first .. st
 class PendingRows:
     """What waits to be written. count: how many rows of tables that makes; nbytes: of vectors.
 
-    scorers: the probes of each site whose rows are kept. vectors: whether the rows themselves are written.
+    scorers: the probes of each site whose rows are kept.
+    vectors: whether the rows themselves are written.
     """
 
     def __init__(self, scorers: Mapping[Site, Sequence[Scorer]], *, vectors: bool) -> None:
@@ -33,12 +34,14 @@ class PendingRows:
         self._tokens: list[_Tokens] = []
         self._scorers = scorers
         self._columns = {site: sum(len(scorer.names) for scorer in found) for site, found in scorers.items()}
-        self._stages: dict[
-            tuple[Site, int, np.dtype[Any]], RowStage
-        ] = {}  # of what is pending, by site, width and dtype
+        # Of what is pending, by site, width and dtype.
+        self._stages: dict[tuple[Site, int, np.dtype[Any]], RowStage] = {}
 
     def add_tokens(self, request: ScoredRequest, rows: RequestRows, *, stored: bool) -> None:
-        """Keep the tokens not seen: every pipeline stage tells of them, and again after a preemption. stored: the file has them."""
+        """Keep the tokens not seen: every pipeline stage tells of them, and again after a preemption.
+
+        stored: the file has them.
+        """
         start, known = rows.start, request.known
         stop = start + len(rows.token_ids)
         if known.append(start, stop - 1):  # as nearly always
@@ -55,7 +58,10 @@ class PendingRows:
             self.count += stop - first
 
     def add_rows(self, request: ScoredRequest, chunk: Chunk, *, stored: bool) -> None:
-        """Keep the scores of a request's rows. stored: the file has them."""
+        """Keep the scores of a request's rows.
+
+        stored: the file has them.
+        """
         count = chunk.rows.shape[1]
         request.rows += len(chunk.sites) * count
         request.scores += count * self._scores_of(chunk.sites)

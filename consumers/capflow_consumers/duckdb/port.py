@@ -56,17 +56,23 @@ def port_path(database: Path) -> Path:
 
 
 class SqlPort:
-    """Answers queries from `open` to `close`. ask: begins a query, given the SQL."""
+    """Answers queries from `open` to `close`.
+
+    ask: begins a query, given the SQL.
+    """
 
     def __init__(self, database: Path, ask: Callable[[str], Query]) -> None:
         self.path = port_path(database)
         self._ask = ask
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._room = threading.BoundedSemaphore(limits.QUERIES_MAX)
-        self._lock = threading.Lock()  # guards the next
+        # Guards the next.
+        self._lock = threading.Lock()
         self._running: set[Query] = set()
-        self._closed = False  # set by `close`
-        self._threads: list[threading.Thread] = []  # the listener's first; then of those that answer
+        # Set by `close`.
+        self._closed = False
+        # The listener's first; then of those that answer.
+        self._threads: list[threading.Thread] = []
 
     def open(self) -> None:
         """Listen. Whoever holds the database has it alone, so a socket that is there is a dead process's. Raises CapflowError."""

@@ -32,7 +32,8 @@ class SqlQuery:
     def __init__(self, connection: Any, sql: str) -> None:
         self._connection = connection
         self._sql = sql
-        self._lock = threading.Lock()  # guards that nobody stops what is closed
+        # Guards that nobody stops what is closed.
+        self._lock = threading.Lock()
         self._closed = False
 
     @classmethod

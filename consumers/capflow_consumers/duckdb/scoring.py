@@ -27,19 +27,22 @@ Part = tuple[ScoredRequest, int, int]
 class RowStage:
     """A site's rows of one width and dtype since `clear`, as parts in the order in which they came, and their scores.
 
-    scorers: the site's probes. vectors: whether the rows themselves are kept, as float32.
+    scorers: the site's probes.
+    vectors: whether the rows themselves are kept, as float32.
     """
 
     def __init__(self, site: Site, rows: Rows, scorers: Sequence[Scorer], *, vectors: bool) -> None:
         self.site = site
         self.scorers = tuple(scorers)
         self.parts: list[Part] = []
-        self._columns = sum(len(scorer.names) for scorer in scorers)  # scores of one row
+        # Scores of one row.
+        self._columns = sum(len(scorer.names) for scorer in scorers)
         self._vectors = vectors
         self._kept: list[Rows] = []
         self._scores: list[list[Rows]] = [[] for _ in self.scorers]
         capacity = max(1, _STAGE_BYTES // (rows.shape[1] * rows.dtype.itemsize))
-        self._rows: Rows = np.empty((capacity, rows.shape[1]), rows.dtype)  # gathered and not scored, up to `_filled`
+        # Gathered and not scored, up to `_filled`.
+        self._rows: Rows = np.empty((capacity, rows.shape[1]), rows.dtype)
         self._filled = 0
 
     def add(self, parts: Iterable[Part], rows: Rows) -> None:

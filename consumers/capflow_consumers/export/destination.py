@@ -25,7 +25,10 @@ _PARTIAL = ".partial-"
 
 
 class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an export is of: the same again goes on where this one was stopped. options: of the format."""
+    """What an export is of: the same again goes on where this one was stopped.
+
+    options: of the format.
+    """
 
     source: str
     format: str

@@ -31,7 +31,10 @@ _FILE_BYTES = 500 << 20
 
 
 class ExportedSite(NamedTuple):
-    """What SAELens is to be told of one site: `hook_name`, `context_size`, `d_in`, `dtype`. rows_left: in no context."""
+    """What SAELens is to be told of one site: `hook_name`, `context_size`, `d_in`, `dtype`.
+
+    rows_left: in no context.
+    """
 
     hook_name: str
     d_in: int
@@ -62,7 +65,10 @@ def to_saelens(
     context_size: int,
     on_capture: Callable[[], object],
 ) -> Iterator[ExportedSite]:
-    """Write a data set for each site that has none yet; yield what was written. on_capture: called after each capture of a site."""
+    """Write a data set for each site that has none yet; yield what was written.
+
+    on_capture: called after each capture of a site.
+    """
     check_fits(sites, context_size)
     for site, told in sites.items():
         if not destination.has(site.transformer_lens_name):

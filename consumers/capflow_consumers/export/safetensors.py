@@ -33,7 +33,10 @@ _PART_BYTES = 8 << 20
 def to_safetensors(
     dataset: Dataset, sites: Sequence[Site], destination: Destination, on_capture: Callable[[], object]
 ) -> int:
-    """Write each capture that is not there yet; return how many were written. on_capture: called after each of them all."""
+    """Write each capture that is not there yet; return how many were written.
+
+    on_capture: called after each of them all.
+    """
     written = 0
     numbers: Counter[str] = Counter()
     for capture in dataset:

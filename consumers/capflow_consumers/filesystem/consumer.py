@@ -44,12 +44,17 @@ from capflow_consumers.filesystem.writing import Endings
 class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer filesystem:`.
 
-    root: the directory of the data set, made when missing. hooks, layers, positions, max_rows, dtype: what to capture of
-    every request, as in `CaptureSpec`; max_rows 0 is no bound. capture: `requests` to write only what requests ask for
-    themselves. layout: how rows lie under the root. fsync: `true`, a request is on the disk, and not only with the kernel, when
-    its result says `ok`; `seal`, a shard is when it is sealed; `false`, nothing waits for the disk. tail_s: with `per_file`, how often
-    rows of running requests are written, seconds; 0 is never. compression and shard_bytes are of `sharded`. threads: with `per_file`, that
-    write beside the consumer's own. mode: of the files below the root; whoever may read them may enter the directories that are made.
+    root: the directory of the data set, made when missing.
+    hooks, layers, positions, max_rows, dtype: what to capture of every request, as in `CaptureSpec`; max_rows 0 is no
+        bound.
+    capture: `requests` to write only what requests ask for themselves.
+    layout: how rows lie under the root.
+    fsync: `true`, a request is on the disk, and not only with the kernel, when its result says `ok`; `seal`, a shard is
+        when it is sealed; `false`, nothing waits for the disk.
+    tail_s: with `per_file`, how often rows of running requests are written, seconds; 0 is never. compression and
+        shard_bytes are of `sharded`.
+    threads: with `per_file`, that write beside the consumer's own.
+    mode: of the files below the root; whoever may read them may enter the directories that are made.
     """
 
     root: str
@@ -95,8 +100,10 @@ class FilesystemConsumer(Consumer):
         super().__init__(config)
         self.config: FilesystemConfig = config
         self._root = Path(config.root).absolute()
-        self._open: _Open | None = None  # from `open` to `close`
-        self._told_at = 0.0  # when rows of running requests were last written, on the monotonic clock
+        # From `open` to `close`.
+        self._open: _Open | None = None
+        # When rows of running requests were last written, on the monotonic clock.
+        self._told_at = 0.0
         self._requests: dict[tuple[str, str], FiledRequest] = {}
         self._models: dict[str, ModelInfo] = {}
         self._buffered_bytes = 0

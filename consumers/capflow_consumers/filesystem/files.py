@@ -42,7 +42,10 @@ class SiteRows(NamedTuple):
 
 
 class _File(NamedTuple):
-    """A site's file as it will be; early_bytes: of rows in it already, behind the header."""
+    """A site's file as it will be.
+
+    early_bytes: of rows in it already, behind the header.
+    """
 
     entry: layout.SiteFile
     header: bytes
@@ -53,7 +56,8 @@ class _File(NamedTuple):
 class RequestFiles:
     """The files of one request in `path`, which is made when the first is; workers, where there are some, write them beside each other.
 
-    dtype: that of the rows as they are captured; dtypes: of the rows of a site as they come here, where it is another.
+    dtype: that of the rows as they are captured.
+    dtypes: of the rows of a site as they come here, where it is another.
     mode: of the files.
     """
 
@@ -77,12 +81,17 @@ class RequestFiles:
         self.fsync = fsync
         self.mode = mode
         self.workers = workers
-        self.about: About | None = None  # what those are told who read while rows are appended; None tells nobody
+        # What those are told who read while rows are appended; None tells nobody.
+        self.about: About | None = None
         self.runs: dict[Site, Runs] = {}
-        self.early = False  # whether rows were written before the end
-        self.rows_overflowed: Counter[Site] = Counter()  # counted by who converts the rows
-        self._prepared: list[_File] = []  # until `release`
-        self._untold: dict[Site, list[Piece]] = {}  # rows that are in files, and that nobody was told of
+        # Whether rows were written before the end.
+        self.early = False
+        # Counted by who converts the rows.
+        self.rows_overflowed: Counter[Site] = Counter()
+        # Until `release`.
+        self._prepared: list[_File] = []
+        # Rows that are in files, and that nobody was told of.
+        self._untold: dict[Site, list[Piece]] = {}
 
     def append(self, pieces: dict[Site, list[Piece]], tokens: TokenLog) -> None:
         """Write rows behind those already in the files, and tell of them; raises OSError, and then what is not written is left in `pieces`."""
@@ -223,7 +232,8 @@ class PackedFile(RequestFiles):
     """A request whose rows come into one file when it is over; those that come early wait in files of their sites."""
 
     kept_as: ClassVar[layout.Layout] = "packed"
-    _parts: list[Any]  # of the file, from `prepare` to `write`, as are these
+    # Of the file, from `prepare` to `write`, as are these.
+    _parts: list[Any]
     _entries: list[layout.SiteFile]
 
     def release(self) -> None:

@@ -29,13 +29,17 @@ class Over(NamedTuple):
 
 
 class Publisher:
-    """Makes requests part of a data set. failed: called for each that cannot be."""
+    """Makes requests part of a data set.
+
+    failed: called for each that cannot be.
+    """
 
     def __init__(self, store: Store, on_collision: OnCollision, failed: Callable[[], None]) -> None:
         self._store = store
         self._on_collision = on_collision
         self._failed = failed
-        self._placed: dict[Path, Written] = {}  # those that have their names, and are not known to be on the disk
+        # Those that have their names, and are not known to be on the disk.
+        self._placed: dict[Path, Written] = {}
 
     def write(self, over: Over) -> Written | CaptureResult:
         """Write a request; return the result where that can never be. What was prepared stays, so that it can be written again.

@@ -39,14 +39,18 @@ class FiledRequest:
         self.files = files
         self.wanted = wanted
         self.buffer = RowBuffer()
-        self.appending: dict[Site, list[Piece]] = {}  # rows out of the buffer that the disk refused for now
-        self.appending_bytes = 0  # of these, as the buffer counted them
-        self.appended = True  # whether nothing is to be appended again
+        # Rows out of the buffer that the disk refused for now.
+        self.appending: dict[Site, list[Piece]] = {}
+        # Of these, as the buffer counted them.
+        self.appending_bytes = 0
+        # Whether nothing is to be appended again.
+        self.appended = True
         self.tokens = TokenLog()
         self.error: str | None = None
         self.frames = FrameLog()
         self.published: tuple[Path, layout.Sidecar] | None = None
-        self.dtypes: dict[tuple[Site, ...], dict[str, list[int]]] = {}  # of a chunk's sites, by index; see `add`
+        # Of a chunk's sites, by index; see `add`.
+        self.dtypes: dict[tuple[Site, ...], dict[str, list[int]]] = {}
 
     def add(self, chunk: Chunk, held_bytes: int | None) -> int:
         """Take a chunk's rows, each in the dtype that it is stored in; return by how much the buffer grew.

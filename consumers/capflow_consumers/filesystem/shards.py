@@ -41,7 +41,11 @@ _NUMBER = re.compile(r"shard~(\d+)-")
 
 
 class ShardWriter:
-    """The shards that one writer has open, one for each kind of rows. directory: the writer's hidden one; root: where sealed ones go."""
+    """The shards that one writer has open, one for each kind of rows.
+
+    directory: the writer's hidden one.
+    root: where sealed ones go.
+    """
 
     def __init__(
         self,
@@ -61,10 +65,13 @@ class ShardWriter:
         self.sync = sync
         self.sync_seals = sync_seals
         self.mode = mode
-        self._held: dict[str, list[tuple[ShardFile, layout.Sidecar]]] = {}  # what is in shards not sealed, by request
+        # What is in shards not sealed, by request.
+        self._held: dict[str, list[tuple[ShardFile, layout.Sidecar]]] = {}
         self._open: dict[Kind, ShardFile] = {}
-        self.seals = 0  # how many shards were sealed
-        self._unsealed: list[ShardFile] = []  # of which nothing more can be made now
+        # How many shards were sealed.
+        self.seals = 0
+        # Of which nothing more can be made now.
+        self._unsealed: list[ShardFile] = []
 
     def shard(self, kind: Kind) -> ShardFile:
         """Return the shard that takes rows of a kind; raises OSError."""
@@ -192,7 +199,8 @@ class ShardRows(RequestFiles):
     """A request whose rows come into a shard when it is over; those that come early wait in files of their sites."""
 
     kept_as: ClassVar[layout.Layout] = "sharded"
-    _kind: Kind  # from `prepare` to `write`, as are these
+    # From `prepare` to `write`, as are these.
+    _kind: Kind
     _batches: list[EncodedBatch]
     _entries: list[layout.SiteFile]
 
@@ -207,7 +215,8 @@ class ShardRows(RequestFiles):
         shards: ShardWriter,
     ) -> None:
         super().__init__(path, dtype, hidden_size, dtypes, fsync=fsync, mode=shards.mode)
-        self.shard: ShardFile | None = None  # that has rows of it, which are not committed
+        # That has rows of it, which are not committed.
+        self.shard: ShardFile | None = None
         self._shards = shards
 
     def _prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:

@@ -28,7 +28,10 @@ Found = list[tuple[Path, layout.Sidecar]]
 
 
 class Written(NamedTuple):
-    """A request that is written and not part of the data set yet; path: where a shard will have it."""
+    """A request that is written and not part of the data set yet.
+
+    path: where a shard will have it.
+    """
 
     files: RequestFiles
     sidecar: layout.Sidecar
@@ -37,7 +40,9 @@ class Written(NamedTuple):
 
 
 class Store:
-    """A directory for each request, between `open` and `close`. workers: threads for what can be done beside each other, None for none.
+    """A directory for each request, between `open` and `close`.
+
+    workers: threads for what can be done beside each other, None for none.
 
     One thread may call `files` and `captures`, another what else there is.
     """
@@ -47,7 +52,8 @@ class Store:
         self._files = files
         self._workers = workers
         self._sealed = ShardSet(work.root, sealed_only=True)
-        self._named: dict[Path, Path] = {}  # requests that have their names; until the root is on the disk
+        # Requests that have their names; until the root is on the disk.
+        self._named: dict[Path, Path] = {}
 
     def open(self) -> None:
         """Make the root, and put in order what dead writers left; raises OSError."""
@@ -136,9 +142,8 @@ class ShardStore(Store):
 
     def __init__(self, work: WorkDir, *, compressed: bool, shard_bytes: int, sync_requests: bool) -> None:
         super().__init__(work, ShardRows, None)
-        self._lock = (
-            threading.Lock()
-        )  # held while a shard goes from the open to the sealed ones, and while these are searched
+        # Held while a shard goes from the open to the sealed ones, and while these are searched.
+        self._lock = threading.Lock()
         self._compressed = compressed
         self._shard_bytes = shard_bytes
         self._sync_requests = sync_requests

@@ -41,7 +41,10 @@ _OVERWRITE_TRIES = 10
 
 
 class WorkDir:
-    """Between `open` and `close`, `path` is this writer's alone. mode: of the files below the root."""
+    """Between `open` and `close`, `path` is this writer's alone.
+
+    mode: of the files below the root.
+    """
 
     def __init__(self, root: Path, *, fsync: bool, mode: int = FILE_MODE) -> None:
         self.root = root

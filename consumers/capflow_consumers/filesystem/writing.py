@@ -44,14 +44,19 @@ class Endings(Generic[T, W]):
         write: Callable[[T], W | CaptureResult],
         publish: Callable[[Sequence[W]], Sequence[CaptureResult | BaseException]],
     ) -> None:
-        self.trouble: BaseException | None = None  # why the disk took nothing, the last time; written by the thread
+        # Why the disk took nothing, the last time; written by the thread.
+        self.trouble: BaseException | None = None
         self._write = write
         self._publish = publish
-        self._queue: SimpleQueue[_Ending[T] | None] = SimpleQueue()  # None: that was all
-        self._under_way: deque[_Ending[T]] = deque()  # oldest first; the consumer's thread's
-        self._nbytes = 0  # of these
+        # None: that was all.
+        self._queue: SimpleQueue[_Ending[T] | None] = SimpleQueue()
+        # Oldest first; the consumer's thread's.
+        self._under_way: deque[_Ending[T]] = deque()
+        # Of these.
+        self._nbytes = 0
         self._closing = threading.Event()
-        self._pause_s = 0.0  # the last one; the thread's
+        # The last one; the thread's.
+        self._pause_s = 0.0
         self._thread = threading.Thread(target=self._run, name="capflow-filesystem-endings", daemon=True)
 
     def open(self) -> None:

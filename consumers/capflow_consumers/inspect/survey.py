@@ -48,7 +48,8 @@ class SiteSurvey(msgspec.Struct):
 class CaptureGap(msgspec.Struct, frozen=True):
     """What one capture lacks.
 
-    missing: by site, positions as `first..last` where they can be told, else how many rows; dropped: rows by reason.
+    missing: by site, positions as `first..last` where they can be told, else how many rows.
+    dropped: rows by reason.
     """
 
     request: str
@@ -61,10 +62,16 @@ class CaptureGap(msgspec.Struct, frozen=True):
 class Survey(msgspec.Struct):
     """What a data set holds.
 
-    captures: also those whose sidecars cannot be read; captures_damaged: these, those with other damage, and shards with damage
-    that is no capture's. bytes: of rows; bytes_on_disk: of every file below the root. models: captures by model; ended: captures by how the request ended;
-    statuses: captures by whether all rows are here. positions: one more than the last that has a row. damaged: what could not be read, or
-    is not what was written. checked: whether rows were read; without, there are no norms, and only damage to what describes them is found.
+    captures: also those whose sidecars cannot be read.
+    captures_damaged: these, those with other damage, and shards with damage that is no capture's.
+    bytes: of rows.
+    bytes_on_disk: of every file below the root.
+    models: captures by model.
+    ended: captures by how the request ended.
+    statuses: captures by whether all rows are here.
+    positions: one more than the last that has a row.
+    damaged: what could not be read, or is not what was written.
+    checked: whether rows were read; without, there are no norms, and only damage to what describes them is found.
     """
 
     path: str
@@ -102,7 +109,10 @@ class Surveyor:
         self._damaged: set[Path] = set()
 
     def survey(self, on_capture: Callable[[], object] = lambda: None) -> Survey:
-        """Look at every capture, and return what was found. on_capture: called after each."""
+        """Look at every capture, and return what was found.
+
+        on_capture: called after each.
+        """
         found = self._survey
         for capture in self._dataset.walk():
             if isinstance(capture, Damage):

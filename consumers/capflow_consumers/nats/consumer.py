@@ -54,12 +54,18 @@ _STREAM = re.compile(r"[A-Za-z0-9_-]{1,255}")
 class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer nats:`.
 
-    stream: the JetStream stream; `create` makes it when it is missing. servers: of one cluster, as nats://[user:password@]host:port, or tls://.
-    creds: a credentials file, as `nsc` writes it. tls_ca: certificates that may vouch for the servers, the system's unless given; tls_cert,
-    tls_key: capflow's own, for servers that ask for one.
-    prefix: what every subject begins with. probes: probe files, whose scores are sent. sites: also capture these of every
-    request. positions: which tokens. vectors: also send the rows themselves. rows: what `capflow.open` takes to find them,
-    the root of a `filesystem` consumer beside this one. give_up_s: for how long a call is retried while the server is away; None: for ever.
+    stream: the JetStream stream; `create` makes it when it is missing.
+    servers: of one cluster, as nats://[user:password@]host:port, or tls://.
+    creds: a credentials file, as `nsc` writes it.
+    tls_ca: certificates that may vouch for the servers, the system's unless given.
+    tls_cert, tls_key: capflow's own, for servers that ask for one.
+    prefix: what every subject begins with.
+    probes: probe files, whose scores are sent.
+    sites: also capture these of every request.
+    positions: which tokens.
+    vectors: also send the rows themselves.
+    rows: what `capflow.open` takes to find them, the root of a `filesystem` consumer beside this one.
+    give_up_s: for how long a call is retried while the server is away; None: for ever.
     """
 
     stream: str
@@ -84,9 +90,11 @@ class _Request:
     __slots__ = ("error", "latest", "rows")
 
     def __init__(self) -> None:
-        self.latest: dict[Rank, RowsPlace] = {}  # its last frame of each worker
+        # Its last frame of each worker.
+        self.latest: dict[Rank, RowsPlace] = {}
         self.rows = 0
-        self.error: str | None = None  # why some of it was not sent
+        # Why some of it was not sent.
+        self.error: str | None = None
 
 
 class NatsConsumer(Consumer):
@@ -100,13 +108,19 @@ class NatsConsumer(Consumer):
         super().__init__(config)
         self.config: NatsConfig = config
         self._requests: dict[tuple[str, str], _Request] = {}
-        self._unfit: dict[str, str] = {}  # why no rows of an engine can be scored
-        self._last: dict[str, RowsPlace | None] = {}  # of the last message that the stream has, by subject
-        self._stuck: dict[str, str] = {}  # why nothing more is sent, by subject
-        self._opening = ""  # identifies this opening in the ids of messages
-        self._sessions = 0  # messages of sessions that were sent in this opening
+        # Why no rows of an engine can be scored.
+        self._unfit: dict[str, str] = {}
+        # Of the last message that the stream has, by subject.
+        self._last: dict[str, RowsPlace | None] = {}
+        # Why nothing more is sent, by subject.
+        self._stuck: dict[str, str] = {}
+        # Identifies this opening in the ids of messages.
+        self._opening = ""
+        # Messages of sessions that were sent in this opening.
+        self._sessions = 0
         self._context: Context | None = None
-        self._link: Any = None  # from `open` to `close`
+        # From `open` to `close`.
+        self._link: Any = None
 
     @property
     def _login(self) -> NatsLogin:
@@ -270,7 +284,10 @@ class NatsConsumer(Consumer):
             self._link = None
 
     def _send(self, sent: Message, *, again: bool = False) -> None:
-        """Send a message and wait until the stream has it; again: it has. Raises RetryError, and CapflowError when it never will."""
+        """Send a message and wait until the stream has it.
+
+        again: it has. Raises RetryError, and CapflowError when it never will.
+        """
         if again:
             self._count("messages_again")
         if refused := self._store([] if again else [sent]):

@@ -83,14 +83,18 @@ class NatsLink:
         self._where = where
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="capflow-nats-link", daemon=True)
-        self._client = Client()  # replaced when it gave up; the loop's, like everything below
+        # Replaced when it gave up; the loop's, like everything below.
+        self._client = Client()
         self._js: JetStreamContext | None = None
-        self._said = ""  # what the server said last that was wrong
-        self._denied = ""  # that a right is missing, or that capflow may not in
+        # What the server said last that was wrong.
+        self._said = ""
+        # That a right is missing, or that capflow may not in.
+        self._denied = ""
         # When the call that is made again raised RetryError first, on the monotonic clock.
         self._away_since: float | None = None
         self.reconnects = 0
-        self.stored = 0  # messages that the server acknowledged
+        # Messages that the server acknowledged.
+        self.stored = 0
 
     def open(self, subjects: str, *, create: bool) -> None:
         """Connect, and see to the stream; raises UsageError, or CapflowError when the server does not answer."""

@@ -21,7 +21,8 @@ _SEED_BYTES = 36
 class NatsLogin(NamedTuple):
     """Paths of files, empty for none; all but `creds` are PEM.
 
-    creds: a JWT and a seed (https://docs.nats.io/using-nats/developer/connecting/creds). tls_ca: certificates that may vouch for a server.
+    creds: a JWT and a seed (https://docs.nats.io/using-nats/developer/connecting/creds).
+    tls_ca: certificates that may vouch for a server.
     tls_cert, tls_key: capflow's own.
     """
 

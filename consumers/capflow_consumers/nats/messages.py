@@ -99,13 +99,19 @@ def place_of(headers: dict[str, str]) -> RowsPlace | None:
 
 
 def opened_message(prefix: str, probes: list[str], identity: str, *, vectors: bool) -> Message:
-    """Return the message that the consumer has started, and with what. identity: of this start."""
+    """Return the message that the consumer has started, and with what.
+
+    identity: of this start.
+    """
     body = _encode({"capflow": capflow.__version__, "probes": probes, "vectors": vectors})
     return message(f"{prefix}.opened", None, body, identity=identity)
 
 
 def session_message(prefix: str, engine: str, model: ModelInfo, identity: str) -> Message:
-    """Return the message that an engine is there. identity: of this session; the same when the message is sent again."""
+    """Return the message that an engine is there.
+
+    identity: of this session; the same when the message is sent again.
+    """
     about = {name: getattr(model, name) for name in ("num_layers", "hidden_size", "dtype", "stages")}
     body = _encode({"engine": engine, "model": model.name, **about, "sites": [str(site) for site in model.sites]})
     return message(f"{prefix}.sessions.{token(engine)}", None, body, identity=identity)
@@ -123,7 +129,11 @@ def action_message(prefix: str, answered: Answered) -> Message:
 
 
 def done_message(prefix: str, done: RequestDone, became: dict[str, Any], place: RowsPlace | None, root: str) -> Message:
-    """Return the message that a request is over. became: `rows`, `capture_status` and `error`; place: its last frame's, None without rows."""
+    """Return the message that a request is over.
+
+    became: `rows`, `capture_status` and `error`.
+    place: its last frame's, None without rows.
+    """
     about = {name: getattr(done, name) for name in ("engine", "request", "status", "prompt_length", "computed_length")}
     extra = {name: value for name, value in {"root": root, "tag": done.tag}.items() if value}
     body = _encode({**about, **became, "dropped": done.dropped, **extra})

@@ -27,7 +27,10 @@ class _LimitedReads:
     """Mixed in before vLLM's `KVCacheManager`."""
 
     def get_computed_blocks(self, request: Any, max_cache_hit_length: int | None = None) -> Any:
-        """Return the cached blocks that a request may read. max_cache_hit_length: how many tokens at most, from vLLM 0.33 on."""
+        """Return the cached blocks that a request may read.
+
+        max_cache_hit_length: how many tokens at most, from vLLM 0.33 on.
+        """
         shown = _readable(request)
         if max_cache_hit_length is None:
             return super().get_computed_blocks(shown)  # type: ignore[misc]

@@ -62,8 +62,9 @@ _CPU_KV_CACHE_GIB = "2"
 def prepare_environment(arguments: Mapping[str, Any]) -> None:
     """Set what vLLM on a CPU takes from the environment, unless the user did; without effect on a GPU.
 
-    vLLM would take nearly all memory of a NUMA node for its cache, and bind its threads to one of them. arguments:
-    the engine's, by vLLM's names.
+    vLLM would take nearly all memory of a NUMA node for its cache, and bind its threads to one of them.
+
+    arguments: the engine's, by vLLM's names.
     """
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & {k for k, v in arguments.items() if v is not None}:
@@ -238,7 +239,10 @@ def flush(llm_engine: Any) -> None:
 
 
 def running_requests(engine: Any) -> list[str]:
-    """Return vLLM's ids of the requests that a client of an engine has not got the end of. engine: vLLM's `AsyncLLM`."""
+    """Return vLLM's ids of the requests that a client of an engine has not got the end of.
+
+    engine: vLLM's `AsyncLLM`.
+    """
     return list(engine.output_processor.request_states)
 
 
@@ -256,7 +260,9 @@ async def stop_outputs(engine: Any) -> None:
 def before_adding(engine: Any, check: Callable[[Any], None]) -> None:
     """Have an engine call `check` with each new request, its prompt in tokens, before it is known; what that raises refuses it.
 
-    More input of a request that runs is not looked at. engine: vLLM's `LLMEngine` or `AsyncLLM`.
+    More input of a request that runs is not looked at.
+
+    engine: vLLM's `LLMEngine` or `AsyncLLM`.
     """
     known = engine.output_processor
     add = known.add_request
@@ -415,7 +421,9 @@ class _Plain:
 
 
 def _forked(inner: Any, plain: _Plain, forks: Sequence[tuple[int, bytes]], request: Any) -> list[Any]:
-    """Return the keys of a request's next blocks. forks: from which block on which secret is part of a key, in order.
+    """Return the keys of a request's next blocks.
+
+    forks: from which block on which secret is part of a key, in order.
 
     A secret stands for those before it, so that the last one that holds says all.
     """
@@ -442,5 +450,8 @@ def generated_by_beams(instances: Sequence[Any]) -> int:
 
 
 def searchers(state: Any) -> list[Any]:
-    """Return what searches beams of an API server's parts. state: that of the application."""
+    """Return what searches beams of an API server's parts.
+
+    state: that of the application.
+    """
     return [part for part in vars(state).get("_state", {}).values() if hasattr(part, "beam_search")]

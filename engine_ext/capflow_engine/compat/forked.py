@@ -36,7 +36,10 @@ class _Failed(NamedTuple):
 
 
 def result_of(work: Callable[[Say], T], name: str, *, still_s_max: float = STILL_S_MAX) -> T:
-    """Return what `work` returns in a forked child. name: what it does, for errors; still_s_max: seconds.
+    """Return what `work` returns in a forked child.
+
+    name: what it does, for errors.
+    still_s_max: seconds.
 
     Raises UsageError and CapflowError as the child does, and CapflowError when it ends without a result, or when nothing moves
     in it for `still_s_max`.

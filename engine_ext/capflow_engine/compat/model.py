@@ -94,7 +94,10 @@ def explaining(model: str) -> Iterator[None]:
 
 
 def _what_is_wrong(model: str, said: str) -> str:
-    """Return why a model cannot be read. said: the error of the library that tried."""
+    """Return why a model cannot be read.
+
+    said: the error of the library that tried.
+    """
     name, path = f"model {model}", Path(model).expanduser()
     expected = "a directory with a config.json, or the name of a model that can be fetched"
     config = path / "config.json"

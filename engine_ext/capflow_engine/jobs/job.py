@@ -32,9 +32,10 @@ class JobPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the parent asks for, as JSON on the child's standard input.
 
-    model: a path or a name that vLLM takes, or `demo`. engine: further arguments of the engine, and sampling of
-    `SamplingParams`, by vLLM's names. steering: the file of the module that steers every prompt. steering_modules: `NAME=PATH` of
-    those that prompts may name. policy and what follows it: as of `Outbound.of`.
+    model: a path or a name that vLLM takes, or `demo`.
+    engine: further arguments of the engine, and sampling of `SamplingParams`, by vLLM's names.
+    steering: the file of the module that steers every prompt.
+    steering_modules: `NAME=PATH` of those that prompts may name. policy and what follows it: as of `Outbound.of`.
     """
 
     model: str

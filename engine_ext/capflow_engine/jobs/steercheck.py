@@ -50,7 +50,12 @@ _ROUNDS_MAX = 50
 
 
 class CheckJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to check. sites: patterns of those that carry a tap. turns: of each mode; 0 leaves the cost out. directory: to write in."""
+    """What to check.
+
+    sites: patterns of those that carry a tap.
+    turns: of each mode; 0 leaves the cost out.
+    directory: to write in.
+    """
 
     model: str
     dtype: str
@@ -84,7 +89,10 @@ def fields(vectors: Mapping[Site, Any]) -> dict[str, dict[int, Any]]:
 
 
 class Checks:
-    """The checks of one engine. root: where its consumer `filesystem` writes what requests capture."""
+    """The checks of one engine.
+
+    root: where its consumer `filesystem` writes what requests capture.
+    """
 
     def __init__(self, llm: Any, root: Path) -> None:
         self.llm, self.root = llm, root

@@ -34,7 +34,10 @@ _CLOSE_S = 120.0
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """How an engine is started. both: another runs at the same time, so this one takes less than half of a GPU."""
+    """How an engine is started.
+
+    both: another runs at the same time, so this one takes less than half of a GPU.
+    """
 
     model: str
     dtype: str
@@ -151,7 +154,10 @@ def apart(some: Sequence[Answer], others: Sequence[Answer]) -> Apart:
 
 
 class Plain:
-    """vLLM without capflow, in a process of its own, from its making to `close`. log: where it writes what it says."""
+    """vLLM without capflow, in a process of its own, from its making to `close`.
+
+    log: where it writes what it says.
+    """
 
     def __init__(self, setup: Setup, log: Path) -> None:
         self._log = log

@@ -33,7 +33,8 @@ class Steered(NamedTuple):
 
     prefill: int
     decode: int
-    patched: Mapping[int, int]  # in order
+    # In order.
+    patched: Mapping[int, int]
 
     @property
     def patched_last(self) -> int:
@@ -53,7 +54,9 @@ class _Slot:
 
 
 class Bank:
-    """The bank of one worker. index: the numbers of the sites that it taps.
+    """The bank of one worker.
+
+    index: the numbers of the sites that it taps.
 
     Its tensors are on `device`; a copy to a GPU is ordered behind the steps that were launched before it.
     """
@@ -66,9 +69,12 @@ class Bank:
         self.op_floats = torch.empty((size.ops, 3), dtype=torch.float32, device=device)
         self._index = index
         self._slots: dict[int, _Slot] = {}
-        self._slot_of: dict[str, int] = {}  # by configuration
-        self._row_of: dict[bytes, int] = {}  # by digest
-        self._row_holders: dict[bytes, int] = {}  # slots, by digest
+        # By configuration.
+        self._slot_of: dict[str, int] = {}
+        # By digest.
+        self._row_of: dict[bytes, int] = {}
+        # Slots, by digest.
+        self._row_holders: dict[bytes, int] = {}
         self._free_rows = _Free(size.rows)
         self._free_ops = _Free(size.ops)
         self._free_slots = _Free(size.slots)
@@ -201,7 +207,8 @@ class _Free:
     """Numbers that are free."""
 
     def __init__(self, count: int) -> None:
-        self._fresh = range(count)  # those above have been given back or taken
+        # Those above have been given back or taken.
+        self._fresh = range(count)
         self._given: list[int] = []
 
     def take(self, count: int) -> list[int] | None:

@@ -64,9 +64,12 @@ class Program:
         self.hub = hub
         self.any = bool(parts)
         sites = tuple(sorted(site for _, some in parts for site in some))
-        self.every = site_sets.setdefault(sites, SiteSet(sites, hub))  # the sites of all parts
-        self._site_sets = site_sets  # the planner's, shared by all programs of the hub
-        self._found: dict[tuple[bool, ...], SiteSet | None] = {}  # at most 2 to the number of parts, and few in fact
+        # The sites of all parts.
+        self.every = site_sets.setdefault(sites, SiteSet(sites, hub))
+        # The planner's, shared by all programs of the hub.
+        self._site_sets = site_sets
+        # At most 2 to the number of parts, and few in fact.
+        self._found: dict[tuple[bool, ...], SiteSet | None] = {}
 
     def sites(self, parts: tuple[bool, ...]) -> SiteSet | None:
         """Return the sites of the chosen parts; None when there are none."""
@@ -130,11 +133,16 @@ class SlotRange(NamedTuple):
 class Tracked:
     """A request that is running, as one worker knows it.
 
-    key: vLLM's id of it; id: the id it is known by outside. computed: its positions below this were
-    planned. generated: how many of the prompt's last tokens are steered as generated ones are. steered: what steers it, by
-    position, in order; None when nothing ever did. hub: the number of the hub that has it. acted: what its end tells of what steered it.
-    incarnation: differs between requests that have the same id one after another. watched: some stage ships rows of it, so each
-    stage tells of its end. noted: what steers it is told with its end.
+    key: vLLM's id of it.
+    id: the id it is known by outside.
+    computed: its positions below this were planned.
+    generated: how many of the prompt's last tokens are steered as generated ones are.
+    steered: what steers it, by position, in order; None when nothing ever did.
+    hub: the number of the hub that has it.
+    acted: what its end tells of what steered it.
+    incarnation: differs between requests that have the same id one after another.
+    watched: some stage ships rows of it, so each stage tells of its end.
+    noted: what steers it is told with its end.
     """
 
     key: str
@@ -221,7 +229,10 @@ class Slotted(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One step. rows: rows of the buffer; ship_rows: how many of them are for consumers.
+    """One step.
+
+    rows: rows of the buffer.
+    ship_rows: how many of them are for consumers.
 
     steered: which token rows are steered; where two name the same row, the later one holds.
     """
@@ -256,7 +267,11 @@ def block_of(group: Group, sites: Sequence[Site]) -> Block:
 
 
 class Planner:
-    """Makes plans for one worker. num_sites: the sites it taps, known by index from here on. hubs: how many its rows go to."""
+    """Makes plans for one worker.
+
+    num_sites: the sites it taps, known by index from here on.
+    hubs: how many its rows go to.
+    """
 
     def __init__(self, num_sites: int, hubs: int = 1) -> None:
         self.num_sites = num_sites

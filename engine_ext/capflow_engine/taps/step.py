@@ -24,7 +24,10 @@ _NO_LENGTHS = np.empty(0, np.int64)
 
 
 class _Run(NamedTuple):
-    """`amount` times a row of the bank is added to token rows `begin .. end`. wide: float32 memory for as many."""
+    """`amount` times a row of the bank is added to token rows `begin .. end`.
+
+    wide: float32 memory for as many.
+    """
 
     begin: int
     end: int
@@ -67,19 +70,27 @@ class _Gathered(NamedTuple):
 
 
 class Step:
-    """One step on the CPU. buffer: `[plan.rows, hidden]` in the model's dtype."""
+    """One step on the CPU.
+
+    buffer: `[plan.rows, hidden]` in the model's dtype.
+    """
 
     def __init__(self, plan: Plan, buffer: torch.Tensor | None, bank: Bank) -> None:
         self.plan = plan
         self.buffer = buffer
         self.bank = bank
-        self._runs: list[tuple[int, int, int]] = []  # see `_runs`
-        self._lengths: npt.NDArray[np.int64] = _NO_LENGTHS  # of the runs
-        self._sums: dict[int, Sequence[_Run | _Gathered]] = {}  # site → all that is done there, where that is adding
-        self._heads: dict[int, npt.NDArray[np.int32]] = {}  # any other site → the first operation of each run
+        # See `_runs`.
+        self._runs: list[tuple[int, int, int]] = []
+        # Of the runs.
+        self._lengths: npt.NDArray[np.int64] = _NO_LENGTHS
+        # Site → all that is done there, where that is adding.
+        self._sums: dict[int, Sequence[_Run | _Gathered]] = {}
+        # Any other site → the first operation of each run.
+        self._heads: dict[int, npt.NDArray[np.int32]] = {}
         if plan.steered:
             self._plan_steering()
-        self._copies: dict[int, list[tuple[Any, int, int]]] = {}  # site index → (group's source, first row, rows)
+        # Site index → (group's source, first row, rows).
+        self._copies: dict[int, list[tuple[Any, int, int]]] = {}
         for group in plan.groups:
             source = _source(group.runs)
             for number, site in enumerate(group.sites):
@@ -173,11 +184,13 @@ def _few_or_long(count: int, tokens: int) -> bool:
 
 
 def _changed(bank: Bank, heads: npt.NDArray[np.int32], stream: torch.Tensor) -> torch.Tensor:
-    """Return what operations change, `[tokens, hidden]` float32. heads: the first operation of each token.
+    """Return what operations change, `[tokens, hidden]` float32.
 
-    stream: `[tokens, hidden]` float32, the site's value, which is changed too. Tokens with the same first operation have the
-    same chain of operations. A chain is done alone, at one product with its tokens an operation, where chains are few or long;
-    many short ones are done together, operation by operation, until few are left.
+    heads: the first operation of each token.
+
+    stream: `[tokens, hidden]` float32, the site's value, which is changed too. Tokens with the same first operation
+        have the same chain of operations. A chain is done alone, at one product with its tokens an operation, where
+        chains are few or long; many short ones are done together, operation by operation, until few are left.
     """
     change = torch.zeros_like(stream)
     ops, on = heads, np.arange(len(heads))  # the next operation of each token that has one, and which token it is

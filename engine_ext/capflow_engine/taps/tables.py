@@ -30,10 +30,14 @@ _NOTHING = np.empty(0, np.int32)
 
 
 class Tables:
-    """The tables of one worker. tokens: the most tokens of a step; rows: the most rows of one; sites, as tapped.
+    """The tables of one worker.
 
-    device: where the model is. resident: whether the taps read the tables. Everything is sized to its bound at once;
-    `load` copies what a plan fills.
+    tokens: the most tokens of a step.
+    rows: the most rows of one; sites, as tapped.
+
+    device: where the model is.
+    resident: whether the taps read the tables. Everything is sized to its bound at once; `load` copies what a plan
+        fills.
     """
 
     def __init__(
@@ -56,9 +60,12 @@ class Tables:
         self.token_row = torch.full((CHANNELS, sites, tokens), -1, dtype=torch.int32, device=device)
         self.token_steer = torch.full((tokens,), -1, dtype=torch.int32, device=device)
         self.staging = torch.empty((rows, hidden), dtype=dtype, device=device)
-        self._written: dict[str, npt.NDArray[np.int32]] = {}  # what the device holds of each table
-        self._idle = True  # what the device holds now says "nothing to do"
-        self._steering = False  # some token on the device has a steering slot
+        # What the device holds of each table.
+        self._written: dict[str, npt.NDArray[np.int32]] = {}
+        # What the device holds now says "nothing to do".
+        self._idle = True
+        # Some token on the device has a steering slot.
+        self._steering = False
 
     def device_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that every tap carries, by the names of the op's arguments."""

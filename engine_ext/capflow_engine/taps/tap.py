@@ -43,8 +43,10 @@ def tap(
     """Do what the current step's plan says for one site; the op's CPU implementation.
 
     hidden, residual: `[tokens, hidden]`, with or without a leading 1; hidden is changed in place where the site is
-    steered. site: the site's index, int32 `[1]`. scale: the site's value is this many times what is given. The tables
-    are those of `capflow_engine.taps.tables` and `capflow_engine.taps.bank` and are not read here.
+        steered.
+    site: the site's index, int32 `[1]`.
+    scale: the site's value is this many times what is given. The tables are those of `capflow_engine.taps.tables` and
+        `capflow_engine.taps.bank` and are not read here.
     """
     step = step_module.current
     if step is not None and not step.plan.idle:

@@ -34,9 +34,12 @@ logger = logging.getLogger("vllm.capflow.control")
 
 
 class View:
-    """The rows that controllers asked for of one step. rows: `[plan.rows, hidden]` in the model's dtype.
+    """The rows that controllers asked for of one step.
 
-    limits: by vLLM's id, the position behind the last row that is the request's, where the step has more. hub: whose requests.
+    rows: `[plan.rows, hidden]` in the model's dtype.
+
+    limits: by vLLM's id, the position behind the last row that is the request's, where the step has more.
+    hub: whose requests.
     """
 
     def __init__(
@@ -72,7 +75,11 @@ class View:
 
 
 class Decided(NamedTuple):
-    """An action that a controller decided on, which fits the model. key: vLLM's id of its request; order: the controller's place."""
+    """An action that a controller decided on, which fits the model.
+
+    key: vLLM's id of its request.
+    order: the controller's place.
+    """
 
     key: str
     hub: int
@@ -81,18 +88,26 @@ class Decided(NamedTuple):
 
 
 class _Running:
-    """A controller that runs, and how it does. capture: what it sees; None when it could not be started."""
+    """A controller that runs, and how it does.
+
+    capture: what it sees; None when it could not be started.
+    """
 
     def __init__(self, owner: Owner, capture: CaptureSpec | None) -> None:
         self.owner = owner
         self.capture = capture
         self.controller: Controller | None = None
-        self._why_not = ""  # why it does nothing
-        self._failed = 0  # steps, since the start
+        # Why it does nothing.
+        self._why_not = ""
+        # Steps, since the start.
+        self._failed = 0
         self._failed_in_a_row = 0
-        self._refused = 0  # actions, since the start
-        self._refusal = ""  # why the latest action was refused; empty when it was not
-        self._missed = 0  # steps, since the start
+        # Actions, since the start.
+        self._refused = 0
+        # Why the latest action was refused; empty when it was not.
+        self._refusal = ""
+        # Steps, since the start.
+        self._missed = 0
         self._miss = ""
         self._error = ""
 
@@ -153,9 +168,10 @@ class _Running:
 class Controllers:
     """The controllers that one hub wants in one worker, for its requests; made anew when it asks for others.
 
-    sites: those that the worker's pipeline stage taps. A controller runs in the stage that has the sites it reads, and steers
-    there; one that reads or steers at several stages is refused. decides: whether it runs in this worker, which is the
-    stage's first tensor-parallel rank; the others do what that one decides.
+    sites: those that the worker's pipeline stage taps. A controller runs in the stage that has the sites it reads, and
+        steers there; one that reads or steers at several stages is refused.
+    decides: whether it runs in this worker, which is the stage's first tensor-parallel rank; the others do what that
+        one decides.
 
     Invariant: nothing that a controller does ends a step. What it cannot do is counted, logged and told as a trouble.
     """
@@ -174,7 +190,8 @@ class Controllers:
         self.info = info
         self.sites = sites
         self._own = frozenset(sites)
-        self._all: dict[int, _Running] = {}  # by place, those of this stage
+        # By place, those of this stage.
+        self._all: dict[int, _Running] = {}
         known, why_not = _installed() if specs and decides else ({}, "")
         for order, spec in enumerate(specs):
             running = _Running(Owner(order, spec.label), spec.capture)
@@ -219,8 +236,8 @@ class Controllers:
         """Show the controllers a step and return what they want from the next position on, in their order.
 
         ends: by vLLM's id, the position behind the last row that is the request's, where the step has more.
-        requests: vLLM's ids of the hub's requests, by id. vectors: returns what is added to a request now, by owner; an
-        action that would change nothing is left out.
+        requests: vLLM's ids of the hub's requests, by id.
+        vectors: returns what is added to a request now, by owner; an action that would change nothing is left out.
         """
         rows = buffer.view(DTYPES[self.info.dtype]).reshape(-1, self.info.hidden_size)
         decided: list[Decided] = []

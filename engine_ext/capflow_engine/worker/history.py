@@ -45,7 +45,10 @@ _Vectors = Mapping[Owner, tuple[SteeringVector, ...]]
 
 
 class _Change(NamedTuple):
-    """What holds from a position on. needs: what it takes of the reserve, under the name `reserved`."""
+    """What holds from a position on.
+
+    needs: what it takes of the reserve, under the name `reserved`.
+    """
 
     held: SlotRange
     vectors: _Vectors
@@ -54,14 +57,19 @@ class _Change(NamedTuple):
 
 
 class Histories:
-    """The histories of one worker's requests. reserve: how much of the bank is for what controllers add."""
+    """The histories of one worker's requests.
+
+    reserve: how much of the bank is for what controllers add.
+    """
 
     def __init__(self, bank: Bank, reserve: Size, info: ModelInfo) -> None:
         self.reserve = Holdings(reserve)
         self._bank = bank
         self._info = info
-        self._programs: dict[str, SteeringProgram] = {}  # what requests came with, by vLLM's id
-        self._changes: dict[str, list[_Change]] = {}  # by vLLM's id, of requests that anything ever steered
+        # What requests came with, by vLLM's id.
+        self._programs: dict[str, SteeringProgram] = {}
+        # By vLLM's id, of requests that anything ever steered.
+        self._changes: dict[str, list[_Change]] = {}
         self._numbers = itertools.count()
 
     def admit(self, tracked: Tracked, program: SteeringProgram) -> None:

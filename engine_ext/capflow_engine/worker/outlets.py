@@ -39,7 +39,8 @@ _DIRECTORY = re.compile(r"hub-(\d+)")
 class Outlets:
     """The links of one worker, one for each hub, and the thread that feeds them. It begins when it is made.
 
-    ring: where the rows lie until they are sent. troubles: says, on any thread, why a hub's controllers do nothing, by its number.
+    ring: where the rows lie until they are sent.
+    troubles: says, on any thread, why a hub's controllers do nothing, by its number.
     """
 
     def __init__(
@@ -56,7 +57,8 @@ class Outlets:
         self._settings = settings
         self._troubles = troubles
         self._ring = ring
-        self.former: list[FormerLink] = []  # for what workers that are gone left on disk
+        # For what workers that are gone left on disk.
+        self.former: list[FormerLink] = []
         # Each hub has a boot of its own, as it has numbers of its own: a spool given to another hub is never mistaken.
         boots = [uuid.uuid4().hex for _ in settings.hubs]
         self.links = tuple(

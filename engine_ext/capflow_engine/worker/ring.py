@@ -26,9 +26,12 @@ class Ring:
         self.bytes_max = bytes_max
         self.pinned = pinned
         self.bytes_lent = 0
-        self._bytes_held = 0  # lent or free
-        self._free: dict[int, list[torch.Tensor]] = {}  # by size
-        self._changed = threading.Condition()  # guards all of the above; notified when a buffer comes back
+        # Lent or free.
+        self._bytes_held = 0
+        # By size.
+        self._free: dict[int, list[torch.Tensor]] = {}
+        # Guards all of the above; notified when a buffer comes back.
+        self._changed = threading.Condition()
 
     @staticmethod
     def size_of(nbytes: int) -> int:
@@ -38,8 +41,8 @@ class Ring:
     def acquire(self, nbytes: int, timeout_s: float, held: int = 0) -> Any:
         """Return a writable uint8 array of `nbytes` bytes, or None if there was no room for that long.
 
-        held: how much of what is lent comes back only after this is given, so that waiting for it would be in vain; it does
-        not count.
+        held: how much of what is lent comes back only after this is given, so that waiting for it would be in vain; it
+            does not count.
         """
         size = self.size_of(nbytes)
         with self._changed:

@@ -46,7 +46,8 @@ class StepRunnerV2:
     """
 
     capflow: StepCapture
-    _capflow_step: contextlib.ExitStack  # of the `execute_model` that runs
+    # Of the `execute_model` that runs.
+    _capflow_step: contextlib.ExitStack
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step."""

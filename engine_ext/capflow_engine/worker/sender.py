@@ -34,12 +34,15 @@ logger = logging.getLogger("vllm.capflow.sender")
 
 @dataclass
 class Computed:
-    """A step that was computed. rows: its buffer as bytes, None when it shipped nothing or its rows were lost.
+    """A step that was computed.
 
-    token_ids: the input ids of the step's tokens, `[tokens]`, valid when `ready` returned. lost: why
-    `rows` is None although rows were planned. ended: requests that are over, with what is known of them.
-    limits: by vLLM's id, the position behind the last row that is the request's; without one, all are. lent: the bytes that
-    the worker's ring lent for it.
+    rows: its buffer as bytes, None when it shipped nothing or its rows were lost.
+
+    token_ids: the input ids of the step's tokens, `[tokens]`, valid when `ready` returned.
+    lost: why `rows` is None although rows were planned.
+    ended: requests that are over, with what is known of them.
+    limits: by vLLM's id, the position behind the last row that is the request's; without one, all are.
+    lent: the bytes that the worker's ring lent for it.
     """
 
     number: int
@@ -73,7 +76,10 @@ class FrameSink(Protocol):
 
 
 class Way(NamedTuple):
-    """The way to one hub. boot: what the worker calls its life there."""
+    """The way to one hub.
+
+    boot: what the worker calls its life there.
+    """
 
     link: FrameSink
     boot: str
@@ -82,8 +88,8 @@ class Way(NamedTuple):
 class Sender:
     """One thread and its queue, from the start of a worker to its end.
 
-    ways: to each hub, by number. texts: makes the text of a token id, None without a tokenizer. The queue needs no bound of its own:
-    each step in it holds a buffer of the worker's ring, which is bounded.
+    ways: to each hub, by number. texts: makes the text of a token id, None without a tokenizer. The queue needs no
+        bound of its own: each step in it holds a buffer of the worker's ring, which is bounded.
     """
 
     def __init__(
@@ -102,8 +108,10 @@ class Sender:
         self.dropped: tuple[Counter[str], ...] = tuple(Counter() for _ in ways)
         """Rows not sent, by hub and reason, since the start; written by the thread."""
         self._row_bytes = info.hidden_size * DTYPES[info.dtype].itemsize
-        self._sent: dict[str, int] = {}  # rows sent, by vLLM's id, of requests that run
-        self._lost: dict[str, Losses] = {}  # rows not sent, likewise
+        # Rows sent, by vLLM's id, of requests that run.
+        self._sent: dict[str, int] = {}
+        # Rows not sent, likewise.
+        self._lost: dict[str, Losses] = {}
         self._log = LossLog(logger, f"worker {tuple(rank)}", engine=engine, rank=list(rank))
         self._steps: queue.SimpleQueue[Computed | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="capflow-sender", daemon=True)
@@ -253,7 +261,10 @@ class Sender:
         over: Sequence[tuple[Tracked, Ended]],
         counts: Mapping[str, int],
     ) -> FrameHeader:
-        """Return a frame's header, with the ends of requests; counts: their rows in it."""
+        """Return a frame's header, with the ends of requests.
+
+        counts: their rows in it.
+        """
         return FrameHeader(
             engine=self.engine,
             boot=self.ways[hub].boot,

@@ -89,21 +89,30 @@ class WorkerCapture:
         self.histories = Histories(self.bank, size.reserve, self.info)
         for n, (site, layer, place) in enumerate(owned):
             install(layer, site.hook, place, Tap(n, place, self.tables, self.bank, self.device))
-        self.sends = self.rank.tp == 0  # also a stage without taps: its part of a request ends like any other's
+        # Also a stage without taps: its part of a request ends like any other's.
+        self.sends = self.rank.tp == 0
         self.ring = Ring(self.settings.outbound_bytes_max, pinned=self.tables.resident)
-        self.wishes: dict[int, tuple[Wishes, ...]] = {}  # of each hub
+        # Of each hub.
+        self.wishes: dict[int, tuple[Wishes, ...]] = {}
         self.controllers = [self._controllers((), hub) for hub in range(len(self.settings.hubs))]
-        self.requests: dict[str, Tracked] = {}  # by vLLM's id
+        # By vLLM's id.
+        self.requests: dict[str, Tracked] = {}
         self._pending = Pending()
-        self._viewed: _Viewed | None = None  # the step before, until the next one begins
+        # The step before, until the next one begins.
+        self._viewed: _Viewed | None = None
         self._step = 0
         # Of the step between `prepare` and the end of `forward`:
-        self._planned = EMPTY_PLAN  # all that was wanted of it
-        self._plan: Plan | None = None  # what is done, which is less when there is no room; None in a dummy run
-        self._buffer: Any = None  # where its rows go
-        self._lost: str | None = None  # why its rows for consumers are not taken
+        # All that was wanted of it.
+        self._planned = EMPTY_PLAN
+        # What is done, which is less when there is no room; None in a dummy run.
+        self._plan: Plan | None = None
+        # Where its rows go.
+        self._buffer: Any = None
+        # Why its rows for consumers are not taken.
+        self._lost: str | None = None
         self._copy_stream: Any = torch.cuda.Stream() if self.tables.resident else None
-        self._copied: Any = None  # event: the copy of the step before has left the staging buffer
+        # Event: the copy of the step before has left the staging buffer.
+        self._copied: Any = None
         self.outlets: Outlets | None = None
         if self.sends:
             tokenizer = compat.load_tokenizer(worker.vllm_config)
@@ -281,7 +290,8 @@ class WorkerCapture:
     def prepare(self, parts: Sequence[tuple[str, int, int, int]]) -> None:
         """Plan the step, now that the runner knows its batch.
 
-        parts: for each request, by vLLM's id, its first row in the model's tensors, first position and number of tokens.
+        parts: for each request, by vLLM's id, its first row in the model's tensors, first position and number of
+            tokens.
         """
         batch = []
         for key, row, start, length in parts:
