@@ -226,7 +226,7 @@ def test_a_recording_waits_for_room_on_its_disk(address, tmp_path):
 
 
 def test_a_test_that_is_killed_leaves_no_mount(tmp_path):
-    program = "import os, signal, sys, disks\nwith disks.mounted(sys.argv[1], '64k'):\n    os.kill(os.getpid(), signal.SIGKILL)"
+    program = "import os, signal, sys\nfrom tests.kit import disks\nwith disks.mounted(sys.argv[1], '64k'):\n    os.kill(os.getpid(), signal.SIGKILL)"
     with mounted(tmp_path, "64k"):
         assert os.path.ismount(tmp_path)  # else this is skipped
     child = subprocess.run([sys.executable, "-c", program, tmp_path], check=False, cwd=ROOT)

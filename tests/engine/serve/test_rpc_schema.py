@@ -29,7 +29,7 @@ from capflow_engine.serve.rpc.generation import body_of
 from capflow_engine.serve.rpc.values import fields_of, parsed
 from tests.kit.sources import PACKAGES, ROOT
 
-RPC = PACKAGES["capflow_engine"] / "rpc"
+RPC = PACKAGES["capflow_engine"] / "serve" / "rpc"
 PROTO = "capflow_engine/serve/rpc/capflow.proto"
 WIDTH = 4
 ROWS = np.arange(2 * WIDTH, dtype=np.float16).reshape(2, WIDTH) + 1
@@ -45,7 +45,7 @@ _VERSION = re.compile(r"\d+\.\d+\.\d+|^    \d+,$", re.MULTILINE)
 def test_the_generated_code_is_that_of_the_schema(tmp_path):
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *outputs, PROTO]
-    subprocess.run(command, check=True, cwd=RPC.parent.parent)
+    subprocess.run(command, check=True, cwd=RPC.parents[2])
     made = sorted((tmp_path / PROTO).parent.iterdir())
     assert [path.name for path in made] == ["capflow_pb2.py", "capflow_pb2.pyi", "capflow_pb2_grpc.py"]
     for path in made:
