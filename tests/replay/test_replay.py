@@ -271,8 +271,8 @@ class TestARecordingThatWasCutShort:
         path = tmp_path / "rec"
         child = subprocess.run([sys.executable, "-c", textwrap.dedent(self.CHILD), path], timeout=60, check=False)
         assert child.returncode == -signal.SIGKILL
-        kinds = [type(said).__name__ for said in recording.read(path)]
-        assert kinds == ["Engine", "Frame", "RequestDone", "Frame"]
+        kinds = [type(entry).__name__ for entry in recording.read(path)]
+        assert kinds == ["RecordedEngine", "Frame", "RequestDone", "Frame"]
         with MemoryHub(record(path)) as hub:
             engine = hub.engine()
             engine.step(

@@ -123,7 +123,7 @@ def test_the_matrix_names_what_is_right_and_why_others_are_not(monkeypatch, tmp_
     assert "<sup>3</sup> two modules" in text
     assert "<sup>4</sup> not run in this dtype" in text
     assert "* vLLM does not implement it: broken" in text
-    assert "* rows differ from Transformers' by 2e-03, and why is not known: off" in text
+    assert "* rows differ from Transformers' by 2e-03, for an unknown reason: off" in text
     assert "* an encoder: bert" in text
     assert checks.rights(text) == {"all", "some"}
     checks.write(found, {}, {})
