@@ -1,7 +1,8 @@
 """The command line. Each command is a module of its own, imported when it is run.
 
-Every error is one line on stderr, `capflow: MESSAGE`. The exit code is 2 for what the user is to mend, 1 for what
-failed, and 130 when interrupted. `CAPFLOW_TRACEBACK=1` shows where an unexpected error came from.
+Every error is one line on standard error, `capflow: MESSAGE`. The exit code is 2 if the user must change the command or
+its input, 1 if the command failed, and 130 after an interrupt. `CAPFLOW_TRACEBACK=1` shows where an unexpected error
+came from.
 
 Invariant: showing help imports no command, no plugin and neither torch nor vLLM.
 """
@@ -27,30 +28,38 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     ),
     "export": ("capflow_consumers.export.command", "export", "Write a captured data set in another format."),
     "inspect": ("capflow_consumers.inspect.command", "inspect", "Show what a captured data set holds; draw its norms."),
-    "keys": ("capflow.cli.keys", "keys", "Make keys for TCP, and say whose may connect to a hub."),
+    "keys": ("capflow.cli.keys", "keys", "Make keys for TCP, and allow them to connect to a hub."),
     "plugin": ("capflow.cli.plugin", "plugin", "Write a package with a consumer of your own."),
     "plugins": ("capflow.cli.plugins", "plugins", "List the consumers and controllers that are installed."),
-    "probe": ("capflow.cli.probe.command", "probe", "Fit a probe on labelled captures, and judge one."),
-    "query": ("capflow_consumers.duckdb.command", "query", "Ask SQL of the duckdb consumer, running or not."),
-    "record": ("capflow.cli.engine.record", "record", "Keep raw frames, to replay them."),
+    "probe": ("capflow.cli.probe.command", "probe", "Fit a probe on labelled captures, or evaluate one."),
+    "query": (
+        "capflow_consumers.duckdb.command",
+        "query",
+        "Run SQL on the duckdb consumer's database, running or not.",
+    ),
+    "record": ("capflow.cli.engine.record", "record", "Store raw frames, to replay them."),
     "replay": (
         "capflow.cli.hub.replay",
         "replay",
         "Give a recording or a data set to consumers, as if engines were live.",
     ),
-    "result": ("capflow.cli.hub.result", "result", "Show what became of a request's capture."),
+    "result": ("capflow.cli.hub.result", "result", "Show the capture results of requests."),
     "rollouts": ("capflow.cli.engine.rollouts", "rollouts", "Answer prompts under vectors and scales, into a file."),
     "run": ("capflow.cli.engine.run", "run", "Run a hub with consumers, alone or with a model."),
-    "serve": ("capflow.cli.engine.serve", "serve", "Serve a model with vLLM's OpenAI-compatible server, tapped."),
-    "sites": ("capflow.cli.model.sites", "sites", "Show which sites a model has, and which would carry a tap."),
+    "serve": (
+        "capflow.cli.engine.serve",
+        "serve",
+        "Serve a model with vLLM's OpenAI-compatible server, with capture and steering.",
+    ),
+    "sites": ("capflow.cli.model.sites", "sites", "Show the sites of a model, and which of them would be tapped."),
     "spool": ("capflow.cli.hub.spool", "spool", "Look into a spool, verify it, or empty it."),
     "status": ("capflow.cli.hub.status", "status", "Show a running hub's counters."),
     "steer": ("capflow.cli.hub.act", "steer", "Add a vector to a running request."),
     "top": ("capflow.cli.hub.top", "top", "Watch a running hub: sessions, queues, credit, drops and rates."),
-    "unsteer": ("capflow.cli.hub.act", "unsteer", "Take back what `steer` added."),
+    "unsteer": ("capflow.cli.hub.act", "unsteer", "Remove the vectors that `steer` added."),
     "vectors": ("capflow.cli.engine.vectors", "vectors", "Make steering vectors from pairs of prompts."),
 }
-"""Each command's module, its name there, and its line of help: the command is not imported to show it."""
+"""Each command's module, its name there and its line of help, so that help imports no command."""
 
 _TRACEBACK_VARIABLE = "CAPFLOW_TRACEBACK"
 
@@ -70,7 +79,11 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  click's signature
+    def format_commands(
+        self,
+        ctx: click.Context,  # noqa: ARG002  click's signature
+        formatter: click.HelpFormatter,
+    ) -> None:
         """Write the commands' lines of help."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][2]) for name in sorted(COMMANDS)])

@@ -1,4 +1,4 @@
-"""`capflow keys`: make keys for TCP, and say whose may connect to a hub and what they may do."""
+"""`capflow keys`: makes keys for TCP, and lists which keys may connect to a hub and with which rights."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _directory = click.option(
     "where",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Where keys lie. Default: ~/.config/capflow/keys.",
+    help="The directory of keys. Default: ~/.config/capflow/keys.",
 )
 
 
 @click.group()
 def keys() -> None:
-    """Make keys for TCP, and say whose may connect to a hub."""
+    """Make keys for TCP, and allow them to connect to a hub."""
 
 
 @keys.command()
@@ -26,7 +26,7 @@ def keys() -> None:
 def new(name: str, where: Path | None) -> None:
     """Make the key NAME, and print its public half.
 
-    The file that it says it wrote is secret; what it prints is not.
+    The file is secret; the printed public key is not.
     """
     from capflow.transport.keys import directory, key_directory, write_key
     from capflow.transport.zap import new_key
@@ -39,7 +39,7 @@ def new(name: str, where: Path | None) -> None:
 
 @keys.command()
 @click.argument("public", metavar="PUBLIC-KEY")
-@click.option("--name", metavar="NAME", help="Whose it is. Default: the first digits of the key.")
+@click.option("--name", metavar="NAME", help="The name of the key's owner. Default: the first digits of the key.")
 @click.option(
     "--rights",
     default="read",
@@ -49,9 +49,9 @@ def new(name: str, where: Path | None) -> None:
 )
 @_directory
 def allow(public: str, name: str | None, rights: str, where: Path | None) -> None:
-    """Let who has the secret of PUBLIC-KEY connect to the hubs whose key lies here.
+    """Allow the owner of PUBLIC-KEY to connect to the hubs whose key is in the directory.
 
-    A hub that runs takes note by itself, within a second. Said again with other rights, those hold.
+    A running hub applies the change within a second. Allowing a key again replaces its rights.
     """
     from capflow.transport.keys import AllowList, directory, key_directory, parse_rights
 
@@ -65,17 +65,17 @@ def allow(public: str, name: str | None, rights: str, where: Path | None) -> Non
 @click.argument("key", metavar="NAME|PUBLIC-KEY")
 @_directory
 def revoke(key: str, where: Path | None) -> None:
-    """Let a key connect no more; who is connected with it is cut off within a second."""
+    """Forbid a key to connect; its connections are closed within a second."""
     from capflow.transport.keys import AllowList, directory, key_directory
 
     gone = AllowList(key_directory(where or directory())).revoke(key)
-    click.echo(f"{gone.name} may nothing any more")
+    click.echo(f"{gone.name} may no longer connect")
 
 
 @keys.command("list")
 @_directory
 def list_keys(where: Path | None) -> None:
-    """Show the keys that lie here, and whose may connect to hubs that have one of them."""
+    """Show the keys in the directory, and the keys that may connect to their hubs."""
     from capflow.transport.keys import RIGHTS, AllowList, directory, key_directory, read_key
 
     path = key_directory(where or directory())

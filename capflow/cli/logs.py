@@ -1,10 +1,11 @@
 """Logs of a command that runs: text for people, or one JSON object a line for machines.
 
-Each JSON line has `time` (UTC, RFC 3339), `level` (`info`, `warning`, `error`), `logger`, `event` and `message`. An event's name and its
-further fields are stable; messages are for people. What stands under `extra` of a record becomes a field; `exception` is a traceback.
+Each JSON line has `time` (UTC, RFC 3339), `level` (`info`, `warning`, `error`), `logger`, `event` and `message`. The
+name of an event and its other fields are stable; messages are for people. The keys of a record's `extra` become fields,
+and a traceback becomes `exception`.
 
-Invariant: nothing of a record begins a line of its own or moves a terminal, whoever chose it: a line of JSON is ASCII, and in text every character that
-cannot be printed is its escape, with the lines of a traceback indented.
+Invariant: no value in a record starts a line of its own or moves a terminal, whoever chose the value. JSON lines are
+ASCII. In text, characters that cannot be printed are escaped, and the lines of a traceback are indented.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _DROPPED = "%d lines of the log are dropped: nobody read them in time"
 
 
 class JsonFormatter(logging.Formatter):
-    """Makes one line of JSON of each record."""
+    """Formats a record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -59,19 +60,19 @@ def _ascii(line: dict[str, Any]) -> str:
 
 
 def dropped_as_json(lines: int) -> str:
-    """Return the line that says how many lines nobody read in time."""
+    """Return the JSON line for a number of lines that were dropped because nobody read them in time."""
     record = logger.makeRecord(logger.name, logging.WARNING, __file__, 0, _DROPPED, (lines,), None)
     record.__dict__ |= {"event": "log_dropped", "lines": lines}
     return JsonFormatter().format(record) + "\n"
 
 
 def dropped_as_text(lines: int) -> str:
-    """As `dropped_as_json`, for people."""
+    """Return the same as `dropped_as_json`, as text."""
     return f"capflow: {_DROPPED % lines}\n"
 
 
 class TextFormatter(logging.Formatter):
-    """Makes a line for people of each record, and further ones, indented, of a traceback."""
+    """Formats a record as one line of text, and its traceback as indented lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the lines."""
@@ -83,7 +84,7 @@ class TextFormatter(logging.Formatter):
 
 
 class _JsonHandler(logging.StreamHandler[TextIO]):
-    """Writes to standard error, and lets nobody write between."""
+    """Writes each record to a file as one line of JSON."""
 
     def __init__(self, file: TextIO) -> None:
         super().__init__(file)
@@ -91,7 +92,7 @@ class _JsonHandler(logging.StreamHandler[TextIO]):
 
 
 class _TextHandler(logging.Handler):
-    """Shows records above a live line, if there is one."""
+    """Prints records above the live line, if there is one."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)
@@ -104,7 +105,10 @@ class _TextHandler(logging.Handler):
 
 @contextlib.contextmanager
 def logs_to(console: Console, log_format: Format, file: TextIO | None = None) -> Iterator[None]:
-    """Show what capflow logs, from information on; as JSON, in `file` or standard error, also what other libraries warn of."""
+    """Show capflow's log records of level INFO and above; with JSON also other libraries' warnings.
+
+    file: the destination of JSON lines; standard error by default.
+    """
     handler = _TextHandler(console) if log_format == "text" else _JsonHandler(file or sys.stderr)
     ours, root = logging.getLogger("capflow"), logging.getLogger()
     target = ours if log_format == "text" else root
@@ -122,7 +126,7 @@ def logs_to(console: Console, log_format: Format, file: TextIO | None = None) ->
 
 
 def _log_death(args: threading.ExceptHookArgs) -> None:
-    """Log what a thread died of."""
+    """Log the exception that ended a thread."""
     name = args.thread.name if args.thread is not None else "a thread"
     error = args.exc_value or args.exc_type()
     logger.critical("%s ended", name, exc_info=error, extra={"event": "thread_ended", "ended": name})
@@ -130,7 +134,7 @@ def _log_death(args: threading.ExceptHookArgs) -> None:
 
 @contextlib.contextmanager
 def failures_as_json() -> Iterator[None]:
-    """Say what a command fails with as the last line of its log; the exit code is the one it has otherwise."""
+    """Log a command's error as the last line of its JSON log; the exit code stays the same."""
     try:
         yield
     except CapflowError as e:

@@ -1,4 +1,4 @@
-"""`capflow plugin`: what helps to write one."""
+"""`capflow plugin`: writes a package for a consumer of your own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def plugin() -> None:
 @click.option(
     "--directory",
     type=click.Path(path_type=Path),
-    help="Where to write it; it must not be there. Default: capflow-NAME.",
+    help="The directory to make; it must not exist. Default: capflow-NAME.",
 )
 def new(name: str, directory: Path | None) -> None:
-    """Write a package with a consumer NAME that works, and its tests."""
+    """Write a package with a working consumer NAME and its tests."""
     from capflow.plugins.configure import load_plugins
     from capflow.plugins.kit import Names, write_plugin
 

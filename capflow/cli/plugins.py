@@ -1,4 +1,4 @@
-"""`capflow plugins`: what is installed, and how each is configured."""
+"""`capflow plugins`: lists the installed consumers and controllers with their options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import click
 def plugins(as_json: bool) -> None:
     """List the consumers and controllers that are installed, with their options.
 
-    One hub may run several instances of a plugin: `--consumer NAME@INSTANCE:KEY=VALUE`, with an instance name of your own.
+    One hub may run several instances of a plugin: `--consumer NAME@INSTANCE:KEY=VALUE`, with an instance name of your
+    own.
     """
     from capflow.plugins.configure import Plugin, load_plugins, options_of
     from capflow.plugins.consumer import Consumer
@@ -31,16 +32,16 @@ def plugins(as_json: bool) -> None:
             ],
         }
 
-    found = [describe(name, plugin) for name, plugin in sorted(load_plugins().items())]
+    described = [describe(name, plugin) for name, plugin in sorted(load_plugins().items())]
     if as_json:
         import json
 
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps(described, indent=2))
         return
-    _print(found)
+    _print(described)
 
 
-def _print(found: list[dict[str, Any]]) -> None:
+def _print(described: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -48,9 +49,9 @@ def _print(found: list[dict[str, Any]]) -> None:
     table = Table(show_lines=True)
     table.add_column("name", no_wrap=True)
     table.add_column("kind")
-    table.add_column("what it does")
+    table.add_column("description")
     table.add_column("options (* required)")
-    for plugin in found:
+    for plugin in described:
         options = [
             f"{option['name']}*: {option['type']}"
             if option["required"]

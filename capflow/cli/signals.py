@@ -12,22 +12,24 @@ _SHELL = 128  # what a shell adds to the number of the signal that ended a comma
 
 
 class Signals:
-    """Takes SIGINT, SIGTERM and SIGHUP from `with` to its end.
+    """Handles SIGINT, SIGTERM and SIGHUP inside a `with` block.
 
-    SIGHUP says that the terminal is gone, perhaps more than once; where it was ignored before, as under `nohup`, it stays so.
-    first, second: set by the first signal and by the second. They are set in a thread of their own: a handler runs in the
-    main thread between any two instructions, also where that holds the lock of the event which the handler would set. So the
-    handler takes none; `SimpleQueue.put` is what Python's documentation allows there.
+    SIGHUP means that the terminal is gone. It may come more than once, and only the first counts. If SIGHUP was ignored
+    before, as under `nohup`, it stays ignored.
+
+    The first signal sets `first`, the second one sets `second`. A thread of its own sets them: a handler runs in the
+    main thread between any two instructions, perhaps while that thread holds the lock of the event. Therefore the
+    handler takes no lock; Python's documentation allows `SimpleQueue.put` there.
     """
 
     def __init__(self) -> None:
         self.first = threading.Event()
         self.second = threading.Event()
-        # Of the last signal; 0 before any.
+        # The number of the last signal; 0 before the first.
         self.number = 0
         self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._follower = threading.Thread(target=self._follow, name="capflow-signals", daemon=True)
-        # What the signals did before; from `with` to its end.
+        # The handlers to restore at the end.
         self._before: dict[int, Any] = {}
 
     @property

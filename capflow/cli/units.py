@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Numbers formatted for people."""
 
 from __future__ import annotations
 
 
 def human_bytes(count: float) -> str:
-    """Return a number of bytes as people read it."""
+    """Return a number of bytes with a binary unit, `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

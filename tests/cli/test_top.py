@@ -156,7 +156,7 @@ class TestRates:
         for second in range(100):
             history.add({**told[1], "uptime_s": 100.0 + second, "rows": 10 * second})
         assert history.rates.hub.rows == 10
-        assert len(history._told) < 10
+        assert len(history._statuses) < 10
 
 
 @pytest.mark.parametrize(

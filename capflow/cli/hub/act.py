@@ -1,4 +1,4 @@
-"""`capflow steer`, `unsteer` and `abort`: have the engine that runs a request act on it."""
+"""`capflow steer`, `unsteer` and `abort`: act on a running request."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ if TYPE_CHECKING:
     from capflow.steering.action import Action
 
 
-_engine = engine_option("The engine that runs the request, where several have its id.")
+_engine = engine_option("The engine that runs the request, if several engines have a request with this id.")
 
 
 @click.command()
 @click.argument("request")
 @_engine
 @click.option("--vector", required=True, metavar="FILE.safetensors[:KEY]", help="The vector, [hidden_size].")
-@click.option("--site", required=True, metavar="HOOK:LAYER", help="Where to add it, e.g. post_block:12.")
-@click.option("--scale", type=float, default=1.0, show_default=True, help="What to multiply it by.")
+@click.option(
+    "--site", required=True, metavar="HOOK:LAYER", help="The site at which to add the vector, e.g. post_block:12."
+)
+@click.option("--scale", type=float, default=1.0, show_default=True, help="The factor that multiplies the vector.")
 @hub_options
 def steer(request: str, engine: str, vector: str, site: str, scale: float, **hub: Any) -> None:
     """Add a vector to the running REQUEST, from its next generated token on."""
@@ -39,7 +41,7 @@ def steer(request: str, engine: str, vector: str, site: str, scale: float, **hub
 @_engine
 @hub_options
 def unsteer(request: str, engine: str, **hub: Any) -> None:
-    """Take back what `steer` added to the running REQUEST."""
+    """Remove the vectors that `steer` added to the running REQUEST."""
     from capflow.steering.action import Unsteer
 
     _act(Unsteer(request, engine=engine), hub)
@@ -50,16 +52,16 @@ def unsteer(request: str, engine: str, **hub: Any) -> None:
 @_engine
 @hub_options
 def abort(request: str, engine: str, **hub: Any) -> None:
-    """Stop the running REQUEST; what it generated so far is its result."""
+    """Stop the running REQUEST; the tokens so far are its answer."""
     from capflow.steering.action import Abort
 
     _act(Abort(request, engine=engine), hub)
 
 
 def read_vector(text: str) -> Any:
-    """Return the tensor that `FILE[:KEY]` names, as an array.
+    """Return the tensor that `FILE[:KEY]` names, as a float32 array of the tensor's shape.
 
-    Raises UsageError when there is no such file or tensor, or no KEY and several tensors.
+    Raises UsageError if the file or the tensor does not exist, or if the file has several tensors and KEY is missing.
     """
     from capflow.errors import UsageError, explain
 
@@ -88,12 +90,12 @@ def _read_safetensors(file: Path, where: str) -> dict[str, Any]:
 
     dtypes = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
     try:
-        found = safetensors.deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
+        tensors = safetensors.deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
     except (OSError, safetensors.SafetensorError) as e:
         raise UsageError(explain(where, got=str(e), expected="a safetensors file")) from e
     return {
         name: np.frombuffer(tensor["data"], dtypes[tensor["dtype"]]).reshape(tensor["shape"]).astype(np.float32)
-        for name, tensor in found
+        for name, tensor in tensors
         if tensor["dtype"] in dtypes
     }
 

@@ -1,4 +1,4 @@
-"""The options by which commands find a running hub, the same for all of them."""
+"""The options with which every command finds a running hub."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import click
 from capflow import limits
 from capflow.errors import UsageError, explain
 
-KEY_HELP = "This side's key: its name in the directory of keys, or a path. Default: that of CAPFLOW_KEY."
+KEY_HELP = "The key of this command: its name in the directory of keys, or a path. Default: CAPFLOW_KEY."
 
 
-def engine_option(what: str) -> Callable[..., Any]:
-    """Return the option `--engine` of a command about a request, with its help."""
-    return click.option("--engine", metavar="NAME", default="", callback=_engine, help=what)
+def engine_option(text: str) -> Callable[..., Any]:
+    """Return the option `--engine` of a command about a request; `text` is its help."""
+    return click.option("--engine", metavar="NAME", default="", callback=_engine, help=text)
 
 
 def _engine(_: click.Context, __: click.Parameter, engine: str) -> str:

@@ -21,7 +21,10 @@ _REQUESTS_SHOWN = 3
 
 @click.group()
 def dead() -> None:
-    """Look into dead letters: the frames and requests that a consumer could not handle, in DIR.dead beside its inbox DIR."""
+    """Look into dead letters: the frames and requests that a consumer could not handle.
+
+    They are in DIR.dead beside the consumer's inbox DIR.
+    """
 
 
 @dead.command("list")
@@ -35,7 +38,7 @@ def list_(directory: Path, as_json: bool) -> None:
     from capflow.cli.hub.view import clean
     from capflow.hub.lanes.dead_letters import read
 
-    rows = [_told(found) for found in read(directory)]
+    rows = [_fields(entry) for entry in read(directory)]
     if as_json:
         _print_json(rows)
         return
@@ -54,20 +57,20 @@ def list_(directory: Path, as_json: bool) -> None:
 @click.argument("letter", type=click.IntRange(min=1))
 @_json
 def show(directory: Path, letter: int, as_json: bool) -> None:
-    """Show dead letter number LETTER in DIRECTORY: its reason, and which rows it holds."""
+    """Show dead letter number LETTER in DIRECTORY: its reason and its rows."""
     from capflow.cli.hub.view import clean
     from capflow.errors import UsageError, explain
     from capflow.hub.lanes.dead_letters import read
 
-    found = next((found for found in read(directory) if _number(found) == letter), None)
-    if found is None:
+    entry = next((entry for entry in read(directory) if _number(entry) == letter), None)
+    if entry is None:
         do = f"`capflow spool dead list {directory}` has their numbers"
-        raise UsageError(explain("LETTER", got=letter, expected="the number of a letter that is there", do=do))
-    told = _told(found) | {"holds": list(_rows(found))}
+        raise UsageError(explain("LETTER", got=letter, expected="the number of a dead letter", do=do))
+    fields = _fields(entry) | {"holds": list(_rows(entry))}
     if as_json:
-        _print_json(told)
+        _print_json(fields)
         return
-    for name, value in told.items():
+    for name, value in fields.items():
         if name == "holds":
             for part in value:
                 click.echo(f"  {clean(part['request'])}: positions {part['start']}..{part['stop']} at {part['sites']}")
@@ -80,11 +83,11 @@ def show(directory: Path, letter: int, as_json: bool) -> None:
 @click.option("--through", type=click.IntRange(min=1), metavar="LETTER", help="Only the letters up to this one.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def drop(directory: Path, through: int | None, yes: bool) -> None:
-    """Remove the dead letters in DIRECTORY, whose rows are lost then."""
+    """Remove the dead letters in DIRECTORY; their rows are lost."""
     from capflow.errors import UsageError, explain
     from capflow.hub.lanes.dead_letters import drop, read
 
-    numbers = [number for found in read(directory) if (number := _number(found)) <= (through or number)]
+    numbers = [number for entry in read(directory) if (number := _number(entry)) <= (through or number)]
     if numbers and not yes:
         if not sys.stdin.isatty():
             raise UsageError(explain(f"{directory}", got=f"{len(numbers)} dead letters", do="--yes removes them"))
@@ -102,11 +105,12 @@ def drop(directory: Path, through: int | None, yes: bool) -> None:
     help="A consumer and its options; may be repeated.",
 )
 @click.option("--config", type=click.Path(path_type=Path), help="A TOML file with a [[consumer]] table for each.")
-@click.option("--keep", is_flag=True, help="Leave the letters where they are.")
+@click.option("--keep", is_flag=True, help="Do not remove the letters.")
 def replay(directory: Path, consumers: tuple[str, ...], config: Path | None, keep: bool) -> None:
-    """Give the rows of the dead letters in DIRECTORY to consumers again, and remove the letters when all were taken.
+    """Give the rows of the dead letters in DIRECTORY to consumers again, then remove the letters.
 
-    The exit code is 1, and every letter stays, when a consumer failed at one. Consumers have policy `block` here, whatever they say.
+    If a consumer fails at a letter, the exit code is 1 and every letter stays. Consumers have policy `block` here,
+    whatever their options are.
     """
     from capflow.buffers.policy import WhenFull
     from capflow.cli.hub.running import HubRun
@@ -139,27 +143,27 @@ def _blocking(consumer: Any, policy: Any) -> Any:
     return dataclasses.replace(consumer, policy=policy, spill=None)
 
 
-def _number(found: Found | Lost) -> int:
+def _number(entry: Found | Lost) -> int:
     from capflow.buffers.spool import Lost
 
-    return found.last if isinstance(found, Lost) else found.number
+    return entry.last if isinstance(entry, Lost) else entry.number
 
 
-def _told(found: Found | Lost) -> dict[str, Any]:
-    """Return what a letter says, as plain JSON values."""
+def _fields(entry: Found | Lost) -> dict[str, Any]:
+    """Return the fields of a letter as plain JSON values."""
     from datetime import UTC, datetime
 
     from capflow.buffers.spool import Lost
     from capflow.capture.frame import rows_of
 
-    if isinstance(found, Lost):
+    if isinstance(entry, Lost):
         missing = dict.fromkeys(("time", "consumer", "method", "engine"), "")
-        error = f"records {found.first} to {found.last} cannot be read: {found.reason}"
-        return {"letter": found.last, **missing, "requests": [], "rows": 0, "error": error}
-    letter = found.letter
-    rows = 0 if found.frame is None else rows_of(found.frame.header).total()
+        error = f"records {entry.first} to {entry.last} cannot be read: {entry.reason}"
+        return {"letter": entry.last, **missing, "requests": [], "rows": 0, "error": error}
+    letter = entry.letter
+    rows = 0 if entry.frame is None else rows_of(entry.frame.header).total()
     at = datetime.fromtimestamp(letter.time_ns / 1e9, UTC).isoformat(timespec="seconds")
-    about = {"letter": found.number, "time": at, "consumer": letter.consumer, "method": letter.method}
+    about = {"letter": entry.number, "time": at, "consumer": letter.consumer, "method": letter.method}
     return about | {
         "engine": letter.engine,
         "requests": list(letter.requests),
@@ -168,14 +172,14 @@ def _told(found: Found | Lost) -> dict[str, Any]:
     }
 
 
-def _rows(found: Found | Lost) -> Any:
-    """Yield which rows a letter holds."""
+def _rows(entry: Found | Lost) -> Any:
+    """Yield the positions and sites of each request in a letter."""
     from capflow.buffers.spool import Lost
     from capflow.capture.site import layers_by_hook
 
-    if isinstance(found, Lost) or found.frame is None:
+    if isinstance(entry, Lost) or entry.frame is None:
         return
-    header = found.frame.header
+    header = entry.frame.header
     for block in header.blocks:
         sites = ", ".join(f"{hook}:{layers}" for hook, layers in layers_by_hook(block.sites).items())
         for span in block.spans:

@@ -1,4 +1,4 @@
-"""Rates, from what a hub told at two moments of its own clock."""
+"""Rates between two statuses of a hub, by the hub's own clock."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-Told = Mapping[str, Any]
+Status = Mapping[str, Any]
 
 
 class Rate(NamedTuple):
-    """What goes through in a second."""
+    """Rows, bytes and tokens per second."""
 
     rows: float = 0.0
     bytes: float = 0.0
@@ -18,9 +18,9 @@ class Rate(NamedTuple):
 
 
 class Rates:
-    """What went through between two statuses of one hub, `before` and `now`, in each second."""
+    """The rates of a hub, its consumers and its workers between two of its statuses, `before` and `now`."""
 
-    def __init__(self, before: Told, now: Told) -> None:
+    def __init__(self, before: Status, now: Status) -> None:
         self._seconds = max(now["uptime_s"] - before["uptime_s"], 1e-3)
         self._consumers = {name: self._rate(before["consumers"].get(name), c) for name, c in now["consumers"].items()}
         old = {_worker(session): session for session in before["sessions"] if session["role"] == "worker"}
@@ -32,22 +32,22 @@ class Rates:
         self.hub = self._rate(before, now)
 
     def consumer(self, name: str) -> Rate:
-        """Return a consumer's."""
+        """Return the rate of a consumer."""
         return self._consumers.get(name, Rate())
 
-    def worker(self, session: Told) -> Rate:
-        """Return that of a worker's session."""
+    def worker(self, session: Status) -> Rate:
+        """Return the rate of a worker's session."""
         return self._workers.get(_worker(session), Rate())
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of them, as plain JSON values; those of workers under `ENGINE PP/DP/TP`."""
+        """Return all rates as plain JSON values; a worker's key is `ENGINE PP/DP/TP`."""
         return {
             "hub": self.hub._asdict(),
             "consumers": {name: rate._asdict() for name, rate in self._consumers.items()},
             "workers": {key: rate._asdict() for key, rate in self._workers.items()},
         }
 
-    def _rate(self, before: Told | None, now: Told) -> Rate:
+    def _rate(self, before: Status | None, now: Status) -> Rate:
         if before is None:
             return Rate()
         more = {key: max(0, now[key] - before[key]) for key in Rate._fields if key in now}
@@ -55,30 +55,30 @@ class Rates:
 
 
 class History:
-    """The statuses of the last seconds, of one life of one hub."""
+    """The statuses of the last `window_s` seconds of one run of a hub."""
 
     def __init__(self, window_s: float) -> None:
         self.window_s = window_s
-        self._told: deque[Told] = deque()
+        self._statuses: deque[Status] = deque()
 
-    def add(self, told: Told) -> None:
-        """Take a status; those of a hub that was there before it are forgotten."""
-        if self._told and told["uptime_s"] <= self._told[-1]["uptime_s"]:
-            self._told.clear()
-        self._told.append(told)
-        while len(self._told) > 2 and self._told[1]["uptime_s"] <= told["uptime_s"] - self.window_s:
-            self._told.popleft()
+    def add(self, status: Status) -> None:
+        """Add a status. If the hub has restarted, the earlier statuses are discarded."""
+        if self._statuses and status["uptime_s"] <= self._statuses[-1]["uptime_s"]:
+            self._statuses.clear()
+        self._statuses.append(status)
+        while len(self._statuses) > 2 and self._statuses[1]["uptime_s"] <= status["uptime_s"] - self.window_s:
+            self._statuses.popleft()
 
     @property
-    def now(self) -> Told | None:
+    def now(self) -> Status | None:
         """The latest status."""
-        return self._told[-1] if self._told else None
+        return self._statuses[-1] if self._statuses else None
 
     @property
     def rates(self) -> Rates | None:
-        """The rates over the window; None before there are two statuses."""
-        return Rates(self._told[0], self._told[-1]) if len(self._told) > 1 else None
+        """The rates over the window; None if there are fewer than two statuses."""
+        return Rates(self._statuses[0], self._statuses[-1]) if len(self._statuses) > 1 else None
 
 
-def _worker(session: Told) -> str:
+def _worker(session: Status) -> str:
     return f"{session['engine']} {'/'.join(map(str, session['rank']))}"

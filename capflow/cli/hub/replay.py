@@ -1,4 +1,4 @@
-"""`capflow replay`: what was captured, given to consumers as if the engines were live."""
+"""`capflow replay`: gives a recording or a data set to consumers, as if the engines were live."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _SPEED_MIN, _SPEED_MAX = 1e-3, 1e6
     default="full",
     show_default=True,
     metavar="full|recorded|FACTOR",
-    help="As fast as the consumers take it, as it was, or so many times as fast.",
+    help="As fast as the consumers take it, at the recorded speed, or FACTOR times that speed.",
 )
 @click.option(
     "--steps-per-s",
     type=click.FloatRange(min=0, min_open=True),
-    help="So many steps of an engine in a second, instead: also for a data set, which knows no times.",
+    help="Replay this many engine steps a second instead. Works for a data set too, which stores no times.",
 )
 @click.option(
     "--ask",
     is_flag=True,
-    help="Have each request of a data set ask for the sites that are stored of it, for consumers without a capture of their own.",
+    help="Let each request of a data set ask for its stored sites: for consumers that have no spec of their own.",
 )
 @click.option("--drain-s", type=click.FloatRange(min=0), help="How long consumers may take at the end.")
 @click.option(
@@ -52,7 +52,7 @@ _SPEED_MIN, _SPEED_MAX = 1e-3, 1e6
     metavar="[HOST:]PORT",
     help="Serve /metrics, /healthz and /readyz over HTTP; HOST is 127.0.0.1 unless given, PORT 0 is any free one.",
 )
-@click.option("--stay", is_flag=True, help="Go on until Ctrl-C when all was said: for consumers that show something.")
+@click.option("--stay", is_flag=True, help="Run until Ctrl-C after the last frame: for consumers that show something.")
 @click.option(
     "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Of standard error."
 )
@@ -68,10 +68,10 @@ def replay(
     stay: bool,
     log_format: Format,
 ) -> None:
-    """Give what lies at PATH to consumers, as if the engines were live.
+    """Give the rows at PATH to consumers, as if the engines were live.
 
-    PATH is a recording (`capflow record`) or a data set (the consumer `filesystem`). The exit code is 1 when rows were lost or the
-    recording is damaged.
+    PATH is a recording (`capflow record`) or a data set (the consumer `filesystem`). The exit code is 1 if rows were
+    lost or the recording is damaged.
     """
     from capflow.cli.hub.running import HubRun
     from capflow.errors import UsageError, explain
@@ -88,7 +88,7 @@ def replay(
         raise UsageError(explain(f"--consumer {controllers[0].name}", got="a controller", expected="a consumer", do=do))
     if not made:
         raise UsageError(explain("--consumer", got="none", expected="at least one", do="see `capflow plugins`"))
-    said = _said(path, made, ask=ask, timed=factor is not None and steps_per_s is None)
+    entries = _entries(path, made, ask=ask, timed=factor is not None and steps_per_s is None)
     running = HubRun(
         private_address("replay"),
         made,
@@ -99,7 +99,7 @@ def replay(
     )
     with running:
         replayed = Replay(running.hub, ReplayPace(factor, steps_per_s), stopped=running.stopped.is_set)
-        _run(replayed, said, running.wait)
+        _run(replayed, entries, running.wait)
         text = f"replayed {replayed.frames} frames, {replayed.rows} rows"
         if replayed.records_lost:
             text += f"; {replayed.records_lost} records of {path} are damaged"
@@ -115,7 +115,7 @@ def replay(
 
 
 def _factor(speed: str) -> float | None:
-    """Return how many recorded seconds pass in one; None when nothing is waited for."""
+    """Return how many recorded seconds pass in one second; None for as fast as possible."""
     from capflow.errors import UsageError, explain
 
     if speed in ("full", "recorded"):
@@ -130,8 +130,8 @@ def _factor(speed: str) -> float | None:
     return factor
 
 
-def _said(path: Path, consumers: Sequence[ConfiguredConsumer], *, ask: bool, timed: bool) -> Iterator[Said]:
-    """Return what a recording or a data set says."""
+def _entries(path: Path, consumers: Sequence[ConfiguredConsumer], *, ask: bool, timed: bool) -> Iterator[Said]:
+    """Return the entries of a recording or a data set."""
     import capflow
     from capflow.errors import UsageError, explain
     from capflow.protocol import recording
@@ -152,22 +152,22 @@ def _said(path: Path, consumers: Sequence[ConfiguredConsumer], *, ask: bool, tim
         raise UsageError(explain("--speed", got="a data set, which has no times", expected="full", do=do))
     for consumer in consumers:
         if not ask and consumer.consumer.spec() is None:
-            what = f"--consumer {consumer.name}"
-            raise UsageError(explain(what, got="one that captures only what requests ask for", do="add --ask"))
+            where = f"--consumer {consumer.name}"
+            raise UsageError(explain(where, got="one that captures only what requests ask for", do="add --ask"))
     return said_by(captures, ask=ask)
 
 
-def _run(replayed: Replay, said: Iterator[Said], wait: Callable[[Callable[[], bool]], None]) -> None:
-    """Say everything on a thread of its own, showing how it goes meanwhile; raise what it fails with."""
+def _run(replayed: Replay, entries: Iterator[Said], wait: Callable[[Callable[[], bool]], None]) -> None:
+    """Replay on a thread of its own while `wait` shows the rates; raise the thread's error."""
     failed: list[BaseException] = []
 
-    def say() -> None:
+    def run() -> None:
         try:
-            replayed.run(said)
-        except BaseException as e:  # noqa: BLE001  whatever it is, it is raised again below
+            replayed.run(entries)
+        except BaseException as e:  # noqa: BLE001  raised again below
             failed.append(e)
 
-    thread = threading.Thread(target=say, name="capflow-replay", daemon=True)
+    thread = threading.Thread(target=run, name="capflow-replay", daemon=True)
     thread.start()
     wait(lambda: not thread.is_alive())
     thread.join()

@@ -1,4 +1,4 @@
-"""A hub as commands run it: started with its consumers, shown while it runs, drained and summed up at the end."""
+"""A hub that a command runs: starts the consumers, shows the rates, drains, and prints a summary at the end."""
 
 from __future__ import annotations
 
@@ -39,24 +39,25 @@ from capflow.transport.links.former import FormerLink
 from capflow.transport.outbox import left_behind
 
 _LIVE_S = 0.5  # between two drawings of the live line
-_RATE_S = 5.0  # over which rates are taken
-_COLLECT_AT = (20_000, 50, 100)  # new objects, then collections of one generation before the next
-_PLAIN_S = 10.0  # between two plain lines, where nobody watches
+_RATE_S = 5.0  # the window of the rates
+_COLLECT_AT = (20_000, 50, 100)  # new objects, then collections of a generation before the next one is collected
+_PLAIN_S = 10.0  # between two plain lines, without a terminal
 
 
 class HubRun:
-    """A running hub, from `with` to its end: then it drains, and prints what came of it.
+    """A hub that runs inside a `with` block. At the end of the block it drains and prints a summary.
 
-    hub: the hub. refusals: why engines were refused, in the order in which they were. A first Ctrl-C or SIGTERM sets
-    `stopped`, which `wait` returns on; a second one cuts the drain short.
+    The first Ctrl-C or SIGTERM sets `stopped`, and `wait` returns. The second one cuts the drain short.
+    `refusals` lists the reasons for which engines were refused, oldest first.
 
-    ends: the run is over when all is done, so consumers that spill handle everything too; otherwise what they have not
-        handled is left to the next hub.
-    drain_s: by default as long as limits say.
-    memory_bytes_max: as of `Hub`.
-    metrics: host and port to serve metrics and health at.
-    log_format: `json` logs everything and prints nothing.
-    live: whether a terminal is shown a line that changes.
+    drain_s: how long consumers may take at the end; by default `limits.DRAIN_S_MAX` with `ends`, else
+    `DRAIN_S_DEFAULT`.
+    memory_bytes_max: as in `Hub`.
+    ends: True if no hub continues this run: consumers that spill then handle all their frames before the end.
+        Otherwise frames that are not handled stay in the inbox for the next hub.
+    metrics: the host and port at which to serve metrics and health.
+    log_format: `json` logs every event and prints nothing.
+    live: whether a terminal shows a line that changes in place.
     """
 
     def __init__(
@@ -99,15 +100,14 @@ class HubRun:
             log_lines_dropped=lambda: 0 if self._outlet is None else self._outlet.lines_dropped,
         )
         self.endpoint = None if metrics is None else Endpoint(self.hub, *metrics)
-        # Whether the consumers handled everything.
+        # Whether the consumers handled all their frames.
         self._drained = True
-        # What was shown in the last `_RATE_S`, and just before.
+        # The snapshots of the last `_RATE_S`, and one before them.
         self._recent: deque[tuple[float, Snapshot]] = deque()
-        # From start to end.
         self._undo = contextlib.ExitStack()
-        # Of what workers of this machine left that are gone.
+        # Links that send the outboxes of workers of this machine that ended.
         self._former: list[FormerLink] = []
-        # Of this process, known from the start on: that of its children.
+        # The umask of this process before the run: children use it.
         self.umask_before = -1
 
     def __enter__(self) -> Self:
@@ -122,7 +122,7 @@ class HubRun:
                 undo.callback(self._outlet.close)
             undo.enter_context(logs_to(self.console, self.log_format, self._file))
             if self.endpoint is not None:
-                self.endpoint.start()  # before the consumers open, which may take long: it says that they do
+                self.endpoint.start()  # before the consumers open: opening may take long, and health reports it
                 undo.callback(self.endpoint.stop)
             self.hub.start()
             self._undo = undo.pop_all()
@@ -142,14 +142,14 @@ class HubRun:
         return sys.stderr if self._outlet is None else cast("TextIO", self._outlet)
 
     def tell(self, event: str, text: str, *, style: str = "", **fields: Any) -> None:
-        """Say something to whoever runs the command: a line, or an event in the log."""
+        """Print a line, or log it as an event with `fields` if the log is JSON."""
         if self.log_format == "json":
             logger.info("%s", text, extra={"event": event, **fields})
         else:
             self.console.print(Text(printable(f"capflow: {text}"), style=style), highlight=False, soft_wrap=True)
 
     def check_specs(self, num_layers: int, sites: tuple[Site, ...]) -> None:
-        """Raise UsageError when a consumer or a controller wants what a model does not have."""
+        """Raise UsageError if a consumer or a controller asks for a site or layer that the model does not have."""
         for consumer in self.hub.consumers:
             if (spec := consumer.consumer.spec()) is not None:
                 spec.resolve(sites, num_layers=num_layers, where=f"consumers.{consumer.name}")
@@ -158,7 +158,7 @@ class HubRun:
             spec.resolve(sites, num_layers=num_layers, where=f"consumers.{controller.name}")
 
     def tell_addresses(self) -> None:
-        """Say where consumers listen that do."""
+        """Print the address of each consumer that listens on one."""
         for consumer in self.hub.consumers:
             address = getattr(consumer.consumer, "address", None)
             if address:
@@ -182,10 +182,10 @@ class HubRun:
 
     @property
     def exit_code(self) -> int:
-        """1 when a promised row is not where it was promised, as far as the hub knows; known at the end.
+        """1 if a promised row may be missing, else 0; final at the end of the run.
 
-        So it is when rows were lost, a consumer failed, did not store what it was given, was not told of an end, did not drain, or
-        could not go on when the hub stopped.
+        It is 1 if rows were lost, or if a consumer failed, did not store its rows, missed the end of a request, did not
+        drain, or gave up when the hub stopped.
         """
         now = self.hub.snapshot()
         failed = any(lane.notes.lost["end"] or lane.unkept or lane.gave_up for lane in self.hub.lanes)
@@ -193,13 +193,16 @@ class HubRun:
 
     @property
     def took_all(self) -> bool:
-        """Whether every consumer took what it was given; known at the end. Rows that a replay does not have are no failure of a consumer."""
+        """Whether every consumer handled all its frames; final at the end of the run.
+
+        Rows that the replayed recording does not have do not count as a failure.
+        """
         lanes = self.hub.lanes
         failed = any(lane.errors or lane.unkept or lane.gave_up or lane.results["error"] for lane in lanes)
         return self._drained and not failed and not any(lane.dropped.keys() - {"not_recorded"} for lane in lanes)
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Show how things go until `until` holds or a signal comes."""
+        """Show the rates until `until` returns True or a signal comes."""
         if self.console.is_terminal:
             with Live(self._line(), console=self.console, auto_refresh=False, transient=True) as live:
                 for _ in self._turns(until, _LIVE_S):
@@ -213,7 +216,7 @@ class HubRun:
             shown = now
 
     def _turns(self, until: Callable[[], bool], every_s: float) -> Iterator[None]:
-        """Yield every so often until it is over; look often whether it is."""
+        """Yield every `every_s` seconds until `until` returns True or a signal comes; check both every `IDLE_S`."""
         due = time.monotonic() + every_s
         while not until() and not self.stopped.wait(limits.IDLE_S):
             if time.monotonic() >= due:
@@ -221,7 +224,7 @@ class HubRun:
                 yield
 
     def _stop_hub(self) -> bool:
-        """Stop the hub, in the time allowed or as soon as someone is in a hurry."""
+        """Stop the hub within `drain_s`, or at once after a second signal; return whether it drained."""
         result: list[bool] = []
 
         def stop() -> None:
@@ -260,7 +263,8 @@ class HubRun:
         for lane in self.hub.lanes:
             if isinstance(lane, SpillingLane) and any(lane.left):
                 frames, requests = lane.left
-                text = f"{lane.name}: {requests} requests run on, {frames} frames wait; the next hub with this consumer goes on with them"
+                waiting = f"{requests} requests run on, {frames} frames wait"
+                text = f"{lane.name}: {waiting}; the next hub with this consumer goes on with them"
                 self.tell(
                     "left",
                     text,
@@ -296,18 +300,18 @@ class HubRun:
 
 
 def _lost(now: Snapshot) -> str | None:
-    """Return what was lost, and what was skipped, by reason; None for nothing."""
+    """Return a line of lost rows and one of skipped rows, each by reason; None if there are none."""
     lines = []
-    for what, reasons in (("lost", now.dropped_rows.keys() - MEANT), ("skipped by live consumers", MEANT)):
+    for word, reasons in (("lost", now.dropped_rows.keys() - MEANT), ("skipped by live consumers", MEANT)):
         if rows := [
             f"{now.dropped_rows[reason]} {reason}" for reason in sorted(reasons) if now.dropped_rows.get(reason)
         ]:
-            lines.append(f"rows {what}: {', '.join(rows)}")
+            lines.append(f"rows {word}: {', '.join(rows)}")
     return "\n".join(lines) or None
 
 
 def _outlet(log_format: Format) -> Outlet | None:
-    """Return a way to standard error that never waits; None where that is no file of the system."""
+    """Return an outlet to standard error that never blocks; None if standard error has no file descriptor."""
     try:
         descriptor = sys.stderr.fileno()
     except (OSError, AttributeError):
@@ -317,10 +321,10 @@ def _outlet(log_format: Format) -> Outlet | None:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Look for garbage in cycles less often.
+    """Run the collector of reference cycles less often.
 
-    Frames on their way are thousands of small objects that are in no cycle, and by its defaults the collector goes through
-    all of them again and again: a quarter of what a frame costs a hub.
+    Frames in flight are thousands of small objects without cycles. With Python's defaults the collector scans them
+    again and again, which takes a quarter of a hub's time per frame.
     """
     before = gc.get_threshold()
     gc.collect()
@@ -334,7 +338,7 @@ def rare_collections() -> Iterator[None]:
 
 
 def _former_links(address: str) -> list[FormerLink]:
-    """Begin to send a hub on a socket of this machine what workers left for it in the usual place that are gone; return what sends it."""
+    """Start a link for each outbox that an ended worker left for this hub in the default spool; only for `ipc://`."""
     if not address.startswith("ipc://"):
         return []
     links = [FormerLink(address, outbox) for outbox in left_behind(default_root(), address, only=True)]

@@ -1,4 +1,4 @@
-"""`capflow spool`: what lies in a spool, whether it can be read, and emptying it."""
+"""`capflow spool`: shows, verifies and empties a spool."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ spool.add_command(dead)
 @_directory
 @_json
 def inspect(directory: Path, as_json: bool) -> None:
-    """Show what the spool in DIRECTORY holds; one that is written meanwhile is only read."""
+    """Show what the spool in DIRECTORY holds; safe while a process writes it."""
     _show(_report(directory), as_json)
 
 
@@ -35,7 +35,10 @@ def inspect(directory: Path, as_json: bool) -> None:
 @_directory
 @_json
 def verify(directory: Path, as_json: bool) -> None:
-    """Read every record in DIRECTORY; the exit code is 1 when one cannot be read, or an inbox that no hub has lacks rows of a request."""
+    """Read every record of the spool in DIRECTORY.
+
+    The exit code is 1 if a record cannot be read, or if rows of a request are missing from an inbox that no hub uses.
+    """
     report = _report(directory, verify=True)
     _show(report, as_json)
     requests = report["requests"]
@@ -46,32 +49,32 @@ def verify(directory: Path, as_json: bool) -> None:
 @_directory
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def purge(directory: Path, yes: bool) -> None:
-    """Remove everything that the spool in DIRECTORY holds; refused while a process writes it."""
+    """Remove all records of the spool in DIRECTORY; refused while a process writes it."""
     from capflow.buffers.spool.report import inspect, purge
     from capflow.errors import UsageError, explain
 
-    told = inspect(directory)
-    if told["records"] and not yes and not told["in_use"]:
+    report = inspect(directory)
+    if report["records"] and not yes and not report["in_use"]:
         if not sys.stdin.isatty():
-            got = f"{told['records']} records that were not delivered"
+            got = f"{report['records']} records that were not delivered"
             raise UsageError(explain(f"spool {directory}", got=got, do="--yes removes them"))
-        click.confirm(f"Remove {told['records']} records that were not delivered?", abort=True)
+        click.confirm(f"Remove {report['records']} records that were not delivered?", abort=True)
     click.echo(f"removed {purge(directory)} bytes")
 
 
 def _report(directory: Path, *, verify: bool = False) -> dict[str, Any]:
-    """Return what a spool holds, and of an inbox which requests."""
+    """Return the report of a spool; for an inbox also its requests."""
     from capflow.buffers.spool.report import inspect
     from capflow.hub.lanes.inbox_requests import requests_in
 
     return {**inspect(directory, verify=verify), "requests": requests_in(directory)}
 
 
-def _show(told: dict[str, Any], as_json: bool) -> None:
+def _show(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
         import json
 
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(report, indent=2))
         return
     from rich.console import Console
     from rich.table import Table
@@ -79,27 +82,28 @@ def _show(told: dict[str, Any], as_json: bool) -> None:
     from capflow.text.printable import printable
 
     console = Console()
-    lost = ", ".join(f"{first}-{last}" for first, last in told["lost"]) or "none"
+    lost = ", ".join(f"{first}-{last}" for first, last in report["lost"]) or "none"
     console.print(
-        f"{printable(told['directory'])}  {'in use  ' if told['in_use'] else ''}records {told['records']} left, "
-        f"{told['acknowledged']} of {told['last']} done  bytes {told['bytes']}  void {told['void_bytes']}  lost {lost}",
+        f"{printable(report['directory'])}  {'in use  ' if report['in_use'] else ''}records {report['records']} left, "
+        f"{report['acknowledged']} of {report['last']} done  bytes {report['bytes']}  "
+        f"void {report['void_bytes']}  lost {lost}",
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
-    if told["requests"] is not None:
-        for line in _request_lines(told["requests"]):
+    if report["requests"] is not None:
+        for line in _request_lines(report["requests"]):
             console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
-    for name in told["set_aside"]:
+    for name in report["set_aside"]:
         console.print(f"set aside: {printable(name)}", highlight=False, markup=False, soft_wrap=True)
     table = Table("segment", "records left", "bytes", "damaged bytes")
-    for row in told["segments"]:
+    for row in report["segments"]:
         table.add_row(row["name"], *(str(row[key]) for key in ("records", "bytes", "damaged_bytes")))
     console.print(table)
 
 
 def _request_lines(requests: dict[str, Any]) -> Iterator[str]:
-    """Yield what to print of the requests of an inbox."""
+    """Yield the lines about the requests of an inbox."""
     yield f"requests {requests['waiting']} waiting, {requests['split']} split, {requests['incomplete']} incomplete"
     for row in requests["named"]:
         also = f", also in {', '.join(row['also_in'])}" if row["also_in"] else ""

@@ -15,14 +15,14 @@ def status(address: str | None, key: str | None, insecure: bool, as_json: bool) 
     from capflow.transport.client import Client
 
     with Client(address, key=key, insecure=insecure) as client:
-        told = client.status()
+        answer = client.status()
     if as_json:
         import json
 
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(answer, indent=2))
         return
     from rich.console import Console
 
     from capflow.cli.hub.view import view
 
-    Console().print(view(told, None))
+    Console().print(view(answer, None))

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from capflow.transport.client import Client
 
 _EVERY_S = 1.0
-_WINDOW_S = 5.0  # over which rates are taken
-_ANSWER_S = 3.0  # how long the hub has, each time
-_KEYS_S = 0.25  # how long a key may go unseen; the view is drawn that often too
-_LINES_ELSE = 16  # of the screen, besides the rows of workers and consumers
+_WINDOW_S = 5.0  # the window of the rates
+_ANSWER_S = 3.0  # how long the hub may take to answer
+_KEYS_S = 0.25  # how often keys are read and the view is drawn
+_LINES_ELSE = 16  # lines of the screen besides the rows of workers and consumers
 _LEAVE = ("q", "Q", "\x03", "\x04", "\x1b")
 
 
@@ -38,12 +38,13 @@ _LEAVE = ("q", "Q", "\x03", "\x04", "\x1b")
 def top(address: str | None, key: str | None, insecure: bool, once: bool, as_json: bool) -> None:
     """Watch a running hub: sessions, queues, credit, drops and rates.
 
-    q or Ctrl-C leaves. A hub that is gone is waited for. Where standard output is no terminal, the same as --once.
+    q or Ctrl-C leaves. If the hub ends, the view waits for it to come back. Without a terminal this is the same as
+    --once.
     """
     from capflow.transport.client import Client
 
     client = functools.partial(Client, address, _ANSWER_S, key=key, insecure=insecure)
-    client()  # says at once what is wrong with the address or the key
+    client()  # raises now if the address or the key is wrong
     if as_json or once or not sys.stdout.isatty():
         _print_once(client, as_json=as_json)
     else:
@@ -57,18 +58,18 @@ def _print_once(client: Callable[[], Client], *, as_json: bool) -> None:
     history.add(_ask(client))
     time.sleep(_EVERY_S)
     history.add(_ask(client))
-    told, rates = history.now, history.rates
-    assert told is not None
+    status, rates = history.now, history.rates
+    assert status is not None
     if as_json:
         import json
 
-        click.echo(json.dumps({**told, "rates": None if rates is None else rates.as_json()}, indent=2))
+        click.echo(json.dumps({**status, "rates": None if rates is None else rates.as_json()}, indent=2))
         return
     from rich.console import Console
 
     from capflow.cli.hub.view import view
 
-    Console().print(view(told, rates))
+    Console().print(view(status, rates))
 
 
 def _ask(client: Callable[[], Client]) -> dict[str, Any]:
@@ -77,18 +78,18 @@ def _ask(client: Callable[[], Client]) -> dict[str, Any]:
 
 
 class _Feed:
-    """Asks a hub again and again, on a thread of its own, so that keys are never waited for."""
+    """Asks a hub for its status every second on a thread of its own, so that the keys never wait for an answer."""
 
     def __init__(self, client: Callable[[], Client], history: History) -> None:
         self.address = client().address
         self._client = client
         # Written by the thread, under `lock`.
         self.history = history
-        # Guards all that the thread writes.
+        # Guards the fields that the thread writes.
         self.lock = threading.Lock()
-        # When the hub first did not answer, on the monotonic clock.
+        # When the hub stopped answering, on the monotonic clock.
         self.gone_since: float | None = None
-        # Why it does not.
+        # Why the hub does not answer.
         self.why = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="capflow-top", daemon=True)
@@ -98,14 +99,14 @@ class _Feed:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()  # and nobody waits for an answer that may not come
+        self._stop.set()  # the thread is not joined: it may wait for an answer that never comes
 
     def _run(self) -> None:
         from capflow.errors import CapflowError
 
         while not self._stop.is_set():
             try:
-                told = _ask(self._client)
+                status = _ask(self._client)
             except CapflowError as e:
                 with self.lock:
                     self.why = str(e)
@@ -113,7 +114,7 @@ class _Feed:
             else:
                 with self.lock:
                     self.gone_since = None
-                    self.history.add(told)
+                    self.history.add(status)
             self._stop.wait(_EVERY_S)
 
 
@@ -138,31 +139,31 @@ def _live(client: Callable[[], Client]) -> None:
 
 
 def _gone(feed: _Feed) -> tuple[float, str] | None:
-    """Return for how long the hub has not answered, and why; None when it does."""
+    """Return for how many seconds the hub has not answered, and why; None if it answers."""
     return None if feed.gone_since is None else (time.monotonic() - feed.gone_since, feed.why)
 
 
 def screen(address: str, history: History, gone: tuple[float, str] | None, *, height: int) -> RenderableType:
-    """Return what is on the screen."""
+    """Return the content of the screen."""
     from rich.console import Group
     from rich.text import Text
 
     from capflow.cli.hub.view import clean, view
     from capflow.cli.units import human_seconds
 
-    told = history.now
+    status = history.now
     keys = Text("\nq leaves", "dim")
-    if told is None:
+    if status is None:
         waiting = f"no answer for {human_seconds(gone[0])}; waiting\n{clean(gone[1])}" if gone else "connecting"
         return Group(Text(f"capflow  {clean(address)}", "bold"), Text(waiting, "red" if gone else "dim"), keys)
     note = None if gone is None else Text(f"no answer for {human_seconds(gone[0])}; waiting", "bold red")
-    rows_max = max(3, height - _LINES_ELSE - len(told["consumers"]))
-    return Group(view(told, history.rates, rows_max=rows_max, note=note), keys)
+    rows_max = max(3, height - _LINES_ELSE - len(status["consumers"]))
+    return Group(view(status, history.rates, rows_max=rows_max, note=note), keys)
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[int | None]:
-    """Have keys come one by one and unseen; yield where they are read, None when nobody types."""
+    """Read keys one by one without echo; yield the file descriptor of the keyboard, None without a terminal."""
     if not sys.stdin.isatty():
         yield None
         return
@@ -179,19 +180,21 @@ def _keys() -> Iterator[int | None]:
 
 
 def _pressed(source: int | None) -> str:
-    """Return the keys that are pressed within a moment."""
+    """Return the keys that are pressed within `_KEYS_S`."""
     if source is None:
         time.sleep(_KEYS_S)
         return ""
     if not select.select([source], [], [], _KEYS_S)[0]:
         return ""
     keys = os.read(source, 32).decode(errors="replace")
-    return keys if len(keys) == 1 or not keys.startswith("\x1b") else ""  # an arrow is no escape
+    return (
+        keys if len(keys) == 1 or not keys.startswith("\x1b") else ""
+    )  # an arrow key sends an escape sequence: it is not Escape
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Have Ctrl-C and SIGTERM leave, with the terminal as it was: yield those that came."""
+    """Collect SIGINT and SIGTERM instead of ending, so that the terminal is restored; yield the signals that came."""
     came: list[int] = []
     before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,4 +1,4 @@
-"""A child of the command line that does an engine's work: run to its end, its last event read, its log kept when it failed."""
+"""A child process that does engine work for a command. Its log is kept if it failed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from capflow.errors import CapflowError, UsageError, explain
 
 
 def last_event(
-    module: str, arguments: Sequence[str], kind: str, what: str, *, limit_s: float | None = None
+    module: str, arguments: Sequence[str], kind: str, work: str, *, limit_s: float | None = None
 ) -> dict[str, Any]:
-    """Run `python -m module`, which tells its parent of its work, and return the last event, which is to be of a kind.
+    """Run `python -m module` to its end and return its last event, which must be of `kind`.
 
-    what: the work, for errors. Raises UsageError and CapflowError with the message of the child's, and CapflowError
-        when it ends without one or takes longer than `limit_s`.
+    work: the name of the work in errors.
+    limit_s: after this time the child is killed.
+
+    Raises UsageError or CapflowError with the child's message, and CapflowError if the child ends without an event or
+    takes longer than `limit_s`.
     """
     with tempfile.NamedTemporaryFile(prefix="capflow-", suffix=".log", delete=False) as log:
         command = [sys.executable, "-m", module, *arguments]
@@ -27,11 +30,11 @@ def last_event(
         try:
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=log, timeout=limit_s, check=False)
         except subprocess.TimeoutExpired:
-            raise CapflowError(explain(what, got=f"no end in {limit_s:g} s", do=do)) from None
+            raise CapflowError(explain(work, got=f"no end in {limit_s:g} s", do=do)) from None
     event = next((read for line in reversed(done.stdout.splitlines()) if (read := _event(line)) is not None), None)
     if event is None or event["event"] not in (kind, "error"):
         ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-        raise CapflowError(explain(what, got=f"the process ended with {ended}", do=do))
+        raise CapflowError(explain(work, got=f"the process ended with {ended}", do=do))
     if event["event"] != "error":
         Path(log.name).unlink()
         return event

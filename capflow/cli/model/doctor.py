@@ -1,4 +1,4 @@
-"""`capflow doctor`: versions, what is missing, and whether a small capture, or a model's steering, works here."""
+"""`capflow doctor`: shows versions and missing packages, and tries a small capture or a model's steering."""
 
 from __future__ import annotations
 
@@ -25,17 +25,22 @@ _TURNS = 6
 
 
 @click.command()
-@click.option("--no-capture", is_flag=True, help="Leave out the small capture, which takes about half a minute.")
-@click.option("--steering", metavar="MODEL", help="Check a model's steering instead, or that of `demo`; takes minutes.")
+@click.option("--no-capture", is_flag=True, help="Skip the small capture, which takes about half a minute.")
 @click.option(
-    "--sites", multiple=True, metavar="HOOK:LAYER", help="With --steering: sites to tap, with *; post_block:*."
+    "--steering", metavar="MODEL", help="Check the steering of a model, or of `demo`, instead; takes minutes."
 )
-@click.option("--dtype", type=click.Choice(_DTYPES), help="With --steering: the model's; auto.")
+@click.option(
+    "--sites",
+    multiple=True,
+    metavar="HOOK:LAYER",
+    help="With --steering: sites to tap; * is every layer. Default: post_block:*.",
+)
+@click.option("--dtype", type=click.Choice(_DTYPES), help="With --steering: the model's dtype. Default: auto.")
 @click.option("--enforce-eager", is_flag=True, help="With --steering: without torch.compile and CUDA graphs.")
 @click.option(
     "--turns",
     type=click.IntRange(0, 100),
-    help="With --steering: to measure the cost by, 6; 0 starts one engine at a time.",
+    help="With --steering: turns to measure the cost. Default: 6; 0 starts one engine at a time.",
 )
 @click.option("--json", "as_json", is_flag=True, help="With --steering: print the report as JSON.")
 def doctor(
@@ -47,10 +52,10 @@ def doctor(
     turns: int | None,
     as_json: bool,
 ) -> None:
-    """Print versions, what is missing, and whether a small capture works here.
+    """Print versions and missing packages, and try a small capture.
 
-    With --steering it shows that steering a model works: that vectors fire at their sites, that the other requests of a batch are
-    untouched, and what it costs here.
+    With --steering it checks that vectors change the model at their sites and that the other requests of a batch are
+    untouched, and it measures the cost on this machine.
     """
     if steering is not None:
         if no_capture:
@@ -81,11 +86,11 @@ def doctor(
         table.add_row(name, _version(name) or "-", "" if _version(name) else "missing")
     complete = True
     for names in _ENGINE:
-        found = next(((n, v) for n in names if (v := _version(n))), None)
+        installed = next(((n, v) for n in names if (v := _version(n))), None)
         needed = names[0] in ("vllm", "torch")
-        complete &= found is not None or not needed
-        note = "" if found else ("missing: needed to run models, not to consume" if needed else "missing: optional")
-        table.add_row(found[0] if found else " or ".join(names), found[1] if found else "-", note)
+        complete &= installed is not None or not needed
+        note = "" if installed else ("missing: needed to run models, not to consume" if needed else "missing: optional")
+        table.add_row(installed[0] if installed else " or ".join(names), installed[1] if installed else "-", note)
     compiler = shutil.which("g++") or shutil.which("c++")
     table.add_row("C++ compiler", compiler or "-", "" if compiler else "missing: torch.compile needs one on the CPU")
     console.print(table)

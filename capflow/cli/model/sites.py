@@ -1,4 +1,4 @@
-"""`capflow sites`: which sites a model has, and which would carry a tap; read from its configuration alone."""
+"""`capflow sites`: shows the sites of a model and which of them would be tapped, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from capflow.text.printable import printable
 @click.command()
 @click.argument("model")
 @click.option(
-    "--sites", multiple=True, metavar="HOOK:LAYER", help="Sites that would carry a tap, with *; post_block:*."
+    "--sites", multiple=True, metavar="HOOK:LAYER", help="Sites to tap; * is every layer. Default: post_block:*."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of layers, each with its sites.")
-@click.option("--trust-remote-code", is_flag=True, help="Run the model's own Python, as vLLM's flag of that name.")
+@click.option(
+    "--trust-remote-code", is_flag=True, help="Run the model's own Python code, as vLLM's flag of that name does."
+)
 def sites(model: str, sites: tuple[str, ...], *, as_json: bool, trust_remote_code: bool) -> None:
-    """Print which sites MODEL has and which would carry a tap; no weights are loaded."""
+    """Print the sites of MODEL and which of them would be tapped; no weights are loaded."""
     check_vllm("to look at models")
     options = ["--trust-remote-code"] if trust_remote_code else []
     layers = last_event(
@@ -36,10 +38,12 @@ def sites(model: str, sites: tuple[str, ...], *, as_json: bool, trust_remote_cod
 
 
 class LayerSites(msgspec.Struct, frozen=True):
-    """One layer's line of the engine's answer.
+    """One layer in the engine's answer.
 
-    layer: its class.
-    missing: by hook, why it is not there.
+    layer: the class of the layer.
+    available: the hooks that the layer has.
+    tapped: the hooks that would be tapped.
+    missing: for each hook that the layer lacks, the reason.
     """
 
     layer: str

@@ -1,4 +1,4 @@
-"""`capflow doctor --steering`: runs the check of steering in a child process, shows how it goes, and prints its report."""
+"""`capflow doctor --steering`: runs the steering check in a child process, shows its stage and prints its report."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from capflow.steering.report import GOALS, RELATIVE_NORM, Apart, Cost, Report
 
 
 class _Event(msgspec.Struct):
-    """A line of the child's."""
+    """One line of the child's output."""
 
     event: str
-    what: str = ""
+    stage: str = msgspec.field(name="what", default="")
     usage: bool = False
     message: str = ""
     report: Report | None = None
 
 
 def run_check(job: dict[str, Any], *, as_json: bool) -> int:
-    """Check steering as a job says, print the report on standard output, and return the exit code.
+    """Run a steering check, print its report on standard output, and return the exit code.
 
-    Raises UsageError and CapflowError for what the child says is wrong, or kept it from its end.
+    Raises UsageError or CapflowError with the child's message, and CapflowError if the child ends early.
     """
     report = _run(job, Console(stderr=True, highlight=False))
     failures = report.failures()
@@ -55,7 +55,7 @@ def run_check(job: dict[str, Any], *, as_json: bool) -> int:
 
 
 def _run(job: dict[str, Any], console: Console) -> Report:
-    """Return what the child reports."""
+    """Run the child and return its report."""
     command = [sys.executable, "-m", "capflow_engine.jobs.steercheck"]
     with (
         tempfile.NamedTemporaryFile(prefix="capflow-doctor-", suffix=".log", delete=False) as log,
@@ -68,13 +68,13 @@ def _run(job: dict[str, Any], console: Console) -> Report:
         try:
             with console.status("starting") as status:
                 last = _follow(
-                    process, status.update if console.is_terminal else lambda what: console.print(f"capflow: {what}")
+                    process, status.update if console.is_terminal else lambda stage: console.print(f"capflow: {stage}")
                 )
         except BaseException:
             Path(log.name).unlink()
             raise
         finally:
-            with contextlib.suppress(ProcessLookupError):  # the child, and whatever it started and has left behind
+            with contextlib.suppress(ProcessLookupError):  # the child and every process it started
                 os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
     do = f"see {log.name}"
@@ -89,19 +89,19 @@ def _run(job: dict[str, Any], console: Console) -> Report:
 
 
 def _follow(process: subprocess.Popen[bytes], say: Callable[[str], Any]) -> _Event:
-    """Say what the child is at, to its end; return its last event."""
+    """Show each stage of the child until it ends; return its last event."""
     assert process.stdout is not None
     event = _Event("nothing")
     for line in process.stdout:
         event = msgspec.json.decode(line, type=_Event)
         if event.event == "stage":
-            say(event.what)
+            say(event.stage)
     process.wait()
     return event
 
 
 def _worked_out(cost: Cost | None) -> dict[str, Any]:
-    """Return what the report's seconds come to."""
+    """Return the ratios and verdicts that follow from the report's seconds."""
     if cost is None:
         return {}
     modes = {
@@ -143,11 +143,12 @@ def _show(report: Report, console: Console) -> None:
     console.print(table)
     if report.dtype != "float32" and max(mates.alone.logprob, mates.vllm.logprob) > 0:
         console.print(
-            f"In {report.dtype} batches of another shape and another graph round differently; --dtype float32 tells."
+            f"In {report.dtype} batches of another shape and another graph round differently; --dtype float32 decides."
         )
     applied = report.applied
     console.print(
-        f"\nApplied, as answers say it: {len(applied.prefill)} sites for the prompt, {len(applied.decode)} behind it, key {applied.key}"
+        f"\nApplied, by the answers: {len(applied.prefill)} sites for the prompt, "
+        f"{len(applied.decode)} for generated tokens, key {applied.key}"
     )
     if report.cost is not None:
         _show_cost(report.cost, console)

@@ -1,4 +1,4 @@
-"""`capflow probe`: fit a linear probe on labelled captures, judge any probe by them, and make probes of an autoencoder's features."""
+"""`capflow probe`: fits probes on labelled captures, evaluates them, and converts features of an autoencoder."""
 
 from __future__ import annotations
 
@@ -16,30 +16,50 @@ if TYPE_CHECKING:
 _PATH = click.Path(path_type=Path)
 
 _pool = click.option(
-    "--pool", type=click.Choice(["token", "mean", "max", "last"]), default="token", show_default=True, help="What has one score: each token, or a request."
-)  # fmt: skip
+    "--pool",
+    type=click.Choice(["token", "mean", "max", "last"]),
+    default="token",
+    show_default=True,
+    help="`token` gives each token a score; the others give each request one.",
+)
 
 
 def _labelled(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each probe."),
-        click.option("--positions", default="all", show_default=True, metavar="SET", help="Which of the captured rows, as in a capture."),
-        click.option("--positive", metavar="LABEL", help="The label to fire on, against all others. Default: 1, true, yes or positive."),
-        click.option("--labels", required=True, type=_PATH, metavar="FILE", help='CSV or JSON Lines: {"request": "…", "label": "…"}.'),
+        click.option(
+            "--positions",
+            default="all",
+            show_default=True,
+            metavar="SET",
+            help="The captured rows to use, as in a capture.",
+        ),
+        click.option(
+            "--positive",
+            metavar="LABEL",
+            help="The label to fire on; all others are negative. Default: 1, true, yes or positive.",
+        ),
+        click.option(
+            "--labels",
+            required=True,
+            type=_PATH,
+            metavar="FILE",
+            help='CSV or JSON Lines: {"request": "…", "label": "…"}.',
+        ),
         click.argument("data", type=_PATH),
-    ):  # fmt: skip
+    ):
         command = option(command)
     return command
 
 
 @click.group()
 def probe() -> None:
-    """Fit a probe on labelled captures, judge one, or take one from SAELens."""
+    """Fit a probe on labelled captures, evaluate one, or convert one from SAELens."""
 
 
 @probe.command()
 @_labelled
-@click.option("--site", required=True, metavar="HOOK:LAYER", help="Whose rows to fit on, such as post_block:12.")
+@click.option("--site", required=True, metavar="HOOK:LAYER", help="The site to fit on, such as post_block:12.")
 @click.option("--out", required=True, type=_PATH, metavar="FILE", help="The .safetensors file to write.")
 @click.option("--method", type=click.Choice(["logistic", "mean"]), default="logistic", show_default=True)
 @_pool
@@ -49,10 +69,16 @@ def probe() -> None:
     default=0.25,
     show_default=True,
     metavar="SHARE",
-    help="Of the requests, to judge the probe by.",
+    help="The share of requests on which the probe is evaluated.",
 )
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Of the choice of these.")
-@click.option("--name", metavar="NAME", help="The probe's name. Default: the file's.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
+    show_default=True,
+    help="The seed of the choice of held-out requests.",
+)
+@click.option("--name", metavar="NAME", help="The probe's name. Default: the name of the file.")
 def fit(
     data: Path,
     labels: Path,
@@ -67,10 +93,10 @@ def fit(
     seed: int,
     name: str | None,
 ) -> None:
-    """Fit a linear probe on the rows of labelled requests in DATA, what the filesystem consumer wrote.
+    """Fit a linear probe on the rows of labelled requests in DATA, a data set of the filesystem consumer.
 
-    Whole requests are held out, and what the probe makes of those is printed. The file is for the duckdb consumer, the gate and the dashboard;
-    these two score tokens, whatever the pool.
+    Whole requests are held out, and the probe's accuracy on them is printed. The duckdb consumer, the gate and the
+    dashboard read the file. The gate and the dashboard score tokens, whatever the pool.
     """
     from capflow.cli.needs import check_sklearn
 
@@ -82,9 +108,9 @@ def fit(
     place = Site.parse(site)
     rows = _read(data, labels, positive, place, positions)
     fitted, unseen = fitting.split(rows, held_out, seed)
-    found = fitting.fit(fitted, place, name=name or out.stem, method=method, pool=pool)
-    judged = fitting.judge(unseen, found)
-    found.save(out)
+    linear = fitting.fit(fitted, place, name=name or out.stem, method=method, pool=pool)
+    judged = fitting.judge(unseen, linear)
+    linear.save(out)
     _print(judged, "held out", as_json)
     click.echo(f"capflow: wrote {out}, fitted on {len(fitted.requests)} requests", err=True)
 
@@ -93,7 +119,7 @@ def fit(
 @_labelled
 @click.argument("file", type=_PATH, metavar="PROBE")
 def evaluate(data: Path, labels: Path, positive: str | None, positions: str, as_json: bool, file: Path) -> None:
-    """Judge the probes in a file, of any kind, by labelled requests in DATA: accuracy at their thresholds, and AUROC."""
+    """Evaluate the probes in the file PROBE on labelled requests in DATA: accuracy at the thresholds, and AUROC."""
     from capflow.cli.needs import check_sklearn
 
     check_sklearn()
@@ -114,11 +140,14 @@ def evaluate(data: Path, labels: Path, positive: str | None, positions: str, as_
 @probe.command()
 @click.argument("directory", type=_PATH, metavar="DIRECTORY")
 @click.option("--out", required=True, type=_PATH, metavar="FILE", help="The .safetensors file to write.")
-@click.option("--features", metavar="NUMBERS", help="Which to record, such as 17,2048. Default: all.")
-@click.option("--site", metavar="HOOK:LAYER", help="Whose rows they read. Default: what cfg.json says.")
+@click.option("--features", metavar="NUMBERS", help="The features to convert, such as 17,2048. Default: all.")
+@click.option("--site", metavar="HOOK:LAYER", help="The site that the features read. Default: the one in cfg.json.")
 @_pool
 def sae(directory: Path, out: Path, features: str | None, site: str | None, pool: Pool) -> None:
-    """Write features of an autoencoder that SAELens saved in DIRECTORY as probes, whose scores are the features' activations."""
+    """Write features of a SAELens autoencoder as probes.
+
+    DIRECTORY is where SAELens saved the autoencoder. A probe's score is the activation of its feature.
+    """
     from capflow.capture.site import Site
     from capflow.errors import UsageError, explain
     from capflow.probes.file import write_file
@@ -158,14 +187,11 @@ def _read(data: Path, labels: Path, positive: str | None, site: Any, positions: 
 
 
 def _print(judged: Sequence[Judgement], which: str, as_json: bool) -> None:
-    for found in judged:
+    for judgement in judged:
         if as_json:
-            click.echo(json.dumps(found._asdict()))
+            click.echo(json.dumps(judgement._asdict()))
             continue
-        what = (
-            f"{found.judged} tokens of {found.requests} requests"
-            if found.pool == "token"
-            else f"{found.judged} requests"
-        )
-        figures = f"accuracy {found.accuracy:.3f}, AUROC {found.auroc:.3f}"
-        click.echo(f"{found.probe}: {figures}; {which}: {what}, {found.positive} positive")
+        count = f"{judgement.judged} tokens of " if judgement.pool == "token" else ""
+        figures = f"accuracy {judgement.accuracy:.3f}, AUROC {judgement.auroc:.3f}"
+        examples = f"{count}{judgement.requests} requests, {judgement.positive} positive"
+        click.echo(f"{judgement.probe}: {figures}; {which}: {examples}")

@@ -1,4 +1,4 @@
-"""Fitting linear probes with scikit-learn, and judging probes of any kind."""
+"""Fits linear probes with scikit-learn, and evaluates probes of any kind."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _ITERATIONS_MAX = 5_000
 
 
 class Judgement(NamedTuple):
-    """How well one probe tells labels apart.
+    """How well one probe separates the labels.
 
-    judged: how many rows or requests.
-    accuracy: of whether it fires.
-    auroc: of its score at any threshold.
+    judged: the number of rows (pool `token`) or requests that were scored.
+    positive: how many of them have the positive label.
+    accuracy: the share for which the probe fires exactly if the label is positive.
+    auroc: the area under the ROC curve of the score.
     """
 
     probe: str
@@ -34,7 +35,7 @@ class Judgement(NamedTuple):
 
 
 def split(data: LabelledRows, held_out: float, seed: int) -> tuple[LabelledRows, LabelledRows]:
-    """Return the requests to fit on and those held out, the labels in the same proportion; no request is in both."""
+    """Return the requests to fit on and the held-out requests, disjoint, with labels in the same proportion."""
     from sklearn.model_selection import train_test_split
 
     data.check_both("labelled requests", 2)
@@ -51,8 +52,10 @@ def split(data: LabelledRows, held_out: float, seed: int) -> tuple[LabelledRows,
 def fit(data: LabelledRows, site: Site, *, name: str, method: Method, pool: Pool) -> Probe:
     """Return a probe whose score is above 0 for the positive label.
 
-    `logistic`: the log-odds of a logistic regression on standardised rows, both labels weighing the same. `mean`: along the difference of the labels' means, 1 at the
-    mean of the positive and -1 at that of the other. Raises UsageError when rows are not finite.
+    method: `logistic` gives the log-odds of a logistic regression on standardised rows, with balanced labels. `mean`
+        projects on the difference of the labels' means: 1 at the positive mean and -1 at the other.
+
+    Raises UsageError if a row is not finite.
     """
     data.check_finite("captured rows", data.rows)
     rows, labels = data.examples(pool)
@@ -61,7 +64,10 @@ def fit(data: LabelledRows, site: Site, *, name: str, method: Method, pool: Pool
 
 
 def judge(data: LabelledRows, scorer: Scorer) -> list[Judgement]:
-    """Return how well each probe of a file tells the labels apart. Raises UsageError when rows or scores are not finite."""
+    """Return how well each probe of a file separates the labels.
+
+    Raises UsageError if a row or a score is not finite.
+    """
     from sklearn.metrics import accuracy_score, roc_auc_score
 
     scores, labels = data.judged(scorer)

@@ -1,4 +1,4 @@
-"""Labelled rows of a captured data set, and what probes make of them."""
+"""Labelled rows of a captured data set, and their scores under a probe."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _BYTES_MAX = 4096 * limits.MIB
 class LabelledRows:
     """Rows of labelled requests at one site.
 
-    rows: of each request, `[n, hidden_size]` float32, n at least 1.
-    positions: `[n]` of each.
-    labels: of each.
+    requests: the ids of the requests.
+    rows: for each request `[n, hidden_size]` float32, n at least 1.
+    positions: for each request `[n]`.
+    labels: `[requests]`, True for the positive label.
     """
 
     requests: tuple[str, ...]
@@ -41,20 +42,20 @@ class LabelledRows:
     def read(cls, path: Path, labels: Mapping[str, bool], site: Site, positions: Positions) -> LabelledRows:
         """Read the rows of the labelled requests that were captured whole.
 
-        Raises UsageError when there are none of either label, or more than fit in memory.
+        Raises UsageError if a label has no such request, or if the rows exceed 4 GiB.
         """
         data = capflow.open(path)
         requests, rows, kept, total = [], [], [], 0
         for request in labels:
             if request not in data or site not in (capture := data[request]):
                 continue
-            found = capture[site]
+            captured = capture[site]
             places = positions.at(capture.prompt_length)
-            chosen = np.array([int(position) in places for position in found.positions], bool)
+            chosen = np.array([int(position) in places for position in captured.positions], bool)
             if chosen.any():
                 requests.append(request)
-                rows.append(as_float32(np.asarray(found.rows)[chosen]))
-                kept.append(np.asarray(found.positions)[chosen])
+                rows.append(as_float32(np.asarray(captured.rows)[chosen]))
+                kept.append(np.asarray(captured.positions)[chosen])
                 total += rows[-1].nbytes
             if total > _BYTES_MAX:
                 do = "choose fewer rows with --positions, or label fewer requests"
@@ -71,20 +72,20 @@ class LabelledRows:
         return read
 
     def check_both(self, where: str, least: int) -> None:
-        """Raise UsageError unless there are so many requests of each label."""
+        """Raise UsageError unless each label has at least `least` requests."""
         counts = [int((self.labels == label).sum()) for label in (True, False)]
         if min(counts) < least:
             got = f"{counts[0]} requests of the positive label and {counts[1]} of the other"
             raise UsageError(explain(where, got=got, expected=f"at least {least} of each, with rows"))
 
-    def check_finite(self, what: str, values: Sequence[Floats]) -> None:
-        """Raise UsageError, naming request and position, unless what there is of each row, `[n, …]` for each request, is finite."""
+    def check_finite(self, where: str, values: Sequence[Floats]) -> None:
+        """Raise UsageError with the request and position unless `values`, `[n, …]` for each request, are finite."""
         for request, positions, part in zip(self.requests, self.positions, values, strict=True):
             odd = ~np.isfinite(part).all(axis=1)
             if odd.any():
                 got = f"NaN or infinity at position {positions[odd.argmax()]} of request {request}"
                 do = "leave the request out of the labels, or the position out with --positions"
-                raise UsageError(explain(what, got=got, expected="finite numbers", do=do))
+                raise UsageError(explain(where, got=got, expected="finite numbers", do=do))
 
     def part(self, numbers: Iterable[int]) -> LabelledRows:
         """Return some of the requests."""
@@ -94,7 +95,10 @@ class LabelledRows:
         return LabelledRows(requests, rows, positions, self.labels[chosen])
 
     def examples(self, pool: Pool) -> tuple[npt.NDArray[np.float32], Bools]:
-        """Return what a probe of a pool is fitted on, `[n, hidden_size]` and `[n]`: with `token` and `max`, every row."""
+        """Return the examples on which a probe is fitted, `[n, hidden_size]`, and their labels `[n]`.
+
+        For the pools `token` and `max` each row is an example; for `mean` and `last` each request is one.
+        """
         if pool == "mean":
             return np.stack([rows.mean(axis=0, dtype=np.float64).astype(np.float32) for rows in self.rows]), self.labels
         if pool == "last":
@@ -102,12 +106,12 @@ class LabelledRows:
         return np.concatenate(self.rows), np.repeat(self.labels, [len(rows) for rows in self.rows])
 
     def judged(self, scorer: Any) -> tuple[Floats, Bools]:
-        """Return the scores `[n, k]` that a probe of any pool is judged by, and the labels `[n]`: of rows with `token`, else of requests.
+        """Return scores `[n, k]` and labels `[n]`, where n counts rows for the pool `token`, else requests.
 
-        Raises UsageError when rows or scores are not finite.
+        Raises UsageError if a row or a score is not finite.
         """
         self.check_finite("captured rows", self.rows)
-        with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is refused
+        with np.errstate(over="ignore", invalid="ignore"):  # check_finite refuses the result
             scores = [scorer.scores(rows) for rows in self.rows]
         self.check_finite("scores", scores)
         if scorer.pool == "token":
@@ -117,4 +121,4 @@ class LabelledRows:
             "max": lambda s: s.max(axis=0),
             "last": lambda s: s[-1],
         }
-        return np.stack([pools[scorer.pool](found) for found in scores]), self.labels
+        return np.stack([pools[scorer.pool](part) for part in scores]), self.labels

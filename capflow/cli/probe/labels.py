@@ -1,7 +1,8 @@
-"""The file of labels that `capflow probe` reads: which requests show something, and which do not.
+"""The file of labels that `capflow probe` reads.
 
-JSON Lines, `{"request": "r1", "label": "glad"}` each, or CSV with the columns `request` and `label`, by the file's suffix. A
-probe fires on one label, and on none of the others. Of two labels it is by default 1, true, yes or positive; of more it is named.
+The file is JSON Lines, `{"request": "r1", "label": "glad"}` a line, or CSV with the columns `request` and `label`, by
+its suffix. A probe fires on one label, the positive one. If there are two labels, the default is 1, true, yes or
+positive; otherwise the user names it.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ _EXPECTED = 'a request and a label, {"request": "…", "label": "…"}'
 
 
 def read_labels(path: Path, positive: str | None) -> dict[str, bool]:
-    """Return for each request whether its label is the positive one; raises UsageError naming the file and the line."""
+    """Return whether each request has the positive label. Raises UsageError with the file and the line."""
     labels: dict[str, str] = {}
-    for number, found in _lines(path):
+    for number, entry in _lines(path):
         request, label = (
-            (found.get(field) for field in ("request", "label")) if isinstance(found, dict) else (None, None)
+            (entry.get(field) for field in ("request", "label")) if isinstance(entry, dict) else (None, None)
         )
         if (
             not isinstance(request, str)
             or not isinstance(label, str | int | bool)
-            or set(found) != {"request", "label"}
+            or set(entry) != {"request", "label"}
         ):
-            raise _wrong(f"{path}: line {number}", found, _EXPECTED)
+            raise _wrong(f"{path}: line {number}", entry, _EXPECTED)
         if labels.setdefault(request, str(label).lower()) != str(label).lower():
             raise _wrong(f"{path}: line {number}", f"another label of {request}", "one label for each request")
     different = sorted(set(labels.values()))
@@ -71,5 +72,5 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
                 raise _wrong(f"{path}: line {number}", line, _EXPECTED) from e
 
 
-def _wrong(what: str, got: Any, expected: str) -> UsageError:
-    return UsageError(explain(what, got=got, expected=expected))
+def _wrong(where: str, got: Any, expected: str) -> UsageError:
+    return UsageError(explain(where, got=got, expected=expected))
