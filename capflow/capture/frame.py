@@ -1,24 +1,24 @@
-"""The frame: the rows that one worker captured in one step, as it travels and as it is read.
+"""The frame: the rows that one worker captured in one step, with a header that describes them.
 
-On the wire a frame is two ZMQ parts. The first is the header, a msgpack map, tagged
-`{"type": "frame"}` (see `capflow.protocol.message` for the other types). The second is the payload: the
-raw rows, in the byte order of the machine (little-endian on every platform vLLM runs on), nothing
-else. A frame without rows has an empty payload.
+On the wire a frame is two ZMQ parts. The first is the header, a msgpack map tagged `{"type": "frame"}` (see
+`capflow.protocol.message` for the other types). The second is the payload: only the raw rows, in the byte order of the
+machine (little-endian on every platform vLLM runs on). A frame without rows has an empty payload.
 
-A header holds blocks. A block is a set of sites that want exactly the same rows, and the spans of
-those rows: `Span(request, start, length, row)` says that positions `start .. start+length` of
-`header.requests[request]` are rows `row .. row+length` of the block at each of its sites. Blocks lie
-in the payload one after another; a block is `[len(sites), rows, hidden_size]` in C order.
+A header holds blocks. A block is a set of sites that want exactly the same rows, and the spans of those rows:
+`Span(request, start, length, row)` says that positions `start .. start+length` of `header.requests[request]` are rows
+`row .. row+length` of the block at each of its sites. Blocks lie in the payload one after another; a block is
+`[len(sites), rows, hidden_size]` in C order.
 
-Spans tile: each row of a block belongs to at most one span, and a frame has each position of a request at a site at most
-once. A row without a span is nobody's: a draft token that was rejected, or a position behind the end of its request.
+Spans tile: each row of a block belongs to at most one span, and each position of a request occurs at most once at a
+site. A row without a span belongs to no request: it is a rejected draft token, or a position after the end of its
+request.
 
-`xxh3` is the XXH3 64-bit hash (xxHash specification, seed 0) of the payload. `seq` counts the frames of one boot of
-one worker from 1 without a gap.
+`xxh3` is the XXH3 64-bit hash (xxHash specification, seed 0) of the payload. `seq` numbers the frames of one boot of
+one worker, from 1, without gaps.
 
-Invariant of a `Frame`: its blocks fill the payload exactly, its requests have different ids and at least one span each, every span
-lies inside its block and inside the positions of its request, and spans tile. `Frame.decode` refuses anything else, so that
-what a frame makes a consumer write is bounded by the bytes of the frame.
+Invariant of a `Frame`: its blocks fill the payload exactly; its requests have different ids and at least one span each;
+each span lies inside its block and inside the positions of its request; spans tile. `Frame.decode` refuses anything
+else, so the bytes of a frame bound what it makes a consumer write.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
-"""The dtypes that rows travel in, by the name that torch gives them."""
+"""The dtypes of rows, by their names in torch."""
 
 Rows = npt.NDArray[Any]
-"""Captured rows, `[..., hidden_size]`, in the model's dtype; read-only views of a payload."""
+"""Captured rows, `[..., hidden_size]`, in the model's dtype: read-only views of a payload."""
 
 
 class Rank(NamedTuple):
@@ -79,7 +79,12 @@ class Span(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Sites that hold the same `rows` rows, and whose they are."""
+    """Sites with the same `rows` rows, and the spans that assign the rows to requests.
+
+    sites: the sites, each once.
+    rows: the number of rows at each site.
+    spans: the request and the positions of the rows.
+    """
 
     sites: Annotated[tuple[Site, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
     rows: int
@@ -90,13 +95,15 @@ class Block(NamedTuple):
 
 
 class RequestRows(msgspec.Struct, frozen=True):
-    """One request's part in a step.
+    """One request's part of a step.
 
-    token_ids and texts: of positions `start, start+1, …`, as many as the step captured of it. `texts` is empty when the
-    engine has no tokenizer.
-
-    capture: what the request itself asked for, if it did.
-    incarnation: differs between requests that have the same id one after another.
+    id: the request's id.
+    prompt_length: the number of its prompt tokens.
+    start: its first captured position in this step.
+    token_ids: the tokens at positions `start, start+1, …`, as many as the step captured.
+    texts: the texts of these tokens; empty if the engine has no tokenizer.
+    capture: the capture that the request itself asked for, if any.
+    incarnation: differs between requests that use the same id one after another.
     """
 
     id: Name
@@ -114,7 +121,10 @@ _SiteName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(HOOKS)}):[0-9]{{1,
 
 
 class Gap(msgspec.Struct, frozen=True):
-    """Rows that are missing: of positions `start .. stop`, at each of some sites, as `HOOK:LAYER`."""
+    """Missing rows: of positions `start .. stop`, at each of these sites.
+
+    sites: as `HOOK:LAYER`.
+    """
 
     sites: Annotated[tuple[_SiteName, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
     start: Position
@@ -124,9 +134,11 @@ class Gap(msgspec.Struct, frozen=True):
 
 
 class Dropped(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Rows of a request that were captured or promised and did not arrive, and why.
+    """Rows of a request that were captured or promised and did not arrive.
 
-    gaps: where they were, as far as it is known: their rows are `rows` of them, or fewer.
+    rows: their number.
+    reason: one of the reasons in `docs/backpressure.md`.
+    gaps: their places, as far as they are known; together at most `rows` rows.
     """
 
     rows: Count
@@ -135,11 +147,13 @@ class Dropped(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Acted(msgspec.Struct, frozen=True):
-    """What steered a request was changed inside its worker, for the step numbered `step` and those after it.
+    """A change to a request's steering, made inside its worker; it applies from step `step` on.
 
-    by: `request`, what it came with, or `controller NAME`.
+    by: `request` for the steering that it came with, or `controller NAME`.
     kind: `steer` or `unsteer`.
-    sites: where something is done.
+    sites: the steered sites.
+    step: the worker's step number.
+    time_ns: the wall clock of the change.
     """
 
     by: Name
@@ -150,13 +164,18 @@ class Acted(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A request is over on this worker, and this is the last frame that names it.
+    """A request is over on this worker. This is the last frame that names it.
 
+    id: the request's id.
     status: `stop`, `length`, `abort` or `error`.
-    computed_length: tokens of it that were computed, so that position `computed_length - 1` is its last row.
-    rows: rows (position times site) sent for it by this worker over all its frames.
-    dropped: those that were not sent.
-    acted: what steered it, in order, as far as nobody was told by a hub.
+    prompt_length: the number of its prompt tokens.
+    computed_length: the number of its tokens that were computed; position `computed_length - 1` is its last row.
+    rows: the number of rows (positions times sites) that this worker sent for it, over all frames.
+    dropped: the rows that this worker did not send.
+    capture: the capture that the request itself asked for, if any.
+    acted: the changes to its steering made inside the worker, in order; actions that came through a hub are not among
+        them.
+    incarnation: differs between requests that use the same id one after another.
     """
 
     id: Name
@@ -173,9 +192,9 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class ActedOn(msgspec.Struct, frozen=True):
-    """A request is over of which nobody wants rows.
+    """A request without wanted rows is over.
 
-    acted: what steered it inside its worker, in order.
+    acted: the changes to its steering made inside the worker, in order.
     """
 
     id: Name
@@ -184,11 +203,24 @@ class ActedOn(msgspec.Struct, frozen=True):
 
 
 class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
-    """Everything about a frame but its rows; see the module for the layout.
+    """Everything about a frame except its rows; the module describes the layout.
 
-    step counts the worker's steps; time_ns is the wall clock when the step was planned; step_tokens
-    is how many tokens the whole step computed and step_requests for how many requests, captured or
-    not.
+    engine: the engine's id.
+    boot: the id of this boot of the worker.
+    rank: the worker's place.
+    seq: the number of the frame, from 1, without gaps within a boot.
+    step: the number of the worker's step.
+    time_ns: the wall clock when the step was planned.
+    dtype: the dtype of the rows, by torch's name.
+    hidden_size: the width of the rows.
+    requests: the requests with rows in the frame.
+    blocks: the sites and spans of the rows.
+    finished: the requests that are over.
+    acted: the requests that are over and have no wanted rows, with the changes to their steering.
+    step_tokens: the number of tokens that the whole step computed, captured or not.
+    step_requests: the number of requests in the step, captured or not.
+    payload_bytes: the length of the payload.
+    xxh3: the hash of the payload.
     """
 
     version: int = PROTOCOL_VERSION
@@ -213,13 +245,16 @@ class FrameHeader(msgspec.Struct, frozen=True, tag="frame", kw_only=True):
 
     @property
     def source(self) -> WorkerBoot:
-        """Whose frame it is; `seq` counts the frames of each."""
+        """The boot of the worker that sent the frame; `seq` numbers the frames of each."""
         return self.engine, self.boot, self.rank
 
 
 class Chunk(NamedTuple):
     """One request's new rows at some sites.
 
+    request: the request's part of the step.
+    sites: the sites, in the order of `rows`.
+    start: the position of the first row.
     rows: `[len(sites), length, hidden_size]`, positions `start .. start+length`, read-only.
     """
 
@@ -245,48 +280,53 @@ class Chunk(NamedTuple):
 
 
 Wants = Callable[[RequestRows], Wanted]
-"""What a consumer wants of a request at each site."""
+"""Returns the want of a consumer at each site of a request."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(FrameHeader)
 _id_of = operator.attrgetter("id")
-_row_of = operator.itemgetter(3)  # of a span
+# The first row of a span.
+_row_of = operator.itemgetter(3)
 
 
 class Frame:
-    """A header and its payload. `wants` narrows what `chunks` yields; None yields everything."""
+    """A header and its payload.
+
+    header: the frame's header.
+    payload: the rows, an object with the buffer protocol; views of it keep it alive.
+    wants: narrows what `chunks` yields; None yields everything.
+    """
 
     __slots__ = ("_counts", "header", "header_bytes", "payload", "wants")
 
     def __init__(self, header: FrameHeader, payload: Any, wants: Wants | None = None, *, header_bytes: int = 0) -> None:
         self.header = header
-        # Of the header that was read; 0 for a frame that was made here.
+        # The encoded size of the header; 0 for a frame that was made in this process.
         self.header_bytes = header_bytes
-        # Any object with the buffer protocol; kept alive by the views of it.
         self.payload = payload
         self.wants = wants
-        # What `counts` returns, once it is known.
+        # The result of `counts`, set at its first use.
         self._counts: list[int] | None = None
 
     def __repr__(self) -> str:
-        about = self.header
-        requests, sites = len(about.requests), len({site for block in about.blocks for site in block.sites})
-        rows = f"{requests} requests, {sites} sites, {self.nbytes:,} bytes of {about.dtype}"
-        return f"<frame {about.seq} of {about.engine!r}, step {about.step}: {rows}>"
+        header = self.header
+        requests, sites = len(header.requests), len({site for block in header.blocks for site in block.sites})
+        rows = f"{requests} requests, {sites} sites, {self.nbytes:,} bytes of {header.dtype}"
+        return f"<frame {header.seq} of {header.engine!r}, step {header.step}: {rows}>"
 
     @property
     def nbytes(self) -> int:
-        """The bytes of rows in the frame."""
+        """The number of bytes of rows in the frame."""
         return self.header.payload_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """How much memory the frame takes at most: its rows and, where it was read, the objects of its header."""
+        """The largest amount of memory that the frame takes: its rows, and the objects of a header that was read."""
         return self.header.payload_bytes + limits.STATE_PER_BYTE_MAX * self.header_bytes
 
     @property
     def counts(self) -> Sequence[int]:
-        """The rows of each request, over all its sites; in the order of the header's requests."""
+        """The number of rows of each request, over all its sites, in the order of the header's requests."""
         if self._counts is None:
             self._counts = [0] * len(self.header.requests)
             for block in self.header.blocks:
@@ -295,18 +335,18 @@ class Frame:
         return self._counts
 
     def narrowed(self, wants: Wants | None) -> Frame:
-        """Return the same frame, of which `chunks` yields what `wants` names."""
+        """Return the same frame, with `chunks` limited to what `wants` selects."""
         return Frame(self.header, self.payload, wants, header_bytes=self.header_bytes)
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the wanted rows in chunks: of each request at each site, in the order of their positions."""
+        """Yield the wanted rows as chunks. The chunks of a request at a site come in the order of their positions."""
         wants, whole = self.wants, self._whole()
         if wants is None:
             return whole
         return itertools.chain.from_iterable(_narrow(chunk, wants(chunk.request)) for chunk in whole)
 
     def blocks(self) -> Iterator[tuple[Block, Rows]]:
-        """Yield every block with its rows `[len(sites), rows, hidden_size]`, whoever wants them."""
+        """Yield every block with its rows `[len(sites), rows, hidden_size]`, wanted or not."""
         header = self.header
         if not header.blocks:
             return
@@ -322,28 +362,28 @@ class Frame:
         header = self.header
         spans = [(span, block, rows) for block, rows in self.blocks() for span in block.spans]
         if len(header.blocks) > 1:
-            spans.sort(key=lambda found: found[0][:2])
+            spans.sort(key=lambda entry: entry[0][:2])
         for span, block, rows in spans:
             request = header.requests[span.request]
             yield Chunk(request, block.sites, span.start, rows[:, span.row : span.row + span.length])
 
     def encode(self) -> list[Any]:
-        """Return the frame's parts for the wire; the payload is not copied."""
+        """Return the frame's parts for the wire, without a copy of the payload."""
         return [_encoder.encode(self.header), self.payload]
 
     @classmethod
     def seal(cls, header: FrameHeader, payload: Any) -> Frame:
-        """Return the frame with its payload's length and checksum written into the header."""
+        """Return the frame, with the length and the hash of its payload in the header."""
         view = memoryview(payload).cast("B")
         digest = xxhash.xxh3_64_intdigest(view)
         return cls(msgspec.structs.replace(header, payload_bytes=len(view), xxh3=digest), view)
 
     @classmethod
     def decode(cls, header: bytes | memoryview, payload: Any) -> Frame:
-        """Return the frame that two parts hold, its payload not copied.
+        """Return the frame in two parts, without a copy of the payload.
 
-        Raises RemoteProtocolError when a part is too large, the header is not one, the payload's
-        length or checksum is not what the header says, or a span points outside.
+        Raises RemoteProtocolError for a part that is too large, for a header that is not one, and for a frame that
+        breaks the module's invariant or does not match its hash.
         """
         frame = cls.read(header, payload)
         frame.check()
@@ -351,7 +391,7 @@ class Frame:
 
     @classmethod
     def read(cls, header: bytes | memoryview, payload: Any) -> Frame:
-        """Return the frame that two parts hold, without `check`: the first half of `decode`. Raises RemoteProtocolError."""
+        """Return the frame in two parts without `check`, the second half of `decode`; raise RemoteProtocolError."""
         if len(header) > limits.FRAME_HEADER_BYTES_MAX:
             expected = f"at most {limits.FRAME_HEADER_BYTES_MAX}"
             raise RemoteProtocolError(explain("frame header", got=f"{len(header)} bytes", expected=expected))
@@ -366,7 +406,7 @@ class Frame:
     def check(self, *, hashed: bool = True) -> None:
         """Raise RemoteProtocolError unless the module's invariant holds.
 
-        hashed: and the payload has its hash.
+        hashed: also compare the payload with its hash.
         """
         header = self.header
         counts = [0] * len(header.requests)
@@ -380,7 +420,7 @@ class Frame:
 
 
 def rows_of(header: FrameHeader) -> Counter[str]:
-    """Return how many rows of each request a frame holds."""
+    """Return the number of rows that a frame holds of each request, by id."""
     rows: Counter[str] = Counter()
     for block in header.blocks:
         for request, _, length, _ in block.spans:
@@ -389,7 +429,7 @@ def rows_of(header: FrameHeader) -> Counter[str]:
 
 
 def _checked_rows(header: FrameHeader, counts: list[int]) -> int:
-    """Return the rows of a frame over all its sites, once everything in its header is in bounds and its spans tile.
+    """Return the number of rows over all sites; raise RemoteProtocolError for a header that breaks the invariant.
 
     counts: the rows of each request are added to these.
     """
@@ -419,7 +459,7 @@ def _checked_rows(header: FrameHeader, counts: list[int]) -> int:
 
 
 def _checked_block(block: Block, header: FrameHeader, counts: list[int]) -> int:
-    """Return the rows of a block at each of its sites, once its sites and spans are in bounds and no row has two spans."""
+    """Return the number of rows at each site of a block; raise RemoteProtocolError for a bad site or span."""
     sites = len(block.sites)
     if not sites or len(set(block.sites)) != sites:
         raise _broken("block sites", block.sites, "one or more different sites")
@@ -447,7 +487,7 @@ def _checked_block(block: Block, header: FrameHeader, counts: list[int]) -> int:
 
 
 def _check_order(block: Block) -> None:
-    """Raise RemoteProtocolError unless each span of a block lies inside it and no row has two."""
+    """Raise RemoteProtocolError unless each span lies inside the block and no row has two spans."""
     end, before = 0, None
     for span in sorted(block.spans, key=_row_of):
         if span.row < 0 or span.row + span.length > block.rows:
@@ -458,7 +498,7 @@ def _check_order(block: Block) -> None:
 
 
 def _is_in_order(spans: Sequence[Span], requests: int) -> bool:
-    """Return whether the spans of each request come in the order of their positions, apart."""
+    """Return whether the spans of each request come in the order of their positions, without overlap."""
     reach = [0] * requests
     for number, start, length, _ in spans:
         if start < reach[number]:
@@ -468,13 +508,18 @@ def _is_in_order(spans: Sequence[Span], requests: int) -> bool:
 
 
 def _check_positions(header: FrameHeader) -> None:
-    """Raise RemoteProtocolError when a position of a request comes twice at a site; no more work than there are rows."""
+    """Raise RemoteProtocolError if a position of a request occurs twice at a site.
+
+    The work is bounded by the number of rows.
+    """
     if len(header.blocks) == 1 and _is_in_order(header.blocks[0].spans, len(header.requests)):
         return
     spans = sorted((span[:3], number) for number, block in enumerate(header.blocks) for span in block.spans)
     current, reach = -1, 0
-    ends: dict[Site, int] = {}  # where the rows of the request end at each site, since a position that no span crosses
-    first: tuple[Sequence[Site], int] | None = None  # the sites and end of a span that is not in `ends` yet
+    # The ends of the request's rows at each site, since the last position that no span crosses.
+    ends: dict[Site, int] = {}
+    # The sites and the end of a span that is not in `ends` yet.
+    first: tuple[Sequence[Site], int] | None = None
     for (request, start, length), number in spans:
         sites, stop = header.blocks[number].sites, start + length
         if request != current or start >= reach:
@@ -484,14 +529,14 @@ def _check_positions(header: FrameHeader) -> None:
             ends, first = dict.fromkeys(*first), None
         for site in sites:
             if ends.get(site, 0) > start:
-                what = f"position {start} of request {header.requests[request].id} at {site} twice"
-                raise _broken("spans", what, "each position once at a site")
+                got = f"position {start} of request {header.requests[request].id} at {site} twice"
+                raise _broken("spans", got, "each position once at a site")
             ends[site] = stop
         reach = max(reach, stop)
 
 
 def _narrow(chunk: Chunk, wanted: Wanted) -> Iterator[Chunk]:
-    """Yield the parts of a chunk that are wanted, sites with the same positions together."""
+    """Yield the wanted parts of a chunk; sites with the same positions stay together."""
     stop = chunk.start + chunk.rows.shape[1]
     groups: dict[Positions, list[int]] = {}
     for index, site in enumerate(chunk.sites):
@@ -509,5 +554,5 @@ def _narrow(chunk: Chunk, wanted: Wanted) -> Iterator[Chunk]:
             yield Chunk(chunk.request, sites, first, rows[:, first - chunk.start : end - chunk.start])
 
 
-def _broken(what: str, got: Any, expected: str) -> RemoteProtocolError:
-    return RemoteProtocolError(explain(f"frame {what}", got=got, expected=expected))
+def _broken(part: str, got: Any, expected: str) -> RemoteProtocolError:
+    return RemoteProtocolError(explain(f"frame {part}", got=got, expected=expected))

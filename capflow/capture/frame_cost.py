@@ -1,8 +1,9 @@
-"""What reading a frame's header costs, counted before it is read: spans and tokens become an object each.
+"""The cost of reading a frame's header, counted before it is read: each span and each token becomes an object.
 
-A span has a row of its own at each of its block's sites, so a frame has no more spans than its payload has rows.
+A span has a row of its own at each site of its block, so a frame cannot have more spans than its payload has rows.
 
-Invariant: the objects of a header take at most `limits.STATE_PER_BYTE_MAX` bytes of memory for each of its bytes. Usual ones take 4 to 13.
+Invariant: the objects of a header take at most `limits.STATE_PER_BYTE_MAX` bytes of memory for each byte of the header.
+Usual headers take 4 to 13.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import msgspec
 from capflow import limits
 from capflow.errors import RemoteProtocolError, explain
 
-_NUMBER_BYTES = 2  # of each number of a row, in the smallest dtype
-_SMALL_BYTES = 256 * limits.KIB  # a header up to this size costs little, whatever is in it
+# The size of one number in the smallest dtype.
+_NUMBER_BYTES = 2
+# A header up to this size costs little to read, whatever it holds.
+_SMALL_BYTES = 256 * limits.KIB
 
 
 class _Request(msgspec.Struct):
@@ -27,7 +30,7 @@ class _Request(msgspec.Struct):
 class _Header(msgspec.Struct, tag="frame"):
     hidden_size: int
     requests: Annotated[tuple[_Request, ...], msgspec.Meta(max_length=limits.REQUESTS_PER_FRAME_MAX)]
-    # Of each its sites, rows and spans.
+    # The sites, rows and spans of each.
     blocks: Annotated[
         tuple[tuple[msgspec.Raw, msgspec.Raw, msgspec.Raw], ...], msgspec.Meta(max_length=limits.SITES_MAX)
     ]
@@ -42,14 +45,14 @@ def is_large(header: bytes | memoryview) -> bool:
 
 
 def decoded_bytes(header: bytes | memoryview) -> int:
-    """Return how much memory the objects of a header take at most."""
+    """Return the largest amount of memory that the objects of a header can take."""
     return limits.STATE_PER_BYTE_MAX * len(header)
 
 
 def check_cost(header: bytes | memoryview, payload_bytes: int) -> None:
-    """Raise RemoteProtocolError when a header has more spans, tokens or texts than a frame with that payload may have.
+    """Raise RemoteProtocolError if a header has more spans, tokens or texts than a frame with this payload can have.
 
-    Raises msgspec.MsgspecError when it is no header.
+    Raises msgspec.MsgspecError if it is not a header.
     """
     if not is_large(header):
         return
@@ -59,15 +62,19 @@ def check_cost(header: bytes | memoryview, payload_bytes: int) -> None:
         "tokens": (sum(_length(request.token_ids) for request in read.requests), limits.TOKENS_PER_FRAME_MAX),
         "texts": (sum(_length(request.texts) for request in read.requests), limits.TOKENS_PER_FRAME_MAX),
     }
-    rows = sum(_length(sites) * _length(spans) for sites, _, spans in read.blocks)  # one of each span at least
+    # Each span has one row at least.
+    rows = sum(_length(sites) * _length(spans) for sites, _, spans in read.blocks)
     counts["rows of spans"] = rows, payload_bytes // (_NUMBER_BYTES * max(1, read.hidden_size))
-    for what, (count, most) in counts.items():
+    for name, (count, most) in counts.items():
         if count > most:
-            raise RemoteProtocolError(explain(f"frame {what}", got=count, expected=f"at most {most}"))
+            raise RemoteProtocolError(explain(f"frame {name}", got=count, expected=f"at most {most}"))
 
 
 def _length(array: msgspec.Raw) -> int:
-    """Return how many elements an encoded msgpack array says it has; 0 for what is none, which is refused when it is read."""
+    """Return the number of elements that an encoded msgpack array claims.
+
+    Another type has 0 here; it is refused when it is read.
+    """
     head = bytes(memoryview(array)[:5])
     if head[:1] == b"\xdc":
         return int(struct.unpack(">H", head[1:3])[0])

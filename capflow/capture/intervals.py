@@ -1,4 +1,4 @@
-"""A set of whole numbers, kept as runs without a gap: the frames that a store has, or the positions of a request."""
+"""Sets of whole numbers, kept as runs without gaps: the frames of a store, or the positions of a request."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 
 class Intervals:
-    """A set of whole numbers that grows.
+    """A growing set of whole numbers.
 
-    Invariant: its runs are in order, do not overlap, and do not touch. Adding numbers in order costs the same whatever is in the set.
+    Invariant: the runs are in order, do not overlap and do not touch. Adding numbers in order costs the same however
+    large the set is.
     """
 
     __slots__ = ("_firsts", "_lasts")
@@ -19,11 +20,12 @@ class Intervals:
         self._lasts: list[int] = []
 
     def add(self, first: int, last: int) -> None:
-        """Add the numbers `first ..= last`; none when `last` is below `first`."""
+        """Add the numbers `first ..= last`; nothing if `last` is below `first`."""
         if last < first or self.append(first, last):
             return
         firsts, lasts = self._firsts, self._lasts
-        begin = bisect_left(lasts, first - 1)  # the runs begin..end meet or touch the new one
+        # The runs `begin .. end` overlap or touch the new one.
+        begin = bisect_left(lasts, first - 1)
         end = bisect_right(firsts, last + 1)
         if begin < end:
             first, last = min(first, firsts[begin]), max(last, lasts[end - 1])
@@ -42,7 +44,7 @@ class Intervals:
         return False
 
     def missing(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yield the runs `(first, last)` of numbers of `first ..= last` that are not in the set."""
+        """Yield the runs `(first, last)` of `first ..= last` that are not in the set."""
         index = bisect_left(self._lasts, first)
         while first <= last:
             if index == len(self._firsts) or self._firsts[index] > last:
@@ -58,7 +60,7 @@ class Intervals:
         return index < len(self._firsts) and self._firsts[index] <= number
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield the runs `(first, last)`, both in the set."""
+        """Yield the runs `(first, last)`, both ends included."""
         return zip(tuple(self._firsts), tuple(self._lasts), strict=True)
 
     def __bool__(self) -> bool:

@@ -1,8 +1,8 @@
-"""Losses: which rows of a request did not arrive, and why.
+"""Losses: the rows of a request that did not arrive, and the reasons.
 
-Rows are lost in runs: a worker that has no room has none for the next step either. So what is kept of them is gaps, runs of positions at
-the same sites, which grow as positions follow each other. Of each reason `limits.GAPS_MAX` gaps are kept; rows beyond these are
-counted, and their places are not known any more.
+Rows are lost in runs: a worker without room has none for the next step either. So lost rows are kept as gaps: runs of
+positions at the same sites, which grow while positions follow each other. At most `limits.GAPS_MAX` gaps are kept for
+each reason; further rows are only counted.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from capflow.capture.places import Places
 from capflow.capture.site import Site, layers_by_hook
 
 MEANT = frozenset({"skipped", "not_tapped"})
-"""Reasons for which live consumers do not get rows, as they ask: these count as no loss."""
+"""Reasons for which live consumers miss rows by their own choice; these are not losses."""
 
-_GAPS_TOLD_MAX = 4  # in a message; all that are kept are in `Dropped`
+# Gaps in one message; `Dropped` has all of them.
+_GAPS_SHOWN_MAX = 4
 
 
 class _Reason:
-    """What was lost for one reason: how many rows, and their gaps as `[start, stop]` by sites."""
+    """The rows lost for one reason: their number, and their gaps as `[start, stop]` by sites."""
 
     __slots__ = ("gaps", "rows", "runs")
 
     def __init__(self) -> None:
         self.rows = 0
         self.gaps: dict[tuple[str, ...], list[list[int]]] = {}
-        # In `gaps`.
+        # The number of runs in `gaps`.
         self.runs = 0
 
     def add(self, sites: tuple[str, ...], start: int, stop: int) -> None:
@@ -60,18 +61,18 @@ class Losses:
         return bool(self._reasons)
 
     def add(self, reason: str, sites: Sequence[Site], start: int, stop: int) -> None:
-        """Note that positions `start .. stop` were lost at each of some sites."""
+        """Add positions `start .. stop` at each of some sites."""
         lost = self._of(reason)
         lost.rows += len(sites) * (stop - start)
         lost.add(tuple(map(str, sites)), start, stop)
 
     def count(self, reason: str, rows: int) -> None:
-        """Note that rows were lost of which it is not known where they were."""
+        """Add a number of rows whose places are unknown."""
         if rows:
             self._of(reason).rows += rows
 
     def update(self, dropped: Iterable[Dropped]) -> None:
-        """Note what someone before noted."""
+        """Add losses that an earlier party noted."""
         for each in dropped:
             lost = self._of(each.reason)
             lost.rows += each.rows
@@ -79,7 +80,10 @@ class Losses:
                 lost.add(gap.sites, gap.start, gap.stop)
 
     def blame(self, reason: str, rows: int, *, instead_of: str) -> None:
-        """Give some of the rows of one reason another: with their places when these are all, else without."""
+        """Move `rows` of the rows lost for the reason `instead_of` to `reason`.
+
+        Their places move if these are all the rows.
+        """
         before = self._reasons.pop(instead_of)
         lost = self._of(reason)
         lost.rows += rows
@@ -92,12 +96,12 @@ class Losses:
 
     @property
     def rows(self) -> Counter[str]:
-        """How many rows, by reason."""
+        """The number of rows for each reason."""
         return Counter({reason: lost.rows for reason, lost in self._reasons.items()})
 
     @property
     def dropped(self) -> tuple[Dropped, ...]:
-        """What a result says of it, a reason each."""
+        """The losses in the form of results, one entry for each reason."""
         return tuple(
             Dropped(
                 lost.rows,
@@ -112,7 +116,7 @@ class Losses:
 
 
 def note_frame(into: dict[str, Losses], header: FrameHeader, reason: str) -> None:
-    """Note, by request, that the rows of a frame were lost."""
+    """Add the rows of a frame to the losses of its requests."""
     for block in header.blocks:
         for request, start, length, _ in block.spans:
             losses = into.setdefault(header.requests[request].id, Losses())
@@ -120,34 +124,35 @@ def note_frame(into: dict[str, Losses], header: FrameHeader, reason: str) -> Non
 
 
 def note_chunk(losses: Losses, chunk: Chunk, reason: str) -> None:
-    """Note that a chunk was lost."""
+    """Add the rows of a chunk."""
     losses.add(reason, chunk.sites, chunk.start, chunk.start + chunk.rows.shape[1])
 
 
 def lessened(header: FrameHeader, lost: dict[str, Losses]) -> FrameHeader:
-    """Return a header whose ends of requests say which of their rows were lost on the way.
+    """Return a header whose ends of requests include the rows lost on the way.
 
-    lost: by request, of the worker that sent the header; the entries of these requests are removed.
+    lost: the losses of each request of the worker that sent the header; entries of the ended requests are removed.
     """
     if not any(finished.id in lost for finished in header.finished):
         return header
-    told = []
+    ends = []
     for finished in header.finished:
         if (losses := lost.pop(finished.id, None)) is not None:
             rows = max(0, finished.rows - losses.rows.total())
             losses.update(finished.dropped)
             finished = msgspec.structs.replace(finished, rows=rows, dropped=losses.dropped)  # noqa: PLW2901
-        told.append(finished)
-    return msgspec.structs.replace(header, finished=tuple(told))
+        ends.append(finished)
+    return msgspec.structs.replace(header, finished=tuple(ends))
 
 
 def narrowed(dropped: Iterable[Dropped], wanted: Callable[[str], Places | None]) -> tuple[Dropped, ...]:
-    """Return the lost rows that one consumer wants; rows of which the place is not known may be among them, and are.
+    """Return the lost rows that one consumer wants. Rows whose places are unknown are all included.
 
-    wanted: returns the positions wanted at a site, given as `HOOK:LAYER`; None where none are.
+    wanted: returns the positions wanted at a site, given as `HOOK:LAYER`; None where none are wanted.
     """
     mine = []
-    at = functools.cache(wanted)  # many gaps are at the same sites
+    # Many gaps are at the same sites.
+    at = functools.cache(wanted)
     for each in dropped:
         rows = max(0, each.rows - sum(len(gap.sites) * (gap.stop - gap.start) for gap in each.gaps))
         gaps = []
@@ -163,12 +168,16 @@ def narrowed(dropped: Iterable[Dropped], wanted: Callable[[str], Places | None])
 
 
 def described(dropped: Dropped) -> str:
-    """Return what a person is told: `36 rows lost: queue_full, at post_block:0-17 positions 5..6`; as many places as are known, and few of many."""
-    told = [f"at {_sites(gap.sites)} {_positions(gap)}" for gap in dropped.gaps[:_GAPS_TOLD_MAX]]
-    known = sum(len(gap.sites) * (gap.stop - gap.start) for gap in dropped.gaps[:_GAPS_TOLD_MAX])
-    if told and known < dropped.rows:
-        told.append(f"and {dropped.rows - known} rows elsewhere")
-    return ", ".join([f"{dropped.rows} rows lost: {dropped.reason}", *told])
+    """Return a description for people: `36 rows lost: queue_full, at post_block:0-17 positions 5..6`.
+
+    It names the places that are known, `_GAPS_SHOWN_MAX` gaps at most.
+    """
+    gaps = dropped.gaps[:_GAPS_SHOWN_MAX]
+    places = [f"at {_sites(gap.sites)} {_positions(gap)}" for gap in gaps]
+    rows = sum(len(gap.sites) * (gap.stop - gap.start) for gap in gaps)
+    if places and rows < dropped.rows:
+        places.append(f"and {dropped.rows - rows} rows elsewhere")
+    return ", ".join([f"{dropped.rows} rows lost: {dropped.reason}", *places])
 
 
 def _positions(gap: Gap) -> str:
@@ -176,8 +185,8 @@ def _positions(gap: Gap) -> str:
 
 
 def _sites(sites: Sequence[str]) -> str:
-    """Return sites in few words: `post_block:0-17 mlp_in:3`."""
-    said = []
+    """Return sites in a short form: `post_block:0-17 mlp_in:3`."""
+    texts = []
     for hook, layers in layers_by_hook(Site.parse(site) for site in sites).items():
         runs: list[list[int]] = []
         for layer in sorted(layers):
@@ -185,57 +194,61 @@ def _sites(sites: Sequence[str]) -> str:
                 runs[-1][1] = layer
             else:
                 runs.append([layer, layer])
-        said += [f"{hook}:{first}" if first == last else f"{hook}:{first}-{last}" for first, last in runs]
-    return " ".join(said)
+        texts += [f"{hook}:{first}" if first == last else f"{hook}:{first}-{last}" for first, last in runs]
+    return " ".join(texts)
 
 
 class LossLog:
-    """Says which rows of a request were lost, and why; for any number of threads.
+    """Logs the lost rows of requests and the reasons; safe for any number of threads.
+
+    It writes at most `limits.LOSSES_LOGGED_MAX` lines a second. The next line has the number of requests left out.
 
     who: begins each line, such as `consumer log`.
-    fields: of each record, beside `event`, `request` and `dropped`. Of one second `limits.LOSSES_LOGGED_MAX` lines are
-        said; how many were left out stands in the next.
+    fields: added to each record, beside `event`, `request` and `dropped`.
     """
 
     def __init__(self, logger: logging.Logger, who: str, **fields: Any) -> None:
         self._logger, self._who, self._fields = logger, who, fields
-        # Guards the next.
+        # Guards the fields below.
         self._lock = threading.Lock()
-        # When the second began in which lines are counted.
+        # The start of the second in which lines are counted.
         self._since = 0.0
-        # In it.
-        self._said = 0
-        # Since a line was said.
+        # Lines written in this second.
+        self._lines = 0
+        # Requests left out since the last line.
         self._left_out = 0
 
     def tell(self, request: str, dropped: Sequence[Dropped], **fields: Any) -> None:
-        """Say what was lost of a request that is over; nothing when nothing was.
+        """Log the lost rows of a request that is over; nothing if there are none.
 
-        fields: of this record.
+        fields: added to this record.
         """
         if dropped:
-            told = {"event": "rows_lost", "request": request, "dropped": msgspec.to_builtins(dropped), **fields}
-            self._say({request: dropped}, "", told)
+            record = {"event": "rows_lost", "request": request, "dropped": msgspec.to_builtins(dropped), **fields}
+            self._write({request: dropped}, "", record)
 
     def tell_late(self, lost: Mapping[str, Sequence[Dropped]], engine: str) -> None:
-        """Say in one line what was lost of requests of an engine that had their results before, by request; nothing when nothing was."""
-        if lost:
-            told = {"event": "rows_lost_late", "engine": engine, "requests": msgspec.to_builtins(lost)}
-            self._say(lost, f"engine {engine}, after the results: ", told)
+        """Log in one line what requests of an engine lost after their results were given; nothing if they lost nothing.
 
-    def _say(self, lost: Mapping[str, Sequence[Dropped]], before: str, told: dict[str, Any]) -> None:
+        lost: the losses of each request.
+        """
+        if lost:
+            record = {"event": "rows_lost_late", "engine": engine, "requests": msgspec.to_builtins(lost)}
+            self._write(lost, f"engine {engine}, after the results: ", record)
+
+    def _write(self, lost: Mapping[str, Sequence[Dropped]], before: str, record: dict[str, Any]) -> None:
         with self._lock:
             now = time.monotonic()
             if now - self._since >= 1:
-                self._since, self._said = now, 0
-            if self._said >= limits.LOSSES_LOGGED_MAX:
+                self._since, self._lines = now, 0
+            if self._lines >= limits.LOSSES_LOGGED_MAX:
                 self._left_out += len(lost)
                 return
-            self._said += 1
+            self._lines += 1
             left_out, self._left_out = self._left_out, 0
         meant = {each.reason for dropped in lost.values() for each in dropped} <= MEANT
         text = "; ".join(f"request {name}: {'; '.join(map(described, dropped))}" for name, dropped in lost.items())
         if left_out:
-            text += f" ({left_out} requests before it are not told here)"
+            text += f" ({left_out} earlier requests with losses were not logged)"
         level = logging.INFO if meant else logging.WARNING
-        self._logger.log(level, "%s: %s%s", self._who, before, text, extra=told | self._fields)
+        self._logger.log(level, "%s: %s%s", self._who, before, text, extra=record | self._fields)

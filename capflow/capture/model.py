@@ -1,4 +1,4 @@
-"""The model that an engine runs, as a hub and its consumers know it."""
+"""The model that an engine runs, as a hub and its consumers see it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ Sites = Annotated[tuple[Site, ...], msgspec.Meta(max_length=limits.SITES_MAX)]
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What a hub and its consumers need to know about the model that an engine runs.
+    """The properties of an engine's model that a hub and its consumers need.
 
+    name: the model's name or path.
+    num_layers: the number of decoder layers, over all pipeline stages.
+    hidden_size: the width of the residual stream.
+    dtype: the dtype of captured rows, by torch's name.
     sites: every site that carries a tap, over all pipeline stages.
-    stages: how many pipeline stages there are.
-    fixed: sites that can be captured and not steered, because something else is given the same tensor.
+    stages: the number of pipeline stages.
+    fixed: sites that can be captured but not steered, because another part of the model reads the same tensor.
     """
 
     name: Text

@@ -1,8 +1,8 @@
-"""Places: the positions of one request that are in a set, once the length of its prompt is known.
+"""Places: a set of positions of one request, resolved with the length of its prompt.
 
-The engine captures what is in them and the hub counts it; both ask the same functions, so what is promised is what comes.
-Nothing here costs by the length of a request: a set is some stretches without a gap and some strides, and only what lies in
-the window that is asked about is looked at.
+The engine captures these positions and the hub counts them. Both call the same functions, so the number of promised
+rows is the number of captured rows. No operation costs more for a longer request: a set consists of stretches without
+gaps and of strides, and only the part in the given window is read.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 FOREVER = 1 << 62
-"""A position behind every other."""
+"""A position after all others."""
 
 
 class Places:
     """The positions of one request.
 
-    starts, stops: the ends of stretches without a gap, in order and apart.
-
-    strides: `range(a, b, step)`, which may meet them and each other.
+    starts, stops: the ends of stretches without gaps, in order; stretches do not touch.
+    strides: `range(a, b, step)`; they may overlap the stretches and each other.
     """
 
     __slots__ = ("starts", "stops", "strides")
@@ -42,7 +41,7 @@ class Places:
 
     @classmethod
     def union(cls, parts: Iterable[Places]) -> Places:
-        """Return the positions that any of the parts has."""
+        """Return the positions that are in any of the parts."""
         parts = list(parts)
         stretches = (pair for part in parts for pair in zip(part.starts, part.stops, strict=True))
         return cls(stretches, (stride for part in parts for stride in part.strides))
@@ -51,7 +50,7 @@ class Places:
         return self.stretch(position)[0]
 
     def stretch(self, position: int) -> tuple[bool, int]:
-        """Return whether a position is in the set, and up to where at least the same is true of all."""
+        """Return whether a position is in the set, and an end up to which all positions give the same answer."""
         index = bisect_right(self.stops, position)
         if index == len(self.starts):
             stop = FOREVER
@@ -69,23 +68,18 @@ class Places:
         return False, stop
 
     def first(self) -> int:
-        """Return the first position of the set, `FOREVER` when it is empty."""
+        """Return the first position of the set, `FOREVER` if it is empty."""
         inside, stop = self.stretch(0)
         return 0 if inside else stop
 
     def runs(self, start: int, stop: int) -> Sequence[tuple[int, int]]:
-        """Return what of `[start, stop)` is in the set as `(first, end)`, in order and as long as they can be."""
+        """Return the part of the set in `[start, stop)` as runs `(first, end)`, in order and as long as possible."""
         if self.strides:
             return self._enumerated(start, stop)
-        found = []
-        index = bisect_right(self.stops, start)
-        while index < len(self.starts) and self.starts[index] < stop:
-            found.append((max(start, self.starts[index]), min(stop, self.stops[index])))
-            index += 1
-        return [(first, end) for first, end in found if first < end]
+        return [(first, end) for first, end in self._clipped(start, stop) if first < end]
 
     def count(self, start: int, stop: int) -> int:
-        """Return how many positions of `[start, stop)` are in the set."""
+        """Return the number of positions of the set in `[start, stop)`."""
         if len(self.strides) > 1:
             return sum(end - first for first, end in self.runs(start, stop))
         clipped = list(self._clipped(start, stop))
@@ -96,7 +90,7 @@ class Places:
         return total
 
     def until(self, rows: int) -> Places:
-        """Return the first `rows` positions of a set that has one stride at most."""
+        """Return the first `rows` positions of a set with at most one stride."""
         assert len(self.strides) <= 1
         low, high = 0, FOREVER
         for stride in self.strides:
@@ -112,7 +106,7 @@ class Places:
         return Places(self._clipped(0, low), [_clip(stride, 0, low) for stride in self.strides])
 
     def _behind(self, rows: int) -> int:
-        """Return the position behind the first `rows` of a set without strides."""
+        """Return the position after the first `rows` positions of a set without strides."""
         for start, stop in zip(self.starts, self.stops, strict=True):
             if stop - start >= rows:
                 return start + rows
@@ -120,9 +114,10 @@ class Places:
         return FOREVER
 
     def _clipped(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        for low, high in zip(self.starts, self.stops, strict=True):
-            if low < stop and start < high:
-                yield max(low, start), min(high, stop)
+        for index in range(bisect_right(self.stops, start), len(self.starts)):
+            if self.starts[index] >= stop:
+                return
+            yield max(self.starts[index], start), min(self.stops[index], stop)
 
     def _enumerated(self, start: int, stop: int) -> Sequence[tuple[int, int]]:
         parts = [np.arange(*span, dtype=np.int64) for span in self._clipped(start, stop)]
@@ -139,6 +134,6 @@ class Places:
 
 
 def _clip(stride: range, start: int, stop: int) -> range:
-    """Return the part of a stride that lies in `[start, stop)`."""
+    """Return the part of a stride that is in `[start, stop)`."""
     skipped = max(0, -(-(start - stride.start) // stride.step))
     return range(stride.start + skipped * stride.step, min(stride.stop, stop), stride.step)

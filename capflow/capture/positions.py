@@ -1,22 +1,22 @@
-"""Positions: which tokens of a request rows are wanted of.
+"""Positions: the tokens of a request whose rows are captured.
 
-A set is written as one of these forms, or a list that means their union:
+A set is written in one of these forms, or as a list of them, which is their union:
 
 | form | positions |
 |---|---|
 | `"last_prompt"`, `"all_prompt"`, `"all_generated"`, `"all"` | by name |
-| `7` | position 7, of the prompt or of what is generated |
+| `7` | position 7, counted over prompt and generated tokens |
 | `-1` | the last of the prompt; `-2` the one before it |
 | `{"last": 16}` | the last 16 of the prompt |
 | `{"generated": [10, 20]}` | the 11th to the 20th generated; `[10, null]`: from the 11th on |
 | `{"every": 8}` | 0, 8, 16 … over prompt and generated tokens |
 
-Where only text can be given the same is written `7`, `-1`, `last:16`, `generated:10:20`, `generated:10:`, `every:8`, joined
+Where only text is possible, the forms are `7`, `-1`, `last:16`, `generated:10:20`, `generated:10:`, `every:8`, joined
 with `+`.
 
-`Positions` is such a set while the length of the prompt is not known; `capflow.capture.places.Places`, which `at` gives, when it
-is. A position that a request does not reach, before its start or behind its end, has no row and is not an error: a set is
-written for requests of any length.
+`Positions` is such a set for requests of any length. `Positions.at` resolves it with the length of a prompt, to
+`capflow.capture.places.Places`. A position that a request does not reach, before its start or after its end, has no row
+and is not an error.
 """
 
 from __future__ import annotations
@@ -35,11 +35,15 @@ from capflow.errors import UsageError, explain
 Bounds = Annotated[list[int | None], Meta(max_length=2)]
 Counted = Annotated[dict[str, int | Bounds], Meta(max_length=1)]
 Form = str | Annotated[list[int | str | Counted], Meta(max_length=limits.POSITIONS_LISTED_MAX)] | Counted
-"""What a user writes; `normalise` says whether it is one of the forms above."""
+"""The written forms; `normalise` checks a value and returns it in one of the forms above."""
 
 
 class Edge(NamedTuple):
-    """A place in any request: `offset` from its first token, or (`prompt` is 1) from the end of its prompt."""
+    """A place in any request, counted from its first token or from the end of its prompt.
+
+    prompt: 0 counts from the first token, 1 from the end of the prompt.
+    offset: the distance from there, in tokens.
+    """
 
     prompt: int
     offset: int
@@ -50,7 +54,7 @@ class Edge(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Every `step`th position from `first` on and before `end`."""
+    """Every `step`th position from `first` up to, but not including, `end`."""
 
     first: Edge
     end: Edge
@@ -58,7 +62,11 @@ class Window(NamedTuple):
 
 
 class Spots(NamedTuple):
-    """Single positions, `offsets` in order, each from the same place as `first` and `end`, which lie before and behind all."""
+    """Single positions: `offsets`, in order, each counted like `first` and `end`.
+
+    first: a place at or before all of them.
+    end: a place after all of them.
+    """
 
     first: Edge
     end: Edge
@@ -80,18 +88,21 @@ _EXPECTED = (
     f"one of {', '.join(POSITION_NAMES)}, a position, "
     '{"last": N}, {"generated": [A, B]}, {"every": N}, or a list of these'
 )
-_SPOTS_MIN = 8  # from so many on, single positions are kept as `Spots`
-_FEW = 16  # windows: the places of such a set are kept for thousands of requests, those of a larger one for fewer
-_SET_BYTES, _WINDOW_BYTES, _NUMBER_BYTES = 768, 320, 40  # of memory
+# This many single positions or more are kept as `Spots`.
+_SPOTS_MIN = 8
+# The places of a set of at most this many windows are small: `_places` caches more of them than `_places_of_many`.
+_FEW = 16
+# Approximate memory of a set, of each of its windows and of each number of its spots.
+_SET_BYTES, _WINDOW_BYTES, _NUMBER_BYTES = 768, 320, 40
 _TEXT = re.compile(
     r"(?P<position>-?\d{1,12})|(?P<kind>last|every):(?P<count>\d{1,12})|generated:(?P<a>\d{1,12}):(?P<b>\d{0,12})"
 )
 
 
 class Positions:
-    """A set of positions of any request, compared by what it is written as; sets are joined with `|`.
+    """A set of positions that applies to any request. Sets are equal if they are written equally; `|` joins sets.
 
-    parts: windows, and of how many positions at most the first are taken (None: of all); the set is their union.
+    parts: windows, and the number of their first positions to take (None: all). The set is the union of the parts.
     """
 
     __slots__ = ("_few", "_hash", "parts")
@@ -137,34 +148,37 @@ class Positions:
 
     @classmethod
     def named(cls, name: str) -> Positions:
-        """Return the set with the name that specs use, e.g. `last_prompt`."""
+        """Return the set with a name of the table above, e.g. `last_prompt`."""
         return cls([(frozenset([_NAMED[name]]), None)])
 
     @classmethod
     def parse(cls, form: Any, *, max_rows: int | None = None, where: str = "positions") -> Positions:
-        """Return the set that one of the forms means, its first `max_rows` positions if that is given.
+        """Return the set that a form describes.
 
-        Raises UsageError naming the field under `where`, what came and what was expected.
+        max_rows: if given, only its first `max_rows` positions.
+        where: the field that holds the form; messages begin with it.
+
+        Raises UsageError with the field, the value and the expected form.
         """
         return cls([(frozenset(_windows(normalise(form, where))), max_rows)])
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes of memory the set takes."""
+        """The approximate memory of the set, in bytes."""
         items = [item for windows, _ in self.parts for item in windows]
         numbers = sum(len(item.offsets) for item in items if isinstance(item, Spots))
         return _SET_BYTES + _WINDOW_BYTES * len(items) + _NUMBER_BYTES * numbers
 
     def at(self, prompt_length: int) -> Places:
-        """Return the set for requests whose prompt has that length."""
+        """Return the positions in requests whose prompt has this length."""
         return (_places if self._few else _places_of_many)(self, prompt_length)
 
     def count(self, prompt_length: int, computed_length: int) -> int:
-        """Return how many rows a request has in the set once `computed_length` tokens were computed."""
+        """Return the number of rows that a request has in the set once `computed_length` tokens are computed."""
         return self.at(prompt_length).count(0, computed_length)
 
     def cut(self, prompt_length: int, computed_length: int) -> bool:
-        """Return whether a budget left out a position that such a request has."""
+        """Return whether `max_rows` leaves out a position that such a request has."""
         return any(
             rows is not None and _resolved(windows, prompt_length).count(0, computed_length) > rows
             for windows, rows in self.parts
@@ -172,9 +186,9 @@ class Positions:
 
 
 def normalise(form: Any, where: str = "positions") -> Form:
-    """Return a form as it is kept: names and objects as they are, text taken apart, numbers in order.
+    """Return a form in its normal form: names and objects unchanged, text parsed, numbers in order.
 
-    Raises UsageError naming the field under `where`, what came and what was expected.
+    Raises UsageError with the field `where`, the value and the expected form.
     """
     if isinstance(form, str):
         items = [_read(text, form, where) for text in form.split("+")]
@@ -209,18 +223,21 @@ def normalise(form: Any, where: str = "positions") -> Form:
 
 
 def _read(text: str, whole: str, where: str) -> Any:
-    """Return what one piece of text means: a name, a number or an object."""
+    """Return the name, the number or the object that a piece of text describes.
+
+    whole: the text that it is a piece of, for the message.
+    """
     text = text.strip()
     if text in _NAMED:
         return text
-    found = _TEXT.fullmatch(text)
-    if found is None:
+    match = _TEXT.fullmatch(text)
+    if match is None:
         raise UsageError(explain(where, got=whole, expected=_EXPECTED))
-    if found["position"]:
-        return int(found["position"])
-    if found["kind"]:
-        return _checked_window({found["kind"]: int(found["count"])}, where)
-    return _checked_window({"generated": [int(found["a"]), int(found["b"]) if found["b"] else None]}, where)
+    if match["position"]:
+        return int(match["position"])
+    if match["kind"]:
+        return _checked_window({match["kind"]: int(match["count"])}, where)
+    return _checked_window({"generated": [int(match["a"]), int(match["b"]) if match["b"] else None]}, where)
 
 
 def _checked_window(form: Mapping[Any, Any], where: str) -> dict[str, Any]:
@@ -233,7 +250,7 @@ def _checked_window(form: Mapping[Any, Any], where: str) -> dict[str, Any]:
     if kind != "generated":
         return {kind: _bounded(value, where, 1)}
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
-        raise UsageError(explain(where, got=value, expected="[A, B], from the generated token A to before B"))
+        raise UsageError(explain(where, got=value, expected="[A, B], the generated tokens A..B-1"))
     first = _bounded(value[0], where, 0)
     end = None if value[1] is None else _bounded(value[1], where, first + 1)
     return {kind: [first, end]}
@@ -246,7 +263,7 @@ def _bounded(value: Any, where: str, low: int) -> int:
 
 
 def _windows(form: Any) -> Iterator[Window | Spots]:
-    """Yield what a normalised form means."""
+    """Yield the windows and spots of a normalised form."""
     items = form if isinstance(form, list) else [form]
     numbers = [item for item in items if type(item) is int]
     if len(numbers) >= _SPOTS_MIN:
@@ -274,7 +291,7 @@ def _spots(prompt: int, offsets: list[int]) -> Iterator[Spots]:
 
 
 def _plainest(windows: frozenset[Window | Spots]) -> frozenset[Window | Spots]:
-    """Return the same set without windows that lie in a named one."""
+    """Return the same set without the windows that lie inside a named one."""
     if windows >= {_PROMPT, _GENERATED}:
         windows |= {_ALL}
     for wide in (_ALL, _PROMPT, _GENERATED):
@@ -315,7 +332,8 @@ def _placed(positions: Positions, prompt_length: int) -> Places:
 
 
 _places = functools.lru_cache(maxsize=2048)(_placed)
-_places_of_many = functools.lru_cache(maxsize=256)(_placed)  # each takes up to 16 KiB
+# Each entry takes up to 16 KiB.
+_places_of_many = functools.lru_cache(maxsize=256)(_placed)
 
 
 Positions.NONE = Positions([])

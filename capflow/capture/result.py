@@ -1,4 +1,4 @@
-"""What became of a request's capture, per consumer."""
+"""The result of a request's capture, for each consumer."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Status = Literal["ok", "pending", "partial_error", "error", "not_requested"]
 
 
 class CaptureResult(msgspec.Struct, frozen=True):
-    """One consumer's word on one request.
+    """One consumer's result for one request.
 
-    status: `ok`, everything promised was consumed; `partial_error`, some rows were lost, as `error` says; `error`,
-        nothing usable came of it; `pending`, the consumer is not done; `not_requested`, the consumer wanted nothing of
-        this request.
-    payload: what the consumer has to say, plain JSON values, e.g. where the files lie.
-    budget_reached: the request had more positions of those asked for than `max_rows` let through; no row was lost by
-        it.
-    dropped: the rows that did not reach the consumer, by reason, and where they were.
-    tag: of the request's spec for this consumer. The hub puts both there.
+    status: `ok`: the consumer took all promised rows. `partial_error`: some rows were lost; `error` says which.
+        `error`: nothing usable was kept. `pending`: the consumer is not done. `not_requested`: the consumer wanted no
+        rows of this request.
+    error: what went wrong, one line; None if nothing did.
+    payload: the consumer's own data as plain JSON values, e.g. the paths of its files.
+    budget_reached: the request had more of the wanted positions than `max_rows` allows; this loses no row.
+    dropped: the rows that did not reach the consumer, by reason, with their sites and positions. The hub fills it in.
+    tag: the tag of the request's spec for this consumer. The hub fills it in.
     """
 
     status: Status
@@ -38,13 +38,19 @@ class CaptureResult(msgspec.Struct, frozen=True):
 
 
 class RequestDone(msgspec.Struct, frozen=True):
-    """A request is over on every worker that served it; what consumers are told then.
+    """A request has ended on every worker that served it. Consumers get this when it is over.
 
-    rows_promised: rows that its workers sent.
-    rows: rows of it that this consumer was given.
-    dropped: what was lost on the way to this consumer and why.
+    engine: the engine's name.
+    request: the request's id.
+    status: `stop`, `length`, `abort` or `error`.
+    prompt_length: the number of prompt tokens.
+    computed_length: the number of tokens that were computed.
+    rows_promised: the number of rows that its workers sent.
+    rows: the number of its rows that this consumer was given.
+    dropped: the rows lost on the way to this consumer, by reason.
+    finished: the ends of the request that its workers sent.
     budget_reached: `max_rows` left out positions that the request had.
-    tag: of the request's spec for this consumer.
+    tag: the tag of the request's spec for this consumer.
     """
 
     engine: str
@@ -63,7 +69,7 @@ class RequestDone(msgspec.Struct, frozen=True):
 
     @property
     def problems(self) -> list[str]:
-        """Why not every row came, one message each."""
+        """The reasons why rows are missing, one message each."""
         lost = [described(dropped) for dropped in self.dropped]
         return [*lost, "the request did not end"] if self.status == "error" else lost
 
@@ -72,25 +78,31 @@ _WORST_FIRST: tuple[Status, ...] = ("error", "partial_error", "pending", "ok", "
 
 
 def joined(results: Mapping[str, Mapping[str, CaptureResult]]) -> dict[str, CaptureResult]:
-    """Return one result by consumer for the samples of a request: the worst status, every error, payloads by name; of what was lost, how many rows."""
+    """Return one result for each consumer from the results of a request's samples.
+
+    It has the worst status, all errors, the payloads by sample, and of lost rows only their number.
+
+    results: the results of each sample, by sample name and consumer.
+    """
     if len(results) == 1:
         return dict(next(iter(results.values())))
     joined = {}
-    for consumer in dict.fromkeys(consumer for found in results.values() for consumer in found):
-        said = {name: found[consumer] for name, found in results.items() if consumer in found}
+    for consumer in dict.fromkeys(consumer for by_consumer in results.values() for consumer in by_consumer):
+        samples = {name: by_consumer[consumer] for name, by_consumer in results.items() if consumer in by_consumer}
         joined[consumer] = CaptureResult(
-            min((result.status for result in said.values()), key=_WORST_FIRST.index),
-            "; ".join(f"{name}: {result.error}" for name, result in said.items() if result.error) or None,
-            {name: result.payload for name, result in said.items() if result.payload},
-            any(result.budget_reached for result in said.values()),
-            _added_up(said.values()),
-            next(iter(said.values())).tag,  # samples of one request share its spec
+            min((result.status for result in samples.values()), key=_WORST_FIRST.index),
+            "; ".join(f"{name}: {result.error}" for name, result in samples.items() if result.error) or None,
+            {name: result.payload for name, result in samples.items() if result.payload},
+            any(result.budget_reached for result in samples.values()),
+            _added_up(samples.values()),
+            # The samples of one request share its spec.
+            next(iter(samples.values())).tag,
         )
     return joined
 
 
 def _added_up(results: Iterable[CaptureResult]) -> tuple[Dropped, ...]:
-    """Return how many rows were lost of several requests, whose positions are not each other's."""
+    """Return the rows that several requests lost, by reason, without positions."""
     lost = Losses()
     for result in results:
         for dropped in result.dropped:

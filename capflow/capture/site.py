@@ -1,4 +1,4 @@
-"""A site is where a tap sits in a model: a layer and a hook point of it."""
+"""Sites: the places in a model that can be tapped. A site is one hook point of one layer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from capflow.errors import UsageError, explain
 Hook = Literal["pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out"]
 """The hook points of a decoder layer.
 
-`pre_attn`: the residual stream entering the layer. `post_attn`: the stream after attention is added.
-`post_block`: the stream leaving the layer. `mlp_in`: the normalised input of the MLP. `mlp_out`: what
-the MLP adds back to the stream.
+`pre_attn`: the residual stream entering the layer.
+`post_attn`: the stream after attention is added.
+`post_block`: the stream leaving the layer.
+`mlp_in`: the normalised input of the MLP.
+`mlp_out`: the MLP's output, before it is added to the stream.
 """
 
 HOOKS: tuple[str, ...] = get_args(Hook)
@@ -23,10 +25,10 @@ HOOKS: tuple[str, ...] = get_args(Hook)
 _HOOK_NUMBERS = {hook: number for number, hook in enumerate(HOOKS)}
 
 HOOK_DEFAULT: Hook = "post_block"
-"""The hook point that a layer alone means."""
+"""The hook point of a layer that is given without one."""
 
 HOOK_ALIASES = {"post_mlp": "post_block"}
-"""Other names of hook points, which are taken wherever a user names one; what is stored and sent has the hook's own name."""
+"""Aliases of hook points. Input may use them; stored and sent data has the hook's own name."""
 
 
 TRANSFORMER_LENS_NAMES = {
@@ -36,11 +38,11 @@ TRANSFORMER_LENS_NAMES = {
     "mlp_in": "ln2.hook_normalized",
     "mlp_out": "hook_mlp_out",
 }
-"""What TransformerLens, and so SAELens, calls each hook point of a layer: `blocks.12.hook_resid_post`."""
+"""The names of hook points in TransformerLens and SAELens, as in `blocks.12.hook_resid_post`."""
 
 
 class Site(NamedTuple):
-    """`(layer, hook)`: layers count from 0, over the whole model also under pipeline parallelism."""
+    """`(layer, hook)`. Layers count from 0 over the whole model, under pipeline parallelism too."""
 
     layer: int
     hook: str
@@ -50,9 +52,9 @@ class Site(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Site:
-        """Return the site that `hook:layer` names, e.g. `post_block:12`.
+        """Return the site that `HOOK:LAYER` names, e.g. `post_block:12`.
 
-        Raises UsageError when the text is not of that form.
+        Raises UsageError for text of another form.
         """
         name, colon, layer = text.partition(":")
         hook = hook_named(name)
@@ -62,7 +64,7 @@ class Site(NamedTuple):
 
     @property
     def number(self) -> int:
-        """The site's bit in a mask of sites."""
+        """The site's bit number in a mask of sites."""
         return self.layer * len(HOOKS) + _HOOK_NUMBERS[self.hook]
 
     @property
@@ -72,7 +74,7 @@ class Site(NamedTuple):
 
     @classmethod
     def of_transformer_lens(cls, name: str) -> Site | None:
-        """Return the site that TransformerLens calls by a name; None when it is no tap's."""
+        """Return the site with this name in TransformerLens; None if no site has it."""
         hooks = {theirs: ours for ours, theirs in TRANSFORMER_LENS_NAMES.items()}
         begin, layer, hook = [*name.split(".", 2), "", ""][:3]
         return (
@@ -82,23 +84,27 @@ class Site(NamedTuple):
         )
 
     def check_tapped(self, tapped: Collection[Site], field: str) -> None:
-        """Raise UsageError, with the field that names the site first, unless the site is among the tapped ones."""
+        """Raise UsageError unless this site is one of the tapped ones.
+
+        field: the field that names the site; the message begins with it.
+        """
         if self not in tapped:
             do = f"start the engine with --sites {self} to tap it"
             raise UsageError(explain(field, got=f"no tap at {self}", expected="a tapped site", do=do))
 
 
 def hook_named(name: Any) -> str | None:
-    """Return the hook point that a name or an alias stands for; None where it stands for none."""
+    """Return the hook point with this name or alias; None if there is none."""
     hook = HOOK_ALIASES.get(name, name) if isinstance(name, str) else None
     return hook if hook in HOOKS else None
 
 
 def by_own_name(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """Return a mapping of hook points with each under its own name.
+    """Return a mapping keyed by hook points, with each alias replaced by the hook's own name.
 
-    where: the field that holds the mapping. Raises UsageError for a key that is no hook, and for a hook under two
-        names.
+    where: the field that holds the mapping.
+
+    Raises UsageError for a key that is no hook, and for a hook that is given under two names.
     """
     hooks: dict[str, Any] = {}
     for name, content in value.items():
@@ -113,7 +119,7 @@ def by_own_name(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
 
 
 def layers_by_hook(sites: Iterable[Site]) -> dict[str, list[int]]:
-    """Return the layers of each hook that sites are at, as a capture spec names them."""
+    """Return the layers of each hook of these sites, in the form of `CaptureSpec.hooks`."""
     hooks: dict[str, list[int]] = {}
     for site in sites:
         hooks.setdefault(site.hook, []).append(site.layer)
@@ -121,13 +127,16 @@ def layers_by_hook(sites: Iterable[Site]) -> dict[str, list[int]]:
 
 
 def refusal_of_fixed(field: str, site: Site) -> str:
-    """Return why a site that is tapped cannot be steered."""
-    do = "steer another hook: what is changed there would reach more than the MLP"
+    """Return the message for steering at a site that can only be captured."""
+    do = "steer another hook: a change there would reach more than the MLP"
     return explain(field, got=f"{site}, which can only be captured in this model", do=do)
 
 
 def mask_of(sites: Iterable[Site]) -> int:
-    """Return a set of sites as a number in which bit `Site.number` of each is set: at most 640 bytes, however many sites there are."""
+    """Return a set of sites as a number that has bit `Site.number` of each site set.
+
+    The number takes at most 640 bytes, however many sites there are.
+    """
     bits = bytearray(limits.SITES_MAX)
     for site in sites:
         bits[site.number] = 1
@@ -135,14 +144,17 @@ def mask_of(sites: Iterable[Site]) -> int:
 
 
 def layers_mask(hook: str, layers: bytes | bytearray) -> int:
-    """Return the sites of a hook as `mask_of` does, at each layer that is 1 in `layers`."""
+    """Return the mask of one hook's sites.
+
+    layers: a byte for each layer; 1 selects the layer.
+    """
     bits = bytearray(len(HOOKS) * len(layers))
     bits[_HOOK_NUMBERS[hook] :: len(HOOKS)] = layers
     return _packed(bits)
 
 
 def sites_in(mask: int) -> Iterator[Site]:
-    """Yield the sites that a mask has, by layer."""
+    """Yield the sites of a mask, by layer."""
     while mask:
         lowest = mask & -mask
         layer, hook = divmod(lowest.bit_length() - 1, len(HOOKS))

@@ -1,12 +1,12 @@
-"""What to capture: which sites, which positions of a request, how many rows at most, and how they are stored.
+"""What to capture: the sites, the positions of a request, the largest number of rows, and the dtype they are stored in.
 
-A `CaptureSpec` is what a user or a consumer writes; `resolve` turns it into `Wanted`: for each site a `Want`. Positions, and
-how they are written, are those of `capflow.capture.positions`; they count from 0 over prompt and generated tokens together. The row
-of a position is what the model computed when the token *at* that position was its input, so the
-last generated token, which is never fed back, has no row: a request with `p` prompt tokens and `g`
-generated tokens has `p + g - 1` rows at a site.
+A user or a consumer writes a `CaptureSpec`. `CaptureSpec.resolve` turns it into `Wanted`, a `Want` for each site.
+`capflow.capture.positions` defines the positions and their written forms. Positions count from 0 over prompt and
+generated tokens together. The row of a position is computed when the token *at* that position is the model's input. The
+last generated token is never fed back, so it has no row: a request with `p` prompt tokens and `g` generated tokens has
+`p + g - 1` rows at a site.
 
-A request asks with a `Capture`: one spec for every consumer that reads requests, or a `CaptureByConsumer`.
+A request carries a `Capture`: either one spec for all consumers that read requests, or a `CaptureByConsumer`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from capflow.limits import Name
 from capflow.text.brief import brief
 
 StoredDtype = Literal["model", "float32", "float16"]
-"""How consumers that store rows store them: as they were captured, or converted."""
+"""The dtype that consumers store rows in: `model` keeps the captured dtype, the others convert."""
 
 STORED_DTYPES: tuple[str, ...] = get_args(StoredDtype)
 
@@ -38,28 +38,28 @@ _LAYERS_EXPECTED = '"all", layer numbers (-1 is the last), ranges like "4-11", "
 
 
 class Want(NamedTuple):
-    """What is wanted at one site: positions, and how consumers store their rows."""
+    """The positions wanted at one site, and the dtype that consumers store their rows in."""
 
     positions: Positions
     dtype: StoredDtype = "model"
 
     def joined(self, other: Want) -> Want:
-        """Return what satisfies both; float32 holds every value of the other dtypes."""
+        """Return a want that covers both. Different dtypes become float32, which holds every value of the others."""
         return Want(self.positions | other.positions, self.dtype if self.dtype == other.dtype else "float32")
 
 
 Wanted = Mapping[Site, Want]
-"""For each wanted site what is wanted there."""
+"""The want of each wanted site."""
 
 
 class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Which sites and positions to capture.
+    """The sites and positions to capture.
 
-    hooks: for each hook its layers.
+    hooks: the layers of each hook.
     positions: one of the forms of `capflow.capture.positions`.
-    max_rows: at each site only the first so many of these positions of a request, None for all.
-    dtype: how consumers store the rows.
-    tag: of a request's spec, text that consumers keep with the request's rows; empty for none.
+    max_rows: only the first `max_rows` of these positions are captured at each site of a request; None for all.
+    dtype: the dtype that consumers store the rows in.
+    tag: text that consumers keep with the rows of the request; empty for none.
     """
 
     hooks: Annotated[dict[str, Layers], msgspec.Meta(max_length=len(HOOKS))]
@@ -72,22 +72,24 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     @property
     def specs(self) -> tuple[CaptureSpec, ...]:
-        """The spec itself, as `CaptureByConsumer.specs`."""
+        """The spec itself, as in `CaptureByConsumer.specs`."""
         return (self,)
 
     def of(self, consumer: str) -> CaptureSpec | None:  # noqa: ARG002 - as `CaptureByConsumer.of`
-        """Return the spec: it is every consumer's."""
+        """Return the spec itself: it applies to every consumer."""
         return self
 
     def untagged(self) -> CaptureSpec:
-        """Return the same without its tag."""
+        """Return the spec without its tag."""
         return msgspec.structs.replace(self, tag="") if self.tag else self
 
     @classmethod
     def parse(cls, value: Any, *, where: str = "capture") -> CaptureSpec:
-        """Return the spec that a plain value (a dict, or a spec already) describes.
+        """Return the spec that a plain value describes: a dict, or a `CaptureSpec`.
 
-        Raises UsageError naming the field under `where`, what came and what was expected.
+        where: the field that holds the value; messages begin with it.
+
+        Raises UsageError with the field's path, the value and the expected form.
         """
         if isinstance(value, CaptureSpec):
             return value
@@ -115,14 +117,17 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         return spec
 
     def check_tag(self, where: str = "capture") -> None:
-        """Raise UsageError unless the tag is short text that any terminal and file may hold."""
+        """Raise UsageError unless the tag is short, printable text."""
         tag: object = self.tag
         if not isinstance(tag, str) or len(tag) > limits.TAG_LENGTH_MAX or not tag.isprintable():
             expected = f"at most {limits.TAG_LENGTH_MAX} printable characters"
             raise UsageError(explain(f"{where}.tag", got=tag, expected=expected))
 
     def set_of_positions(self, where: str = "capture") -> Positions:
-        """Return the positions wanted at each site of the spec; raise UsageError for what is no set of them."""
+        """Return the positions wanted at each site of the spec.
+
+        Raises UsageError for invalid `positions`, `max_rows` or `dtype`.
+        """
         if self.max_rows is not None and (
             type(self.max_rows) is not int or not 0 < self.max_rows <= limits.POSITION_MAX
         ):
@@ -133,14 +138,18 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         return Positions.parse(self.positions, max_rows=self.max_rows, where=f"{where}.positions")
 
     def mask(self, tapped: int, *, num_layers: int, where: str = "capture") -> int:
-        """Return the sites of the spec as a mask, given that of the sites that carry a tap; raises as `resolve` does."""
+        """Return the sites of the spec as a mask; raise as `resolve` does.
+
+        tapped: the mask of the sites that carry a tap.
+        num_layers: the number of layers of the model.
+        """
         mask = 0
         for hook, layers in self.hooks.items():
             at = f"{where}.hooks.{hook}"
             if hook not in HOOKS:
                 raise UsageError(explain(at, expected=f"a hook: one of {', '.join(HOOKS)}"))
-            meant = b"\1" * num_layers if layers == "all" else _meant(layers, num_layers, at)
-            asked = layers_mask(hook, meant)
+            selected = b"\1" * num_layers if layers == "all" else _selected(layers, num_layers, at)
+            asked = layers_mask(hook, selected)
             if layers == "all":
                 asked &= tapped
             if not asked or asked & ~tapped:
@@ -150,64 +159,70 @@ class CaptureSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         return mask
 
     def resolve(self, tapped: Iterable[Site], *, num_layers: int, where: str = "capture") -> dict[Site, Want]:
-        """Return what is wanted at each site, given the sites that carry a tap.
+        """Return the want of each site.
 
-        Raises UsageError for a layer that the model does not have and for a site without a tap.
+        tapped: the sites that carry a tap.
+        num_layers: the number of layers of the model.
+
+        Raises UsageError for a layer that the model does not have, and for a site without a tap.
         """
         self.check_tag(where)
-        have = set(tapped)
+        taps = set(tapped)
         want = Want(self.set_of_positions(where), self.dtype)
         wanted: dict[Site, Want] = {}
         for hook, layers in self.hooks.items():
             at = f"{where}.hooks.{hook}"
             if layers == "all":
-                sites = sorted(site for site in have if site.hook == hook)
+                sites = sorted(site for site in taps if site.hook == hook)
                 if not sites:
-                    raise UsageError(_untapped(at, have, hook))
+                    raise UsageError(_untapped(at, taps, hook))
             else:
-                sites = [Site(layer, hook) for layer, is_meant in enumerate(_meant(layers, num_layers, at)) if is_meant]
+                selected = _selected(layers, num_layers, at)
+                sites = [Site(layer, hook) for layer, chosen in enumerate(selected) if chosen]
             for site in sites:
-                if site not in have:
-                    raise UsageError(_untapped(at, have, str(site)))
+                if site not in taps:
+                    raise UsageError(_untapped(at, taps, str(site)))
                 wanted[site] = want
         return wanted
 
 
 class CaptureByConsumer(NamedTuple):
-    """What a request asks of single consumers: a spec for each, by the name of the instance. Other consumers get no rows by it."""
+    """A request's specs for single consumers, by instance name. Other consumers get no rows of the request."""
 
     by_name: Annotated[dict[Name, CaptureSpec], msgspec.Meta(max_length=limits.CONSUMERS_NAMED_MAX)]
 
     @property
     def specs(self) -> tuple[CaptureSpec, ...]:
-        """Every spec."""
+        """All the specs."""
         return tuple(self.by_name.values())
 
     def of(self, consumer: str) -> CaptureSpec | None:
-        """Return the spec of a consumer; None when it is not named."""
+        """Return the spec of a consumer; None if it is not named."""
         return self.by_name.get(consumer)
 
     def untagged(self) -> CaptureByConsumer:
-        """Return the same without tags."""
+        """Return the same specs without their tags."""
         return CaptureByConsumer({name: spec.untagged() for name, spec in self.by_name.items()})
 
     def resolve(self, tapped: Iterable[Site], *, num_layers: int, where: str = "capture") -> dict[Site, Want]:
-        """Return what all the specs want together; raises as `CaptureSpec.resolve` does."""
-        have = set(tapped)
+        """Return the union of what the specs want; raise as `CaptureSpec.resolve` does."""
+        taps = set(tapped)
         return join(
-            spec.resolve(have, num_layers=num_layers, where=_of_consumer(name, where))
+            spec.resolve(taps, num_layers=num_layers, where=_of_consumer(name, where))
             for name, spec in self.by_name.items()
         )
 
 
 Capture = CaptureSpec | CaptureByConsumer
-"""What a request asks for: one spec for every consumer that reads requests, or one for each consumer that it names."""
+"""A request's capture: one spec for all consumers that read requests, or one for each consumer that it names."""
 
 
 def parse_capture(value: Any, *, where: str = "capture") -> Capture:
-    """Return what a request's plain value asks for: a spec, or a mapping of consumers' names to specs.
+    """Return the capture that a request's plain value describes: a spec, or a mapping of consumer name to spec.
 
-    A mapping without `hooks` and with a value that is a spec is by consumer. Raises UsageError as `CaptureSpec.parse` does.
+    A mapping is by consumer if it has no key `hooks` and at least one of its values is a spec.
+
+    Raises UsageError as `CaptureSpec.parse` does.
     """
     if isinstance(value, CaptureByConsumer):
         return value
@@ -227,7 +242,7 @@ def _is_spec(value: Any) -> bool:
 
 
 def _of_consumer(name: Any, where: str) -> str:
-    """Return the path of a consumer's spec; raise UsageError for a name that no consumer can have."""
+    """Return the path of a consumer's spec; raise UsageError for an impossible consumer name."""
     if not isinstance(name, str) or not _CONSUMER.fullmatch(name):
         expected = "a consumer's name, such as filesystem or filesystem@cold"
         raise UsageError(explain(where, got=name, expected=expected))
@@ -235,7 +250,7 @@ def _of_consumer(name: Any, where: str) -> str:
 
 
 def read_layers(value: Any, where: str = "layers") -> Layers:
-    """Return layers as they are kept; raise UsageError when they are not written as layers are."""
+    """Return normalised layers; raise UsageError for a value of another form."""
     if value == "all":
         return "all"
     items = value.split("+") if isinstance(value, str) else value
@@ -243,7 +258,8 @@ def read_layers(value: Any, where: str = "layers") -> Layers:
     if not isinstance(items, Sequence) or not 0 < len(items) <= limits.LAYERS_MAX:
         raise UsageError(wrong)
     numbers: set[int] = set()
-    ranges: dict[str, None] = {}  # each once, in order
+    # Without repetitions, in order.
+    ranges: dict[str, None] = {}
     for item in items:
         if type(item) is int:
             numbers.add(item)
@@ -256,31 +272,31 @@ def read_layers(value: Any, where: str = "layers") -> Layers:
     return [*sorted(numbers), *ranges]
 
 
-def _meant(layers: Layers, num_layers: int, where: str) -> bytearray:
-    """Return 1 for each of a model's layers that is meant, else 0; raise UsageError for one that it does not have."""
-    meant = bytearray(num_layers)
+def _selected(layers: Layers, num_layers: int, where: str) -> bytearray:
+    """Return a byte for each layer, 1 for those selected; raise UsageError for a layer that does not exist."""
+    selected = bytearray(num_layers)
     for item in [layers] if isinstance(layers, str) else layers:
         if isinstance(item, int):
             if not -num_layers <= item < num_layers:
                 raise UsageError(explain(where, got=f"layer {item}", expected=_counted(num_layers)))
-            meant[item] = 1
+            selected[item] = 1
             continue
-        found = _RANGE.fullmatch(item)
-        if found is None:
+        match = _RANGE.fullmatch(item)
+        if match is None:
             raise UsageError(explain(where, got=item, expected=_LAYERS_EXPECTED))
-        first, last, step = int(found[1]), int(found[2] or num_layers - 1), int(found[3] or 1)
+        first, last, step = int(match[1]), int(match[2] or num_layers - 1), int(match[3] or 1)
         if not (first <= last < num_layers and step):
             raise UsageError(explain(where, got=f"layers {item}", expected=f"a range within {_counted(num_layers)}"))
-        meant[first : last + 1 : step] = b"\1" * len(range(first, last + 1, step))
-    return meant
+        selected[first : last + 1 : step] = b"\1" * len(range(first, last + 1, step))
+    return selected
 
 
 def _counted(num_layers: int) -> str:
     return f"0..{num_layers - 1}, or -{num_layers}..-1 from the last"
 
 
-def _untapped(where: str, have: Collection[Site], asked: str) -> str:
-    hooks = sorted({site.hook for site in have})
+def _untapped(where: str, tapped: Collection[Site], asked: str) -> str:
+    hooks = sorted({site.hook for site in tapped})
     return explain(
         f"{where}: no tap at {asked}",
         expected=f"a tapped site (hooks tapped: {', '.join(hooks) or 'none'})",
@@ -289,7 +305,7 @@ def _untapped(where: str, have: Collection[Site], asked: str) -> str:
 
 
 def join(specs: Iterable[Wanted]) -> dict[Site, Want]:
-    """Return the union: every site that any of them wants, with every position wanted there."""
+    """Return the union: every site wanted by any of these, with all positions wanted there."""
     union: dict[Site, Want] = {}
     for wanted in specs:
         for site, want in wanted.items():

@@ -18,7 +18,10 @@ from capflow.errors import RemoteProtocolError
 from tests.kit.frames import assert_rows, make_finished, make_frame, row_of
 from tests.kit.selectors_model import budgets, forms, meant
 
-GOLDEN_HEADER = "de0011a474797065a56672616d65a776657273696f6e01a6656e67696e65a8656e67696e652d31a4626f6f74a6626f6f742d31a472616e6b93000000"
+GOLDEN_HEADER = (
+    "de0011a474797065a56672616d65a776657273696f6e01a6656e67696e65a8656e67696e652d31a4626f6f74a6626f6f"
+    "742d31a472616e6b93000000"
+)
 
 
 def golden() -> Frame:
@@ -290,22 +293,22 @@ def test_the_builder_gives_each_place_a_row_of_its_own():
     assert len(rows) == 50
 
 
-@pytest.mark.parametrize("what", ["spans", "tokens", "texts"])
-def test_what_a_header_would_cost_is_counted_before_it_is_read(what):
+@pytest.mark.parametrize("part", ["spans", "tokens", "texts"])
+def test_what_a_header_would_cost_is_counted_before_it_is_read(part):
     frame = make_frame()
     header = frame.header
-    count = limits.SPANS_PER_FRAME_MAX + 1 if what == "spans" else limits.TOKENS_PER_FRAME_MAX + 1
-    if what == "spans":
+    count = limits.SPANS_PER_FRAME_MAX + 1 if part == "spans" else limits.TOKENS_PER_FRAME_MAX + 1
+    if part == "spans":
         half = tuple(header.blocks[0].spans * (count // 2 + 1))
         header = msgspec.structs.replace(
             header, blocks=tuple(b._replace(spans=half) for b in (*header.blocks, *header.blocks))
         )
     else:
         (request,) = header.requests
-        field = "token_ids" if what == "tokens" else "texts"
-        more = msgspec.structs.replace(request, **{field: ((1,) if what == "tokens" else ("",)) * count})
+        field = "token_ids" if part == "tokens" else "texts"
+        more = msgspec.structs.replace(request, **{field: ((1,) if part == "tokens" else ("",)) * count})
         header = msgspec.structs.replace(header, requests=(more,))
     encoded = msgspec.msgpack.encode(header)
     assert len(encoded) <= limits.FRAME_HEADER_BYTES_MAX
-    with pytest.raises(RemoteProtocolError, match=f"frame {what}: got .* expected at most"):
+    with pytest.raises(RemoteProtocolError, match=f"frame {part}: got .* expected at most"):
         Frame.decode(encoded, frame.payload)

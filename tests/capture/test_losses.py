@@ -85,7 +85,7 @@ def test_rows_that_turn_out_to_be_lost_for_another_reason_keep_their_places_when
 
 
 @pytest.mark.parametrize(
-    ("gaps", "rows", "said"),
+    ("gaps", "rows", "text"),
     [
         ((), 5, "5 rows lost: queue_full"),
         ((Gap(BOTH, 5, 6),), 2, "2 rows lost: queue_full, at post_block:0 post_block:3 position 5"),
@@ -96,26 +96,29 @@ def test_rows_that_turn_out_to_be_lost_for_another_reason_keep_their_places_when
         ),
     ],
 )
-def test_a_person_is_told_where(gaps, rows, said):
-    assert described(Dropped(rows, "queue_full", gaps)) == said
+def test_a_description_names_the_places(gaps, rows, text):
+    assert described(Dropped(rows, "queue_full", gaps)) == text
 
 
 def test_an_end_says_what_was_lost_on_the_way():
     lost = {}
     note_frame(lost, make_frame([("r1", 4, 0, 4), ("r2", 4, 2, 1)]).header, "spool_damaged")
     end = make_frame([], finished=[make_finished("r1", rows=10, dropped=(Dropped(3, "queue_full"),))]).header
-    (told,) = lessened(end, lost).finished
-    assert told.rows == 6
-    assert told.dropped == (Dropped(3, "queue_full"), Dropped(4, "spool_damaged", (Gap(("post_block:0",), 0, 4),)))
+    (lessened_end,) = lessened(end, lost).finished
+    assert lessened_end.rows == 6
+    assert lessened_end.dropped == (
+        Dropped(3, "queue_full"),
+        Dropped(4, "spool_damaged", (Gap(("post_block:0",), 0, 4),)),
+    )
     assert set(lost) == {"r2"}
 
 
 def test_an_end_that_names_fewer_rows_than_were_lost_has_none():
     lost = {}
     note_frame(lost, make_frame([("r1", 4, 0, 4)]).header, "too_large")
-    (told,) = lessened(make_frame([], finished=[make_finished("r1", rows=3)]).header, lost).finished
-    assert told.rows == 0
-    assert [(each.reason, each.rows) for each in told.dropped] == [("too_large", 4)]
+    (end,) = lessened(make_frame([], finished=[make_finished("r1", rows=3)]).header, lost).finished
+    assert end.rows == 0
+    assert [(each.reason, each.rows) for each in end.dropped] == [("too_large", 4)]
 
 
 def test_a_consumer_is_told_of_lost_rows_that_it_wants_and_of_those_whose_place_is_not_known():
@@ -215,7 +218,8 @@ def test_the_log_says_a_few_in_a_second_and_how_many_it_left_out(caplog, monkeyp
         log.tell("later", [Dropped(2, "skipped", (Gap(("post_block:0",), 3, 5),))])
     last = caplog.records[-1]
     assert last.getMessage() == (
-        "worker 0: request later: 2 rows lost: skipped, at post_block:0 positions 3..4 (5 requests before it are not told here)"
+        "worker 0: request later: 2 rows lost: skipped, at post_block:0 positions 3..4 "
+        "(5 earlier requests with losses were not logged)"
     )
     assert last.levelno == logging.INFO  # it is what `skip` is for
     assert (last.engine, msgspec.json.decode(msgspec.json.encode(last.dropped))) == (
