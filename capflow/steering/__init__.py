@@ -1,5 +1,5 @@
-"""What changes a model: vectors, clamps, patches and actions, and the program that a request's steering compiles to.
+"""Changes to a model's computation: vectors, clamps, patches and actions, and the program that steering compiles to.
 
 Clients, the hub and the engine share these values; nothing here needs torch.
-Invariant: what one party accepts, every other party accepts, because all parse with this package.
+Invariant: all parties parse with this package, so a value that one party accepts is accepted by every other.
 """

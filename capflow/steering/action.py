@@ -1,15 +1,15 @@
-"""Actions: requests to change what the model computes, and the answers to them.
+"""Actions: requests to change what the model computes, and their answers.
 
 An action comes from a controller inside the worker, from a consumer, or from a person through the hub.
 
-Each is answered once: `ActionApplied`, `Rejected`, or `Unknown` where the engine was asked and did not answer. An action that was not
-`ActionApplied` takes no effect after its answer.
+Each action gets one answer: `ActionApplied`, `Rejected`, or `Unknown` if the engine got it and did not answer. An
+action that was not answered with `ActionApplied` takes no effect after its answer.
 
-`incarnation` says which of the requests is meant that had an id one after another: `RequestRows` and `Finished` of a frame have it.
-Empty, it is the one that runs when the engine gets the action.
+`incarnation` selects one of the requests that used the same id one after another; the `RequestRows` and `Finished` of a
+frame have it. Empty, it means the request that runs when the engine gets the action.
 
-`engine` says which of the engines of a hub is meant, by name or id. Empty, it is the one that runs the request; the hub rejects the
-action where that may be several. Workers and schedulers get actions without it.
+`engine` selects one of a hub's engines, by name or id. Empty, it means the engine that runs the request; if several may
+run it, the hub rejects the action. Workers and schedulers get actions without it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ from capflow.text.brief import brief
 
 
 class Steer(msgspec.Struct, frozen=True, tag="steer", forbid_unknown_fields=True, omit_defaults=True):
-    """From the next position on, add these vectors to a running request, beside those it came with.
+    """Add these vectors to a running request, from the next position on, beside those that it came with.
 
-    Actions of several owners add up. Each controller is an owner, and everything that comes through a hub has one owner
+    Actions of several owners add up. Each controller is an owner; everything that comes through a hub has one owner
     together. A second `Steer` of one owner for the same request replaces the vectors of the first. Only generated
-    positions are steered: the prompt keeps what it was computed with.
+    positions are steered: the rows of the prompt stay as they were computed.
+
+    request: the request's id.
+    vectors: the vectors, at most one for each site.
+    incarnation, engine: as in the module.
     """
 
     request: Name
@@ -44,7 +48,11 @@ class Steer(msgspec.Struct, frozen=True, tag="steer", forbid_unknown_fields=True
 
 
 class Unsteer(msgspec.Struct, frozen=True, tag="unsteer", forbid_unknown_fields=True, omit_defaults=True):
-    """From the next position on, take back what the same owner's `Steer` added to a running request."""
+    """Remove the vectors that the same owner's `Steer` added to a running request, from the next position on.
+
+    request: the request's id.
+    incarnation, engine: as in the module.
+    """
 
     request: Name
     incarnation: Name = ""
@@ -52,7 +60,11 @@ class Unsteer(msgspec.Struct, frozen=True, tag="unsteer", forbid_unknown_fields=
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True, omit_defaults=True):
-    """Stop a running request; what it generated so far is its result, with status `abort`."""
+    """Stop a running request. The text generated so far is its result, with status `abort`.
+
+    request: the request's id.
+    incarnation, engine: as in the module.
+    """
 
     request: Name
     incarnation: Name = ""
@@ -63,21 +75,34 @@ Action = Steer | Unsteer | Abort
 
 
 class ActionApplied(msgspec.Struct, frozen=True, tag="applied"):
-    """The action took effect in the step numbered `step` of the engine's scheduler."""
+    """The action took effect in step `step` of the engine's scheduler.
+
+    id: the action's id.
+    """
 
     id: Name
     step: Count
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
-    """The action changed nothing and will change nothing; `reason` is a message in the form of `capflow.errors`."""
+    """The action changed nothing and will change nothing.
+
+    id: the action's id.
+    reason: a message in the form of `capflow.errors`.
+    """
 
     id: Name
     reason: Text
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
-    """The engine got the action, or may have got it, and did not answer: it may have taken effect, and will not do so any more."""
+    """The engine may have got the action and did not answer.
+
+    It may have taken effect, and will not take effect any more.
+
+    id: the action's id.
+    reason: a message in the form of `capflow.errors`.
+    """
 
     id: Name
     reason: Text
@@ -87,16 +112,18 @@ Outcome = ActionApplied | Rejected | Unknown
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """An action on a request, asked for through a hub or done inside its worker, and what came of it; what consumers are told.
+    """An action on a request with its answer, as consumers get it. It came through a hub or from inside the worker.
 
-    id: of no other action.
-    engine: that runs the request, empty when the hub does not know.
+    id: unique among actions.
+    engine: the engine that runs the request; empty if the hub does not know it.
+    request: the request's id.
     kind: `steer`, `unsteer` or `abort`.
-    sites: where vectors are added.
-    asked_by: the consumer's name, or `client`, with a key's public half behind a space; inside the worker `controller
-        NAME`, or `request` for the steering that it came with.
-    time_ns: when it was answered.
-    step: when it was applied, None when it was rejected or when that is not known, for the reason.
+    sites: the sites of the added vectors.
+    asked_by: the consumer's name; or `client`, followed by a space and the public half of its key if it has one; inside
+        the worker `controller NAME`, or `request` for the steering that it came with.
+    time_ns: the wall clock of the answer.
+    step: the step in which it was applied; None if it was rejected or this is unknown.
+    reason: why `step` is None; else empty.
     """
 
     id: str
@@ -111,7 +138,7 @@ class Answered(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, action: Action, outcome: Outcome, *, engine: str, asked_by: str) -> Answered:
-        """Return what became of an action just now."""
+        """Return the record of an action that was answered now."""
         return cls(
             uuid.uuid4().hex,
             engine,

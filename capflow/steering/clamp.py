@@ -1,7 +1,8 @@
-"""Clamps: a bound on how much of a direction the residual stream has at a site.
+"""Clamps: a bound on the component of the residual stream along a direction, at one site.
 
 With `p = x · d` for the unit vector `d`, a clamp does `x ← x + strength · (min(max(p, low), high) - p) · d`. Equal
-bounds set the projection to a value; 0 removes the direction (directional ablation, Arditi et al. 2024, arXiv:2406.11717).
+bounds set the projection to a value; 0 removes the direction (directional ablation, Arditi et al. 2024,
+arXiv:2406.11717).
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from capflow.text.brief import brief
 
 _BOUNDS = ("min", "max", "value", "strength")
 _EXAMPLE = '{"post_block": {12: {"vector": [0.1, …], "min": -1.0, "max": 1.0}}}'
-_SQUARE_MIN = 1e-200  # of a length; below this, squares of numbers that matter may be lost
-_LENGTH_ERROR_MAX = 1e-3  # of what is said to be a unit vector
+# A smaller squared length may have lost significant terms to underflow.
+_SQUARE_MIN = 1e-200
+# The largest accepted difference between a unit vector's length and 1.
+_LENGTH_ERROR_MAX = 1e-3
 
 
 class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One direction at one site.
+    """A bound along one direction at one site.
 
+    layer, hook: the site.
     data: the unit vector, `[hidden_size]` float32 little-endian.
-
     low, high: the bounds of the projection, in the stream's units.
     strength: 1 moves the projection all the way into its bounds, 0 not at all.
     """
@@ -46,12 +49,12 @@ class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def site(self) -> Site:
-        """The site that is clamped."""
+        """The clamped site."""
         return Site(self.layer, self.hook)
 
     @property
     def width(self) -> float:
-        """How many numbers the direction has; no whole number where its bytes do not fit."""
+        """The number of elements of the direction; not a whole number if the bytes do not fit."""
         return len(self.data) / 4
 
     @classmethod
@@ -65,12 +68,14 @@ class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         of: str | None = None,
         at: str = "",
     ) -> Clamp:
-        """Return the clamp along a direction, `[hidden_size]` of any length but 0.
+        """Return the clamp along a direction, `[hidden_size]`, of any length except 0.
 
         bounds: `value`, or one or both of `min` and `max`; and `strength`, 1 by default.
-        where: the field of these.
+        where: the field that holds the bounds.
         of: the direction's field, by default `where.vector`.
-        at: where in these fields, for the message. Raises UsageError with the field first.
+        at: the place inside these fields, for the message.
+
+        Raises UsageError with the field first.
         """
         given = {name: plain.number(value, f"{where}.{name}") for name, value in bounds.items()}
         check_bounds(given, where)
@@ -82,7 +87,10 @@ class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(site.layer, site.hook, data, low, high, given.get("strength", 1.0))
 
     def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering_clamps") -> None:
-        """Raise UsageError unless the clamp fits a model with these tapped sites and this width."""
+        """Raise UsageError unless the clamp fits a model with these tapped sites and this width.
+
+        where: the field that holds the clamps.
+        """
         field = f"{where}.{self.hook}.{self.layer}"
         self.site.check_tapped(sites, field)
         if self.width != hidden_size:
@@ -100,12 +108,12 @@ class Clamp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def parse_clamps(value: Any, *, where: str = "steering_clamps") -> tuple[Clamp, ...]:
     """Return the clamps that a plain value describes: `{hook: layers}`.
 
-    Layers are, for each hook, either `{layer: clamp or [clamps]}`, a clamp being `{"vector": [hidden_size], "min": x,
-    "max": y, "strength": s}` with at least one bound, or with `value` in the place of both; or packed (see
-    `capflow.steering.packed`), where each of `min`, `max`, `value` and `strength` is a number or a list of one for each row, and a
-    layer may have several rows.
+    The layers of a hook are `{layer: clamp or [clamps]}` or packed. A clamp is `{"vector": [hidden_size], "min": x,
+    "max": y, "strength": s}` with at least one bound, or with `value` in the place of both. In the packed form (see
+    `capflow.steering.packed`) each of `min`, `max`, `value` and `strength` is a number, or a list with one for each
+    row, and a layer may have several rows.
 
-    Raises UsageError with the field first. Clamps already parsed are returned as they are.
+    Raises UsageError with the field first. Parsed clamps are returned unchanged.
     """
     if isinstance(value, list | tuple) and value and all(isinstance(each, Clamp) for each in value):
         return tuple(value)
@@ -125,7 +133,7 @@ def parse_clamps(value: Any, *, where: str = "steering_clamps") -> tuple[Clamp, 
 
 
 def check_bounds(given: Mapping[str, Any], where: str) -> None:
-    """Raise UsageError unless there is a value or a bound, and not both."""
+    """Raise UsageError unless there is either a value or at least one bound."""
     if "value" in given and ("min" in given or "max" in given):
         raise UsageError(explain(f"{where}.value: given beside a bound", expected="value, or min and max"))
     if not {"value", "min", "max"} & set(given):
@@ -146,7 +154,7 @@ def _unpacked(layers: Mapping[str, Any], hook: str, where: str) -> list[Clamp]:
 
 
 def _unit(direction: npt.NDArray[Any], field: str, at: str) -> npt.NDArray[np.float32]:
-    """Return a direction at length 1, worked out in float64 and rounded to float32 once."""
+    """Return a direction scaled to length 1, computed in float64 and rounded to float32 once."""
     values = direction.astype(np.float64)
     square = np.square(values).sum()
     if square < _SQUARE_MIN:
@@ -156,5 +164,6 @@ def _unit(direction: npt.NDArray[Any], field: str, at: str) -> npt.NDArray[np.fl
         values /= largest
         square = np.square(values).sum()
     values /= np.sqrt(square)
-    unit: npt.NDArray[np.float32] = values.astype(np.float32) + np.float32(0)  # no negative zeros
+    # Adding 0 turns negative zeros into positive ones.
+    unit: npt.NDArray[np.float32] = values.astype(np.float32) + np.float32(0)
     return unit

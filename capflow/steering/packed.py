@@ -2,11 +2,12 @@
 
     {"dtype": "float16", "shape": [2, 4096], "layer_indices": [3, 12], "data": "<base64>"}
 
-`data` holds the array's elements in row-major order, little-endian: as base64 text (RFC 4648, padded, without line breaks)
-or, where the carrier has them, as raw bytes. `dtype` is float16, bfloat16, float32 or float64. Row `i` belongs to layer
-`layer_indices[i]`. Numbers that go with rows, such as `scales`, are one for all or a list with one for each row.
+`data` holds the array's elements in row-major order, little-endian: as base64 text (RFC 4648, padded, without line
+breaks), or as raw bytes where the carrier has them. `dtype` is float16, bfloat16, float32 or float64. Row `i` belongs
+to layer `layer_indices[i]`. Numbers that go with the rows, such as `scales`, are one number for all rows, or a list
+with one for each.
 
-The bytes are never converted here; what is checked is their count, and that they hold no NaN and no infinity.
+The bytes are never converted here. Their count is checked, and that they hold no NaN and no infinity.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ BLOCK_FIELDS = ("dtype", "shape", "layer_indices", "data")
 
 
 class Packed(NamedTuple):
-    """An array as it came.
+    """An array in the form in which it arrived.
 
-    data: `shape` elements of `dtype`, row-major, little-endian.
+    dtype: a key of `plain.DTYPES`.
+    shape: `[n, hidden_size]` or `[hidden_size]`.
+    data: the elements, row-major, little-endian.
     """
 
     dtype: str
@@ -46,8 +49,9 @@ class Packed(NamedTuple):
     def read(cls, value: Mapping[str, Any], where: str, dimensions: Sequence[int] = (2,)) -> Packed:
         """Return the array that the fields `dtype`, `shape` and `data` of a mapping describe.
 
-        dimensions: how many it may have; the last is `hidden_size`. Raises UsageError with the field that is wrong
-            first.
+        dimensions: the allowed numbers of dimensions; the last one is `hidden_size`.
+
+        Raises UsageError with the wrong field first.
         """
         dtype, shape = value["dtype"], _items(value["shape"])
         if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -69,7 +73,7 @@ class Packed(NamedTuple):
         return packed
 
     def array(self) -> npt.NDArray[Any]:
-        """Return the array, a read-only view of the bytes."""
+        """Return the array: a read-only view of the bytes."""
         return np.frombuffer(self.data, DTYPES[self.dtype]).reshape(self.shape)
 
     def rows(self) -> list[bytes]:
@@ -91,9 +95,9 @@ class PackedBlock(NamedTuple):
     def read(cls, value: Mapping[str, Any], where: str, more: Sequence[str] = ()) -> PackedBlock:
         """Return the rows that a mapping describes.
 
-        more: further keys that it may have.
+        more: further allowed keys.
 
-        Raises UsageError with the field that is wrong first.
+        Raises UsageError with the wrong field first.
         """
         check_keys(value, where, (*BLOCK_FIELDS, *more), BLOCK_FIELDS)
         packed = Packed.read(value, where)
@@ -105,7 +109,10 @@ class PackedBlock(NamedTuple):
         return cls(tuple(layer_number(layer, field) for layer in given), packed)
 
     def numbers(self, value: Any, field: str) -> list[float]:
-        """Return a number for each row: one for all, or a list of them."""
+        """Return a number for each row.
+
+        value: one number for all rows, or a list of them.
+        """
         count = len(self.layers)
         given = _items(value)
         if given is None:
@@ -116,12 +123,12 @@ class PackedBlock(NamedTuple):
 
 
 def is_packed(value: Any) -> bool:
-    """Whether a value is meant to be packed: a mapping with any of the packed form's keys."""
+    """Return whether a value is meant as packed: a mapping with any key of the packed form."""
     return isinstance(value, Mapping) and any(field in value for field in BLOCK_FIELDS)
 
 
 def _items(value: Any) -> list[Any] | None:
-    """Return a list's, a tuple's or an array's items; None when it is none."""
+    """Return the items of a list, a tuple or a one-dimensional array; None for anything else."""
     if isinstance(value, np.ndarray) and value.ndim == 1:
         return list(value.tolist())
     return list(value) if isinstance(value, list | tuple) else None

@@ -1,4 +1,4 @@
-"""Patches: rows of the residual stream replaced by, or moved towards, given ones (activation patching)."""
+"""Patches: rows of the residual stream replaced by given rows, or moved towards them (activation patching)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _EXAMPLE = '{"post_block": {12: {"positions": [3, -1], "vector": [0.1, …]}}}'
 class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rows for positions of one site: `x ← x + amount · (row - x)`; an amount of 1 replaces `x`.
 
-    positions: counted from the prompt's start, or from its end where negative (-1 is its last token).
+    layer, hook: the site.
+    positions: counted from the start of the prompt, or from its end if negative (-1 is its last token).
     data: `[positions, hidden_size]` float32 little-endian, a row for each position.
+    amount: how far `x` moves towards the row.
     """
 
     layer: int
@@ -37,16 +39,19 @@ class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def site(self) -> Site:
-        """The site that is patched."""
+        """The patched site."""
         return Site(self.layer, self.hook)
 
     @property
     def width(self) -> float:
-        """How many numbers each row has; no whole number where the bytes do not fit."""
+        """The number of elements of each row; not a whole number if the bytes do not fit."""
         return len(self.data) / (4 * len(self.positions) or 1)
 
     def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering_patches") -> None:
-        """Raise UsageError unless the patch fits a model with these tapped sites and this width."""
+        """Raise UsageError unless the patch fits a model with these tapped sites and this width.
+
+        where: the field that holds the patches.
+        """
         field = f"{where}.{self.hook}.{self.layer}"
         self.site.check_tapped(sites, field)
         read_positions(list(self.positions), f"{field}.positions")
@@ -60,11 +65,11 @@ class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def parse_patches(value: Any, *, where: str = "steering_patches") -> tuple[Patch, ...]:
     """Return the patches that a plain value describes: `{hook: {layer: patch or [patches]}}`.
 
-    A patch is `{"positions": [whole numbers], "vector": rows, "amount": 1.0}`. Rows are `[hidden_size]`, one row for all
-    positions, or `[positions, hidden_size]`: lists, an array, a tensor, or packed as `{"dtype", "shape", "data"}` (see
-    `capflow.steering.packed`). A position stands at a site once.
+    A patch is `{"positions": [whole numbers], "vector": rows, "amount": 1.0}`. Rows are `[hidden_size]`, one row for
+    all positions, or `[positions, hidden_size]`: lists, an array, a tensor, or packed as `{"dtype", "shape", "data"}`
+    (see `capflow.steering.packed`). A position occurs at most once at a site.
 
-    Raises UsageError with the field first. Patches already parsed are returned as they are.
+    Raises UsageError with the field first. Parsed patches are returned unchanged.
     """
     if isinstance(value, list | tuple) and value and all(isinstance(each, Patch) for each in value):
         return tuple(value)
@@ -82,9 +87,9 @@ def parse_patches(value: Any, *, where: str = "steering_patches") -> tuple[Patch
 
 
 def read_positions(value: Any, field: str, seen: set[int] | None = None) -> tuple[int, ...]:
-    """Return the positions of a list, each once.
+    """Return the positions of a list, each of which may occur once.
 
-    seen: those of patches of the same site before, which grows.
+    seen: the positions of earlier patches of the same site; these positions are added to it.
 
     Raises UsageError with the field first.
     """
@@ -105,7 +110,7 @@ def read_positions(value: Any, field: str, seen: set[int] | None = None) -> tupl
 
 
 def _rows(value: Any, field: str, count: int) -> npt.NDArray[np.float32]:
-    """Return `[count, hidden_size]` float32 of what a patch holds as its vector."""
+    """Return a patch's `vector` as rows, `[count, hidden_size]` float32."""
     rows = _given(value, field)
     if rows.ndim == 1:
         rows = np.broadcast_to(rows, (count, rows.size))

@@ -1,7 +1,7 @@
-"""Plain values of steering: numbers, layers and vectors as JSON, dicts and arrays have them.
+"""Plain values of steering: numbers, layers and vectors in the forms of JSON, dicts and arrays.
 
-Each function takes a value and the field that it stands in, and returns what it says, or raises UsageError with the
-field first. A bool is no number. Every number lies in float32's range, because that is what steering is computed in.
+Each function takes a value and the field that holds it. It returns the parsed value, or raises UsageError with the
+field first. A bool is not a number. Every number must be in float32's range, because steering is computed in float32.
 """
 
 from __future__ import annotations
@@ -21,31 +21,35 @@ from capflow.capture.site import Site, by_own_name
 from capflow.errors import UsageError, explain
 
 DTYPES: dict[str, np.dtype[Any]] = {**ROW_DTYPES, "float64": np.dtype(np.float64)}
-"""The dtypes that vectors travel in, by the name that torch gives them; little-endian."""
+"""The dtypes of vectors, by their names in torch; little-endian."""
 
 NUMBER_MAX = float(np.finfo(np.float32).max)
-"""The largest number of float32's range."""
+"""The largest float32 number."""
 
 _BITS: dict[np.dtype[Any], tuple[npt.DTypeLike, int, int]] = {
     DTYPES["bfloat16"]: (np.uint16, 0x7FFF, 0x7F80),
     DTYPES["float16"]: (np.uint16, 0x7FFF, 0x7C00),
     DTYPES["float32"]: (np.uint32, 0x7FFFFFFF, 0x7F800000),
 }
-"""How a dtype's bits are read: as what, all but the sign, and infinity. NaN is above infinity."""
+"""For each dtype: the unsigned dtype of its bits, the mask of all bits except the sign, and the bits of infinity.
+
+The bits of NaN are above those of infinity.
+"""
 
 _FINITE = "finite numbers of float32's range"
 
 
 def finite(values: npt.NDArray[Any]) -> bool:
-    """Whether every number of an array, of one of `DTYPES` and not empty, lies in float32's range."""
+    """Return whether every number is in float32's range. The array is not empty and has one of `DTYPES`."""
     if values.dtype not in _BITS:
-        return bool(np.abs(values).max() <= NUMBER_MAX)  # not so for NaN
-    unsigned, number, infinity = _BITS[values.dtype]
-    return bool((values.view(unsigned) & number).max() < infinity)
+        # False for NaN.
+        return bool(np.abs(values).max() <= NUMBER_MAX)
+    unsigned, magnitude, infinity = _BITS[values.dtype]
+    return bool((values.view(unsigned) & magnitude).max() < infinity)
 
 
 def check_finite(values: npt.NDArray[Any], field: str) -> None:
-    """Raise UsageError with the first index of a number that is NaN or beyond float32's range."""
+    """Raise UsageError with the index of the first number that is NaN or beyond float32's range."""
     if finite(values):
         return
     bad = np.argwhere(~(np.abs(values.astype(np.float64)) <= NUMBER_MAX))[0].tolist()
@@ -56,7 +60,7 @@ def check_finite(values: npt.NDArray[Any], field: str) -> None:
 def number(value: Any, field: str, at: str = "") -> float:
     """Return the number in a field.
 
-    at: where in it, for the message.
+    at: the place inside the field, for the message.
     """
     plain = value.item() if isinstance(value, np.generic) else value
     if isinstance(plain, bool) or not isinstance(plain, int | float):
@@ -67,14 +71,14 @@ def number(value: Any, field: str, at: str = "") -> float:
     return float(plain)
 
 
-def whole(value: Any, field: str, low: int, high: int, what: str) -> int:
+def whole(value: Any, field: str, low: int, high: int, noun: str) -> int:
     """Return the whole number of `low..high` in a field.
 
-    what: what it is, for the message.
+    noun: a name for the number, for the message.
     """
     plain = value.item() if isinstance(value, np.generic) else value
     if type(plain) is not int or not low <= plain <= high:
-        raise UsageError(explain(field, got=reprlib.repr(plain), expected=f"{what}, {low}..{high}"))
+        raise UsageError(explain(field, got=reprlib.repr(plain), expected=f"{noun}, {low}..{high}"))
     return plain
 
 
@@ -86,22 +90,22 @@ def layer_number(value: Any, field: str) -> int:
 
 
 def by_hook(value: Any, where: str, example: str) -> Iterator[tuple[str, Any]]:
-    """Yield each hook of a mapping, by its own name, with what stands there.
+    """Yield each hook of a mapping, under its own name, and its value.
 
-    example: a value that is right.
+    example: a correct value, for the message.
     """
     if not isinstance(value, Mapping) or not value:
         raise UsageError(explain(where, got=reprlib.repr(value), expected=f"a mapping like {example}"))
     yield from by_own_name(value, where).items()
 
 
-def by_layer(layers: Any, where: str, hook: str, what: str) -> Iterator[tuple[Site, str, Any]]:
-    """Yield the site of each layer of a mapping, its field, and what stands there.
+def by_layer(layers: Any, where: str, hook: str, noun: str) -> Iterator[tuple[Site, str, Any]]:
+    """Yield the site of each layer of a mapping, its field and its value.
 
-    what: what is to stand there.
+    noun: a name for a layer's value, for the message.
     """
     if not isinstance(layers, Mapping) or not layers:
-        expected = f"a mapping of layer to {what}, or packed"
+        expected = f"a mapping of layer to {noun}, or packed"
         raise UsageError(explain(where, got=reprlib.repr(layers), expected=expected))
     seen = set()
     for key, entry in layers.items():
@@ -112,37 +116,38 @@ def by_layer(layers: Any, where: str, hook: str, what: str) -> Iterator[tuple[Si
         yield Site(layer, hook), f"{where}.{layer}", entry
 
 
-def one_or_several(entry: Any, field: str, what: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield each mapping of a list, or the one that stands alone, with its field.
+def one_or_several(entry: Any, field: str, noun: str) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """Yield each mapping of a list, or a single mapping, with its field.
 
-    what: what each is, for the message.
+    noun: a name for each, for the message.
     """
     several = isinstance(entry, list | tuple)
     if several and not entry:
-        raise UsageError(explain(field, got="[]", expected=f"{what}, or a list of them"))
+        raise UsageError(explain(field, got="[]", expected=f"{noun}, or a list of them"))
     for index, one in enumerate(entry if several else (entry,)):
         at = f"{field}.{index}" if several else field
         if not isinstance(one, Mapping):
-            raise UsageError(explain(at, got=reprlib.repr(one), expected=f"{what}, a mapping"))
+            raise UsageError(explain(at, got=reprlib.repr(one), expected=f"{noun}, a mapping"))
         yield at, one
 
 
-def check_keys(value: Mapping[Any, Any], where: str, known: Sequence[str], needed: Sequence[str] = ()) -> None:
-    """Raise UsageError for a key that is not known and for one that is missing."""
+def check_keys(value: Mapping[Any, Any], where: str, allowed: Sequence[str], required: Sequence[str] = ()) -> None:
+    """Raise UsageError for an unknown key and for a missing one."""
     for key in value:
-        if key not in known:
-            raise UsageError(explain(f"{where}.{key}: unknown", expected=f"one of {', '.join(known)}"))
-    for key in needed:
+        if key not in allowed:
+            raise UsageError(explain(f"{where}.{key}: unknown", expected=f"one of {', '.join(allowed)}"))
+    for key in required:
         if key not in value:
-            raise UsageError(explain(f"{where}.{key}: missing", expected=f"all of {', '.join(needed)}"))
+            raise UsageError(explain(f"{where}.{key}: missing", expected=f"all of {', '.join(required)}"))
 
 
 def vector(value: Any, field: str) -> npt.NDArray[np.float64]:
     """Return the numbers of an array, a tensor or a list, `[hidden_size]` float64.
 
-    Raises UsageError when they are not one-dimensional, none, too many, NaN or infinite.
+    Raises UsageError unless they are one-dimensional, 1 to `limits.HIDDEN_SIZE_MAX`, and finite.
     """
-    if hasattr(value, "shape"):  # first: a view of one number may have any shape
+    # The shape is checked before the numbers are copied: a view of a single number may have any shape.
+    if hasattr(value, "shape"):
         _check_shape(value.shape, field)
     values = _listed(value, field) if isinstance(value, list | tuple) else array(value, field)
     _check_shape(values.shape, field)
@@ -159,18 +164,20 @@ def _listed(value: Sequence[Any], field: str) -> npt.NDArray[np.float64]:
     if len(value) > limits.HIDDEN_SIZE_MAX:
         raise UsageError(explain(field, got=f"shape [{len(value)}]", expected="[hidden_size]"))
     try:
-        numbers = msgspec.convert(value, list[float])  # refuses bools, which numpy takes for numbers
+        # msgspec refuses bools, which numpy would accept as numbers.
+        numbers = msgspec.convert(value, list[float])
     except msgspec.ValidationError:
         numbers = [number(each, field, f" at index {index}") for index, each in enumerate(value)]
     return np.frombuffer(struct.pack(f"{len(numbers)}d", *numbers), np.float64)
 
 
 def array(value: Any, field: str) -> npt.NDArray[np.float64]:
-    """Return an array or a tensor of any shape as float64; raise UsageError when it does not hold numbers."""
+    """Return an array or a tensor of any shape as float64; raise UsageError unless it holds numbers."""
     try:
         if hasattr(value, "detach"):
             value = value.detach().cpu()
-            value = (value.float() if "bfloat16" in str(value.dtype) else value).numpy()  # which has no bfloat16
+            # torch cannot make a numpy array of bfloat16.
+            value = (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
         values = np.asarray(value)
     except (TypeError, ValueError) as e:
         raise UsageError(explain(field, got=str(e), expected="a list of numbers")) from e

@@ -1,15 +1,15 @@
-"""Programs: what steers one request, worked out to operations on rows.
+"""Programs: the steering of one request, compiled to operations on rows.
 
-Of a position, at each steered site, a program says which operations are done, in order, on the stream `x` there, in float32:
+For a position, at each steered site, a program lists the operations on the stream `x` there, in order, in float32:
 
-| operation | what it does |
+| operation | effect |
 |---|---|
 | `PATCH` | `x ← x + amount · (row - x)` |
 | `RELATIVE` | `x ← x + amount · ‖x‖ · row` |
 | `ADD` | `x ← x + amount · row` |
 | `CLAMP` | `x ← x + amount · (min(max(x · row, low), high) - x · row) · row` |
 
-Two requests that ask for the same in different words have equal programs.
+Two requests that ask for the same steering in different forms have equal programs.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Row = npt.NDArray[np.float32]
 class SiteError(UsageError):
     """The vectors or the clamps at one site are refused.
 
+    site: the site.
     kind: `vectors` or `clamps`, the end of the field's name.
-
     got, expected, do: as in `explain`.
-    where: the field; by default the one of the base tier.
+    where: the field; by default that of the base tier.
     """
 
     def __init__(self, site: Site, kind: str, got: str, expected: str, do: str, where: str = "") -> None:
@@ -66,7 +66,7 @@ class SiteError(UsageError):
 
 
 class Op(NamedTuple):
-    """One operation with row `row` of its program's rows."""
+    """One operation, with row `row` of its program's rows."""
 
     kind: int
     row: int
@@ -76,7 +76,7 @@ class Op(NamedTuple):
 
 
 class SiteOps(NamedTuple):
-    """What is done at one site, in order."""
+    """The operations at one site, in order."""
 
     layer: int
     hook: str
@@ -89,10 +89,12 @@ class SiteOps(NamedTuple):
 class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The operations of one request.
 
-    rows: `[n, hidden_size]` float32 little-endian, no two alike.
-    digests: of each row its `DIGEST_BYTES`.
-    prefill, decode: what is done at each prompt position and at each generated one.
-    patched: for single positions, negative ones from the prompt's end, what is done before that.
+    hidden_size: the width of the rows.
+    rows: `[n, hidden_size]` float32 little-endian; all rows differ.
+    digests: the digest of each row, `DIGEST_BYTES` long.
+    prefill, decode: the operations at each prompt position and at each generated one.
+    patched: the patches of single positions, which come before these; negative positions count from the end of the
+        prompt.
     """
 
     hidden_size: int
@@ -109,22 +111,25 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
         return np.frombuffer(self.rows, np.float32).reshape(-1, self.hidden_size)
 
     def key(self, ops: Sequence[SiteOps]) -> str:
-        """Return a name for these operations: equal for two programs that do the same."""
-        return _name(self._said(ops))
+        """Return an id of these operations; it is equal for two programs that do the same."""
+        return _id(self._by_content(ops))
 
     def patched_key(self, prompt_length: int) -> str:
-        """Return a name for what is done at single positions of a request with this prompt."""
-        return _name([(position, self._said(ops)) for position, ops in self.patches(prompt_length).items()])
+        """Return an id of the operations at single positions of a request with this prompt length."""
+        return _id([(position, self._by_content(ops)) for position, ops in self.patches(prompt_length).items()])
 
-    def _said(self, ops: Sequence[SiteOps]) -> list[Any]:
-        """Return operations by what their rows hold, instead of by their numbers."""
+    def _by_content(self, ops: Sequence[SiteOps]) -> list[Any]:
+        """Return operations with the digests of their rows in the place of row numbers."""
         return [
             (layer, hook, [(op.kind, self.digests[op.row], op.amount, op.low, op.high) for op in each])
             for layer, hook, each in ops
         ]
 
     def patches(self, prompt_length: int) -> dict[int, tuple[SiteOps, ...]]:
-        """Return what is done at single positions of a request with this prompt, patches with what its phase does."""
+        """Return all operations at patched positions: the patches, then those of the position's phase.
+
+        prompt_length: of the request.
+        """
         merged: dict[int, dict[Site, tuple[Op, ...]]] = {}
         for written, ops in self.patched:
             position = written if written >= 0 else prompt_length + written
@@ -134,16 +139,16 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
             for layer, hook, each in ops:
                 here[Site(layer, hook)] = (*here.get(Site(layer, hook), ()), *each)
         return {
-            position: _behind(here, self.prefill if position < prompt_length else self.decode)
+            position: _chained(here, self.prefill if position < prompt_length else self.decode)
             for position, here in sorted(merged.items())
         }
 
     def first_patched(self, prompt_length: int) -> int | None:
-        """Return the first position that is patched; None when none is."""
+        """Return the first patched position; None if there is none."""
         return next(iter(self.patches(prompt_length)), None)
 
     def check(self, info: ModelInfo) -> None:
-        """Raise UsageError unless the program is of this model, and its sites are tapped."""
+        """Raise UsageError unless the program fits this model and its sites are tapped."""
         if self.hidden_size != info.hidden_size:
             expected = f"{info.hidden_size}, the model's width"
             raise UsageError(explain("steering", got=f"{self.hidden_size} numbers", expected=expected))
@@ -153,7 +158,7 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
             op.row for ops in (self.prefill, self.decode, *(o for _, o in self.patched)) for s in ops for op in s.ops
         )
         if not all(0 <= number < len(self.digests) for number in numbers):
-            expected = f"rows of 0..{len(self.digests) - 1}" if self.digests else "no operations, for there are no rows"
+            expected = f"rows of 0..{len(self.digests) - 1}" if self.digests else "no operations, as there are no rows"
             do = "make the program with capflow.steering.program.program_of"
             raise UsageError(explain("steering", got="an operation on no row", expected=expected, do=do))
         longest = max(
@@ -170,30 +175,30 @@ class SteeringProgram(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
     @property
     def sites(self) -> frozenset[Site]:
-        """Every site at which something is done."""
+        """Every site with an operation."""
         every = (self.prefill, self.decode, *(ops for _, ops in self.patched))
         return frozenset(Site(layer, hook) for ops in every for layer, hook, _ in ops)
 
 
-def _name(said: Any) -> str:
-    return hashlib.blake2b(msgspec.msgpack.encode(said), digest_size=DIGEST_BYTES).hexdigest()
+def _id(content: Any) -> str:
+    return hashlib.blake2b(msgspec.msgpack.encode(content), digest_size=DIGEST_BYTES).hexdigest()
 
 
-def _behind(first: Mapping[Site, tuple[Op, ...]], then: Sequence[SiteOps]) -> tuple[SiteOps, ...]:
-    behind = {Site(layer, hook): ops for layer, hook, ops in then}
-    sites = sorted({*first, *behind})
-    return tuple(SiteOps(*site, (*first.get(site, ()), *behind.get(site, ()))) for site in sites)
+def _chained(first: Mapping[Site, tuple[Op, ...]], then: Sequence[SiteOps]) -> tuple[SiteOps, ...]:
+    second = {Site(layer, hook): ops for layer, hook, ops in then}
+    sites = sorted({*first, *second})
+    return tuple(SiteOps(*site, (*first.get(site, ()), *second.get(site, ()))) for site in sites)
 
 
 def digest(row: bytes | memoryview) -> bytes:
-    """Return what stands for a row's content where rows are compared."""
+    """Return the digest that stands for a row's content in comparisons."""
     return hashlib.sha256(row).digest()[:DIGEST_BYTES]
 
 
 class _Rows:
-    """Rows by content.
+    """Rows without repetitions.
 
-    program: whose rows come first.
+    program: its rows come first.
     """
 
     def __init__(self, program: SteeringProgram | None = None) -> None:
@@ -201,7 +206,7 @@ class _Rows:
         self._rows = [] if program is None else list(program.array())
 
     def number(self, row: Row) -> int:
-        """Return the number of a row, contiguous, which is kept if there is none like it."""
+        """Return the number of a contiguous row; it is added unless an equal row is there."""
         number = self._numbers.setdefault(digest(row.data), len(self._rows))
         if number == len(self._rows):
             self._rows.append(row)
@@ -216,7 +221,10 @@ class _Rows:
 
 
 def program_of(hidden_size: int, parts: Sequence[Steering]) -> SteeringProgram | None:
-    """Return the program of everything that holds for a request: the global state, its modules, what it brought itself."""
+    """Return the program of all steering that applies to a request.
+
+    parts: the global state, its modules and the request's own steering.
+    """
     return compile_program(
         hidden_size,
         [tier for part in parts for tier in (part.base, part.prefill)],
@@ -228,11 +236,12 @@ def program_of(hidden_size: int, parts: Sequence[Steering]) -> SteeringProgram |
 def compile_program(
     hidden_size: int, prefill: Sequence[Tier], decode: Sequence[Tier], patches: Iterable[Patch] = ()
 ) -> SteeringProgram | None:
-    """Return the program of a request with these tiers, in order, at its two phases; None when it does nothing.
+    """Return the program of a request with these tiers, in order, in its two phases; None if it does nothing.
 
-    Vectors at a site are added up in float64 and rounded to float32 once; what comes to nothing is left out. Raises UsageError
-    for a part of another width and for a position that is patched twice, SiteError for what is beyond float32 and for more than
-    `limits.CLAMPS_AT_SITE_MAX` clamps at one site and position.
+    The vectors at a site are added up in float64 and rounded to float32 once. A sum of zero is left out.
+
+    Raises UsageError for a part of another width and for a position that is patched twice; SiteError for numbers beyond
+    float32 and for more than `limits.CLAMPS_AT_SITE_MAX` clamps at one site and position.
     """
     rows = _Rows()
     before = _site_ops(hidden_size, prefill, rows)
@@ -266,7 +275,8 @@ def compile_program(
 
 def _site_ops(hidden_size: int, tiers: Sequence[Tier], rows: _Rows) -> tuple[SiteOps, ...]:
     ops: dict[Site, list[Op]] = {}
-    for kind in (RELATIVE, ADD):  # so that the norm is the one before anything is added
+    # Relative vectors come first, so that they read the norm before anything is added.
+    for kind in (RELATIVE, ADD):
         vectors = (v for tier in tiers for v in tier.vectors if v.relative == (kind == RELATIVE))
         for site, total in _sums(hidden_size, vectors).items():
             ops.setdefault(site, []).append(Op(kind, rows.number(total)))
@@ -295,7 +305,7 @@ def _check_width(part: SteeringVector | Clamp | Patch, field: str, hidden_size: 
 
 
 def _sums(hidden_size: int, vectors: Iterable[SteeringVector]) -> dict[Site, Row]:
-    """Return the sum of the vectors at each site where it is not nothing."""
+    """Return the sum of the vectors at each site where it is not zero."""
     at: dict[Site, list[SteeringVector]] = {}
     for vector in vectors:
         _check_width(vector, "steering_vectors", hidden_size)
@@ -305,20 +315,22 @@ def _sums(hidden_size: int, vectors: Iterable[SteeringVector]) -> dict[Site, Row
     with np.errstate(over="ignore"):
         for total, some in zip(sums, at.values(), strict=True):
             total[:] = some[0].array() if len(some) == 1 else np.sum([v.array(np.float64) for v in some], axis=0)
-    largest = np.maximum(sums.max(axis=1), -sums.min(axis=1))  # NaN where there is one
+    # NaN where a sum holds one.
+    largest = np.maximum(sums.max(axis=1), -sums.min(axis=1))
     for site, size in zip(at, largest, strict=True):
         if not size <= NUMBER_MAX:
             raise SiteError.too_large(site, "vectors", "a sum beyond float32")
-    sums += np.float32(0)  # no negative zeros
+    # Adding 0 turns negative zeros into positive ones.
+    sums += np.float32(0)
     return {site: total for site, total, size in zip(at, sums, largest, strict=True) if size > 0.0}
 
 
 def with_vectors(
     program: SteeringProgram | None, hidden_size: int, vectors: Sequence[SteeringVector]
 ) -> SteeringProgram | None:
-    """Return a program that adds vectors at generated positions too, behind what it adds there and before it clamps.
+    """Return a program that also adds vectors at generated positions, after its own vectors and before its clamps.
 
-    What is added relative to the stream's norm is added before that, relative to the stream as it comes to the site.
+    Relative vectors are added before the others, relative to the stream as it reaches the site.
     """
     sums = _sums(hidden_size, [vector for vector in vectors if not vector.relative])
     relative = _sums(hidden_size, [vector for vector in vectors if vector.relative])

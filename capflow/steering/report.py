@@ -1,7 +1,7 @@
-"""What a check of steering found, and what it means: the report of `capflow doctor --steering`.
+"""The report of `capflow doctor --steering`: measurements of steering, and what they mean.
 
-Differences are the largest |Δ logprob| of any of the 20 likeliest tokens, in nats, over the tokens that answers have in common
-and the one behind them. A check fails by numbers that are in the report; the cost never fails one.
+A difference is the largest |Δ logprob| of any of the 20 likeliest tokens, in nats, over the tokens that two answers
+have in common and the one after them. A check fails by numbers that are in the report. The cost never fails a check.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 GOALS = {"idle": 0.98, "steered": 0.95}
-"""What is left of plain vLLM's tokens a second: armed and idle; every request steered at every tapped site."""
+"""The goals, as fractions of plain vLLM's tokens a second.
+
+`idle`: armed, with no request steered. `steered`: every request steered at every tapped site.
+"""
 
 TURNS_MIN = 4
-"""With fewer turns, nothing is said of a goal."""
+"""With fewer turns there is no verdict on a goal."""
 
 RELATIVE_NORM = 0.5
-"""Of the vectors that are added: to the median norm of the rows that are there."""
+"""The norm of the added vectors, relative to the median norm of the rows."""
 
 _DO = "do not rely on steering here; --enforce-eager says whether torch.compile is to blame"
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """What two answers may be apart that ought to be the same.
+    """The largest allowed difference between two answers that should be equal.
 
     logprob: in nats.
-    relative: a difference, to that which steering makes.
+    relative: as a fraction of the difference that steering makes.
     """
 
     logprob: float
@@ -35,20 +38,21 @@ class Bounds(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, dtype: str) -> Bounds:
-        """Return the bounds of a model's dtype."""
+        """Return the bounds for a model's dtype."""
         return cls(1e-3, 0.01) if dtype == "float32" else cls(0.02, 0.25)
 
 
 class Fired(msgspec.Struct, frozen=True):
-    """What a vector did that was added at one site.
+    """The effect of a vector that was added at one site.
 
-    noise: the same request without it, asked several times.
-    moved, decode_moved: the next token's logprobs, the vector added to the prompt, and to the first generated token
-        alone.
-    changed_before: the largest relative change of the rows that were captured at the site, before the vector is added
-        there, and in the layers below.
-    patched_apart: how far an answer is from it in which the rows that were captured at the site, with the vector added
-        by hand, were put there; relative to `moved`.
+    site: the site.
+    noise: the difference between repetitions of the request without the vector.
+    moved, decode_moved: the change of the next token's logprobs, with the vector added to the prompt, and to the first
+        generated token only.
+    changed_before: the largest relative change of the rows captured at the site (capture precedes steering there) and
+        in the layers below.
+    patched_apart: the difference to an answer in which the captured rows, with the vector added by hand, were patched
+        in; relative to `moved`.
     """
 
     site: str
@@ -59,24 +63,29 @@ class Fired(msgspec.Struct, frozen=True):
     patched_apart: float
 
     def failures(self, bounds: Bounds) -> Iterator[str]:
-        """Yield what is wrong."""
+        """Yield a message for each failure."""
         least = 5 * self.noise + 1e-4
-        for what, moved in (("the prompt", self.moved), ("generated tokens", self.decode_moved)):
+        for tokens, moved in (("the prompt", self.moved), ("generated tokens", self.decode_moved)):
             if not moved > least:
-                yield f"{self.site}: a vector added to {what} changes nothing: {_nats(moved)}, the noise is {_nats(self.noise)}; {_DO}"
+                yield (
+                    f"{self.site}: a vector added to {tokens} changes nothing: {_nats(moved)}, "
+                    f"the noise is {_nats(self.noise)}; {_DO}"
+                )
         if not self.changed_before <= bounds.relative:
             yield f"{self.site}: a vector added there changes rows before it by {self.changed_before:.1e}; {_DO}"
         if not self.patched_apart <= bounds.relative:
             yield (
-                f"{self.site}: adding a vector is not what adding it to the captured rows comes to: {self.patched_apart:.1e} apart, "
-                f"expected {bounds.relative:g} at most; {_DO}"
+                f"{self.site}: adding a vector and adding it to the captured rows by hand give different answers: "
+                f"{self.patched_apart:.1e} apart, expected {bounds.relative:g} at most; {_DO}"
             )
 
 
 class Apart(msgspec.Struct, frozen=True):
-    """How far two runs of the same requests are apart.
+    """The difference between two runs of the same requests.
 
-    equal: of `tokens` generated tokens, before the first that differs.
+    logprob: in nats.
+    equal: the number of generated tokens before the first that differs.
+    tokens: the number of generated tokens.
     """
 
     logprob: float
@@ -85,14 +94,15 @@ class Apart(msgspec.Struct, frozen=True):
 
 
 class Mates(msgspec.Struct, frozen=True):
-    """What became of plain requests beside steered ones, against the same batch with nothing steered.
+    """The effect of steered requests on plain requests in the same batch. Each run is compared with the plain batch.
 
-    noise: that batch, run again.
+    requests: the number of plain requests.
+    noise: the plain batch, run again.
     beside: the batch with steered mates.
-    after: the plain batch, run once more behind it.
+    after: the plain batch, run once more after it.
     alone: each request by itself.
     vllm: the plain batch in vLLM without capflow.
-    mates: how far each kind of steered mate moved.
+    mates: how far each kind of steered mate moved, in nats.
     """
 
     requests: int
@@ -104,26 +114,35 @@ class Mates(msgspec.Struct, frozen=True):
     mates: dict[str, float]
 
     def failures(self, dtype: str) -> Iterator[str]:
-        """Yield what is wrong. Batches of another shape, and vLLM without capflow, are held against a bound in float32 alone."""
+        """Yield a message for each failure.
+
+        Batches of another shape, and vLLM without capflow, are checked in float32 only.
+        """
         bound = Bounds.of(dtype).logprob
         allowed = max(2 * self.noise.logprob, bound)
         for kind, moved in self.mates.items():
             if not moved > allowed:
                 yield f"mates with {kind}: steering them changes nothing, {_nats(moved)}; {_DO}"
-        for what, apart in (("beside steered requests", self.beside), ("after steered requests", self.after)):
-            if not apart.logprob <= allowed:
-                yield f"plain requests {what} answer differently: {_nats(apart.logprob)}, expected {allowed:.1e} at most; {_DO}"
-        if dtype != "float32":
-            return
-        for what, apart in (("alone and in a batch", self.alone), ("with capflow and in plain vLLM", self.vllm)):
-            if not apart.logprob <= bound:
-                yield f"plain requests answer differently {what}: {_nats(apart.logprob)}, expected {bound:g} at most; {_DO}"
+        runs = [
+            ("beside steered requests", self.beside, allowed),
+            ("after steered requests", self.after, allowed),
+        ]
+        if dtype == "float32":
+            runs += [("sent alone", self.alone, bound), ("in vLLM without capflow", self.vllm, bound)]
+        for run, apart, most in runs:
+            if not apart.logprob <= most:
+                yield (
+                    f"plain requests {run} answer differently: {_nats(apart.logprob)}, "
+                    f"expected {most:.1e} at most; {_DO}"
+                )
 
 
 class AppliedCheck(msgspec.Struct, frozen=True):
-    """What the answer to a request says of what steered it, which was steered at every site.
+    """The report of applied steering in the answer to a request that was steered at every site.
 
-    expected: one operation at each.
+    key: the id of the steering.
+    prefill, decode: the number of operations at each site.
+    expected: the sites; one operation is expected at each.
     """
 
     key: str
@@ -132,16 +151,18 @@ class AppliedCheck(msgspec.Struct, frozen=True):
     expected: list[str]
 
     def failures(self) -> Iterator[str]:
-        """Yield what is wrong."""
+        """Yield a message for each failure."""
         wanted = dict.fromkeys(self.expected, 1)
         if self.prefill != wanted or self.decode != wanted:
-            yield f"the applied set names {len(self.prefill)} and {len(self.decode)} sites, expected {len(wanted)}; {_DO}"
+            sites = f"{len(self.prefill)} and {len(self.decode)} sites"
+            yield f"the applied set names {sites}, expected {len(wanted)}; {_DO}"
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """How long the turns took, in seconds, `plain`, `idle` and `steered` after each other.
+    """The durations of the turns in seconds. The modes `plain`, `idle` and `steered` take turns.
 
-    tokens: generated in each.
+    tokens: the number of tokens generated in each turn.
+    seconds: the durations of each mode.
     """
 
     tokens: int
@@ -149,19 +170,19 @@ class Cost(msgspec.Struct, frozen=True):
 
     @property
     def turns(self) -> int:
-        """How many of each there are."""
+        """The number of turns of each mode."""
         return len(self.seconds["plain"])
 
     def ratios(self, mode: str) -> list[float]:
-        """Return for each turn what is left of plain vLLM's tokens a second."""
+        """Return for each turn the fraction of plain vLLM's tokens a second."""
         return [plain / one for plain, one in zip(self.seconds["plain"], self.seconds[mode], strict=True)]
 
     def ratio(self, mode: str) -> float:
-        """Return what is left of plain vLLM's tokens a second, by medians."""
+        """Return the fraction of plain vLLM's tokens a second, by medians."""
         return statistics.median(self.seconds["plain"]) / statistics.median(self.seconds[mode])
 
     def verdict(self, mode: str) -> str:
-        """Return whether the goal is met: `met` or `missed` when the middle half of the turns agree, else why it cannot be told."""
+        """Return `met` or `missed` if the middle half of the turns agree, else why there is no verdict."""
         if self.turns < TURNS_MIN:
             return "too few turns to tell"
         low, _, high = statistics.quantiles(self.ratios(mode), n=4)
@@ -171,11 +192,16 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All of it.
+    """The whole report.
 
-    dtype: the model's, as loaded.
-    taps: how many.
-    cost: None when it was left out.
+    model: the model's name or path.
+    dtype: the model's dtype, as loaded.
+    compiled: whether the model ran with torch.compile.
+    taps: the number of taps.
+    fired: the effect of a vector at each tested site.
+    mates: the effect on plain requests.
+    applied: the report of applied steering.
+    cost: the durations; None if they were not measured.
     """
 
     model: str
@@ -188,15 +214,15 @@ class Report(msgspec.Struct, frozen=True):
     cost: Cost | None
 
     def failures(self) -> list[str]:
-        """Return what is wrong, and what to do; nothing when steering works."""
+        """Return a message for each failure, with what to do; empty if steering works."""
         bounds = Bounds.of(self.dtype)
-        found: Iterable[Iterator[str]] = (
+        checks: Iterable[Iterator[str]] = (
             *(one.failures(bounds) for one in self.fired),
             self.mates.failures(self.dtype),
             self.applied.failures(),
         )
         missing = [] if self.fired else ["no site can be steered; see `capflow sites MODEL`"]
-        return missing + [line for lines in found for line in lines]
+        return missing + [line for lines in checks for line in lines]
 
 
 def _nats(value: float) -> str:

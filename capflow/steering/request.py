@@ -1,11 +1,11 @@
-"""What steers a request, as it is asked for: three tiers of vectors and clamps, patches, and named modules.
+"""The steering that a request asks for: three tiers of vectors and clamps, patches, and named modules.
 
-The *base* tier holds at every position, *prefill* at the prompt's positions, *decode* at generated ones. Vectors of all tiers that
-hold at a position are added; then clamps hold, one after another. Patches come before both. A *module* is a
-`Steering` that is known by a name.
+The *base* tier applies at every position, *prefill* at prompt positions, *decode* at generated ones. At a position,
+patches come first. Then the vectors of all its tiers are added. Then the clamps apply, one after another. A *module* is
+a named `Steering`.
 
-As plain values, these are the fields of `STEERING_FIELDS`: those of an HTTP body, and the keyword arguments of
-`capflow.sampling_params`. `parse_steering`, `parse_clamps` and `parse_patches` say what each holds.
+As plain values, these are the fields of `STEERING_FIELDS`: fields of an HTTP body, and keyword arguments of
+`capflow.sampling_params`. `parse_steering`, `parse_clamps` and `parse_patches` define the value of each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from capflow.steering.vector import SteeringVector, parse_steering
 from capflow.text.brief import brief
 
 _TIERS = {"base": "", "prefill": "prefill_", "decode": "decode_"}
-"""What stands before the names of a tier's fields."""
+"""The prefix of the field names of each tier."""
 
 STEERING_FIELDS = (
     *(f"{before}steering_vectors" for before in _TIERS.values()),
@@ -38,13 +38,13 @@ STEERING_FIELDS = (
     "steering_scale",
     "steering_module_ref",
 )
-"""The names of the plain values that say what steers a request."""
+"""The names of the plain values that steer a request."""
 
 _NAME_EXPECTED = f"a name of 1..{limits.STEERING_NAME_LENGTH_MAX} characters"
 
 
 class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Vectors, at most one for each site, and clamps, of which a site may have several."""
+    """Vectors, at most one for each site, and clamps, any number for each site."""
 
     vectors: tuple[SteeringVector, ...] = ()
     clamps: tuple[Clamp, ...] = ()
@@ -52,7 +52,7 @@ class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     __repr__ = brief
 
     def scaled(self, scale: float) -> Tier:
-        """Return the tier with its vectors and its clamps' strengths multiplied."""
+        """Return the tier with its vectors and the strengths of its clamps multiplied."""
         if scale == 1.0:
             return self
         return Tier(
@@ -62,14 +62,19 @@ class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModuleUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A named module and how much of it: its vectors and its clamps' strengths are multiplied by `scale`."""
+    """A named module and its scale, which multiplies its vectors and the strengths of its clamps."""
 
     name: str
     scale: float = 1.0
 
 
 class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that one request asks for, or that a module or the global state holds."""
+    """The steering of one request, of a module, or of the global state.
+
+    base, prefill, decode: the vectors and clamps for all, prompt and generated positions.
+    patches: the patches.
+    modules: the named modules to apply.
+    """
 
     base: Tier = Tier()
     prefill: Tier = Tier()
@@ -81,10 +86,11 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, fields: Any, *, where: str = "") -> Steering:
-        """Return the steering that plain values, by the names of `STEERING_FIELDS`, describe.
+        """Return the steering that plain values describe; their names are `STEERING_FIELDS`.
 
-        where: what holds these fields, such as a module's name. Raises UsageError with the full path of the field
-            first.
+        where: the name of the object that holds these fields, such as a module's.
+
+        Raises UsageError with the full path of the field first.
         """
         if isinstance(fields, Steering):
             return fields
@@ -97,8 +103,8 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 expected = f"one of {', '.join(STEERING_FIELDS)}"
                 raise UsageError(explain(f"{before}{name}: unknown", expected=expected))
         tiers = {}
-        for tier, start in _TIERS.items():
-            vectors, clamps = f"{start}steering_vectors", f"{start}steering_clamps"
+        for tier, prefix in _TIERS.items():
+            vectors, clamps = f"{prefix}steering_vectors", f"{prefix}steering_clamps"
             tiers[tier] = Tier(
                 parse_steering(fields[vectors], where=f"{before}{vectors}") if vectors in fields else (),
                 parse_clamps(fields[clamps], where=f"{before}{clamps}") if clamps in fields else (),
@@ -115,21 +121,21 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def parts(self, before: str = "") -> Iterator[tuple[str, SteeringVector | Clamp | Patch]]:
         """Yield every vector, clamp and patch with the name of its field.
 
-        before: what stands before that.
+        before: a prefix of these names.
         """
-        for tier, start in _TIERS.items():
-            held: Tier = getattr(self, tier)
-            for vector in held.vectors:
-                yield f"{before}{start}steering_vectors", vector
-            for clamp in held.clamps:
-                yield f"{before}{start}steering_clamps", clamp
+        for name, prefix in _TIERS.items():
+            tier: Tier = getattr(self, name)
+            for vector in tier.vectors:
+                yield f"{before}{prefix}steering_vectors", vector
+            for clamp in tier.clamps:
+                yield f"{before}{prefix}steering_clamps", clamp
         for patch in self.patches:
             yield f"{before}steering_patches", patch
 
     def check(self, info: ModelInfo, *, where: str = "") -> None:
-        """Raise UsageError, with the full path of the field first, unless everything fits the model and its taps.
+        """Raise UsageError, with the full path of the field first, unless all parts fit the model and its taps.
 
-        Whether modules are known is not looked at.
+        It does not check whether named modules exist.
 
         where: as in `parse`.
         """
@@ -143,7 +149,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise UsageError(refusal_of_fixed(f"{field}.{part.hook}.{part.layer}", part.site))
 
     def _check_widths(self, before: str) -> None:
-        """Raise UsageError when two entries differ in width."""
+        """Raise UsageError if two parts differ in width."""
         first: tuple[str, float] | None = None
         for field, part in self.parts(before):
             at, width = f"{field}.{part.hook}.{part.layer}", part.width
@@ -153,7 +159,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise UsageError(explain(at, got=f"{width:g} numbers", expected=expected))
 
     def field_at(self, site: Site, kind: str) -> str | None:
-        """Return the full path of the field with the most entries at a site; None where it has none.
+        """Return the full path of the field with the most entries at a site; None if it has none.
 
         kind: `vectors` or `clamps`.
         """
@@ -162,7 +168,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def largest_field(self) -> str:
-        """The field that brings the most rows; `steering_name` where modules bring all, `steering` where nothing is said."""
+        """The field with the most rows; `steering_name` if only modules are named; `steering` if there is no field."""
         rows: Counter[str] = Counter()
         for field, part in self.parts():
             rows[field] += len(part.positions) if isinstance(part, Patch) else 1
@@ -172,7 +178,7 @@ class Steering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is asked for."""
+        """Whether this steering asks for nothing."""
         return self == NOTHING
 
 
@@ -180,7 +186,7 @@ NOTHING = Steering()
 
 
 def _modules(fields: Mapping[str, Any], before: str) -> tuple[ModuleUse, ...]:
-    """Return the modules that `steering_name` and `steering_scale` name, or the one of `steering_module_ref`."""
+    """Return the modules that `steering_name` and `steering_scale`, or `steering_module_ref`, name."""
     named, scaled = f"{before}steering_name", f"{before}steering_scale"
     if "steering_module_ref" in fields:
         return (_module_ref(fields, before),)
@@ -209,7 +215,7 @@ def _modules(fields: Mapping[str, Any], before: str) -> tuple[ModuleUse, ...]:
 
 
 def _module_ref(fields: Mapping[str, Any], before: str) -> ModuleUse:
-    """Return the module that `steering_module_ref` names, `(name, scale)`."""
+    """Return the module that `steering_module_ref` names: `(name, scale)`."""
     field, value = f"{before}steering_module_ref", fields["steering_module_ref"]
     for other in ("steering_name", "steering_scale"):
         if other in fields:

@@ -1,7 +1,8 @@
-"""Steering vectors: what is added to the residual stream at a site, and how it travels.
+"""Steering vectors: what is added to the residual stream at a site.
 
-A `SteeringVector` is `scale · vector`, added to the stream `x` at one site; a relative one is `scale · ‖x‖ · vector / ‖vector‖`. It travels as its dtype's name and its raw
-little-endian bytes, in the dtype that it came in; lists of numbers and arrays are kept as float32.
+A `SteeringVector` adds `scale · vector` to the stream `x` at one site; a relative one adds `scale · ‖x‖ · vector /
+‖vector‖`. It travels as the name of its dtype and its raw little-endian bytes, in the dtype in which it arrived. Lists
+of numbers and arrays become float32.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ _EXAMPLE = '{"post_block": {12: [0.1, …]}}'
 class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One vector for one site.
 
-    data: `[hidden_size]` in `dtype`; scale multiplies it.
-
-    relative: whether the scale is of the stream's norm at each token, and the vector is brought to length 1.
+    layer, hook: the site.
+    data: `[hidden_size]` in `dtype`, little-endian.
+    dtype: a key of `plain.DTYPES`.
+    scale: multiplies the vector.
+    relative: the vector is brought to length 1, and the scale is in units of the stream's norm at each token.
     """
 
     layer: int
@@ -44,19 +47,22 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def site(self) -> Site:
-        """The site the vector is added at."""
+        """The site that the vector is added at."""
         return Site(self.layer, self.hook)
 
     @property
     def width(self) -> float:
-        """How many numbers the vector has; no whole number where its bytes do not fit its dtype."""
+        """The number of elements of the vector; not a whole number if the bytes do not fit the dtype."""
         return len(self.data) / DTYPES[self.dtype].itemsize
 
     def _stored(self) -> npt.NDArray[Any]:
         return np.frombuffer(self.data, DTYPES[self.dtype])
 
     def array(self, dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
-        """Return `scale · vector`, `[hidden_size]`, computed in float64 and rounded once; a relative vector at length 1 first."""
+        """Return `scale · vector`, `[hidden_size]`; a relative vector is brought to length 1 first.
+
+        It is computed in float64 and rounded once.
+        """
         values = self._stored()
         if self.relative:
             return (_unit(values.astype(np.float64)) * self.scale).astype(dtype)
@@ -68,9 +74,11 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def make(
         cls, site: Site, vector: Any, scale: float = 1.0, relative: bool = False, *, where: str = "steering"
     ) -> SteeringVector:
-        """Return the vector made of an array, a tensor or a list of `hidden_size` numbers.
+        """Return the vector that an array, a tensor or a list of `hidden_size` numbers holds.
 
-        Raises UsageError when it is not one-dimensional, is empty, or holds NaN or infinity.
+        where: the field that holds it; messages begin with it.
+
+        Raises UsageError if it is not one-dimensional, is empty, or holds NaN or infinity.
         """
         field = f"{where}.{site.hook}.{site.layer}"
         values = plain.vector(vector, field).astype(np.float32)
@@ -86,29 +94,30 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             expected = f"{hidden_size}, the model's width"
             raise UsageError(explain(field, got=f"{self.width:g} numbers", expected=expected))
         if self.relative and not self._stored().any():
-            raise UsageError(explain(field, got="a zero vector", expected="a direction, as it is relative"))
+            raise UsageError(explain(field, got="a zero vector", expected="a direction, since it is relative"))
         if not self._finite():
             expected = "finite numbers of float32's range"
             raise UsageError(explain(field, got="NaN or infinity", expected=expected))
 
     def _finite(self) -> bool:
-        """Whether `scale · vector` is finite; it is looked at itself only where the scale makes it larger."""
+        """Return whether `scale · vector` is finite; the product is computed only if the scale enlarges the vector."""
         if not plain.finite(self._stored()):
             return False
         if abs(self.scale) <= 1.0 or (self.relative and abs(self.scale) <= plain.NUMBER_MAX):
             return True
         with np.errstate(over="ignore"):
-            return plain.finite(self.array())  # not so where the scale is NaN
+            # False if the scale is NaN.
+            return plain.finite(self.array())
 
 
 def parse_steering(value: Any, *, where: str = "steering") -> tuple[SteeringVector, ...]:
     """Return the vectors that a plain value describes: `{hook: layers}`.
 
-    Layers are, for each hook, either `{layer: vector or {"vector": vector, "scale": number, "relative": bool}}`, a vector being an
-    array, a tensor or a list of `hidden_size` numbers; or packed (see `capflow.steering.packed`) with `scales` and `relative` besides. A layer is a whole
-    number or its digits.
+    The layers of a hook are `{layer: vector or {"vector": vector, "scale": number, "relative": bool}}` or packed (see
+    `capflow.steering.packed`), with `scales` and `relative` as further keys. A vector is an array, a tensor or a list
+    of `hidden_size` numbers. A layer is a whole number or its digits as text.
 
-    Raises UsageError with the field first. Vectors already parsed are returned as they are.
+    Raises UsageError with the field first. Parsed vectors are returned unchanged.
     """
     if isinstance(value, Sequence) and value and all(isinstance(v, SteeringVector) for v in value):
         _check_each(value, where)
@@ -130,7 +139,7 @@ def parse_steering(value: Any, *, where: str = "steering") -> tuple[SteeringVect
 
 
 def _check_each(vectors: Sequence[SteeringVector], where: str) -> None:
-    """Raise UsageError when two vectors of one kind are of one site, or one is of no known dtype."""
+    """Raise UsageError if two vectors of one kind are at one site, or a dtype is unknown."""
     seen = set()
     for vector in vectors:
         field = f"{where}.{vector.hook}.{vector.layer}"
@@ -142,7 +151,7 @@ def _check_each(vectors: Sequence[SteeringVector], where: str) -> None:
 
 
 def _unpacked(layers: Mapping[str, Any], hook: str, where: str) -> list[SteeringVector]:
-    """Return a vector for each row of a block, which holds the row's bytes as they came."""
+    """Return a vector for each row of a packed block, with the row's bytes unchanged."""
     block = PackedBlock.read(layers, where, ("scales", "relative"))
     for place, layer in enumerate(block.layers):
         if layer in block.layers[:place]:
@@ -163,10 +172,11 @@ def _flag(value: Any, field: str) -> bool:
 
 
 def _unit(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return a vector at length 1; zeros as they are."""
+    """Return a vector scaled to length 1; zeros unchanged."""
     largest = np.abs(values).max()
     if largest == 0.0:
         return values
-    values = values / largest  # squares of very large or small numbers would be lost
+    # Without this, squares of very large or small numbers would overflow or underflow.
+    values = values / largest
     unit: npt.NDArray[np.float64] = values / np.linalg.norm(values)
     return unit

@@ -165,7 +165,7 @@ class TestPatches:
 
 class TestKeys:
     @given(data=st.data())
-    def test_are_equal_for_what_is_said_in_other_words(self, data):
+    def test_are_equal_for_the_same_steering_in_another_form(self, data):
         layers = {n: [float(n + 1), 1.0] for n in range(4)}
         order = data.draw(st.permutations(list(layers)))
         split = data.draw(st.integers(0, 4))
@@ -210,7 +210,7 @@ class TestKeys:
 class TestWithVectors:
     VECTOR = SteeringVector.make(HERE, [1, 2])
 
-    def test_adds_at_generated_positions_behind_what_is_added_and_before_clamps(self):
+    def test_adds_at_generated_positions_after_other_vectors_and_before_clamps(self):
         old = program(at(steering_vectors=[5, 6], steering_clamps={"vector": [1, 0], "value": 0}))
         new = with_vectors(old, WIDTH, [self.VECTOR])
         assert done(new, new.prefill) == done(old, old.prefill)

@@ -434,7 +434,7 @@ class TestCheck:
 
     @pytest.mark.parametrize("tier", ["", "prefill_", "decode_"])
     @pytest.mark.parametrize(
-        ("what", "entry"), [("vectors", [1, 2]), ("clamps", {"vector": [1, 2], "value": 0})], ids=["vectors", "clamps"]
+        ("kind", "entry"), [("vectors", [1, 2]), ("clamps", {"vector": [1, 2], "value": 0})], ids=["vectors", "clamps"]
     )
     @pytest.mark.parametrize(
         ("layer", "hook", "message"),
@@ -452,11 +452,11 @@ class TestCheck:
             ),
         ],
     )
-    def test_names_the_field_of_the_tier(self, tier, what, entry, layer, hook, message):
-        steering = Steering.parse({f"{tier}steering_{what}": {hook: {layer: entry}}})
+    def test_names_the_field_of_the_tier(self, tier, kind, entry, layer, hook, message):
+        steering = Steering.parse({f"{tier}steering_{kind}": {hook: {layer: entry}}})
         with pytest.raises(UsageError) as error:
             steering.check(INFO)
-        assert str(error.value).startswith(f"{tier}steering_{what}.{hook}.{layer}: {message}")
+        assert str(error.value).startswith(f"{tier}steering_{kind}.{hook}.{layer}: {message}")
 
     @pytest.mark.parametrize(
         ("fields", "path"),

@@ -40,16 +40,16 @@ BROKEN = {
     "mates with vectors: steering them changes nothing": mates(mates={"vectors": 0.0}),
     "beside steered requests answer differently": mates(beside=OTHER),
     "after steered requests answer differently": mates(after=OTHER),
-    "differently alone and in a batch": mates(alone=OTHER),
-    "differently with capflow and in plain vLLM": mates(vllm=OTHER),
+    "plain requests sent alone answer differently": mates(alone=OTHER),
+    "plain requests in vLLM without capflow answer differently": mates(vllm=OTHER),
     "the applied set names 0 and 1 sites": replace(FINE, applied=replace(APPLIED, prefill={})),
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_each_number_can_fail_the_check_and_says_what_to_do(what):
-    (failure,) = BROKEN[what].failures()
-    assert what in failure
+@pytest.mark.parametrize("message", BROKEN)
+def test_each_number_can_fail_the_check_and_says_what_to_do(message):
+    (failure,) = BROKEN[message].failures()
+    assert message in failure
     assert "; " in failure
 
 
@@ -220,7 +220,7 @@ def test_steering_at_another_site_fails(tapped, monkeypatch):
 
     monkeypatch.setattr(Bank, "_put", shifted)
     fired, _ = checked(tapped)
-    assert any("is not what adding it to the captured rows comes to" in line for line in fired)
+    assert any("adding it to the captured rows by hand give different answers" in line for line in fired)
 
 
 @pytest.mark.engine
