@@ -1,7 +1,8 @@
-"""A file of a direction, a probe or a dictionary: safetensors whose JSON header says what it is.
+"""A file of a direction, a probe or an autoencoder: safetensors with a JSON header that describes it.
 
-The header's `__metadata__` maps text to text. `ProbeFile` reads it and the tensors, and names the file and the field in whatever is wrong
-with them; `write_file` writes such a file. What the fields mean is said where they are used, in `capflow.probes.probe` and `capflow.probes.kinds`.
+The header's `__metadata__` maps text to text. `ProbeFile` reads it and the tensors; its errors name the file and the
+field. `write_file` writes such a file. `capflow.probes.probe` and `capflow.probes.kinds` define the meaning of the
+fields.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ from capflow.files import whole_file
 Float32s = npt.NDArray[np.float32]
 
 DTYPES = ("F64", "F32", "F16", "BF16")
-"""What tensors may be stored in; they are computed with in float32."""
+"""The safetensors dtypes of stored tensors; they are converted to float32."""
 
 _SHOWN_MAX = 8
 
 
 class ProbeFile:
-    """A file's metadata, and of its tensors those that are expected. Raises UsageError for a file that is none."""
+    """A file's metadata, and those of its tensors that are expected.
+
+    Raises UsageError if the file is missing or not safetensors.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.where = os.fspath(path)
@@ -40,7 +44,7 @@ class ProbeFile:
         try:
             with safe_open(path, "numpy") as file:
                 self.metadata: Mapping[str, str] = file.metadata() or {}
-                self.found = frozenset(file.keys())
+                self.tensors = frozenset(file.keys())
         except (SafetensorError, OSError) as e:
             raise self._none(e) from e
 
@@ -48,7 +52,8 @@ class ProbeFile:
         dtype = file.get_slice(name).get_dtype()
         if dtype not in DTYPES:
             raise self.wrong(name, f"dtype {dtype}", f"one of {', '.join(DTYPES)}")
-        with np.errstate(over="ignore"):  # what is too large for float32 is infinite, and refused
+        # A number too large for float32 becomes infinite, and is refused below.
+        with np.errstate(over="ignore"):
             values = np.asarray(file.get_tensor(name)).astype(np.float32)
         if not np.isfinite(values).all():
             raise self.wrong(name, "NaN or infinity", "finite numbers")
@@ -57,22 +62,25 @@ class ProbeFile:
     def expect(
         self, required: Collection[str], optional: Collection[str] = (), unread: Collection[str] = ()
     ) -> dict[str, Float32s]:
-        """Return the tensors, float32 each, those that are required and which there are of the optional ones.
+        """Return tensors of the file as float32: all the required ones, and the optional ones that it has.
 
-        Raises UsageError when one is missing, for numbers that are none, and for a tensor that is not in `unread` either: it would not be minded.
+        unread: tensors that the file may have and that are not read.
+
+        Raises UsageError for a missing tensor, for a tensor that is not listed, since it would be ignored silently, and
+        for numbers that are not finite.
         """
-        if not set(required) <= self.found or self.found - {*required, *optional, *unread}:
-            got = ", ".join(sorted(self.found)[:_SHOWN_MAX]) or "none"
+        if not set(required) <= self.tensors or self.tensors - {*required, *optional, *unread}:
+            got = ", ".join(sorted(self.tensors)[:_SHOWN_MAX]) or "none"
             expected = " and maybe ".join(", ".join(part) for part in (required, optional) if part)
             raise self.wrong("tensors", got, expected)
         try:
             with safe_open(self.where, "numpy") as file:
-                return {name: self._tensor(file, name) for name in sorted(self.found & {*required, *optional})}
+                return {name: self._tensor(file, name) for name in sorted(self.tensors & {*required, *optional})}
         except (SafetensorError, OSError) as e:
             raise self._none(e) from e
 
     def expect_shapes(self, tensors: Mapping[str, Float32s], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UsageError when one of the tensors that are there has another shape."""
+        """Raise UsageError if one of these tensors is there with another shape."""
         for name, shape in shapes.items():
             if name in tensors and tensors[name].shape != shape:
                 raise self.wrong(name, f"shape {list(tensors[name].shape)}", str(list(shape)))
@@ -80,11 +88,12 @@ class ProbeFile:
     def _none(self, error: Exception) -> UsageError:
         return UsageError(explain(self.where, got=str(error), expected="a safetensors file"))
 
-    def expect_fields(self, *known: str) -> None:
-        """Raise UsageError when the metadata has a field that means nothing here, since it would not be minded."""
-        unknown = sorted(set(self.metadata) - {"site", "format", *known})  # torch's save_file writes format=pt
+    def expect_fields(self, *fields: str) -> None:
+        """Raise UsageError for a metadata field without a meaning here, since it would be ignored silently."""
+        # safetensors.torch.save_file writes format=pt.
+        unknown = sorted(set(self.metadata) - {"site", "format", *fields})
         if unknown:
-            raise self.wrong("metadata", unknown[0], f"only site, {', '.join(known)}")
+            raise self.wrong("metadata", unknown[0], f"only site, {', '.join(fields)}")
 
     def site(self) -> Site:
         """Return the site that the metadata names."""
@@ -95,14 +104,14 @@ class ProbeFile:
             raise UsageError(f"{self.where}: metadata {explain(str(e), do=do)}") from e
 
     def choice(self, field: str, values: Collection[str], default: str) -> str:
-        """Return a field of the metadata that is one of some values."""
+        """Return a metadata field that must be one of these values."""
         value = self.metadata.get(field, default)
         if value not in values:
             raise self.wrong(f"metadata {field}", value, f"one of {', '.join(values)}")
         return value
 
     def numbers(self, field: str, default: str = "0") -> tuple[float, ...]:
-        """Return a field of the metadata that is finite numbers, comma separated."""
+        """Return a metadata field as finite numbers; they are separated by commas."""
         text = self.metadata.get(field, default)
         try:
             numbers = tuple(float(part) for part in text.split(","))
@@ -113,7 +122,7 @@ class ProbeFile:
         return numbers
 
     def thresholds(self, count: int) -> tuple[float, ...]:
-        """Return a threshold for each of the probes."""
+        """Return a threshold for each of `count` probes."""
         numbers = self.numbers("threshold")
         return numbers * count if len(numbers) == 1 else numbers
 
@@ -123,7 +132,7 @@ class ProbeFile:
         return default if names is None else tuple(name.strip() for name in names.split(","))
 
     def wrong(self, field: str, got: str, expected: str) -> UsageError:
-        """Return the error that says what is wrong with a field of the file."""
+        """Return the error for a wrong field of the file."""
         return UsageError(explain(f"{self.where}: {field}", got=got, expected=expected))
 
 
@@ -133,9 +142,10 @@ def write_file(
     metadata: Mapping[str, str],
     check: Callable[[str], object] | None = None,
 ) -> None:
-    """Write a file, in the place of one that is there, whole or not at all. Raises CapflowError when it cannot be written.
+    """Write a file whole or not at all, in the place of an existing one. Raises CapflowError if it cannot be written.
 
-    check: reads it, under another name, before it has its own; a UsageError of it is raised, and what is there stays.
+    check: reads the file under a temporary name before it gets its own. Its UsageError is raised, and an existing file
+        stays.
     """
     whole = save(dict(tensors), dict(metadata))
     with whole_file(Path(path)) as stream:

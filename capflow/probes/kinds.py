@@ -1,17 +1,27 @@
-"""Probes that are more than a direction: small networks, and features of sparse autoencoders.
+"""Probes with more than a direction: small networks, and features of sparse autoencoders.
 
-`kind` in a probe file's metadata says which (see `capflow.probes.probe` for the rest of it):
+`kind` in the metadata of a probe file selects one (see `capflow.probes.probe` for the other fields):
 
-| kind | tensors | metadata |
-|---|---|---|
-| `linear` | `weight` `[k, hidden_size]`; maybe `bias` `[k]` | |
-| `mlp` | `weight.0` `[n0, hidden_size]`, `weight.1` `[n1, n0]`, … the last `[k, …]`; maybe `bias.0` `[n0]`, … | `activation`: `relu` (the default), `gelu`, `silu` or `tanh`, after every layer but the last |
-| `sae` | `W_enc` `[hidden_size, d_sae]`, `b_enc` `[d_sae]`; maybe `b_dec` `[hidden_size]`, taken off the row before; with `jumprelu`, `threshold` `[d_sae]`; `W_dec` is not read | `activation`: `relu` (the default), `jumprelu` or `topk`; `k` with `topk`; `features`: which of the d_sae are recorded, comma separated; all unless given |
+`linear`, a direction for each of k probes:
 
-Tensors of an `sae` are named and laid out as SAELens saves them. A feature's score is its activation, computed in float32:
-`a = f((row - b_dec) @ W_enc + b_enc)`. `jumprelu` is `a` where it is above the feature's threshold, else 0 (Rajamanoharan et al.,
-arXiv:2407.14435); `topk` is the ReLU of the k highest of all d_sae, else 0 (Gao et al., arXiv:2406.04093). The metadata's `threshold` only
-says from where on a feature fires.
+* tensors: `weight` `[k, hidden_size]`; optional `bias` `[k]`
+
+`mlp`, a small network with k outputs:
+
+* tensors: `weight.0` `[n0, hidden_size]`, `weight.1` `[n1, n0]`, … the last `[k, …]`; optional `bias.0` `[n0]`, …
+* metadata: `activation`, applied after every layer except the last: `relu` (default), `gelu`, `silu` or `tanh`
+
+`sae`, features of an autoencoder, with the names and shapes of SAELens:
+
+* tensors: `W_enc` `[hidden_size, d_sae]`, `b_enc` `[d_sae]`; optional `b_dec` `[hidden_size]`, subtracted from the row
+  first; with `jumprelu`, `threshold` `[d_sae]`; `W_dec` is not read
+* metadata: `activation`: `relu` (default), `jumprelu`, or `topk` with `k`; `features`: the recorded features, comma
+  separated (default: all d_sae)
+
+A feature's score is its activation, computed in float32: `a = f((row - b_dec) @ W_enc + b_enc)`. `jumprelu` is `a`
+where it is above the feature's threshold, else 0 (Rajamanoharan et al., arXiv:2407.14435). `topk` is the ReLU of the k
+highest of all d_sae, else 0 (Gao et al., arXiv:2406.04093). The metadata's `threshold` is another one: a feature fires
+from this score on.
 """
 
 from __future__ import annotations
@@ -32,11 +42,12 @@ KINDS = ("linear", "mlp", "sae")
 MLP_ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
 SAE_ACTIVATIONS = ("relu", "jumprelu", "topk")
 
-_TOPK_ROWS = 256  # whose activations of all features are in memory at once
+# The number of rows whose activations of all features are in memory at once.
+_TOPK_ROWS = 256
 
 
 def load_probe(path: str | os.PathLike[str]) -> Scorer:
-    """Return the probes in a file, of whatever kind; raises UsageError when it is not a probe file."""
+    """Return the probes in a file, of any kind; raises UsageError if it is not a probe file."""
     file = ProbeFile(path)
     kind = file.choice("kind", KINDS, "linear")
     if kind == "mlp":
@@ -46,10 +57,11 @@ def load_probe(path: str | os.PathLike[str]) -> Scorer:
 
 @dataclass(frozen=True, eq=False)
 class MlpProbe(Scorer):
-    """A small network at one site with k outputs.
+    """A small network with k outputs, at one site.
 
-    weights: of each layer, `[out, in]` float32, the first `in` being hidden_size and the last `out` k.
-    biases: `[out]` of each.
+    weights: `[out, in]` float32 of each layer; the first `in` is hidden_size, the last `out` is k.
+    biases: `[out]` float32 of each layer.
+    activation: applied after every layer except the last.
     """
 
     kind: ClassVar[str] = "mlp"
@@ -72,8 +84,8 @@ class MlpProbe(Scorer):
 
     @classmethod
     def read(cls, file: ProbeFile) -> MlpProbe:
-        """Return the network in an open file; raises UsageError when it is not one."""
-        count = max(1, sum(name.startswith("weight.") for name in file.found))
+        """Return the network in an open file; raises UsageError if it is not one."""
+        count = max(1, sum(name.startswith("weight.") for name in file.tensors))
         names = [f"weight.{i}" for i in range(count)]
         tensors = file.expect(names, [f"bias.{i}" for i in range(count)])
         file.expect_fields("names", "threshold", "pool", "kind", "activation")
@@ -105,7 +117,7 @@ class MlpProbe(Scorer):
         return np.asarray(values, np.float32)
 
     def parts(self, index: int) -> tuple[bytes, ...]:
-        """Return the layers before the last, and what of the last makes this output."""
+        """Return the parameters of the layers before the last, and the last layer's for this output."""
         layers = itertools.chain.from_iterable(zip(self.weights[:-1], self.biases[:-1], strict=True))
         last = (self.weights[-1][index], self.biases[-1][index])
         return (self.activation.encode(), *(part.tobytes() for part in (*layers, *last)))
@@ -126,7 +138,7 @@ def _sigmoid(values: Float32s) -> Float32s:
 
 
 def _normal_cdf(values: Float32s) -> Float32s:
-    """Return what GELU multiplies with; erf by Abramowitz and Stegun 7.1.26, off by at most 1.5e-7."""
+    """Return the factor of GELU. erf is by Abramowitz and Stegun 7.1.26, with an error of at most 1.5e-7."""
     at = np.abs(values) * np.float32(np.sqrt(0.5))
     t = 1 / (1 + 0.3275911 * at)
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
@@ -135,13 +147,18 @@ def _normal_cdf(values: Float32s) -> Float32s:
 
 @dataclass(frozen=True, eq=False)
 class SaeProbe(Scorer):
-    """Features of a sparse autoencoder's encoder at one site.
+    """Features of a sparse autoencoder's encoder, at one site.
 
-    weight: `[n, hidden_size]` float32, bias and jumps: `[n]`, of the features that are computed: those that are
-        recorded, and with `topk` (k above 0) all of them.
-    features: which of these are recorded, in the order of `names`.
-    jumps: a feature's activation is 0 at and below it.
-    centre: `[hidden_size]`, taken off every row.
+    The computed features are the recorded ones; with `topk` they are all features, as all decide which are the k
+    highest.
+
+    weight: `[n, hidden_size]` float32, of the computed features.
+    bias: `[n]` float32.
+    jumps: `[n]` float32: a feature's activation is 0 at and below this.
+    centre: `[hidden_size]` float32, subtracted from every row.
+    features: the indices of the recorded features among the computed ones, in the order of `names`.
+    activation: the activation function.
+    k: the number of features active at once with `topk`; 0 otherwise.
     """
 
     kind: ClassVar[str] = "sae"
@@ -160,7 +177,7 @@ class SaeProbe(Scorer):
 
     @classmethod
     def read(cls, file: ProbeFile) -> SaeProbe:
-        """Return the features in an open file; raises UsageError when it has none."""
+        """Return the features in an open file; raises UsageError if it has none."""
         activation = file.choice("activation", SAE_ACTIVATIONS, "relu")
         jumping, by_rank = activation == "jumprelu", activation == "topk"
         tensors = file.expect(("W_enc", "b_enc", *(["threshold"] * jumping)), ("b_dec",), unread=("W_dec",))
@@ -209,7 +226,7 @@ class SaeProbe(Scorer):
         return np.where(values > self.jumps, values, np.float32(0))
 
     def parts(self, index: int) -> tuple[bytes, ...]:
-        """Return what the feature is computed with: with `topk`, all features."""
+        """Return the parameters of the feature; with `topk`, those of all features."""
         if self.k:
             own = (self.weight, self.bias, self.centre, self.features[index])
         else:
@@ -218,20 +235,20 @@ class SaeProbe(Scorer):
 
 
 def _features(file: ProbeFile, count: int) -> npt.NDArray[np.int64]:
-    said = file.metadata.get("features")
-    if said is None:
+    text = file.metadata.get("features")
+    if text is None:
         if count > limits.PROBES_PER_FILE_MAX:
             got, expected = f"none, which means all {count}", f"which to record, at most {limits.PROBES_PER_FILE_MAX}"
             raise file.wrong("metadata features", got, expected)
         return np.arange(count)
-    parts = [part.strip() for part in said.split(",")]
+    parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) < 10 and int(part) < count for part in parts):
-        raise file.wrong("metadata features", said, f"numbers of features, 0..{count - 1}, comma separated")
+        raise file.wrong("metadata features", text, f"numbers of features, 0..{count - 1}, comma separated")
     return np.array([int(part) for part in parts], np.int64)
 
 
 def _k(file: ProbeFile, count: int) -> int:
-    said = file.metadata.get("k", "nothing")
-    if not (said.isdecimal() and len(said) < 10 and 0 < int(said) <= count):
-        raise file.wrong("metadata k", said, f"how many features are active at once, 1..{count}")
-    return int(said)
+    text = file.metadata.get("k", "nothing")
+    if not (text.isdecimal() and len(text) < 10 and 0 < int(text) <= count):
+        raise file.wrong("metadata k", text, f"how many features are active at once, 1..{count}")
+    return int(text)

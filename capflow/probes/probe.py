@@ -1,16 +1,16 @@
-"""Probes and vectors in files: directions of the residual stream that were found elsewhere and are used here.
+"""Probes and vectors in files: directions of the residual stream that were computed elsewhere.
 
-Both are safetensors files. A linear probe's holds `weight`, `[hidden_size]` or `[k, hidden_size]`, and may hold `bias`, `[k]`. The metadata of
-any probe file says `site` (`post_block:12`), and may say
+Both are safetensors files. A linear probe's file holds `weight`, `[hidden_size]` or `[k, hidden_size]`, and optionally
+`bias`, `[k]`. The metadata of every probe file has `site` (`post_block:12`), and may have
 
-* `names` (comma separated, one for each of the k; the file's name unless given),
-* `threshold` (one number, or one for each; 0 unless given),
-* `pool`, what is recorded of a request: `token` (the default), every token's score; `mean`, `max` or `last`, one score of the request, over the
-  scores of its tokens. The mean of a linear probe's scores is its score of the mean row.
-* `kind`: `linear` unless given; `capflow.probes.kinds` has the others.
+* `names`: comma separated, one for each of the k probes (default: the file's name);
+* `threshold`: one number, or one for each probe (default: 0);
+* `pool`: which scores are recorded of a request. `token` (default): every token's score; `mean`, `max` or `last`: one
+  score, over the scores of its tokens. The mean of a linear probe's scores is its score of the mean row;
+* `kind`: `linear` (default), or one of `capflow.probes.kinds`.
 
-A vector file holds `vector`, `[hidden_size]`, and its metadata says `site`. A linear score is `row · weight + bias`; a probe fires where
-its score is at or above its threshold.
+A vector file holds `vector`, `[hidden_size]`, and its metadata has `site`. A linear score is `row · weight + bias`. A
+probe fires where its score is at or above its threshold.
 """
 
 from __future__ import annotations
@@ -36,9 +36,15 @@ POOLS: tuple[Pool, ...] = get_args(Pool)
 
 @dataclass(frozen=True, eq=False)
 class Scorer(ABC):
-    """One or more probes at one site: what has a score for every row.
+    """One or more probes at one site; they give every row a score.
 
-    names, thresholds: k of each. Raises UsageError, naming the file (`where`) and the field, when they do not agree.
+    site: the site of the rows.
+    names: the names of the k probes; all differ.
+    thresholds: the thresholds of the k probes.
+    pool: which scores are recorded of a request.
+    where: the file, for messages.
+
+    Raises UsageError, with the file and the field, if the numbers of names, thresholds and probes differ.
     """
 
     kind: ClassVar[str]
@@ -61,7 +67,7 @@ class Scorer(ABC):
 
     @abstractmethod
     def parts(self, index: int) -> tuple[bytes, ...]:
-        """Return what the scores of one of the probes are made with, for telling it from another of its name."""
+        """Return the parameters of one probe, which distinguish it from another of the same name."""
 
     def check(self, sites: Sequence[Site], hidden_size: int) -> None:
         """Raise UsageError unless the probes fit a model with these tapped sites and this width."""
@@ -94,7 +100,8 @@ class Scorer(ABC):
 class Probe(Scorer):
     """One or more linear probes at one site.
 
-    weight: `[k, hidden_size]` float32, bias: `[k]` float32, both finite.
+    weight: `[k, hidden_size]` float32, finite.
+    bias: `[k]` float32, finite.
     """
 
     kind: ClassVar[str] = "linear"
@@ -116,12 +123,12 @@ class Probe(Scorer):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Probe:
-        """Return the linear probes in a file; raises UsageError when it is not a file of them."""
+        """Return the linear probes in a file; raises UsageError if it holds none."""
         return cls.read(ProbeFile(path))
 
     @classmethod
     def read(cls, file: ProbeFile) -> Probe:
-        """Return the linear probes in an open file; raises UsageError when it is not a file of them."""
+        """Return the linear probes in an open file; raises UsageError if it holds none."""
         file.choice("kind", (cls.kind,), cls.kind)
         tensors = file.expect(("weight",), ("bias",))
         file.expect_fields("names", "threshold", "pool", "kind")
@@ -138,7 +145,7 @@ class Probe(Scorer):
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file that `load` reads, whole or not at all; raises CapflowError when it cannot be written."""
+        """Write a file that `load` reads, whole or not at all; raises CapflowError if it cannot be written."""
         write_file(path, {"weight": self.weight, "bias": self.bias}, self._header())
 
     @classmethod
@@ -152,7 +159,11 @@ class Probe(Scorer):
         threshold: float = 0.0,
         pool: Pool = "token",
     ) -> Probe:
-        """Return the probes that plain arrays or lists hold, with one threshold."""
+        """Return the probes in plain arrays or lists, all with one threshold.
+
+        weight: `[hidden_size]` or `[k, hidden_size]`.
+        bias: a number or `[k]`; zeros by default.
+        """
         weights = np.atleast_2d(np.asarray(weight, np.float32))
         count = weights.shape[0]
         biases = np.zeros(count, np.float32) if bias is None else np.atleast_1d(np.asarray(bias, np.float32))
@@ -173,8 +184,9 @@ class Probe(Scorer):
 
 
 def as_float32(rows: npt.NDArray[Any]) -> Float32s:
-    """Return rows of any of the dtypes that rows travel in as float32, which holds each of their numbers."""
-    if rows.dtype.name == "bfloat16":  # the upper half of a float32
+    """Return rows of any captured dtype as float32, which holds each of their numbers exactly."""
+    # A bfloat16 is the upper half of a float32.
+    if rows.dtype.name == "bfloat16":
         wide = rows.view(np.uint16).astype(np.uint32)
         np.left_shift(wide, 16, out=wide)
         return wide.view(np.float32)
@@ -182,12 +194,16 @@ def as_float32(rows: npt.NDArray[Any]) -> Float32s:
 
 
 def load_vector(path: str | os.PathLike[str], scale: float = 1.0) -> SteeringVector:
-    """Return the steering vector in a file, to be added `scale` times; raises UsageError when it is not a vector file."""
+    """Return the steering vector in a file, to be added `scale` times; raises UsageError if it is not a vector file."""
     file = ProbeFile(path)
     tensors = file.expect(("vector",))
     return SteeringVector.make(file.site(), tensors["vector"], scale, where=file.where)
 
 
 def save_vector(path: str | os.PathLike[str], site: Site, vector: Any) -> None:
-    """Write a file that `load_vector` reads, whole or not at all; raises CapflowError when it cannot be written."""
+    """Write a file that `load_vector` reads, whole or not at all; raises CapflowError if it cannot be written.
+
+    site: the site of the vector.
+    vector: `[hidden_size]`, stored as float32.
+    """
     write_file(path, {"vector": np.asarray(vector, np.float32)}, {"site": str(site)})

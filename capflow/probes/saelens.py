@@ -1,10 +1,10 @@
-"""Features of an autoencoder that SAELens saved, as a probe file.
+"""Conversion of a SAELens autoencoder to a probe file.
 
-`sae_weights.safetensors` and `cfg.json` lie in one directory, as `SAE.save_inference_model` writes them. What `cfg.json` says of how activations are
-computed becomes part of the tensors or of the header, so that a score is the activation that `SAE.encode` returns:
-`apply_b_dec_to_input: false` leaves `b_dec` out, and `rescale_acts_by_decoder_norm` multiplies the encoder's columns by the norms of
-the decoder's rows. An architecture, or a way to normalise rows, that `capflow.probes.kinds` does not compute is refused.
-https://decoderesearch.github.io/SAELens/
+`sae_weights.safetensors` and `cfg.json` lie in one directory, as `SAE.save_inference_model` writes them. The settings
+of `cfg.json` that change activations are applied to the tensors or kept in the header, so that a score equals the
+activation that `SAE.encode` returns. `apply_b_dec_to_input: false` leaves out `b_dec`. `rescale_acts_by_decoder_norm`
+multiplies the encoder's columns by the norms of the decoder's rows. An architecture or a normalisation that
+`capflow.probes.kinds` does not compute is refused. https://decoderesearch.github.io/SAELens/
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class _Metadata(msgspec.Struct):
 
 
 class _Config(msgspec.Struct):
-    """What is read of `cfg.json`; older files have `hook_name` at the top, and may have another function under `standard`."""
+    """The fields of `cfg.json` that matter here.
+
+    Older files have `hook_name` at the top level, and may name another activation under architecture `standard`.
+    """
 
     architecture: str = "standard"
     apply_b_dec_to_input: bool = True
@@ -55,10 +58,12 @@ def read_saelens(
 ) -> tuple[dict[str, Float32s], dict[str, str]]:
     """Return the tensors and the metadata of a probe file of kind `sae`.
 
-    stem: what its probes' names begin with.
+    directory: the directory that SAELens wrote.
+    stem: the beginning of the probes' names.
+    features: the recorded features; all by default.
+    site: the site of the rows; by default the one in `cfg.json`.
 
-    features: which are recorded, all by default.
-    site: where the rows come from, by default the one that `cfg.json` names. Raises UsageError.
+    Raises UsageError.
     """
     where = Path(directory)
     config = _config(where / CONFIG_NAME)
@@ -68,7 +73,8 @@ def read_saelens(
     required = ["W_enc", "b_enc", *["threshold"] * jumping, *["W_dec"] * rescaled]
     tensors = file.expect(required, ["b_dec"] if config.apply_b_dec_to_input else [], unread=["b_dec", "W_dec"])
     count = _check_shapes(file, tensors)
-    if jumping:  # which SAELens computes behind a ReLU
+    # SAELens applies the jump after a ReLU.
+    if jumping:
         tensors["threshold"] = np.maximum(tensors["threshold"], 0)
     if rescaled:
         norms = np.linalg.norm(tensors.pop("W_dec"), axis=1)
@@ -81,19 +87,20 @@ def read_saelens(
     if len(wanted) > limits.PROBES_PER_FILE_MAX:
         do = "say which with --features"
         raise UsageError(explain("features", got=len(wanted), expected=f"at most {limits.PROBES_PER_FILE_MAX}", do=do))
-    about = {
+    metadata = {
         "site": str(site or _site(where, config)),
         "kind": "sae",
         "activation": activation,
         "names": ",".join(f"{stem}.{number}" for number in wanted),
     }
-    if activation == "topk":  # all of them decide which are the highest
-        return tensors, about | {"k": str(config.k), "features": ",".join(map(str, wanted))}
+    # All features decide which are the k highest, so all stay.
+    if activation == "topk":
+        return tensors, metadata | {"k": str(config.k), "features": ",".join(map(str, wanted))}
     chosen = {
         name: np.ascontiguousarray(tensors[name][..., wanted])
         for name in {"W_enc", "b_enc", "threshold"} & set(tensors)
     }
-    return tensors | chosen, about
+    return tensors | chosen, metadata
 
 
 def _check_shapes(file: ProbeFile, tensors: Mapping[str, Float32s]) -> int:
@@ -124,18 +131,18 @@ def _config(path: Path) -> _Config:
         raise _wrong(path, "k", "nothing", "how many features are active at once")
     for name in ("activation_fn_str", "activation_fn") if config.architecture != "topk" else ():
         if (got := getattr(config, name)) not in {None, "relu"}:
-            do = "load it with a newer SAELens and save it again, as architecture topk where that is it"
+            do = "load it with a newer SAELens and save it again, with its true architecture"
             raise _wrong(path, name, got, f"relu with {config.architecture}", do)
     return config
 
 
 def _site(where: Path, config: _Config) -> Site:
     name = config.metadata.hook_name or config.hook_name
-    found = Site.of_transformer_lens(name or "")
-    if found is None:
+    site = Site.of_transformer_lens(name or "")
+    if site is None:
         expected = f"blocks.LAYER.HOOK with HOOK one of {', '.join(TRANSFORMER_LENS_NAMES.values())}"
         raise _wrong(where / CONFIG_NAME, "hook_name", name or "nothing", expected, "say which with --site")
-    return found
+    return site
 
 
 def _wrong(path: Path, field: str, got: Any, expected: str, do: str = "") -> UsageError:

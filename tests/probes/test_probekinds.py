@@ -46,10 +46,10 @@ def test_a_network_scores_as_torch_does(tmp_path, activation, dtype):
 def test_features_of_an_autoencoder_are_its_activations(tmp_path, activation, k, features):
     jumps = {"threshold": np.linspace(0, 3, 24).astype(np.float32)} if activation == "jumprelu" else {}
     tensors = encoder(**jumps)
-    said = {"kind": "sae", "activation": activation}
-    said |= {"k": str(k)} if k else {}
-    said |= {"features": ",".join(map(str, features))} if features else {}
-    probe = load_probe(saved(tmp_path, tensors, **said))
+    metadata = {"kind": "sae", "activation": activation}
+    metadata |= {"k": str(k)} if k else {}
+    metadata |= {"features": ",".join(map(str, features))} if features else {}
+    probe = load_probe(saved(tmp_path, tensors, **metadata))
     chosen = features or list(range(24))
     assert probe.names == tuple(f"p.{feature}" for feature in chosen)
     expected = activations(tensors, activation, k)[:, chosen]
@@ -79,10 +79,10 @@ def test_every_part_of_a_probe_tells_it_from_another(tmp_path):
     for name in ("weight.0", "bias.0", "weight.1", "bias.1"):
         assert parts(base | {name: base[name] + 1}, kind="mlp") != same
     base = encoder()
-    for said in ({"activation": "relu"}, {"activation": "topk", "k": "2"}):
-        same = parts(base, kind="sae", **said)
+    for metadata in ({"activation": "relu"}, {"activation": "topk", "k": "2"}):
+        same = parts(base, kind="sae", **metadata)
         for name in base:
-            assert parts(base | {name: base[name] + 1}, kind="sae", **said) != same
+            assert parts(base | {name: base[name] + 1}, kind="sae", **metadata) != same
     assert parts(base, kind="sae", activation="topk", k="3") != same
 
 
@@ -120,14 +120,18 @@ BAD = [
     (encoder(W_enc=ONES), {"kind": "sae"}, "W_enc: got shape [16], expected [hidden_size, d_sae]"),
     (encoder(b_enc=ONES), {"kind": "sae"}, "b_enc: got shape [16], expected [24]"),
     (encoder(b_dec=ONES[:3]), {"kind": "sae"}, "b_dec: got shape [3], expected [16]"),
-    (encoder(), {"kind": "sae", "features": "1,24"}, "metadata features: got 1,24, expected numbers of features, 0..23"),
+    (
+        encoder(),
+        {"kind": "sae", "features": "1,24"},
+        "metadata features: got 1,24, expected numbers of features, 0..23",
+    ),
     (encoder(), {"kind": "sae", "features": "1,-1"}, "metadata features: got 1,-1"),
     (encoder(), {"kind": "sae", "features": "1,1"}, "names: got p.1,p.1, expected 2 different names"),
     (encoder(), {"kind": "sae", "activation": "topk"}, "metadata k: got nothing, expected how many features"),
     (encoder(), {"kind": "sae", "activation": "topk", "k": "25"}, "metadata k: got 25, expected how many features"),
     (encoder(), {"kind": "sae", "k": "2"}, "metadata: got k, expected only site"),
     (encoder(count=5000), {"kind": "sae"}, "features: got none, which means all 5000, expected which to record"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("tensors", "metadata", "message"), BAD)

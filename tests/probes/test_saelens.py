@@ -62,9 +62,11 @@ def test_a_score_is_the_feature_s_activation(tmp_path, architecture, k, centred,
     wanted = list(range(24)) if features is None else features
     assert (probe.site, probe.pool) == (Site(12, "post_block"), "max")
     assert probe.names == tuple(f"mood.{number}" for number in wanted)
-    told = {"standard": "relu"}.get(architecture, architecture)
+    activation = {"standard": "relu"}.get(architecture, architecture)
     computed = {name: value for name, value in tensors.items() if centred or name != "b_dec"}
-    np.testing.assert_allclose(probe.scores(ROWS), activations(computed, told, k)[:, wanted], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        probe.scores(ROWS), activations(computed, activation, k)[:, wanted], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_activations_that_count_in_lengths_of_the_decoder(tmp_path):
@@ -86,15 +88,27 @@ def test_activations_that_count_in_lengths_of_the_decoder(tmp_path):
         ({"reshape_activations": "hook_z"}, {}, "reshape_activations: got hook_z, expected none"),
         ({"architecture": "topk"}, {}, "cfg.json: k: got nothing, expected how many features are active"),
         ({"architecture": "jumprelu"}, {}, "tensors: got W_dec, W_enc, b_dec, b_enc, expected W_enc, b_enc, threshold"),
-        ({"metadata": {"hook_name": "blocks.3.attn.hook_z"}}, {}, "hook_name: got blocks.3.attn.hook_z, expected blocks.LAY"),
+        (
+            {"metadata": {"hook_name": "blocks.3.attn.hook_z"}},
+            {},
+            "hook_name: got blocks.3.attn.hook_z, expected blocks.LAY",
+        ),
         ({"metadata": {}}, {}, "hook_name: got nothing, expected blocks.LAYER.HOOK with HOOK one of hook_resid_pre"),
-        ({"activation_fn_str": "topk", "activation_fn_kwargs": {"k": 3}}, {}, "activation_fn_str: got topk, expected relu with standard"),
-        ({"activation_fn": "tanh-relu"}, {}, "activation_fn: got tanh-relu, expected relu with standard; load it with a"),
+        (
+            {"activation_fn_str": "topk", "activation_fn_kwargs": {"k": 3}},
+            {},
+            "activation_fn_str: got topk, expected relu with standard",
+        ),
+        (
+            {"activation_fn": "tanh-relu"},
+            {},
+            "activation_fn: got tanh-relu, expected relu with standard; load it with a",
+        ),
         ({"metadata": {"hook_name": f"blocks.{'9' * 5000}.hook_mlp_out"}}, {}, "hook_name: got blocks.999"),
         ({}, {"features": [24]}, "features: got 24, expected some of 0..23"),
         ({}, {"features": []}, "features: got none, expected some of 0..23"),
     ],
-)  # fmt: skip
+)
 def test_what_would_give_other_scores_is_refused(tmp_path, config, options, message):
     saved(tmp_path / "sae", with_decoder(), **config)
     with pytest.raises(UsageError) as caught:
@@ -109,11 +123,19 @@ def test_what_would_give_other_scores_is_refused(tmp_path, config, options, mess
         ({"b_enc": np.float32(1)}, {}, "b_enc: got shape [], expected [24]"),
         ({"b_enc": np.ones(20, np.float32)}, {}, "b_enc: got shape [20], expected [24]"),
         ({"b_dec": np.ones(3, np.float32)}, {}, "b_dec: got shape [3], expected [16]"),
-        ({"threshold": np.ones(8, np.float32)}, {"architecture": "jumprelu"}, "threshold: got shape [8], expected [24]"),
-        ({"W_dec": np.ones(16, np.float32)}, {"rescale_acts_by_decoder_norm": True}, "W_dec: got shape [16], expected [24, 16]"),
+        (
+            {"threshold": np.ones(8, np.float32)},
+            {"architecture": "jumprelu"},
+            "threshold: got shape [8], expected [24]",
+        ),
+        (
+            {"W_dec": np.ones(16, np.float32)},
+            {"rescale_acts_by_decoder_norm": True},
+            "W_dec: got shape [16], expected [24, 16]",
+        ),
         ({"W_dec": np.ones((20, 16), np.float32)}, {"rescale_acts_by_decoder_norm": True}, "W_dec: got shape [20, 16]"),
     ],
-)  # fmt: skip
+)
 def test_weights_that_do_not_fit_each_other_are_refused(tmp_path, tensors, config, message):
     saved(tmp_path / "sae", with_decoder() | {name: np.asarray(value) for name, value in tensors.items()}, **config)
     with pytest.raises(UsageError) as caught:
