@@ -1,4 +1,4 @@
-"""Credit: how many bytes a worker may have in flight, and the pool of memory that it is granted from."""
+"""Credit: how many bytes a worker may have in flight, and the pool of memory that grants it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from capflow.protocol.message import Ack
 
 
 class Pool:
-    """The credit that the workers of a hub share: each owner an even part, of that each of its workers, and none more than `each_bytes_max`.
+    """The credit that the workers of a hub share.
 
-    What is committed, to be sent or held here, also of workers that are gone, is at most `bytes_max`, but for frames
-    larger than their worker's part, of which each may have one.
+    Each owner gets an even part of the pool, and each of its workers an even part of that, at most `each_bytes_max`.
 
-    shares: what each owner has of it; None where there is one owner.
+    Invariant: the committed bytes, granted or held here, also for workers that are gone, are at most `bytes_max`. The
+    exception is a frame larger than its worker's part; each worker may have one.
+
+    each_bytes_max: the largest part of one worker.
+    bytes_max: the size of the pool.
+    shares: what each owner holds of the pool; None if there is one owner.
     """
 
     def __init__(
@@ -23,25 +27,25 @@ class Pool:
         self.each_bytes_max = each_bytes_max
         self.bytes_max = bytes_max
         self.shares = shares
-        # The credit of all of them, and the frames held.
+        # The credit of all workers and the frames held.
         self.committed_bytes = 0
-        # That are connected, by owner.
+        # The number of connected workers of each owner.
         self._workers: dict[str, int] = {}
-        # What `window_of` returned since that changed.
+        # The results of `window_of`; cleared when `_workers` changes.
         self._windows: dict[str, int] = {}
 
     @property
     def workers(self) -> int:
-        """How many workers are connected."""
+        """The number of connected workers."""
         return sum(list(self._workers.values()))
 
     @property
     def window_bytes(self) -> int:
-        """What the worker with the smallest part may have under way."""
+        """The part of the worker with the smallest part, in bytes."""
         return min(map(self.window_of, list(self._workers)), default=min(self.each_bytes_max, self.bytes_max))
 
     def window_of(self, owner: str) -> int:
-        """Return what each worker of an owner may have under way, as many as there are now."""
+        """Return the part of each worker of an owner in bytes, with the workers that are connected now."""
         window = self._windows.get(owner)
         if window is None:
             part = self.bytes_max // max(1, len(self._workers)) // max(1, self._workers[owner])
@@ -49,48 +53,52 @@ class Pool:
         return window
 
     def connect(self, owner: str, workers: int) -> None:
-        """Note that so many more workers are connected."""
+        """Count this many more connected workers; a negative number counts disconnected ones."""
         self._windows.clear()
         self._workers[owner] = self._workers.get(owner, 0) + workers
         if not self._workers[owner]:
             del self._workers[owner]
 
     def commit(self, owner: str, nbytes: int) -> None:
-        """Note that so many more bytes are committed."""
+        """Commit this many more bytes; a negative number frees them."""
         self.committed_bytes += nbytes
         if self.shares is not None:
             self.shares.force(owner, nbytes)
 
     def trade(self, owner: str, back_bytes: int, wanted_bytes: int) -> int:
-        """Note that so much is committed no longer, then commit as much as there is room for of what is wanted; return it."""
-        given = max(0, min(wanted_bytes, self.bytes_max - self.committed_bytes + back_bytes))
+        """Free `back_bytes`, then commit as many of `wanted_bytes` as there is room for; return how many."""
+        granted = max(0, min(wanted_bytes, self.bytes_max - self.committed_bytes + back_bytes))
         if self.shares is not None:
-            given = self.shares.trade(owner, back_bytes, given)
-        self.committed_bytes += given - back_bytes
-        return given
+            granted = self.shares.trade(owner, back_bytes, granted)
+        self.committed_bytes += granted - back_bytes
+        return granted
 
 
 class Intake:
-    """What a hub has of one boot of one worker: which frames, and how much of the credit they hold.
+    """The frames that a hub has of one boot of one worker, and the credit that they hold.
 
-    A frame holds its cost from `take` to `release`, and of the pool the memory of its decoded header. `acked` is the last frame up to which all are released. Credit comes back with
-    released frames, up to the worker's part of the pool: so what more workers need is taken of what the others have when they next send.
+    A frame holds its cost from `take` to `release`; the memory of its decoded header is held in the pool. All frames up
+    to `acked` are released. Released frames return their credit up to the worker's part of the pool. So when more
+    workers connect, the others give up credit as they send.
+
+    pool: the pool that grants the credit.
+    owner: the owner of the worker.
     """
 
     def __init__(self, pool: Pool, owner: str = "") -> None:
         self.pool = pool
         self.owner = owner
-        # From `grant` to `revoke`.
+        # True from `grant` to `revoke`.
         self.connected = False
-        # The last frame taken.
+        # The number of the last frame taken.
         self.last_seq = 0
         self.acked = 0
-        # What the worker may still send.
+        # The bytes that the worker may still send.
         self.credit_bytes = 0
         self.held_bytes_peak = 0
-        # The sum of the next.
+        # The sum of the costs in `_held`.
         self._held_bytes = 0
-        # Cost of each frame taken and not released, and the memory of its header's objects, by seq, in order.
+        # By seq, in order: the cost of each frame taken and not released, and the memory of its header's objects.
         self._held: dict[int, tuple[int, int]] = {}
 
     @property
@@ -99,7 +107,7 @@ class Intake:
         return self._held_bytes
 
     def grant(self) -> int:
-        """Return the credit of a new connection: the worker's part, less what is held."""
+        """Return the credit of a new connection: the worker's part, less the bytes held."""
         self.revoke()
         self.connected = True
         self.pool.connect(self.owner, 1)
@@ -107,21 +115,23 @@ class Intake:
         return self.credit_bytes
 
     def revoke(self) -> None:
-        """Take back the credit, the connection being gone; what is held stays so."""
+        """Take back the credit when the connection is gone. Held frames stay held."""
         if self.connected:
             self.connected = False
             self.pool.connect(self.owner, -1)
             self._credit(-self.credit_bytes)
 
     def has(self, seq: int) -> bool:
-        """Return whether a frame was taken before."""
+        """Return whether this frame was taken before."""
         return seq <= self.last_seq
 
     def take(self, seq: int, nbytes: int, decoded_bytes: int = 0) -> bool:
-        """Note that a frame came; return False when it is one that the hub has already.
+        """Take a frame; return False for one that the hub has already.
 
-        decoded_bytes: of memory beside its cost; they count against the pool, not against the credit. Raises
-            RemoteProtocolError when frames are missing before it, or it was not paid for.
+        nbytes: the frame's cost.
+        decoded_bytes: further memory for its header; it counts against the pool, not against the credit.
+
+        Raises RemoteProtocolError if frames before it are missing, or its cost exceeds the credit.
         """
         if nbytes > self.credit_bytes and self._held:
             got = f"frame {seq} of {nbytes} bytes"
@@ -132,22 +142,24 @@ class Intake:
             self._credit(-nbytes)
             return False
         if not self.last_seq:
-            self.acked = seq - 1  # an earlier hub has those before
+            # An earlier hub has the frames before it.
+            self.acked = seq - 1
         self.last_seq = seq
         self._held[seq] = nbytes, decoded_bytes
         if decoded_bytes:
             self.pool.commit(self.owner, decoded_bytes)
-        self.credit_bytes -= nbytes  # what was committed as credit is committed as held
+        # The bytes stay committed: first as credit, now as held.
+        self.credit_bytes -= nbytes
         self._held_bytes += nbytes
         self.held_bytes_peak = max(self.held_bytes_peak, self._held_bytes)
         return True
 
     def refund(self) -> Ack:
-        """Return the Ack that gives back what a frame cost that `take` did not take."""
+        """Return the Ack that returns the cost of a frame that `take` did not take."""
         return Ack(self.acked, self._give(0))
 
     def release(self, *seqs: int) -> Ack:
-        """Note that nothing needs these frames any more; return the Ack that says so."""
+        """Release frames that nothing needs any more; return the Ack for them."""
         costs = [self._held.pop(seq) for seq in seqs]
         self._held_bytes -= sum(nbytes for nbytes, _ in costs)
         self.acked = next(iter(self._held)) - 1 if self._held else self.last_seq
@@ -158,14 +170,14 @@ class Intake:
         self._credit(-ack.credit_bytes)
 
     def _give(self, back_bytes: int) -> int:
-        """Return the credit that the worker is given now: what its part and the pool allow, perhaps nothing.
+        """Return the additional credit that the worker's part and the pool allow now; it may be 0.
 
-        back_bytes: what was held before and comes back to the pool first.
+        back_bytes: held bytes that return to the pool first.
         """
         part = self.pool.window_of(self.owner) - self._held_bytes - self.credit_bytes if self.connected else 0
-        given = self.pool.trade(self.owner, back_bytes, max(0, part))
-        self.credit_bytes += given
-        return given
+        granted = self.pool.trade(self.owner, back_bytes, max(0, part))
+        self.credit_bytes += granted
+        return granted
 
     def _credit(self, nbytes: int) -> None:
         self.credit_bytes += nbytes

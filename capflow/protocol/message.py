@@ -1,24 +1,24 @@
 """The messages of a session between a peer (worker, scheduler or client) and a hub.
 
-Each message is one msgpack map with its type under `type`, alone in its ZMQ part; only `frame` has a second
-part. A peer opens with `Hello` and the hub answers `Welcome` or `Refused`; everything else comes after.
+Each message is one msgpack map with its type under `type`, alone in its ZMQ part. Only `frame` has a second part. A
+peer opens with `Hello`; the hub answers `Welcome` or `Refused`. All other messages come after.
 
 | type | from | meaning |
 |---|---|---|
-| hello | peer | who I am; a worker says which sites of which model it taps |
-| welcome | hub | what the hub wants, how many bytes may be in flight, the last frame it has of this boot |
-| refused | hub | the hub does not talk to this peer; the reason |
+| hello | peer | the peer's identity; a worker adds its model and tapped sites |
+| welcome | hub | what the hub wants, the credit in bytes, the last frame it has of this boot |
+| refused | hub | the hub does not talk to this peer, and why |
 | frame | worker | captured rows |
 | ack | hub | every frame up to `seq` is taken; `credit_bytes` more may be sent |
-| beat | both | I am alive; a worker's says what it has counted |
-| act | client, hub | please do this; the hub passes it to the scheduler of the engine |
-| outcome | scheduler, hub | what came of it; the hub passes it back |
-| await | client | tell me what became of these requests |
-| results | hub | what became of a request, by consumer |
-| status | client, hub | the hub's counters (empty when asked) |
-| tap | client | send me a copy of every frame that you take: `credit_bytes` more, and of the rest none |
-| tapped | hub | an engine whose frames a tap is sent; without a model: its open requests are over |
-| bye | both | I am leaving; nothing follows |
+| beat | both | a sign of life; a worker's has its counts |
+| act | client, hub | a requested action; the hub passes it to the engine's scheduler |
+| outcome | scheduler, hub | the answer to an action; the hub passes it back |
+| await | client | a question for the results of requests |
+| results | hub | the results of a request, by consumer |
+| status | client, hub | the hub's counters; empty as a question |
+| tap | client | a request for copies of frames, `credit_bytes` more; frames beyond that are skipped |
+| tapped | hub | an engine whose frames are copied; without a model: its open requests are over |
+| bye | both | the sender leaves; nothing follows |
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ Role = Literal["worker", "scheduler", "client"]
 
 
 class ControllerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A sync controller that every worker of an engine is to run.
+    """A sync controller for every worker of an engine.
 
-    name: its plugin's.
-    state: encoded.
-    instance: what it is called, `NAME@…`; empty where that is its plugin's name.
-    capture: the rows of every request that it sees, computed anew where they are cached.
+    name: the name of its plugin.
+    state: its encoded state.
+    instance: its instance name, `NAME@…`; empty if that is the plugin's name.
+    capture: the rows that it reads, of every request; they are computed anew where they are cached.
     """
 
     name: str
@@ -54,14 +54,20 @@ class ControllerSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def label(self) -> str:
-        """What it is called in events and logs."""
+        """Its name in events and logs."""
         return self.instance or self.name
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Who is speaking. boot is new at every start of the peer's process; model is None for a client.
+    """The identity of a peer.
 
-    former: whether the engine may be gone, and this process brings frames that another one made.
+    role: `worker`, `scheduler` or `client`.
+    engine: the engine's id.
+    boot: new at every start of the peer's process.
+    rank: the worker's place.
+    model: the engine's model; None for a client.
+    version: the protocol version.
+    former: the process sends frames of an earlier process, and its engine may be gone.
     """
 
     role: Role
@@ -76,14 +82,16 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """What the hub wants of this engine.
 
-    last_seq: the last frame it has of the peer's boot, 0 if none.
-
-    captures: the consumers' own specs, each to be applied to every request.
-    controllers: to be run in every worker. Both go to schedulers, which give them to their workers; clients get
-        captures.
-    readers: the consumers that requests may name, for clients; an earlier hub leaves them out.
-    clock_s: of the hub, on which `Act.until_s` is.
-    actions: whether consumers want to be told what steers requests, also those of which nobody wants rows.
+    hub: the hub's id.
+    credit_bytes: the bytes that the peer may have in flight.
+    last_seq: the last frame that the hub has of the peer's boot; 0 if none.
+    captures: the consumers' own specs, each to be applied to every request. Schedulers and clients get them; schedulers
+        pass them to their workers.
+    controllers: the controllers to run in every worker. Schedulers get them and pass them to their workers.
+    version: the protocol version.
+    clock_s: the hub's clock; `Act.until_s` is on this clock.
+    actions: whether consumers want reports of steering, also for requests without wanted rows.
+    readers: for clients: the consumers that requests may name. Hubs of earlier releases leave it out.
     """
 
     hub: Name
@@ -98,13 +106,16 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The hub will not talk to this peer."""
+    """The hub does not talk to this peer.
+
+    reason: a message for people.
+    """
 
     reason: Text
 
 
 class Ack(msgspec.Struct, frozen=True, tag="ack"):
-    """Frames up to `seq` are the hub's now; `credit_bytes` more bytes may be sent."""
+    """The hub has taken the frames up to `seq`; `credit_bytes` more bytes may be sent."""
 
     seq: int
     credit_bytes: int
@@ -114,15 +125,17 @@ _Totals = Annotated[dict[Name, Total], msgspec.Meta(max_length=limits.REASONS_MA
 
 
 class WorkerCounts(msgspec.Struct, frozen=True):
-    """What a worker counts on its side of the session, since its boot; what is `queued`, `unacked` or `staged` is so now.
+    """A worker's counts of its side of the session, since its boot.
 
-    sent: frames taken for the hub. queued: those that wait in the outbound queue. unacked: those given to the session,
-    which the hub has not acknowledged. peak: the most that did or were.
+    Counts of `queued`, `unacked` and `staged` are current values.
 
-    staged_bytes: host memory lent for rows, from the step until the acknowledgement.
-    dropped_rows: by the reasons of `docs/backpressure.md`.
-    reconnects: connections lost.
-    spool: what its spool counts, by the names of `Outbox.status`; None without one.
+    A *sent* frame was taken for the hub. A *queued* frame waits in the outbound queue. An *unacked* frame was given to
+    the session and is not acknowledged. A *peak* is the largest value so far.
+
+    staged_bytes: host memory that holds rows, from their step until the acknowledgement.
+    dropped_rows: the number of dropped rows, by the reasons of `docs/backpressure.md`.
+    reconnects: the number of lost connections.
+    spool: the counts of its spool, by the names of `Outbox.status`; None without a spool.
     """
 
     sent_frames: Total = 0
@@ -142,9 +155,12 @@ class WorkerCounts(msgspec.Struct, frozen=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
-    """A sign of life, sent when nothing else was for `limits.HEARTBEAT_S`; a worker's, at least that often, has its counts.
+    """A sign of life, sent after `limits.HEARTBEAT_S` without another message.
 
-    troubles: of a worker, why its controllers do not do what they are there for.
+    A worker sends one at least that often, with its counts.
+
+    counts: a worker's counts.
+    troubles: a worker's reasons why its controllers do not work.
     """
 
     counts: WorkerCounts | None = None
@@ -152,9 +168,11 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
 
 
 class Act(msgspec.Struct, frozen=True, tag="act", omit_defaults=True):
-    """Do this. id is the sender's, and comes back with the outcome. A hub never gives an id twice, but for sending the same `Act` again.
+    """A requested action. A hub never uses an id twice, except to send the same `Act` again.
 
-    until_s: on the hub's clock, when the action expires; said by hubs.
+    id: chosen by the sender; the outcome has it too.
+    action: the action.
+    until_s: when the action expires, on the hub's clock; set by hubs.
     """
 
     id: Name
@@ -163,15 +181,17 @@ class Act(msgspec.Struct, frozen=True, tag="act", omit_defaults=True):
 
 
 class ActionOutcome(msgspec.Struct, frozen=True, tag="outcome"):
-    """What came of an action."""
+    """The answer to an action."""
 
     outcome: Outcome
 
 
 class Await(msgspec.Struct, frozen=True, tag="await"):
-    """Tell me what became of these requests: at once, or when every consumer is done with them.
+    """A question for the results of requests, answered at once, or when every consumer is done with them.
 
-    engine: whose requests they are, by name or id; empty for any engine that is the only one with a request of the id.
+    requests: the ids of the requests.
+    wait: whether to answer only when every consumer is done.
+    engine: the engine of the requests, by name or id; empty for the only engine that has a request of the id.
     """
 
     requests: Annotated[tuple[Name, ...], msgspec.Meta(max_length=limits.AWAITED_MAX)]
@@ -180,9 +200,9 @@ class Await(msgspec.Struct, frozen=True, tag="await"):
 
 
 class Results(msgspec.Struct, frozen=True, tag="results"):
-    """What became of a request, by consumer; empty when the hub knows nothing of it, or several requests of the id.
+    """The results of a request, by consumer; empty if the hub has no request of the id, or several.
 
-    engine: as in the question; an earlier hub leaves it out.
+    engine: as in the question; hubs of earlier releases leave it out.
     engines: the names of the engines that have a request of the id, at most `limits.ENGINES_TOLD_MAX`. With several
         there are no results.
     """
@@ -194,19 +214,25 @@ class Results(msgspec.Struct, frozen=True, tag="results"):
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):
-    """The hub's counters, gauges and consumers; empty in the question, filled in the answer."""
+    """The hub's counters, gauges and consumers. A question has none of them."""
 
     counters: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class WatchRequest(msgspec.Struct, frozen=True, tag="tap"):
-    """Send me copies of frames, of `credit_bytes` more: said first, and again for what was taken."""
+    """A request for copies of frames, of `credit_bytes` more bytes. A client repeats it as it takes frames."""
 
     credit_bytes: Count
 
 
 class Watched(msgspec.Struct, frozen=True, tag="tapped", omit_defaults=True):
-    """An engine whose frames come. Without a model: it is gone, or one replica of it, or one pipeline stage of that."""
+    """An engine whose frames are copied.
+
+    engine: the engine's name.
+    model: its model; None if it is gone, or one replica of it, or one pipeline stage.
+    replica: the replica that is gone.
+    stage: the pipeline stage that is gone.
+    """
 
     engine: Name
     model: ModelInfo | None = None
@@ -236,7 +262,7 @@ Message = (
 
 
 class _Question(msgspec.Struct, frozen=True, tag="status"):
-    """A Status as a hub reads it: what else it says is passed over, not taken in."""
+    """A Status as a hub reads it: its other fields are ignored."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -248,25 +274,25 @@ _from_hub = msgspec.msgpack.Decoder(
 
 
 def encode(message: Message) -> bytes:
-    """Return the message as it stands in its ZMQ part."""
+    """Return the message as the content of its ZMQ part."""
     return _encoder.encode(message)
 
 
 def decode(part: bytes | memoryview) -> Message:
     """Return the message in a part that is not a frame's.
 
-    Raises msgspec.MsgspecError when it is none; the session turns that into RemoteProtocolError.
+    Raises msgspec.MsgspecError if it is not a message; the session turns that into RemoteProtocolError.
     """
     return _decoder.decode(part)
 
 
 def decode_from_peer(part: bytes | memoryview) -> Message:
-    """Return the message in a part that a hub got; as `decode`, but for what peers never say."""
-    said: Message | _Question = _from_peer.decode(part)
-    return Status() if isinstance(said, _Question) else said
+    """Return the message in a part from a peer. Like `decode`, but only for the messages of peers."""
+    decoded: Message | _Question = _from_peer.decode(part)
+    return Status() if isinstance(decoded, _Question) else decoded
 
 
 def decode_from_hub(part: bytes | memoryview) -> Message:
-    """Return the message in a part that a peer got; as `decode`, but for what hubs never say."""
-    said: Message = _from_hub.decode(part)
-    return said
+    """Return the message in a part from a hub. Like `decode`, but only for the messages of hubs."""
+    decoded: Message = _from_hub.decode(part)
+    return decoded

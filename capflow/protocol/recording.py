@@ -1,16 +1,16 @@
-"""A recording: a hub's frames, as they came, on disk, with the engines they came from and the ends of their requests.
+"""A recording: a hub's frames on disk in the order of arrival, with their engines and the ends of their requests.
 
-A recording is a spool (`capflow.buffers.spool` is the format of its files: segments of records with checksums) of which nothing is ever acknowledged.
-A record's head begins with what it is, one byte:
+A recording is a spool in which nothing is ever acknowledged (`capflow.buffers.spool` defines its files: segments of
+records with checksums). The head of a record begins with its kind, one byte:
 
 | byte | the rest of the head, msgpack | body |
 |---|---|---|
 | `E` | `RecordedEngine`: an engine connected, with this model | |
 | `F` | a frame's header, sealed | its payload |
-| `D` | `RequestDone`: a request is over, and every frame that names it lies before | |
+| `D` | `RequestDone`: a request is over; every frame that names it lies before | |
 
-Records lie in the order in which one consumer was told of them. What always holds: a frame of one boot of one worker is there once;
-a record that is not whole is never read, and who reads is told which are missing.
+Records lie in the order in which one consumer got them. Invariant: a frame of one boot of one worker is recorded once.
+An incomplete record is never returned; readers get a `Lost` for it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from capflow.errors import CapflowError, RetryError, UsageError, explain
 
 
 class RecordedEngine(msgspec.Struct, frozen=True, array_like=True):
-    """An engine, and what it runs from here on."""
+    """An engine and its model, from this record on."""
 
     name: str
     model: ModelInfo
 
 
 Said = RecordedEngine | Frame | RequestDone | Lost
-"""What a recording says, one after another."""
+"""The items of a recording."""
 
-_SYNC_S = 5.0  # how long the disk may take for the end of a request before it is tried again
+# The time that the disk may take for the end of a request before a retry.
+_SYNC_S = 5.0
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[bytes, Any] = {
@@ -53,21 +54,25 @@ _decoders: dict[bytes, Any] = {
 
 
 class Recorder:
-    """Writes a recording, from `open` to `close`; one thread at a time. One that is there is gone on with.
+    """Writes a recording, from `open` to `close`; one thread at a time. It continues an existing recording.
 
-    bytes_max bounds the files together. Methods raise CapflowError when the disk does not take what is to be written; `done` and `close`
-    also when somebody removed the recording; RetryError, having written nothing, when it may take that later. After `close` it may be opened again.
+    Methods raise CapflowError if the disk refuses what is to be written; `done` and `close` also if somebody removed
+    the recording. They raise RetryError, with nothing written, if the disk may take it later. After `close` it may be
+    opened again.
+
+    path: the directory.
+    bytes_max: the largest size of all files together.
     """
 
     def __init__(self, path: Path, bytes_max: int = limits.SPOOL_BYTES_MAX) -> None:
         self.path = path
         self._bytes_max = bytes_max
         self._spool = self._new_spool()
-        # The last end, and its record, until that is on the disk.
+        # The last end and the id of its record, until that is on the disk.
         self._ended: tuple[RequestDone, int] | None = None
-        # Those that are there.
+        # The numbers of the recorded frames.
         self._frames: defaultdict[WorkerBoot, Intervals] = defaultdict(Intervals)
-        # Engine and request: ends from before it was opened, which may be told again.
+        # The engine and id of each request that ended before `open`; its end may come again.
         self._done: set[tuple[str, str]] = set()
 
     def _new_spool(self) -> Spool:
@@ -75,7 +80,10 @@ class Recorder:
         return Spool(self.path, bytes_max=self._bytes_max, segment_bytes=segment_bytes)
 
     def open(self) -> None:
-        """Take the directory, which is made when missing. Raises CapflowError when another process writes it, or it cannot be read."""
+        """Take the directory; make it if it is missing.
+
+        Raises CapflowError if another process writes it, or it cannot be read.
+        """
         self._spool, self._ended = self._new_spool(), None
         self._frames.clear()
         self._done.clear()
@@ -87,7 +95,7 @@ class Recorder:
             raise
 
     def _recall(self) -> None:
-        """Note what is there from before."""
+        """Read which frames and ends are recorded."""
         for _, head in self._spool.heads():
             match _decode(head):
                 case FrameHeader() as header:
@@ -96,11 +104,11 @@ class Recorder:
                     self._done.add((engine, request))
 
     def engine(self, name: str, model: ModelInfo) -> None:
-        """Note that an engine connected."""
+        """Record that an engine connected."""
         self._append(b"E" + _encoder.encode(RecordedEngine(name, model)))
 
     def frame(self, frame: Frame) -> bool:
-        """Take a frame, all of it; return False when it is there already. Its payload must not change any more."""
+        """Record a whole frame; return False if it is recorded already. Its payload must not change any more."""
         if frame.header.seq in self._frames[frame.header.source]:
             return False
         header, payload = frame.encode()
@@ -109,9 +117,9 @@ class Recorder:
         return True
 
     def done(self, done: RequestDone, *, sync: bool) -> None:
-        """Note that a request is over, once.
+        """Record that a request is over, once.
 
-        sync: return when all up to here is on the disk, and raise when it does not get there.
+        sync: return only when all records so far are on the disk, and raise if they do not get there.
         """
         key = done.engine, done.request
         if key in self._done:
@@ -120,12 +128,15 @@ class Recorder:
         if self._ended is None or self._ended[0] != done:
             self._ended = done, self._append(b"D" + _encoder.encode(done))
         if sync and not self._spool.wait_synced(self._ended[1], _SYNC_S):
-            raise RetryError(explain(f"recording {self.path}", got="a disk that does not answer"))
+            raise RetryError(explain(f"recording {self.path}", got="no answer from the disk"))
         self._spool.check()
         self._ended = None
 
     def _append(self, head: bytes, body: Any = b"") -> int:
-        """Put a record down; return its number. Raises RetryError when the disk takes nothing now, CapflowError when the recording is full."""
+        """Append a record; return its number.
+
+        Raises RetryError if the disk takes nothing now, CapflowError if the recording is full.
+        """
         try:
             return self._spool.append(head, body)
         except FullError as e:
@@ -138,13 +149,13 @@ class Recorder:
         self._done.difference_update([(header.engine, part.id) for part in header.requests])
 
     def close(self) -> None:
-        """Give the directory back. Raises CapflowError when not everything is on the disk."""
+        """Release the directory. Raises CapflowError if some records are not on the disk."""
         try:
             self._spool.check()
         finally:
             whole = self._spool.close()
         if not whole:
-            raise CapflowError(explain(f"recording {self.path}", got="a disk that did not take the last of it"))
+            raise CapflowError(explain(f"recording {self.path}", got="a disk that did not take the last records"))
 
     def __enter__(self) -> Self:
         self.open()
@@ -157,7 +168,7 @@ class Recorder:
 
 
 def is_recording(path: Path) -> bool:
-    """Return whether a directory holds a recording, and not some other spool."""
+    """Return whether a directory holds a recording, and not another kind of spool."""
     try:
         first = next(iter(records(path)), None)
     except UsageError:
@@ -166,23 +177,23 @@ def is_recording(path: Path) -> bool:
 
 
 def read(path: Path) -> Iterator[Said]:
-    """Yield what a recording says, in order; what cannot be read as `Lost`. It is not changed, and may be written meanwhile.
+    """Yield the items of a recording in order; damaged ones as `Lost`. Another process may write it meanwhile.
 
-    Raises UsageError when the directory is no recording, CapflowError when it cannot be read.
+    Raises UsageError if the directory is not a recording, CapflowError if it cannot be read.
     """
-    for found in records(path):
-        if isinstance(found, Lost):
-            yield found
+    for record in records(path):
+        if isinstance(record, Lost):
+            yield record
             continue
         try:
-            said = _decode(found.head)
+            item = _decode(record.head)
         except (msgspec.MsgspecError, KeyError):
             do = "read it with the capflow that wrote it, if it is a recording"
-            got = f"record {found.id}"
+            got = f"record {record.id}"
             raise UsageError(explain(str(path), got=got, expected="a record of a recording", do=do)) from None
-        yield Frame(said, memoryview(found.body).cast("B")) if isinstance(said, FrameHeader) else said
+        yield Frame(item, memoryview(record.body).cast("B")) if isinstance(item, FrameHeader) else item
 
 
 def _decode(head: bytes) -> RecordedEngine | FrameHeader | RequestDone:
-    said: RecordedEngine | FrameHeader | RequestDone = _decoders[head[:1]].decode(head[1:])
-    return said
+    item: RecordedEngine | FrameHeader | RequestDone = _decoders[head[:1]].decode(head[1:])
+    return item

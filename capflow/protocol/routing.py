@@ -1,8 +1,8 @@
 """Shards: which of an engine's hubs has a request.
 
-With several hubs each request belongs to one of them, whole: its rows, its end, its results. Which one follows from its id and the
-number of hubs alone, so that every process of an engine, and anybody else, finds the same. The hash is rendezvous hashing
-(Thaler and Ravishankar, 1998): one hub more takes its part of the requests from all others and moves no other request.
+With several hubs each request belongs to one of them: its rows, its end and its results. The hub follows from the
+request's id and the number of hubs alone, so every process finds the same one. The hash is rendezvous hashing (Thaler
+and Ravishankar, 1998): an additional hub takes its part of the requests from all others, and no other request moves.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import xxhash
 
 
 def hub_of(request: str, hubs: int) -> int:
-    """Return the number of the hub, of `hubs`, that has a request: the one whose number, as the seed, gives its id the largest XXH3.
+    """Return the number of the hub that has a request, from 0.
 
-    request: the id that a client knows it by. The hash is the 64-bit one, of the id's UTF-8; the lower number wins a
-        tie.
+    It is the hub whose number, as the seed, gives the id the largest 64-bit XXH3 of its UTF-8; the lowest of equals.
+
+    request: the id by which a client knows the request.
+    hubs: the number of hubs.
     """
     if hubs == 1:
         return 0

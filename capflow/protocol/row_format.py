@@ -1,7 +1,7 @@
-"""The row format of a model: the width and dtype of its rows, and the sites they come from.
+"""The row format of a model: the width and dtype of its rows, and their sites.
 
-A worker's Hello fixes it. The hub checks each frame against it before it takes the frame, so that consumers can rely on the model that
-`on_session` gave them.
+A worker's Hello fixes it. The hub checks each frame against it before it takes the frame, so consumers can rely on the
+model that `on_session` gave them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from capflow.errors import RemoteProtocolError, explain
 
 
 class RowFormat:
-    """What every frame of a model's workers has in common."""
+    """The width, dtype and sites that the frames of a model's workers have in common."""
 
     __slots__ = ("dtype", "hidden_size", "sites")
 
@@ -22,7 +22,7 @@ class RowFormat:
         self.sites = frozenset(model.sites)
 
     def check(self, header: FrameHeader) -> None:
-        """Raise RemoteProtocolError unless a frame's rows, if it has any, have this width and dtype and come from these sites."""
+        """Raise RemoteProtocolError unless a frame's rows, if any, have this width and dtype and are of these sites."""
         if header.blocks and (header.dtype, header.hidden_size) != (self.dtype, self.hidden_size):
             got, expected = f"{header.dtype} of {header.hidden_size}", f"{self.dtype} of {self.hidden_size}"
             raise RemoteProtocolError(explain("frame rows", got=got, expected=f"{expected}, as the Hello says"))

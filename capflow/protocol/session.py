@@ -1,11 +1,11 @@
-"""The session protocol, without any I/O: what may be said when, and what must be kept until it is acknowledged.
+"""The session protocol without any I/O: which message may be sent when, and what is kept until it is acknowledged.
 
-`PeerSession` is the side of a worker, a scheduler or a client; `HubSession` is the hub's side of one
-connection, and `Intake` is what the hub has of one boot of one worker, which outlives connections.
-Parts that arrived go into `receive`, which returns what they say; what is to be said goes into the other
-methods, which return the parts to send. Time is an argument everywhere, in seconds of any monotonic clock.
+`PeerSession` is the side of a worker, a scheduler or a client. `HubSession` is the hub's side of one connection.
+`Intake` is what the hub has of one boot of one worker; it outlives connections. Parts that arrived go into `receive`,
+which returns their message. The other methods take what is to be sent and return the parts. Time is always an argument,
+in seconds of any monotonic clock.
 
-States of a peer, and what moves it:
+The states of a peer, and the events that change them:
 
 | state | connected | Welcome | Refused | Bye, lost |
 |---|---|---|---|---|
@@ -15,11 +15,11 @@ States of a peer, and what moves it:
 | REFUSED | HELLO | error | REFUSED | REFUSED (Bye), LOST |
 
 Credit: a frame costs the bytes of its parts. A peer starts with `Welcome.credit_bytes`, pays for each frame that it
-sends, and gains `Ack.credit_bytes`. It sends a frame that it cannot pay for only when it has
-none unacknowledged, so that a frame larger than all its credit still gets through. Whatever credit it is given, it
-has no more than `limits.UNACKED_BYTES_MAX` of frames sent and not acknowledged: a hub can hold it up, not fill its memory. Frames are kept
-until `Ack.seq` covers them. After a reconnect those above `Welcome.last_seq` are sent again, in order; the
-others wait for their acknowledgement: a hub that is killed before it gives it has them resent to its successor.
+sends, and gains `Ack.credit_bytes`. Without enough credit it sends a frame only if it has no unacknowledged one, so a
+frame larger than the whole credit still gets through. Whatever the credit, the frames sent and not acknowledged are at
+most `limits.UNACKED_BYTES_MAX`: a hub can delay a peer but not fill its memory. Frames are kept until `Ack.seq` covers
+them. After a reconnect the frames above `Welcome.last_seq` are sent again, in order. The others wait for their
+acknowledgement; if the hub is killed before it gives one, they are sent again to its successor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from capflow import limits
 from capflow.capture.frame import DTYPES, PROTOCOL_VERSION, Frame, FrameHeader
 from capflow.capture.site import HOOKS
 from capflow.errors import LocalProtocolError, RemoteProtocolError, explain
-from capflow.protocol import message
+from capflow.protocol import message as messages
 from capflow.protocol.credit import Intake
 from capflow.protocol.message import (
     Ack,
@@ -56,16 +56,16 @@ from capflow.protocol.message import (
 from capflow.protocol.row_format import RowFormat
 
 Parts = Sequence[Any]
-"""One message as it lies in ZMQ parts: objects with the buffer protocol."""
+"""One message as its ZMQ parts: objects with the buffer protocol."""
 
 
 class State(enum.Enum):
-    """Where a session stands."""
+    """The state of a session."""
 
     LOST = "lost"
     """Not connected."""
     HELLO = "hello"
-    """Hello was said, the answer has not come."""
+    """The Hello was sent; the answer has not come."""
     OPEN = "open"
     REFUSED = "refused"
 
@@ -83,7 +83,7 @@ _FROM_HUB: dict[str, tuple[type[Any], ...]] = {
 
 
 class UnexpectedMessageError(RemoteProtocolError):
-    """The peer sent a message that is one, but not for this state or this peer."""
+    """The peer sent a valid message that this state or this peer does not allow."""
 
 
 def cost(parts: Parts) -> int:
@@ -93,12 +93,15 @@ def cost(parts: Parts) -> int:
 
 def decode(
     parts: Parts,
-    read: Callable[[Any], Message] = message.decode,
+    read: Callable[[Any], Message] = messages.decode,
     bytes_max: int = limits.HEADER_BYTES_MAX,
 ) -> Frame | Message:
-    """Return what the parts of one message say; `read` takes one that is no frame, of at most `bytes_max` bytes.
+    """Return the message in these parts.
 
-    Raises RemoteProtocolError when they say nothing that this version knows.
+    read: decodes a message that is not a frame.
+    bytes_max: the largest size of such a message.
+
+    Raises RemoteProtocolError if the parts are no message of this version.
     """
     if not 1 <= len(parts) <= limits.MESSAGE_PARTS_MAX:
         raise RemoteProtocolError(explain("message", got=f"{len(parts)} parts", expected="1 or 2"))
@@ -115,7 +118,7 @@ def decode(
 
 
 class _Pulse:
-    """When each side of a session last spoke."""
+    """The times when each side of a session last sent something."""
 
     def __init__(self, now: float) -> None:
         self.sent = now
@@ -137,37 +140,42 @@ class _Kept(NamedTuple):
 
 
 class PeerSession:
-    """The worker's, scheduler's or client's side; one for the life of the peer, over all its connections."""
+    """The side of a worker, a scheduler or a client; one for the life of the peer, over all its connections.
+
+    hello: the peer's identity.
+    seq: the last frame number used before, or a larger one.
+    now: the current time.
+    """
 
     def __init__(self, hello: Hello, *, seq: int = 0, now: float = 0.0) -> None:
         self.hello = hello
         self.state = State.LOST
-        # The hub's latest; kept while the connection is lost.
+        # The hub's latest Welcome; kept while the connection is lost.
         self.welcome: Welcome | None = None
-        # Why the hub refused; cleared by the next connection.
+        # The hub's reason for a refusal; cleared by the next connection.
         self.refusal: str | None = None
         self.credit_bytes = 0
-        # The last number given to a frame, or one that is not below it.
+        # The last number given to a frame, or a larger one.
         self.seq = seq
-        # Every frame up to here is the hub's.
+        # The hub has acknowledged every frame up to this number.
         self.acked = 0
-        # Of the frames kept because they are not acknowledged; other threads may read it.
+        # The cost of all unacknowledged frames; other threads may read it.
         self.unacked_bytes = 0
-        # Likewise.
+        # The largest value of `unacked_bytes`; other threads may read it.
         self.unacked_bytes_peak = 0
-        # To be sent, in order; emptied by `next_frame`.
+        # Frames to be sent, in order; emptied by `next_frame`.
         self._waiting: deque[_Kept] = deque()
-        # Sent on this connection, not acknowledged; emptied by Acks.
+        # Frames sent on this connection and not acknowledged; emptied by Acks.
         self._sent: deque[_Kept] = deque()
-        # Of these.
+        # The cost of the frames in `_sent`.
         self._sent_bytes = 0
         self._pulse = _Pulse(now)
-        # When the Hello of this connection was said.
+        # When the Hello of this connection was sent.
         self._greeted = now
 
     @property
     def unacked(self) -> int:
-        """How many frames are kept because they are not acknowledged."""
+        """The number of unacknowledged frames."""
         return len(self._sent) + len(self._waiting)
 
     @property
@@ -176,25 +184,25 @@ class PeerSession:
         return bool(self._waiting)
 
     def connected(self, now: float) -> Parts:
-        """Return the Hello, a new connection having been made."""
+        """Start a session on a new connection; return the Hello."""
         self.lost()
         self.state = State.HELLO
         self.refusal = None
         self._pulse = _Pulse(now)
         self._greeted = now
-        return self._said(self.hello, now)
+        return self._encoded(self.hello, now)
 
     def lost(self) -> None:
-        """Note that the connection is gone: what is not acknowledged may have to be sent again."""
+        """End the session: the connection is gone, and unacknowledged frames may have to be sent again."""
         self.state = State.LOST
         self._sent.extend(self._waiting)
         self._waiting, self._sent = self._sent, deque()
         self._sent_bytes = 0
 
     def push(self, header: FrameHeader, payload: Any) -> None:
-        """Take a frame to send: numbers and seals it. `next_frame` gives its parts when there is credit.
+        """Number and seal a frame, and queue it. `next_frame` returns its parts when there is credit.
 
-        Raises LocalProtocolError when this peer sends no frames, or the header is larger than a hub takes.
+        Raises LocalProtocolError if this peer is not a worker, or the header is larger than a hub takes.
         """
         if self.hello.role != "worker":
             raise LocalProtocolError(explain("frame", got=f"from a {self.hello.role}", expected="from a worker"))
@@ -203,20 +211,21 @@ class PeerSession:
             expected = f"at most {limits.FRAME_HEADER_BYTES_MAX}"
             do = "compute fewer tokens a step (vLLM's max_num_batched_tokens)"
             raise LocalProtocolError(explain("frame header", got=f"{len(parts[0])} bytes", expected=expected, do=do))
-        self.seq += 1  # only now: there is no gap where one cannot be sealed
-        self._keep(parts)
+        # The number is used only now, so that a frame that cannot be sent leaves no gap.
+        self.seq += 1
+        self._waiting.append(self._kept(self.seq, parts))
 
     def push_sealed(self, seq: int, parts: Parts) -> None:
-        """Take a frame that was numbered and sealed before, by this process or one that is gone."""
+        """Queue a frame that was numbered and sealed before, perhaps by an earlier process."""
         self.seq = seq
-        self._keep(parts)
+        self._waiting.append(self._kept(seq, parts))
 
     def push_had(self, seq: int, parts: Parts) -> None:
-        """Take a frame that the hub had of a process that is gone, by its Welcome, before any that is to be sent: another hub is sent it."""
-        self._note_sent(self._kept(seq, parts))
+        """Keep a frame of an earlier process that the hub has, by its Welcome; another hub will be sent it.
 
-    def _keep(self, parts: Parts) -> None:
-        self._waiting.append(self._kept(self.seq, parts))
+        All such frames come before the first one to be sent.
+        """
+        self._note_sent(self._kept(seq, parts))
 
     def _kept(self, seq: int, parts: Parts) -> _Kept:
         kept = _Kept(seq, cost(parts), parts)
@@ -229,13 +238,14 @@ class PeerSession:
         self._sent_bytes += kept.cost
 
     def next_frame(self, now: float) -> Parts | None:
-        """Return the parts of the next frame to send; None when none waits or none may be sent."""
+        """Return the parts of the next frame to send; None if none waits or none may be sent."""
         if self.state is not State.OPEN or not self._waiting:
             return None
         kept = self._waiting[0]
         assert self.welcome is not None
         too_much = self._sent_bytes + kept.cost > limits.UNACKED_BYTES_MAX
-        held = self._sent or self.acked < self.welcome.last_seq  # the hub may hold frames of a process that is gone
+        # The hub may hold frames of an earlier process.
+        held = self._sent or self.acked < self.welcome.last_seq
         if (self._sent and too_much) or (held and kept.cost > self.credit_bytes):
             return None
         self._note_sent(self._waiting.popleft())
@@ -243,44 +253,42 @@ class PeerSession:
         self._pulse.sent = now
         return kept.parts
 
-    def send(self, said: Message, now: float) -> Parts:
-        """Return the parts of a message that this peer may send now.
+    def send(self, message: Message, now: float) -> Parts:
+        """Return the parts of a message to send now.
 
-        Raises LocalProtocolError when it may not.
+        Raises LocalProtocolError if this peer must not send it now.
         """
-        if self.state is not State.OPEN or not isinstance(said, _FROM_PEER[self.hello.role]):
-            what = f"{type(said).__name__} from a {self.hello.role}"
-            raise LocalProtocolError(
-                explain(what, got=f"state {self.state.value}", expected="an open session that has it")
-            )
-        return self._said(said, now)
+        if self.state is not State.OPEN or not isinstance(message, _FROM_PEER[self.hello.role]):
+            raise _not_allowed(message, f"a {self.hello.role}", self.state)
+        return self._encoded(message, now)
 
     def receive(self, parts: Parts, now: float) -> Frame | Message:
-        """Return what the hub said, having done what it means for the session.
+        """Return the hub's message, after the session has acted on it.
 
-        Raises RemoteProtocolError when the hub may not say it; the connection is of no use then.
+        Raises RemoteProtocolError if the hub must not send it; close the connection then.
         """
-        said = decode(parts, message.decode_from_hub)
+        message = decode(parts, messages.decode_from_hub)
         self._pulse.heard = now
-        match said:
+        match message:
             case Refused():
                 self.state = State.REFUSED
-                self.refusal = said.reason
+                self.refusal = message.reason
             case Bye():
                 if self.state is not State.REFUSED:
                     self.lost()
             case Welcome() if self.state is State.HELLO:
-                self._open(said)
+                self._open(message)
             case Ack() if self.state is State.OPEN and self.hello.role == "worker":
-                self._acknowledge(said)
-            case _ if self.state is not State.OPEN or not isinstance(said, _FROM_HUB[self.hello.role]):
-                raise _unexpected(said, self.state)
-        return said
+                self._acknowledge(message)
+            case _ if self.state is not State.OPEN or not isinstance(message, _FROM_HUB[self.hello.role]):
+                raise _unexpected(message, self.state)
+        return message
 
     def deadline(self, until_s: float) -> float:
-        """Return a time on this side's clock that is not later than `until_s` on the hub's.
+        """Return a time on this side's clock that is not later than `until_s` on the hub's clock.
 
-        The hub read its clock for the Welcome after the Hello was said, so that its time came no earlier than that.
+        The hub read its clock for the Welcome after the Hello was sent, so `Welcome.clock_s` is not earlier than the
+        Hello.
         """
         assert self.welcome is not None
         return self._greeted + until_s - self.welcome.clock_s
@@ -288,15 +296,15 @@ class PeerSession:
     def tick(self, now: float) -> Parts | None:
         """Return a Beat if one is due."""
         if self.state is State.OPEN and now >= self._pulse.beat_due():
-            return self._said(Beat(), now)
+            return self._encoded(Beat(), now)
         return None
 
     def silent(self, now: float) -> bool:
-        """Return whether the hub has said nothing for so long that the connection is of no use."""
+        """Return whether the hub has been silent for so long that the connection counts as lost."""
         return self.state in (State.HELLO, State.OPEN) and now >= self._pulse.silence_due()
 
     def due(self) -> float | None:
-        """Return when `tick` or `silent` has something to say next; None if never."""
+        """Return when to call `tick` and `silent` next; None if never."""
         if self.state is State.OPEN:
             return min(self._pulse.beat_due(), self._pulse.silence_due())
         return self._pulse.silence_due() if self.state is State.HELLO else None
@@ -314,7 +322,8 @@ class PeerSession:
 
     def _acknowledge(self, ack: Ack) -> None:
         sent_last = self._sent[-1].seq if self._sent else self.acked
-        had = self.welcome.last_seq if self.welcome is not None else 0  # perhaps from a process that is gone
+        # These frames may be of an earlier process.
+        had = self.welcome.last_seq if self.welcome is not None else 0
         if ack.credit_bytes < 0 or ack.seq > max(sent_last, self.acked, had):
             raise RemoteProtocolError(
                 explain("ack", got=f"{ack.seq}, {ack.credit_bytes} bytes", expected="of what was sent")
@@ -326,106 +335,104 @@ class PeerSession:
             self._sent_bytes -= nbytes
             self.unacked_bytes -= nbytes
 
-    def _said(self, said: Message, now: float) -> Parts:
+    def _encoded(self, message: Message, now: float) -> Parts:
         self._pulse.sent = now
-        return [message.encode(said)]
+        return [messages.encode(message)]
 
 
 class HubSession:
     """The hub's side of one connection, from its Hello to its end.
 
-    user: the peer's public key, "" where there are none.
+    now: the current time.
+    user: the peer's public key; "" without keys.
     """
 
     def __init__(self, *, now: float = 0.0, user: str = "") -> None:
         self.user = user
-        # Until the Hello.
+        # LOST until the Hello.
         self.state = State.LOST
         # Set by the Hello.
         self.hello: Hello | None = None
-        # A worker's, set by `welcome`.
+        # Set by `welcome`, for a worker.
         self.intake: Intake | None = None
-        # Of a worker's frames, set by the Hello.
+        # The format of a worker's frames; set by the Hello.
         self._format: RowFormat | None = None
         self._pulse = _Pulse(now)
 
     def receive(self, parts: Parts, now: float, frame: Frame | None = None) -> Frame | Message:
-        """Return what the peer said.
+        """Return the peer's message.
 
-        frame: what `Frame.read` returned for these parts; None to read them here.
+        frame: the result of `Frame.read` for these parts; None to read them here.
 
-        Raises RemoteProtocolError when the peer may not say it; answer with `refuse`.
+        Raises RemoteProtocolError if the peer must not send it; answer with `refuse`.
         """
-        said: Frame | Message
+        message: Frame | Message
         if frame is None:
             bytes_max = limits.HEADER_BYTES_MAX if self.state is State.OPEN else limits.HELLO_BYTES_MAX
-            said = decode(parts, message.decode_from_peer, bytes_max)
+            message = decode(parts, messages.decode_from_peer, bytes_max)
         else:
             frame.check()
-            said = frame
+            message = frame
         self._pulse.heard = now
-        if isinstance(said, Hello):
-            self._check_hello(said)
+        if isinstance(message, Hello):
+            self._check_hello(message)
             self.state = State.HELLO
-            self.hello = said
+            self.hello = message
             self.intake = None
-            self._format = None if said.model is None else RowFormat(said.model)
-        elif self.state is not State.OPEN or self.hello is None or not isinstance(said, _FROM_PEER[self.hello.role]):
-            raise _unexpected(said, self.state)
-        elif isinstance(said, Frame):
-            header = said.header
+            self._format = None if message.model is None else RowFormat(message.model)
+        elif self.state is not State.OPEN or self.hello is None or not isinstance(message, _FROM_PEER[self.hello.role]):
+            raise _unexpected(message, self.state)
+        elif isinstance(message, Frame):
+            header = message.header
             if (header.engine, header.boot, header.rank) != (self.hello.engine, self.hello.boot, self.hello.rank):
                 raise RemoteProtocolError(
                     explain("frame", got=f"of {header.engine} {tuple(header.rank)}", expected="the peer's own")
                 )
             assert self._format is not None
             self._format.check(header)
-        return said
+        return message
 
     def welcome(self, welcome: Welcome, now: float, intake: Intake | None = None) -> Iterator[Parts]:
-        """Yield the messages that open the session; a worker's credit and numbers are those of its intake."""
+        """Yield the messages that open the session. A worker's credit and `last_seq` come from its intake."""
         if self.state is not State.HELLO:
             raise LocalProtocolError(explain("welcome", got=f"state {self.state.value}", expected="a Hello before it"))
         self.state = State.OPEN
         self.intake = intake
         if intake is None:
-            yield self._said(welcome, now)
+            yield self._encoded(welcome, now)
             return
         credit, last = intake.grant(), intake.last_seq
-        yield self._said(msgspec.structs.replace(welcome, credit_bytes=credit, last_seq=last), now)
+        yield self._encoded(msgspec.structs.replace(welcome, credit_bytes=credit, last_seq=last), now)
         if intake.last_seq:
-            yield self._said(Ack(intake.acked, 0), now)
+            yield self._encoded(Ack(intake.acked, 0), now)
 
     def refuse(self, reason: str, now: float) -> Parts:
-        """Return the refusal; the session is over."""
+        """End the session; return the refusal."""
         self.state = State.REFUSED
-        return self._said(Refused(reason), now)
+        return self._encoded(Refused(reason), now)
 
-    def send(self, said: Message, now: float) -> Parts:
-        """Return the parts of a message that the hub may send this peer now.
+    def send(self, message: Message, now: float) -> Parts:
+        """Return the parts of a message to send to this peer now.
 
-        Raises LocalProtocolError when it may not.
+        Raises LocalProtocolError if the hub must not send it now.
         """
-        if self.state is not State.OPEN or self.hello is None or not isinstance(said, _FROM_HUB[self.hello.role]):
-            what = f"{type(said).__name__} from the hub"
-            raise LocalProtocolError(
-                explain(what, got=f"state {self.state.value}", expected="an open session that has it")
-            )
-        return self._said(said, now)
+        if self.state is not State.OPEN or self.hello is None or not isinstance(message, _FROM_HUB[self.hello.role]):
+            raise _not_allowed(message, "the hub", self.state)
+        return self._encoded(message, now)
 
     def tick(self, now: float) -> Parts | None:
         """Return a Beat if one is due."""
         if self.state is State.OPEN and now >= self._pulse.beat_due():
-            return self._said(Beat(), now)
+            return self._encoded(Beat(), now)
         return None
 
     @property
     def heard_at(self) -> float:
-        """When the peer last said something."""
+        """The time of the peer's last message."""
         return self._pulse.heard
 
     def silent(self, now: float) -> bool:
-        """Return whether the peer has said nothing for so long that it is taken to be gone."""
+        """Return whether the peer has been silent for so long that it counts as gone."""
         return now >= self._pulse.silence_due()
 
     def _check_hello(self, hello: Hello) -> None:
@@ -449,10 +456,16 @@ class HubSession:
             if site.hook not in HOOKS or not 0 <= site.layer < limits.LAYERS_MAX:
                 raise RemoteProtocolError(explain("hello.model.sites", got=tuple(site), expected="layers and hooks"))
 
-    def _said(self, said: Message, now: float) -> Parts:
+    def _encoded(self, message: Message, now: float) -> Parts:
         self._pulse.sent = now
-        return [message.encode(said)]
+        return [messages.encode(message)]
 
 
-def _unexpected(said: Any, state: State) -> UnexpectedMessageError:
-    return UnexpectedMessageError(explain(type(said).__name__, got=f"state {state.value}", expected="a message for it"))
+def _unexpected(message: Any, state: State) -> UnexpectedMessageError:
+    expected = "a message that this state allows"
+    return UnexpectedMessageError(explain(type(message).__name__, got=f"state {state.value}", expected=expected))
+
+
+def _not_allowed(message: Message, sender: str, state: State) -> LocalProtocolError:
+    subject = f"{type(message).__name__} from {sender}"
+    return LocalProtocolError(explain(subject, got=f"state {state.value}", expected="an open session that allows it"))

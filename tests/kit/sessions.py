@@ -19,19 +19,19 @@ HELLOS = {
 }
 
 
-def said(thing):
+def encoded(thing):
     return thing.encode() if isinstance(thing, Frame) else [message.encode(thing)]
 
 
 def open_peer(role="worker", credit=1_000_000, last_seq=0, now=0.0) -> PeerSession:
     peer = PeerSession(HELLOS[role])
     peer.connected(now)
-    peer.receive(said(Welcome("hub", credit, last_seq)), now)
+    peer.receive(encoded(Welcome("hub", credit, last_seq)), now)
     return peer
 
 
 def open_hub(role="worker", window=1_000_000) -> HubSession:
     hub = HubSession()
-    hub.receive(said(HELLOS[role]), 0.0)
+    hub.receive(encoded(HELLOS[role]), 0.0)
     list(hub.welcome(Welcome("hub", window), 0.0, Intake(Pool(window)) if role == "worker" else None))
     return hub

@@ -20,13 +20,13 @@ from capflow.steering.action import Abort
 from tests.kit.messages import MESSAGES
 
 
-@pytest.mark.parametrize("said", MESSAGES, ids=lambda said: type(said).__name__)
-def test_round_trip(said):
-    assert message.decode(message.encode(said)) == said
+@pytest.mark.parametrize("sent", MESSAGES, ids=lambda sent: type(sent).__name__)
+def test_round_trip(sent):
+    assert message.decode(message.encode(sent)) == sent
 
 
 @pytest.mark.parametrize(
-    ("said", "golden"),
+    ("sent", "golden"),
     [
         (Ack(7, 1000), "83a474797065a361636ba373657107ac6372656469745f6279746573cd03e8"),
         (Beat(), "81a474797065a462656174"),
@@ -42,8 +42,8 @@ def test_round_trip(said):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_bytes_are_pinned(said, golden):
-    assert message.encode(said).hex() == golden
+def test_bytes_are_pinned(sent, golden):
+    assert message.encode(sent).hex() == golden
 
 
 def test_fields_of_a_later_version_are_passed_over():

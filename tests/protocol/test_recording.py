@@ -40,7 +40,7 @@ def test_a_recording_that_somebody_removed_is_an_error_from_then_on(tmp_path, go
         recorder.close()
     with Recorder(path) as again:
         record(again, 4, "r4")
-    assert [said.request for said in recording.read(path) if isinstance(said, RequestDone)] == ["r4"]
+    assert [item.request for item in recording.read(path) if isinstance(item, RequestDone)] == ["r4"]
 
 
 def test_a_recording_that_cannot_be_read_is_given_back(tmp_path, monkeypatch):
@@ -58,4 +58,4 @@ def test_a_recording_that_cannot_be_read_is_given_back(tmp_path, monkeypatch):
             Recorder(path).open()
     with Recorder(path) as again:
         record(again, 2, "r2")
-    assert [said.request for said in recording.read(path) if isinstance(said, RequestDone)] == ["r1", "r2"]
+    assert [item.request for item in recording.read(path) if isinstance(item, RequestDone)] == ["r1", "r2"]

@@ -1,4 +1,4 @@
-"""The session protocol: one table of conversations drives both sides; what may not be said is refused."""
+"""The session protocol: one table of messages drives both sides; a message that is not allowed is refused."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from capflow.protocol.message import (
 from capflow.protocol.session import HubSession, PeerSession, State, cost
 from capflow.steering.action import Abort, ActionApplied
 from tests.kit.frames import make_finished, make_frame, make_hello, make_model
-from tests.kit.sessions import HELLOS, open_hub, open_peer, said
+from tests.kit.sessions import HELLOS, encoded, open_hub, open_peer
 
 ACT = Act("1", Abort("r1"))
 OUTCOME = ActionOutcome(ActionApplied("1", 3))
 
-# who speaks, what is said, whether that peer may say it to a hub (or be told it by one) in an open session
+# The role, the sender, the message, and whether the session allows it when it is open.
 CASES = [
     ("worker", "peer", make_frame(), True),
     ("worker", "peer", Beat(), True),
@@ -98,14 +98,14 @@ class TestWhoMaySayWhat:
     def test_whole(self, role, speaker, thing, allowed):
         session = open_hub(role) if speaker == "peer" else open_peer(role)
         if allowed:
-            got = session.receive(said(thing), 1.0)
+            got = session.receive(encoded(thing), 1.0)
             assert got.header == thing.header if isinstance(thing, Frame) else got == thing
         else:
             with pytest.raises(RemoteProtocolError):
-                session.receive(said(thing), 1.0)
+                session.receive(encoded(thing), 1.0)
 
     def test_cut_short_anywhere(self, role, speaker, thing, allowed):
-        parts = said(thing)
+        parts = encoded(thing)
         for length in range(len(parts[0])):
             session = open_hub(role) if speaker == "peer" else open_peer(role)
             with pytest.raises(RemoteProtocolError):
@@ -114,9 +114,9 @@ class TestWhoMaySayWhat:
     def test_with_trailing_junk(self, role, speaker, thing, allowed):
         session = open_hub(role) if speaker == "peer" else open_peer(role)
         with pytest.raises(RemoteProtocolError):
-            session.receive([bytes(said(thing)[0]) + b"\0", *said(thing)[1:]], 1.0)
+            session.receive([bytes(encoded(thing)[0]) + b"\0", *encoded(thing)[1:]], 1.0)
         with pytest.raises(RemoteProtocolError):
-            session.receive([*said(thing), b"", b""], 1.0)
+            session.receive([*encoded(thing), b"", b""], 1.0)
 
     def test_before_the_session_is_open(self, role, speaker, thing, allowed):
         if speaker == "peer":
@@ -127,14 +127,14 @@ class TestWhoMaySayWhat:
             if isinstance(thing, Refused | Bye | Welcome):
                 return
         with pytest.raises(RemoteProtocolError):
-            session.receive(said(thing), 1.0)
+            session.receive(encoded(thing), 1.0)
 
     def test_saying_it_oneself(self, role, speaker, thing, allowed):
         if isinstance(thing, Frame | Refused):
             return
         session = open_peer(role) if speaker == "peer" else open_hub(role)
         if allowed:
-            assert session.send(thing, 1.0) == said(thing)
+            assert session.send(thing, 1.0) == encoded(thing)
         else:
             with pytest.raises(LocalProtocolError):
                 session.send(thing, 1.0)
@@ -180,7 +180,7 @@ class TestFramesOfAPeer:
         peer = open_peer(credit=each * 2 + each // 2)
         push(peer, 5)
         assert len(sent(peer)) == 2
-        peer.receive(said(Ack(1, each)), 0.0)
+        peer.receive(encoded(Ack(1, each)), 0.0)
         assert [frame.header.seq for frame in sent(peer)] == [3]
         assert peer.credit_bytes >= 0
 
@@ -188,7 +188,7 @@ class TestFramesOfAPeer:
         peer = open_peer(credit=1)
         push(peer, 2)
         assert [frame.header.seq for frame in sent(peer)] == [1]
-        peer.receive(said(Ack(1, 10)), 0.0)
+        peer.receive(encoded(Ack(1, 10)), 0.0)
         assert [frame.header.seq for frame in sent(peer)] == [2]
 
     def test_are_kept_up_to_a_bound_whatever_a_hub_grants(self, monkeypatch):
@@ -198,12 +198,12 @@ class TestFramesOfAPeer:
         assert peer.credit_bytes <= 5000
         for turn in range(20):  # it grants without acknowledging, and has the worker connect again
             sent(peer)
-            peer.receive(said(Ack(0, 2**62)), 0.0)
+            peer.receive(encoded(Ack(0, 2**62)), 0.0)
             sent(peer)
             assert peer._sent_bytes <= 5000
             last = peer._sent[-1].seq
             peer.connected(float(turn))
-            peer.receive(said(Welcome("hub", 2**40, last_seq=last)), float(turn))
+            peer.receive(encoded(Welcome("hub", 2**40, last_seq=last)), float(turn))
         assert last < 100
 
     def test_that_cannot_be_sealed_leave_no_gap(self):
@@ -218,9 +218,9 @@ class TestFramesOfAPeer:
         push(peer, 3)
         sent(peer)
         assert peer.unacked == 3
-        peer.receive(said(Ack(2, 0)), 0.0)
+        peer.receive(encoded(Ack(2, 0)), 0.0)
         assert peer.unacked == 1
-        peer.receive(said(Ack(1, 0)), 0.0)  # an older one changes nothing
+        peer.receive(encoded(Ack(1, 0)), 0.0)  # an older one changes nothing
         assert peer.unacked == 1
 
     def test_the_hub_lacks_are_sent_again_in_order(self):
@@ -230,21 +230,21 @@ class TestFramesOfAPeer:
         push(peer, 1)
         peer.lost()
         peer.connected(1.0)
-        peer.receive(said(Welcome("hub", 1_000_000, last_seq=2)), 1.0)
+        peer.receive(encoded(Welcome("hub", 1_000_000, last_seq=2)), 1.0)
         assert [frame.header.seq for frame in sent(peer)] == [3, 4, 5]
         assert peer.unacked == 5  # what the hub has and has not acknowledged is kept for its successor
-        peer.receive(said(Ack(5, 0)), 1.0)
+        peer.receive(encoded(Ack(5, 0)), 1.0)
         assert peer.unacked == 0
 
     def test_all_go_to_a_hub_that_has_none(self):
         peer = open_peer()
         push(peer, 3)
         sent(peer)
-        peer.receive(said(Ack(1, 0)), 0.0)
-        peer.receive(said(Bye()), 0.0)
+        peer.receive(encoded(Ack(1, 0)), 0.0)
+        peer.receive(encoded(Bye()), 0.0)
         assert peer.state is State.LOST
         peer.connected(1.0)
-        peer.receive(said(Welcome("another", 1_000_000)), 1.0)
+        peer.receive(encoded(Welcome("another", 1_000_000)), 1.0)
         assert [frame.header.seq for frame in sent(peer)] == [2, 3]
 
     @pytest.mark.parametrize("ack", [Ack(4, 0), Ack(1, -1)])
@@ -253,7 +253,7 @@ class TestFramesOfAPeer:
         push(peer, 3)
         sent(peer)
         with pytest.raises(RemoteProtocolError):
-            peer.receive(said(ack), 0.0)
+            peer.receive(encoded(ack), 0.0)
 
     @pytest.mark.parametrize(
         "welcome", [Welcome("h", 1, last_seq=1), Welcome("h", 1, last_seq=-1), Welcome("h", 1, version=9)]
@@ -262,7 +262,7 @@ class TestFramesOfAPeer:
         peer = PeerSession(HELLOS["worker"])
         peer.connected(0.0)
         with pytest.raises(RemoteProtocolError):
-            peer.receive(said(welcome), 0.0)
+            peer.receive(encoded(welcome), 0.0)
 
     def test_of_a_client_are_its_own_bug(self):
         with pytest.raises(LocalProtocolError):
@@ -374,15 +374,15 @@ class TestPool:
     def test_no_more_is_committed_than_there_is_but_for_one_frame_of_each(self, turns):
         pool = Pool(1000, 2500)
         intakes = [Intake(pool) for _ in range(6)]
-        for number, what in turns:
+        for number, call in turns:
             intake = intakes[number]
-            if what == "take" and intake.connected and (intake.credit_bytes >= 150 or not intake.held_bytes):
+            if call == "take" and intake.connected and (intake.credit_bytes >= 150 or not intake.held_bytes):
                 assert intake.take(intake.last_seq + 1, 150)
-            elif what == "release" and intake.held_bytes:
+            elif call == "release" and intake.held_bytes:
                 intake.release(next(iter(intake._held)))
-            elif what == "grant":
+            elif call == "grant":
                 intake.grant()
-            elif what == "revoke":
+            elif call == "revoke":
                 intake.revoke()
             assert sum(one.credit_bytes + one.held_bytes for one in intakes) == pool.committed_bytes
             assert sum(one.held_bytes for one in intakes) <= 2500 + 6 * 150
@@ -454,7 +454,7 @@ class TestTime:
         peer, hub = open_peer(now=0.0), open_hub()
         for session in (peer, hub):
             assert not session.silent(limits.SILENCE_S_MAX * 0.9)
-            session.receive(said(Beat()), limits.SILENCE_S_MAX * 0.9)
+            session.receive(encoded(Beat()), limits.SILENCE_S_MAX * 0.9)
             assert not session.silent(limits.SILENCE_S_MAX * 1.5)
             assert session.silent(limits.SILENCE_S_MAX * 2)
 
@@ -463,7 +463,7 @@ class TestTime:
         assert peer.due() is None
         peer.connected(5.0)
         assert peer.due() == 5.0 + limits.SILENCE_S_MAX
-        peer.receive(said(Welcome("h", 1)), 5.0)
+        peer.receive(encoded(Welcome("h", 1)), 5.0)
         assert peer.due() == 5.0 + limits.HEARTBEAT_S
 
 
@@ -480,11 +480,11 @@ class TestHello:
     )
     def test_that_cannot_be_is_refused(self, hello):
         with pytest.raises(RemoteProtocolError):
-            HubSession().receive(said(hello), 0.0)
+            HubSession().receive(encoded(hello), 0.0)
 
     def test_may_come_again_on_the_same_connection(self):
         hub = open_hub()
-        hub.receive(said(HELLOS["worker"]), 1.0)
+        hub.receive(encoded(HELLOS["worker"]), 1.0)
         assert hub.state is State.HELLO
 
     @pytest.mark.parametrize("other", [{"engine": "other"}, {"boot": "other"}, {"rank": Rank(1, 0, 0)}])
@@ -508,7 +508,7 @@ class TestHello:
 
     def test_that_comes_again_binds_the_frames_to_its_own_model(self):
         hub = open_hub()
-        hub.receive(said(make_hello(model=make_model(hidden=16))), 1.0)
+        hub.receive(encoded(make_hello(model=make_model(hidden=16))), 1.0)
         list(hub.welcome(Welcome("hub", 1_000_000), 1.0, Intake(Pool(1_000_000))))
         hub.receive(make_frame(hidden=16).encode(), 1.0)
         with pytest.raises(RemoteProtocolError, match="float32 of 8, expected float32 of 16"):
@@ -517,9 +517,9 @@ class TestHello:
 
 def test_a_refused_peer_says_nothing_until_the_connection_is_new():
     peer = open_peer()
-    peer.receive(said(Refused("wrong model")), 0.0)
+    peer.receive(encoded(Refused("wrong model")), 0.0)
     assert (peer.state, peer.refusal) == (State.REFUSED, "wrong model")
-    peer.receive(said(Bye()), 0.0)
+    peer.receive(encoded(Bye()), 0.0)
     assert peer.state is State.REFUSED
     push(peer, finished=[make_finished()])
     assert peer.next_frame(0.0) is None
@@ -531,10 +531,10 @@ def test_what_a_hub_holds_of_a_process_that_is_gone_counts_against_the_credit():
     """Else the next process would send a frame beyond its credit, as the only one under way, and be refused."""
     peer = PeerSession(HELLOS["worker"], seq=9)
     peer.connected(0.0)
-    peer.receive(said(Welcome("hub", 1, last_seq=9)), 0.0)
+    peer.receive(encoded(Welcome("hub", 1, last_seq=9)), 0.0)
     push(peer)
     assert peer.next_frame(0.0) is None
-    peer.receive(said(Ack(8, 1)), 0.0)
+    peer.receive(encoded(Ack(8, 1)), 0.0)
     assert peer.next_frame(0.0) is None
-    peer.receive(said(Ack(9, 1)), 0.0)
+    peer.receive(encoded(Ack(9, 1)), 0.0)
     assert peer.next_frame(0.0) is not None
