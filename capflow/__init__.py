@@ -1,10 +1,10 @@
 """capflow captures and steers what a language model computes while vLLM serves it.
 
-These are the public names, for programs, consumers and controllers; `capflow.testing` has those for their tests. Each is
-imported from its module at its first use, so that a program pays for what it uses: `LLM`, `AsyncLLM`, `sampling_params`,
-`demo_model` and `load_steering_module` need the engine extension, and so vLLM; `TorchRows` needs torch.
+These are the public names for programs, consumers and controllers; `capflow.testing` has those for their tests. Each
+name is imported from its module at its first use, so a program pays only for what it uses. `LLM`, `AsyncLLM`,
+`sampling_params`, `demo_model` and `load_steering_module` need vLLM; `TorchRows` needs torch.
 
-Invariant: `import capflow` imports no other module than `capflow.version`, and starts nothing.
+Invariant: `import capflow` imports only `capflow.version`, and starts nothing.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ _PLACES = {
     "capflow_engine.request.params": ("sampling_params",),
     "capflow_engine.steering.module": ("load_module as load_steering_module",),
 }
-"""The modules that the public names come from: the imports above, as they are made at run time."""
+"""The module of each public name; the same as the imports above."""
 
 _MODULES = {
     name.rpartition(" ")[2]: (module, name.partition(" ")[0]) for module, names in _PLACES.items() for name in names

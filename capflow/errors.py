@@ -1,12 +1,11 @@
-"""The errors that capflow raises, and the one form their messages take.
+"""The errors of capflow, and the form of their messages.
 
-An error message is one line: what is wrong; what came; what was expected; what to do. `explain`
-builds it. `UsageError` is the user's to mend (exit code 2), every other `CapflowError` is a failure
-(exit code 1). `LocalProtocolError` says that this side broke the session protocol,
-`RemoteProtocolError` that the peer did.
+An error message is one line: the subject; what it got; what was expected; what to do. `explain` builds it. The user can
+correct a `UsageError` (exit code 2); every other `CapflowError` is a failure (exit code 1). `LocalProtocolError` means
+that this side broke the session protocol, `RemoteProtocolError` that the peer did.
 
-An error of a consumer is of one of three kinds; `kind_of` names it. Retry: the same call is made again later. Fatal: the
-consumer is closed and opened again. Poison: the frame or the request can never be handled, and is set aside.
+`kind_of` sorts the errors of a consumer into three kinds. Retry: the same call is made again later. Fatal: the consumer
+is closed and opened again. Poison: the frame or the request can never be handled, and is set aside.
 """
 
 from __future__ import annotations
@@ -35,13 +34,19 @@ RETRY_ERRNOS = frozenset(
         errno.ETIMEDOUT,
     }
 )
-"""The `errno` values of errors that may go away: no room, no descriptors, no memory, a device that fails, a locked file."""
+"""The `errno` values of errors that may pass.
+
+They are for lack of room, descriptors or memory, a failing device, and a locked file.
+"""
 
 
-def explain(what: str, *, got: Any = None, expected: str = "", do: str = "") -> str:
-    """Return the message `what: got G, expected E; do`, leaving out the parts not given.
+def explain(subject: str, *, got: Any = None, expected: str = "", do: str = "") -> str:
+    """Return the message `SUBJECT: got G, expected E; DO`, without the parts that are not given.
 
-    A text is shown as it is, a blank one in quotes.
+    subject: the wrong field or thing.
+    got: its value. Text is shown unchanged, blank text in quotes, anything else by its repr.
+    expected: the expected value.
+    do: what to do about it.
     """
     parts = []
     if got is not None:
@@ -49,7 +54,7 @@ def explain(what: str, *, got: Any = None, expected: str = "", do: str = "") -> 
         parts.append(f"got {text if len(text) <= _GOT_LENGTH_MAX else text[:_GOT_LENGTH_MAX] + '…'}")
     if expected:
         parts.append(f"expected {expected}")
-    message = ": ".join(filter(None, (what, ", ".join(parts))))
+    message = ": ".join(filter(None, (subject, ", ".join(parts))))
     return " ".join(f"{message}; {do}".splitlines()) if do else " ".join(message.splitlines())
 
 
@@ -61,46 +66,46 @@ def _shown(got: Any) -> str:
 
 
 class CapflowError(Exception):
-    """Something failed that was asked for correctly. The command line exits with 1."""
+    """A correct request failed. The command line exits with 1."""
 
 
 class UsageError(CapflowError, ValueError):
-    """What was asked for is wrong: an option, a spec, a vector, a file. The command line exits with 2."""
+    """An option, a spec, a vector, a file or another input is wrong. The command line exits with 2."""
 
 
 class RetryError(CapflowError):
-    """A consumer cannot do this now: it has taken nothing of what it was given, and is given it again later."""
+    """A consumer cannot do this now. It has taken nothing of this call; the call is made again later."""
 
 
 class FatalError(CapflowError):
-    """A consumer cannot go on as it is: it is closed, opened again, and given again what it has not stored."""
+    """A consumer cannot continue. It is closed, opened again, and given again what it has not stored."""
 
 
 class RoomError(CapflowError):
-    """A hub has no room for what a peer asks for: the peer has done nothing wrong, and may ask again."""
+    """A hub has no room for a peer's request. The peer did nothing wrong and may ask again."""
 
 
 class ProtocolError(CapflowError):
-    """The session protocol was broken."""
+    """A side broke the session protocol."""
 
 
 class LocalProtocolError(ProtocolError):
-    """This side tried something that the session's state does not allow; a bug here."""
+    """This side tried something that the session's state does not allow: a bug here."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent something that the protocol does not allow; its message is not used."""
+    """The peer sent something that the protocol does not allow; its message is ignored."""
 
 
 class HubUnreachableError(CapflowError):
-    """No hub answers at the address within the time allowed."""
+    """No hub answers at the address within the allowed time."""
 
 
 def kind_of(error: BaseException) -> ErrorKind:
     """Return the kind of an exception that a consumer raised.
 
-    `RetryError`, MemoryError and an OSError whose `errno` is in `RETRY_ERRNOS` are `retry`; `FatalError` and what is no
-    `Exception`, such as SystemExit, are `fatal`; every other exception is `poison`.
+    `RetryError`, MemoryError and an OSError with an `errno` of `RETRY_ERRNOS` are `retry`. `FatalError` and exceptions
+    that are not an `Exception`, such as SystemExit, are `fatal`. Every other exception is `poison`.
     """
     if isinstance(error, RetryError | MemoryError):
         return "retry"

@@ -1,6 +1,6 @@
-"""Files: whole ones in the place of old ones, private ones that only their owner reads, and regular ones opened to read.
+"""Files: replaced as a whole, private to their owner, and opened for reading only if they are regular.
 
-A file with captured data is private whatever the umask is, unless an option shares it. A directory that exists keeps its
+A file with captured data is private whatever the umask, unless an option shares it. An existing directory keeps its
 mode. A FIFO or a device in the place of a file is an error, not an endless wait.
 """
 
@@ -24,9 +24,9 @@ _UMASK = 0o077
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Write a private file in the place of `path`, whole and on the disk or not at all; raises OSError.
+    """Write a private file in the place of `path`, complete and on the disk or not at all; raises OSError.
 
-    What is there stays when the block raises. A kill leaves at most a hidden file `.NAME.….new` beside it.
+    An existing file stays if the block raises. A killed process leaves at most a hidden file `.NAME.….new` beside it.
     """
     directory, prefix = path.absolute().parent, f".{path.name[:40]}."
     with tempfile.NamedTemporaryFile(dir=directory, prefix=prefix, suffix=".new", delete=False) as stream:
@@ -48,7 +48,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file that a user named as `replacing` does. Raises CapflowError when it cannot be written."""
+    """Write a file that a user named, as `replacing` does. Raises CapflowError if it cannot be written."""
     try:
         with replacing(path) as stream:
             yield stream
@@ -58,21 +58,24 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def create_private(path: str | os.PathLike[str], flags: int, mode: int = FILE_MODE) -> int:
-    """Return the descriptor of a file that `O_CREAT` makes with this mode; raises OSError.
+    """Open a file with `O_CREAT` and this mode; return its descriptor, which child processes do not inherit.
 
-    flags: as of `os.open`. The descriptor is not inherited.
+    Raises OSError.
+
+    flags: further flags of `os.open`.
     """
     fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, mode)
-    if mode != FILE_MODE:  # of which the umask may have taken something away
+    # The umask may have removed bits of a shared mode.
+    if mode != FILE_MODE:
         os.fchmod(fd, mode)
     return fd
 
 
 def make_directory(path: Path, mode: int = FILE_MODE, *, parents: bool = True) -> None:
-    """Make a directory unless it is there; raises OSError.
+    """Make a directory unless it exists; raises OSError.
 
-    mode: that of the files in it; whoever may read these may enter the directory.
-    parents: whether to make those above it too; else they are to be there.
+    mode: the mode of the files in it; whoever may read these may enter the directory.
+    parents: make missing parent directories too.
     """
     if path.is_dir():
         return
@@ -88,14 +91,17 @@ def make_directory(path: Path, mode: int = FILE_MODE, *, parents: bool = True) -
 
 
 def share_directory(path: Path, mode: int) -> None:
-    """Let those enter a private directory who may read files of this mode; the group of its files stays inherited. Raises OSError."""
+    """Let everybody who may read files of this mode enter a private directory. Raises OSError.
+
+    The group of its files stays inherited.
+    """
     if mode != FILE_MODE:
         path.chmod(mode | (mode & 0o444) >> 2 | path.stat().st_mode & 0o7000)
 
 
 @contextlib.contextmanager
 def private_umask() -> Iterator[int]:
-    """Make files private that libraries and plugins create without a mode of their own, such as DuckDB's log; yield the umask before.
+    """Make files private that libraries and plugins create without a mode, such as DuckDB's log; yield the old umask.
 
     The umask is the whole process's.
     """
@@ -107,11 +113,14 @@ def private_umask() -> Iterator[int]:
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-    """Return the descriptor of a regular file; raises OSError, EINVAL for anything else.
+    """Open a regular file; return its descriptor, which child processes do not inherit.
 
-    flags, mode: as of `os.open`. The descriptor is not inherited.
+    flags, mode: as in `os.open`.
+
+    Raises OSError; its errno is EINVAL for anything but a regular file.
     """
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)  # a FIFO without a writer opens at once
+    # With O_NONBLOCK a FIFO without a writer opens at once.
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "Not a regular file", os.fspath(path))
@@ -119,7 +128,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
 
 
 def read_regular(path: Path, bytes_max: int) -> bytes:
-    """Return what is in a regular file of at most so many bytes; raises OSError, EFBIG for a larger one."""
+    """Return the content of a regular file of at most `bytes_max` bytes; raises OSError, EFBIG for a larger one."""
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size <= bytes_max:

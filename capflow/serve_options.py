@@ -1,7 +1,7 @@
-"""The options of `capflow serve` that are capflow's own; every other option is vLLM's.
+"""capflow's own options of `capflow serve`; every other option is vLLM's.
 
-`hub_options` are of the hub that the command runs beside the server, `engine_options` of the server. Both sides parse with these,
-so that an option is defined once and a wrong one is refused before vLLM is imported.
+`hub_options` are for the hub that the command runs beside the server, `engine_options` for the server. Both sides parse
+with these parsers. So each option is defined once, and a wrong one is refused before vLLM is imported.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ HUB_FLAGS = (
     "--metrics-address",
     "--log-format",
 )
-"""The options of the hub inside; without `--consumer` or `--consumer-config` there is none."""
+"""The options of the hub inside. It runs only with `--consumer` or `--consumer-config`."""
 
 STEERING_KEY = "--steering-api-key"
 GRPC_PORT = "--grpc-port"
 
 _USAGE = "capflow serve MODEL [options of capflow and of vLLM]"
-_DESCRIPTION = """Serve MODEL with vLLM's OpenAI-compatible server, with capture and steering. With --consumer the command runs a
-hub too; without it the server looks for one that runs (`capflow run`)."""
-_EPILOG = """Every option of `vllm serve` is an option of this command: --help=all lists them, --help=NAME those whose name or
-group is NAME, such as --help=max-model-len or --help=ParallelConfig."""
+_DESCRIPTION = """Serve MODEL with vLLM's OpenAI-compatible server, with capture and steering.
+With --consumer the command also runs a hub; without it the server connects to a running one (`capflow run`)."""
+_EPILOG = """Every option of `vllm serve` is an option of this command. --help=all lists them; --help=NAME lists those
+whose name or group is NAME, such as --help=max-model-len or --help=ParallelConfig."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that knows no abbreviations, leaves --help alone, and raises UsageError."""
+    """A parser without abbreviations and without --help, which raises UsageError."""
 
     def __init__(self, parents: Sequence[argparse.ArgumentParser] = ()) -> None:
         super().__init__(
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def hub_options() -> Parser:
-    """Return the parser of the options of the hub inside."""
+    """Return the parser for the options of the hub inside."""
     parser = Parser()
     hub = parser.add_argument_group("a hub in the same command")
     hub.add_argument(
@@ -70,69 +70,74 @@ def hub_options() -> Parser:
     hub.add_argument(
         "--consumer-config", type=Path, metavar="FILE", help="a TOML file with a [[consumer]] table for each"
     )
-    hub.add_argument("--address", help="where the hub listens; by default a socket that only this command knows")
+    hub.add_argument("--address", help="the hub's address (default: a private socket of this command)")
     hub.add_argument(
         "--drain-s",
         type=_seconds(0.0, limits.SHUTDOWN_S_MAX),
         metavar="SECONDS",
-        help=f"how long consumers that get on may take at the end (default: {limits.DRAIN_S_MAX:g})",
+        help=f"time at the end for consumers that make progress (default: {limits.DRAIN_S_MAX:g})",
     )
     hub.add_argument(
         "--memory-bytes-max",
         type=_bytes(limits.MEMORY_BYTES_MAX, limits.MEMORY_BYTES_MIN),
         metavar="BYTES",
-        help="the hub's memory for what peers send (default: a quarter of the machine's)",
+        help="the hub's memory for data from peers (default: a quarter of the machine's)",
     )
     hub.add_argument("--metrics-address", metavar="[HOST:]PORT", help="serve the hub's /metrics, /healthz and /readyz")
-    hub.add_argument("--log-format", choices=["text", "json"], help="of the hub's log (default: text)")
+    hub.add_argument("--log-format", choices=["text", "json"], help="format of the hub's log (default: text)")
     return parser
 
 
 def engine_options() -> Parser:
-    """Return the parser of the options of the server."""
+    """Return the parser for the options of the server."""
     parser = Parser()
     _add_capture(parser)
     _add_queue(parser)
     _add_steering(parser)
     _add_server(parser)
-    parser.add_argument("--command-fd", type=int, default=None, help=argparse.SUPPRESS)  # the command that started this
+    # A descriptor of the command that started this process.
+    parser.add_argument("--command-fd", type=int, default=None, help=argparse.SUPPRESS)
     return parser
 
 
 def help_text() -> str:
-    """Return the help of the command."""
+    """Return the command's help."""
     return Parser([hub_options(), engine_options()]).format_help()
 
 
 def _add_capture(parser: Parser) -> None:
     group = parser.add_argument_group("capture")
     group.add_argument(
-        "--hub", action="append", default=[], metavar="ADDRESS", help="a hub that rows go to; repeatable, in order"
+        "--hub",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="address of a hub that rows are sent to; repeatable, in order",
     )
-    group.add_argument("--key", metavar="NAME|PATH", help="this engine's key, for hubs that have one")
+    group.add_argument("--key", metavar="NAME|PATH", help="this engine's key, for hubs with keys")
     group.add_argument(
         "--engine-name",
         type=_engine_name,
         metavar="NAME",
-        help="what this engine is called, in data and at its hubs (default: another name at each start)",
+        help="this engine's name in data and at its hubs (default: a new name at each start)",
     )
     group.add_argument(
         "--insecure",
         action="store_true",
-        help="allow a hub on another machine without keys, and changes of steering without a key from other machines",
+        help="allow a hub on another machine without keys, and changes to steering from other machines without a key",
     )
     group.add_argument(
         "--sites",
         action="append",
         metavar="HOOK:LAYER",
-        help="sites that carry a tap, with *; repeatable (default: post_block:*)",
+        help="sites to tap; * means every layer; repeatable (default: post_block:*)",
     )
     group.add_argument(
         "--capture-wait-s",
         type=_seconds(0.0, limits.CAPTURE_WAIT_S_MAX, above=True),
         default=limits.CAPTURE_WAIT_S_DEFAULT,
         metavar="SECONDS",
-        help="how long a request with capture_wait waits for the consumers (default: %(default)g)",
+        help="how long a request with capture_wait waits for its results (default: %(default)g)",
     )
 
 
@@ -141,12 +146,12 @@ def _add_queue(parser: Parser) -> None:
     group.add_argument(
         "--policy", choices=[*map(str, POLICIES_OF_WORKERS)], default=str(POLICY_DEFAULT), help="default: %(default)s"
     )
-    group.add_argument("--spool-dir", metavar="DIR", help="where a worker with policy spill has its spool")
+    group.add_argument("--spool-dir", metavar="DIR", help="directory for the spool of --policy spill")
     group.add_argument(
-        "--spool-bytes", type=_bytes(limits.SPOOL_BYTES_MAX), metavar="BYTES", help="its size (default: 2 GiB)"
+        "--spool-bytes", type=_bytes(limits.SPOOL_BYTES_MAX), metavar="BYTES", help="size of the spool (default: 2 GiB)"
     )
     group.add_argument(
-        "--spill-fallback", choices=[*map(str, FALLBACKS)], help="what holds when it is full (default: block)"
+        "--spill-fallback", choices=[*map(str, FALLBACKS)], help="policy when the spool is full (default: block)"
     )
 
 
@@ -158,27 +163,27 @@ def _add_steering(parser: Parser) -> None:
         nargs="+",
         default=[],
         metavar="NAME=PATH",
-        help="modules that requests may name",
+        help="steering modules that requests may name",
     )
     group.add_argument(
         STEERING_KEY,
         action="append",
         default=[],
         metavar="KEY",
-        help="a key that changes of the global state and of modules need; repeatable",
+        help="a key that is required to change the global steering and modules; repeatable",
     )
     group.add_argument(
         "--steering-bank-bytes",
         type=_bytes(limits.BANK_BYTES_MAX),
         metavar="BYTES",
-        help="memory for the vectors of the requests that run (default: 256 MiB)",
+        help="memory for the vectors of running requests (default: 256 MiB)",
     )
     group.add_argument(
         "--steering-body-bytes-max",
         type=_bytes(limits.BODY_BYTES_MAX),
         default=limits.BODY_BYTES_DEFAULT,
         metavar="BYTES",
-        help="the largest body of a request (default: 256 MiB)",
+        help="largest body of a request (default: 256 MiB)",
     )
 
 
@@ -188,15 +193,15 @@ def _add_server(parser: Parser) -> None:
         "--shutdown-timeout",
         type=_seconds(0.0, limits.SHUTDOWN_S_MAX),
         metavar="SECONDS",
-        help="how long requests that run may take after the first SIGINT or SIGTERM; then they are aborted and what they "
-        f"have is sent (default: {limits.SHUTDOWN_S_DEFAULT:g})",
+        help="time for running requests after the first SIGINT or SIGTERM; then they are aborted and their answers so "
+        f"far are sent (default: {limits.SHUTDOWN_S_DEFAULT:g})",
     )
-    group.add_argument(GRPC_PORT, type=_port, metavar="PORT", help="serve gRPC too")
-    group.add_argument("--grpc-host", default="127.0.0.1", metavar="HOST", help="where (default: %(default)s)")
+    group.add_argument(GRPC_PORT, type=_port, metavar="PORT", help="also serve gRPC")
+    group.add_argument("--grpc-host", default="127.0.0.1", metavar="HOST", help="gRPC address (default: %(default)s)")
 
 
 def _bytes(high: int, low: int = 1) -> Callable[[str], int]:
-    """Return what reads a number of bytes between two bounds."""
+    """Return a function that reads a number of bytes within bounds."""
 
     def number_of_bytes(text: str) -> int:
         if not text.isdigit() or not low <= int(text) <= high:
@@ -207,9 +212,9 @@ def _bytes(high: int, low: int = 1) -> Callable[[str], int]:
 
 
 def _seconds(low: float, high: float, *, above: bool = False) -> Callable[[str], float]:
-    """Return what reads a number of seconds within bounds.
+    """Return a function that reads a number of seconds within bounds.
 
-    above: whether the lower one is outside.
+    above: exclude the lower bound.
     """
 
     def number_of_seconds(text: str) -> float:

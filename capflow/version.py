@@ -1,3 +1,3 @@
-"""The version of this release. The build reads it from here, `capflow.__version__` and `capflow --version` too."""
+"""The version of this release. The build, `capflow.__version__` and `capflow --version` read it from here."""
 
 __version__ = "0.1.0"
