@@ -3,7 +3,7 @@
     PYTHONPATH=.:consumers python3 benchmarks/replay.py --directory DISK
 
 A recording (`capflow record`) and a data set (the `filesystem` consumer, `packed`) of the same requests: a prompt as one step, each generated token as
-one. Bare: every frame that `recording.read` or `said_by` makes is looked at, in this thread. Replay: the same, through a hub of this process to a consumer that does nothing, until
+one. Bare: every frame that `recording.read` or `entries_of` makes is looked at, in this thread. Replay: the same, through a hub of this process to a consumer that does nothing, until
 that has had the last. What lies on the disk is in memory. They take turns; a line is the medians and their ratio.
 
 Predicted, on two cores: a frame costs the hub and the two threads 150 us beside reading it; a frame of one token at 18 sites takes 60 us to read from a recording, and 300 to make
@@ -31,8 +31,8 @@ from capflow.capture.spec import CaptureSpec
 from capflow.plugins.configure import ConfiguredConsumer
 from capflow.plugins.consumer import Consumer
 from capflow.protocol import recording
-from capflow.protocol.recording import RecordedEngine, Recorder, Said
-from capflow.replay.dataset import said_by
+from capflow.protocol.recording import Entry, RecordedEngine, Recorder
+from capflow.replay.dataset import entries_of
 from capflow.replay.player import Replay, ReplayPace
 from capflow.testing import MemoryHub
 from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemConsumer
@@ -64,7 +64,7 @@ class Null(Consumer):
         self.rows += rows_of(frame.header).total()
 
 
-def said(prompt: int, steps: int, megabytes: int) -> Iterator[Said]:
+def said(prompt: int, steps: int, megabytes: int) -> Iterator[Entry]:
     """Yield what an engine says of requests, one at a time."""
     yield RecordedEngine("engine", MODEL)
     tokens = prompt + steps - 1
@@ -88,7 +88,7 @@ def said(prompt: int, steps: int, megabytes: int) -> Iterator[Said]:
         )
 
 
-def keep(directory: Path, what: Iterable[Said]) -> tuple[Path, Path]:
+def keep(directory: Path, what: Iterable[Entry]) -> tuple[Path, Path]:
     """Record it, and write it as a data set; return where they are."""
     root = directory / "rows"
     files = FilesystemConsumer(FilesystemConfig(str(root), fsync=False))
@@ -109,11 +109,11 @@ def keep(directory: Path, what: Iterable[Said]) -> tuple[Path, Path]:
     return directory / "recording", root
 
 
-def rows_in(what: Iterable[Said]) -> int:
+def rows_in(what: Iterable[Entry]) -> int:
     return sum(rows_of(one.header).total() for one in what if isinstance(one, Frame))
 
 
-def replayed(what: Iterable[Said]) -> int:
+def replayed(what: Iterable[Entry]) -> int:
     null = Null()
     with MemoryHub(ConfiguredConsumer.of(null, policy="block")) as hub:
         Replay(hub.hub, ReplayPace()).run(what)
@@ -121,7 +121,7 @@ def replayed(what: Iterable[Said]) -> int:
     return null.rows
 
 
-def measure(name: str, turns: int, source: Callable[[], Iterable[Said]]) -> None:
+def measure(name: str, turns: int, source: Callable[[], Iterable[Entry]]) -> None:
     """Print a line of the table."""
     took: dict[str, list[float]] = {"bare": [], "replay": []}
     rows: set[int] = set()
@@ -154,7 +154,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
             kept, root = keep(Path(directory), said(prompt, steps, arguments.megabytes))
             measure(f"recording, {shape}", arguments.turns, lambda kept=kept: recording.read(kept))
-            measure(f"data set, {shape}", arguments.turns, lambda root=root: said_by(capflow.open(root)))
+            measure(f"data set, {shape}", arguments.turns, lambda root=root: entries_of(capflow.open(root)))
 
 
 if __name__ == "__main__":

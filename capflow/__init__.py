@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from capflow.probes.kinds import load_probe
     from capflow.probes.probe import Probe, Scorer, load_vector, save_vector
     from capflow.protocol.routing import hub_of
-    from capflow.replay.dataset import said_by
+    from capflow.replay.dataset import entries_of
     from capflow.replay.player import Replay, ReplayPace
     from capflow.steering.action import (
         Abort,
@@ -104,6 +104,7 @@ __all__ = [
     "configure",
     "configure_all",
     "demo_model",
+    "entries_of",
     "explain",
     "hookimpl",
     "hub_of",
@@ -112,7 +113,6 @@ __all__ = [
     "load_steering_module",
     "load_vector",
     "open",
-    "said_by",
     "sampling_params",
     "save_vector",
 ]
@@ -133,7 +133,7 @@ _PLACES = {
     "capflow.probes.kinds": ("load_probe",),
     "capflow.probes.probe": ("Probe", "Scorer", "load_vector", "save_vector"),
     "capflow.protocol.routing": ("hub_of",),
-    "capflow.replay.dataset": ("said_by",),
+    "capflow.replay.dataset": ("entries_of",),
     "capflow.replay.player": ("Replay", "ReplayPace"),
     "capflow.steering.action": (
         "Abort",

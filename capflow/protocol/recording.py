@@ -39,8 +39,8 @@ class RecordedEngine(msgspec.Struct, frozen=True, array_like=True):
     model: ModelInfo
 
 
-Said = RecordedEngine | Frame | RequestDone | Lost
-"""The items of a recording."""
+Entry = RecordedEngine | Frame | RequestDone | Lost
+"""An entry of a recording."""
 
 # The time that the disk may take for the end of a request before a retry.
 _SYNC_S = 5.0
@@ -176,8 +176,8 @@ def is_recording(path: Path) -> bool:
     return first is not None and (isinstance(first, Lost) or first.head[:1] in _decoders)
 
 
-def read(path: Path) -> Iterator[Said]:
-    """Yield the items of a recording in order; damaged ones as `Lost`. Another process may write it meanwhile.
+def read(path: Path) -> Iterator[Entry]:
+    """Yield the entries of a recording in order; damaged ones as `Lost`. Another process may write it meanwhile.
 
     Raises UsageError if the directory is not a recording, CapflowError if it cannot be read.
     """
@@ -186,14 +186,14 @@ def read(path: Path) -> Iterator[Said]:
             yield record
             continue
         try:
-            item = _decode(record.head)
+            entry = _decode(record.head)
         except (msgspec.MsgspecError, KeyError):
             do = "read it with the capflow that wrote it, if it is a recording"
             got = f"record {record.id}"
             raise UsageError(explain(str(path), got=got, expected="a record of a recording", do=do)) from None
-        yield Frame(item, memoryview(record.body).cast("B")) if isinstance(item, FrameHeader) else item
+        yield Frame(entry, memoryview(record.body).cast("B")) if isinstance(entry, FrameHeader) else entry
 
 
 def _decode(head: bytes) -> RecordedEngine | FrameHeader | RequestDone:
-    item: RecordedEngine | FrameHeader | RequestDone = _decoders[head[:1]].decode(head[1:])
-    return item
+    entry: RecordedEngine | FrameHeader | RequestDone = _decoders[head[:1]].decode(head[1:])
+    return entry

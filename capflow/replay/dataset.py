@@ -1,7 +1,8 @@
-"""A captured data set as a recording would say it: the requests of `capflow.open(path)`, step by step.
+"""The entries of a recording, made from a data set: the requests of `capflow.open(path)`, step by step.
 
-A data set does not say when its rows were computed nor which requests shared a step, so that is made up: some requests run at a time, the
-prompt is one step, or several where it is large, and each generated token another. Rows, positions, token ids and texts are what is stored.
+A data set stores neither times nor which requests shared a step, so the steps are invented: eight requests run at a
+time, a prompt is one step, or several if it is large, and each generated token is one step. Rows, positions, token ids
+and texts are the stored ones.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from capflow.capture.frame import DTYPES, Block, Dropped, Finished, Frame, Frame
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site, layers_by_hook
 from capflow.capture.spec import CaptureSpec
-from capflow.protocol.recording import RecordedEngine, Said
+from capflow.protocol.recording import Entry, RecordedEngine
 
 _AT_ONCE = 8  # requests that run at a time
-_STEP_BYTES_MAX = 64 * limits.MIB  # of rows in one step, unless one position has more
+_STEP_BYTES_MAX = 64 * limits.MIB  # of rows in one step; one position may have more
 _BOOT = "replayed"
 
 
 class _Group(NamedTuple):
-    """Sites that have rows of the same positions.
+    """Sites whose rows have the same positions.
 
-    rows: of each site `[len(positions), hidden_size]`.
+    rows: for each site `[len(positions), hidden_size]`.
     """
 
     sites: tuple[Site, ...]
@@ -37,20 +38,23 @@ class _Group(NamedTuple):
     rows: list[npt.NDArray[Any]]
 
 
-def said_by(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Said]:
-    """Yield what engines would have said of these captures, as `capflow.open(path)` iterates over them.
+def entries_of(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Entry]:
+    """Yield the entries that engines would have sent for these captures.
 
-    An engine's model has the sites that have rows, and as many layers as the highest of them says; its dtype is that of
-    the rows as they are stored. An engine of which several dtypes are stored connects once for each.
+    The model of an engine has the sites that have rows, as many layers as the highest site needs, and the stored dtype.
+    An engine with rows of several dtypes connects once for each dtype.
 
-    ask: each request brings a spec that names its sites, for consumers that capture nothing of every request.
+    captures: as `capflow.open(path)` iterates over them.
+    ask: each request has a spec that names its sites, for consumers that have no spec of their own.
     """
-    for (engine, model, hidden_size), found in itertools.groupby(sorted(captures, key=_whose), key=_whose):
-        mine = list(found)
+    for (engine, model, hidden_size), group in itertools.groupby(sorted(captures, key=_whose), key=_whose):
+        mine = list(group)
         sites = tuple(sorted({site for capture in mine for site in capture.sites}))
         layers = max((site.layer for site in sites), default=0) + 1
         by_dtype: dict[str, list[Any]] = {}
-        for capture in sorted(mine, key=lambda capture: not capture.sites):  # one without rows has any dtype
+        for capture in sorted(
+            mine, key=lambda capture: not capture.sites
+        ):  # a capture without rows takes the first dtype
             dtype = _dtype_of(capture.sidecar) if capture.sites or not by_dtype else next(iter(by_dtype))
             by_dtype.setdefault(dtype, []).append(capture)
         for dtype, alike in by_dtype.items():
@@ -59,7 +63,7 @@ def said_by(captures: Iterable[Any], *, ask: bool = False) -> Iterator[Said]:
 
 
 def _run(captures: Iterable[Any], dtype: str, *, ask: bool) -> Iterator[Frame]:
-    """Yield the frames of captures whose rows are replayed in one dtype, some captures at a time."""
+    """Yield the frames of captures of one dtype, `_AT_ONCE` captures at a time."""
     waiting = iter(captures)
     running = [_steps(capture, dtype, ask=ask) for capture in itertools.islice(waiting, _AT_ONCE)]
     steps = itertools.count(1)
@@ -78,7 +82,7 @@ def _whose(capture: Any) -> tuple[str, str, int]:
 
 
 def _dtype_of(sidecar: Any) -> str:
-    """Return the dtype of a capture's rows as they are replayed: that of all its sites, or float32, which holds every number of the others."""
+    """Return the dtype of a replayed capture: that of its sites, or float32, which is exact, if they differ."""
     dtypes = {entry.dtype or sidecar.dtype for entry in sidecar.sites} or {sidecar.dtype}
     return str(dtypes.pop()) if len(dtypes) == 1 else "float32"
 
@@ -88,28 +92,28 @@ def _numbered(frame: Frame, step: int) -> Frame:
 
 
 def _steps(capture: Any, dtype: str, *, ask: bool) -> Iterator[Frame]:
-    """Yield a request's frames, numbered by nobody yet, the last of them with its end."""
-    told = capture.sidecar
+    """Yield a request's frames, not numbered yet; the last one ends the request."""
+    sidecar = capture.sidecar
     groups, ids = _groups(capture)
-    row_bytes = told.hidden_size * DTYPES[dtype].itemsize * max(1, len(capture.sites))
-    runs = list(_runs(sorted(ids), told.prompt_length, max(1, _STEP_BYTES_MAX // row_bytes)))
+    row_bytes = sidecar.hidden_size * DTYPES[dtype].itemsize * max(1, len(capture.sites))
+    runs = list(_runs(sorted(ids), sidecar.prompt_length, max(1, _STEP_BYTES_MAX // row_bytes)))
     texts = capture.texts
-    spec = _spec(capture.sites, told.tag) if ask else None
+    spec = _spec(capture.sites, sidecar.tag) if ask else None
     rows_total = sum(len(group.positions) * len(group.sites) for group in groups)
     finished = Finished(
-        id=told.request,
-        status=told.status,
-        prompt_length=told.prompt_length,
-        computed_length=told.computed_length,
+        id=sidecar.request,
+        status=sidecar.status,
+        prompt_length=sidecar.prompt_length,
+        computed_length=sidecar.computed_length,
         rows=rows_total,
-        dropped=tuple(Dropped(rows, reason) for rows, reason in told.dropped),
+        dropped=tuple(Dropped(rows, reason) for rows, reason in sidecar.dropped),
         capture=spec,
     )
     for start, stop in runs or [(0, 0)]:
         places = range(start, stop)
         part = RequestRows(
-            id=told.request,
-            prompt_length=told.prompt_length,
+            id=sidecar.request,
+            prompt_length=sidecar.prompt_length,
             start=start,
             token_ids=tuple(ids[place] for place in places),
             texts=tuple(texts[place] for place in places) if all(place in texts for place in places) else (),
@@ -117,14 +121,14 @@ def _steps(capture: Any, dtype: str, *, ask: bool) -> Iterator[Frame]:
         )
         blocks, payload = _blocks(groups, start, stop, dtype)
         header = FrameHeader(
-            engine=told.engine,
+            engine=sidecar.engine,
             boot=_BOOT,
             rank=Rank(0, 0, 0),
             seq=1,
             step=1,
             time_ns=0,
             dtype=dtype,
-            hidden_size=told.hidden_size,
+            hidden_size=sidecar.hidden_size,
             requests=(part,) if places else (),
             blocks=blocks,
             finished=(finished,) if not runs or stop == runs[-1][1] else (),
@@ -135,7 +139,7 @@ def _steps(capture: Any, dtype: str, *, ask: bool) -> Iterator[Frame]:
 
 
 def _groups(capture: Any) -> tuple[list[_Group], dict[int, int]]:
-    """Return a request's rows by which positions they are of, and the token ids of all positions that have any."""
+    """Return a request's rows grouped by their positions, and the token id of each position that has a row."""
     groups: dict[bytes, _Group] = {}
     ids: dict[int, int] = {}
     for site in sorted(capture.sites):
@@ -149,7 +153,7 @@ def _groups(capture: Any) -> tuple[list[_Group], dict[int, int]]:
 
 
 def _runs(positions: list[int], prompt_length: int, length_max: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of positions that steps compute: of the prompt as long as they may be, behind it one by one."""
+    """Yield the run of positions of each step: prompt runs of up to `length_max`, then one position a step."""
     start = stop = -1
     for position in positions:
         if position == stop and position < prompt_length and stop - start < length_max:
@@ -163,7 +167,7 @@ def _runs(positions: list[int], prompt_length: int, length_max: int) -> Iterator
 
 
 def _blocks(groups: list[_Group], start: int, stop: int, dtype: str) -> tuple[tuple[Block, ...], bytes]:
-    """Return the blocks of the rows of positions `start .. stop`, and their payload."""
+    """Return the blocks of the rows at positions `start .. stop`, and their payload."""
     blocks, payload = [], []
     for group in groups:
         first, last = np.searchsorted(group.positions, [start, stop])
@@ -178,6 +182,6 @@ def _blocks(groups: list[_Group], start: int, stop: int, dtype: str) -> tuple[tu
 
 
 def _spec(sites: Iterable[Site], tag: str) -> CaptureSpec | None:
-    """Return the spec that names these sites, with the tag of the capture."""
+    """Return a spec with these sites and the capture's tag; None without sites."""
     hooks = layers_by_hook(sites)
     return CaptureSpec.parse({"hooks": hooks, "tag": tag}) if hooks else None

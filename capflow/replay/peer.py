@@ -1,7 +1,7 @@
-"""A peer in the process of its hub, a worker or a scheduler: a real session of the protocol, with the hub's thread in the place of a connection.
+"""A worker or a scheduler in the hub's own process: a real protocol session without a connection.
 
-What always holds: what peers say reaches the hub in the order in which it is said, also that of several which one thread drives; no more
-frames are on the way than the hub's credit allows. The hub takes a peer in its own process to be alive.
+Invariant: messages reach the hub in the order in which they are sent, also from several peers that one thread drives.
+No more frames are in flight than the hub's credit allows. The hub never times out a peer of its own process.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ def _reject(act: Act) -> Outcome:
 
 
 class LocalPeer:
-    """A worker or a scheduler, from its making to `close`; one thread drives it. Raises CapflowError with the hub's reason when it is refused.
+    """A worker or a scheduler from its construction to `close`. One thread drives it.
 
-    seq: the number of the last frame of this boot, sent by a process that is gone.
-    stopped: whether to wait for the hub no longer.
-    on_act: answers the actions that a scheduler is sent, when `hear` is called.
+    Raises CapflowError with the hub's reason if the hub refuses it.
+
+    seq: the number of the last frame of this boot that an earlier process sent.
+    stopped: returns True to stop waiting for the hub.
+    on_act: answers the actions that the hub sends a scheduler; `hear` calls it.
     """
 
     def __init__(
@@ -61,12 +63,12 @@ class LocalPeer:
         return self._session.seq
 
     def give(self, frame: Frame) -> bool:
-        """Give a sealed frame, with the number it has, to the hub, waiting for credit; return False when `stopped` held first."""
+        """Give the hub a sealed frame with its number, waiting for credit; return False if `stopped` came first."""
         self._session.push_sealed(frame.header.seq, frame.encode())
         return self._out()
 
     def push(self, header: FrameHeader, payload: Any = b"") -> bool:
-        """Number and seal a frame, and give it to the hub as `give` does."""
+        """Number and seal a frame, then do as `give`."""
         self._session.push(header, payload)
         return self._out()
 
@@ -78,13 +80,16 @@ class LocalPeer:
         return not self._session.unacked
 
     def hear(self, timeout_s: float = 0.0) -> None:
-        """Take what the hub said, waiting for the first of it for at most so long. Raises CapflowError when it ended the session."""
+        """Receive the hub's messages; wait at most `timeout_s` for the first.
+
+        Raises CapflowError if the hub ended the session.
+        """
         try:
             parts = self._heard.get(timeout=timeout_s) if timeout_s else self._heard.get_nowait()
             while True:
-                said = self._session.receive(parts, time.monotonic())
-                if isinstance(said, Act):
-                    answer = ActionOutcome(self._on_act(said))
+                message = self._session.receive(parts, time.monotonic())
+                if isinstance(message, Act):
+                    answer = ActionOutcome(self._on_act(message))
                     self._hub.receive(self._peer, self._session.send(answer, time.monotonic()))
                 parts = self._heard.get_nowait()
         except queue.Empty:
@@ -95,7 +100,7 @@ class LocalPeer:
             raise CapflowError(explain(f"the hub refused engine {self.hello.engine}", got=got))
 
     def close(self) -> None:
-        """Say Bye: the peer does not come back, and what it has not ended is over."""
+        """Send Bye: the peer does not come back, and its open requests end."""
         if self._session.state is State.OPEN:
             self._hub.receive(self._peer, self._session.send(Bye(), time.monotonic()))
         self._session.lost()

@@ -1,8 +1,9 @@
-"""Replay: what a recording says, said again to a hub of this process, as the engines said it.
+"""Replay: sends the entries of a recording to a hub of this process, as the engines sent them.
 
-Each boot of each worker is a worker here, with the name, rank, boot and frame numbers that it had, so that consumers are told what they were
-told live. What always holds: frames come in the order of the recording; a request ends where it ended; rows of a request that
-are not in the recording are counted in its result as `not_recorded`.
+Each boot of each worker connects with its name, rank, boot and frame numbers, so consumers get what they got live.
+
+Invariant: frames come in the order of the recording, and a request ends where it ended. A request's result counts rows
+that the recording does not have as `not_recorded`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from capflow.capture.result import RequestDone
 from capflow.errors import CapflowError, RemoteProtocolError, explain
 from capflow.hub.hub import Hub
 from capflow.protocol.message import Hello
-from capflow.protocol.recording import RecordedEngine, Said
+from capflow.protocol.recording import Entry, RecordedEngine
 from capflow.protocol.row_format import RowFormat
 from capflow.replay.peer import LocalPeer
 from capflow.transport.links.worker import empty_header
@@ -31,21 +32,24 @@ logger = logging.getLogger("capflow.replay")
 
 
 class ReplayPace:
-    """When frames are due.
+    """When each frame is due.
 
-    speed: how many seconds of the recording pass in one.
-    steps_per_s: so many frames of each worker, instead. None: at once.
+    speed: how many recorded seconds pass in one second; None for as fast as possible.
+    steps_per_s: this many frames a second of each worker instead.
     """
 
     def __init__(self, speed: float | None = None, steps_per_s: float | None = None) -> None:
         self._speed = speed
         self._steps_per_s = steps_per_s
-        # The wall clock of the first frame, and when it was said here.
+        # The recorded time of the first frame, and when it was replayed.
         self._first: tuple[int, float] | None = None
         self._steps: Counter[WorkerBoot] = Counter()
 
     def due(self, header: FrameHeader, now: float) -> float:
-        """Return when a frame is due, on the clock of `now`; a clock that was set back is not waited for."""
+        """Return when a frame is due, on the clock of `now`.
+
+        If the recorded clock went back, the frame is due at once.
+        """
         if self._first is None:
             self._first = header.time_ns, now
         began_ns, began = self._first
@@ -56,11 +60,11 @@ class ReplayPace:
 
 
 class Replay:
-    """One replay into a hub that runs.
+    """One replay into a running hub.
 
-    stopped: whether to end early.
+    `frames` and `rows` count the replayed ones, `records_lost` the records that cannot be read.
 
-    `frames` and `rows` count what was said; `records_lost` what could not be read.
+    stopped: returns True to end early.
     """
 
     def __init__(self, hub: Hub, pace: ReplayPace, *, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -70,27 +74,27 @@ class Replay:
         self._hub = hub
         self._pace = pace
         self._stopped = stopped
+        # By engine.
         self._models: dict[str, ModelInfo] = {}
-        # Likewise, by engine.
         self._formats: dict[str, RowFormat] = {}
-        # Of the engines that are connected.
+        # Of connected engines.
         self._schedulers: dict[str, LocalPeer] = {}
         self._workers: dict[tuple[str, Rank], _Worker] = {}
-        # Of open requests: their workers, by stage.
-        self._told: dict[tuple[str, str], dict[int, Rank]] = {}
-        # Likewise: the stages that said that they are over.
+        # For each open request, by engine and id: the rank of its worker in each stage.
+        self._open: dict[tuple[str, str], dict[int, Rank]] = {}
+        # For each open request: the stages whose frames ended it.
         self._ended: dict[tuple[str, str], set[int]] = {}
 
-    def run(self, said: Iterable[Said]) -> None:
-        """Say all of it, and wait until the hub's consumers with policies `block` and `spill` have it.
+    def run(self, entries: Iterable[Entry]) -> None:
+        """Send all entries, and wait until the consumers with policies `block` and `spill` have the frames.
 
-        Raises CapflowError when the hub refuses an engine: a consumer wants what its model lacks.
+        Raises CapflowError if the hub refuses an engine, because a consumer asks for a site that its model lacks.
         """
         try:
-            for what in said:
+            for entry in entries:
                 if self._stopped():
                     return
-                self._say(what)
+                self._give(entry)
             self._end_pending()
             for worker in self._workers.values():
                 worker.link.settle()
@@ -98,12 +102,12 @@ class Replay:
             for engine in list(self._schedulers):
                 self._lose(engine)
 
-    def _say(self, what: Said) -> None:
+    def _give(self, entry: Entry) -> None:
         for scheduler in self._schedulers.values():
             scheduler.hear()
-        if not isinstance(what, RequestDone):
+        if not isinstance(entry, RequestDone):
             self._end_pending()
-        match what:
+        match entry:
             case RecordedEngine(name, model):
                 if self._models.get(name) != model:
                     self._lose(name)
@@ -111,12 +115,12 @@ class Replay:
                 self._formats[name] = RowFormat(model)
                 self._connect(name)
             case Frame():
-                self._frame(what)
+                self._frame(entry)
             case RequestDone():
-                self._done(what)
+                self._done(entry)
             case Lost():
-                self.records_lost += what.last - what.first + 1
-                logger.warning("records %d to %d of the recording are lost: %s", what.first, what.last, what.reason)
+                self.records_lost += entry.last - entry.first + 1
+                logger.warning("records %d to %d of the recording are lost: %s", entry.first, entry.last, entry.reason)
 
     def _frame(self, frame: Frame) -> None:
         header = frame.header
@@ -142,22 +146,22 @@ class Replay:
         self.frames += 1
         self.rows += rows.total()
         for part in header.requests:
-            self._told.setdefault((header.engine, part.id), {})[header.rank.pp] = header.rank
+            self._open.setdefault((header.engine, part.id), {})[header.rank.pp] = header.rank
         for finished in header.finished:
             self._ended.setdefault((header.engine, finished.id), set()).add(header.rank.pp)
-        worker.say(frame)
+        worker.give(frame)
 
     def _rest(self, until: float) -> None:
         while (left := until - time.monotonic()) > 0 and not self._stopped():
             time.sleep(min(left, limits.IDLE_S))
 
     def _done(self, done: RequestDone) -> None:
-        """End a request as it ended: by what its workers said that no recorded frame holds, or with its engine."""
+        """End a request as it ended live: by its workers' ends that no recorded frame holds, or with its engine."""
         key = done.engine, done.request
-        ranks, ended = self._told.pop(key, {}), self._ended.pop(key, set())
+        ranks, ended = self._open.pop(key, {}), self._ended.pop(key, set())
         model = self._models.get(done.engine)
         if model is None:
-            return  # the record that names it is lost, and was counted
+            return  # the record of the engine is lost and counted
         if len(done.finished) < model.stages:
             if ranks:
                 self._end_pending()
@@ -167,8 +171,8 @@ class Replay:
         for stage, finished in enumerate(done.finished):
             if stage not in ended:
                 rank = ranks.get(stage, Rank(stage, replica, 0))
-                known = self._workers.get((done.engine, rank)) or self._worker(done.engine, "replayed", rank)
-                known.ends.append(finished)
+                worker = self._workers.get((done.engine, rank)) or self._worker(done.engine, "replayed", rank)
+                worker.ends.append(finished)
 
     def _end_pending(self) -> None:
         for worker in self._workers.values():
@@ -185,7 +189,7 @@ class Replay:
         return worker
 
     def _connect(self, engine: str) -> ModelInfo:
-        """Have an engine be there: its scheduler connects. Return its model."""
+        """Connect an engine's scheduler unless it is connected; return the engine's model."""
         model = self._models.get(engine)
         if model is None:
             do = "its first records are lost"
@@ -196,14 +200,14 @@ class Replay:
         return model
 
     def _lose(self, engine: str, replica: int | None = None) -> None:
-        """Have an engine, or one replica of it, go away: what it has not ended is over, with status `error`."""
+        """Disconnect an engine, or one replica of it: its open requests end with status `error`."""
         for key in [key for key in self._workers if key[0] == engine and replica in (None, key[1].dp)]:
             self._workers.pop(key).link.close()
         if engine in self._schedulers and not any(name == engine for name, _ in self._workers):
             self._schedulers.pop(engine).close()
-        for request, ranks in list(self._told.items()):
+        for request, ranks in list(self._open.items()):
             if request[0] == engine and replica in (None, *(rank.dp for rank in ranks.values())):
-                del self._told[request]
+                del self._open[request]
                 self._ended.pop(request, None)
 
 
@@ -214,31 +218,31 @@ class _Worker:
         self.link = link
         # The number of its last frame in the recording.
         self.recorded = 0
-        # Rows by request, until it is over.
+        # The replayed rows of each open request.
         self.given: Counter[str] = Counter()
-        # What it said in frames that were not recorded, and is to be said.
+        # Ends of requests whose frames were not recorded, to be sent.
         self.ends: list[Finished] = []
 
-    def say(self, frame: Frame) -> None:
-        """Say a frame with the number that it had, having said an empty one for each that was not recorded."""
+    def give(self, frame: Frame) -> None:
+        """Send a frame with its number, after an empty frame for each number that was not recorded."""
         header = frame.header
         self.recorded = header.seq
         while self.link.seq and self.link.seq < header.seq - 1 and self.link.push(empty_header(self.link.hello)):
             pass
-        seq = max(header.seq, self.link.seq + 1)  # where more ends were said than there were frames left out
-        finished = tuple(map(self._told, header.finished))
+        seq = max(header.seq, self.link.seq + 1)  # higher if there were more ends to send than missing frames
+        finished = tuple(map(self._without_missing, header.finished))
         if (seq, finished) != (header.seq, header.finished):
             frame = Frame(msgspec.structs.replace(header, seq=seq, finished=finished), frame.payload)
         self.link.give(frame)
 
     def end(self) -> None:
-        """Say which requests are over."""
+        """Send the ends of requests that wait."""
         while self.ends:
             ends, self.ends = self.ends[: limits.FINISHED_PER_FRAME_MAX], self.ends[limits.FINISHED_PER_FRAME_MAX :]
             header = empty_header(self.link.hello)
-            self.link.push(msgspec.structs.replace(header, finished=tuple(map(self._told, ends))))
+            self.link.push(msgspec.structs.replace(header, finished=tuple(map(self._without_missing, ends))))
 
-    def _told(self, finished: Finished) -> Finished:
+    def _without_missing(self, finished: Finished) -> Finished:
         missing = finished.rows - self.given.pop(finished.id, 0)
         if missing <= 0:
             return finished

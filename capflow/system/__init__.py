@@ -1,5 +1,5 @@
-"""What capflow uses of the operating system: descriptors, the heap, the runtime directory, and standard error.
+"""The parts of the operating system that capflow uses: descriptors, the heap, the runtime directory, standard error.
 
 Any package may call it. It imports nothing of capflow but errors and limits.
-Invariant: where the platform lacks a facility, the call does nothing or says what is missing.
+Invariant: if the platform lacks a facility, the call does nothing or raises an error that names it.
 """

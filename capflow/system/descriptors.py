@@ -1,4 +1,4 @@
-"""File descriptors: how many this process may have, and how many of them connections may take."""
+"""The limit of file descriptors of this process, and how many of them connections may use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from capflow import limits
 
 
 def raise_limit() -> None:
-    """Raise the soft limit of this process towards the hard one, to at most `limits.DESCRIPTORS_WANTED`; never lower it."""
+    """Raise the soft limit to `limits.DESCRIPTORS_WANTED` or the hard limit, whichever is lower. Never lower it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.DESCRIPTORS_WANTED if hard == resource.RLIM_INFINITY else min(hard, limits.DESCRIPTORS_WANTED)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -19,7 +19,7 @@ def raise_limit() -> None:
 
 
 def connections_max() -> int:
-    """Return how many connections a hub that begins now takes, so that descriptors are left for its files and consumers."""
+    """Return how many connections a hub that starts now may take. The rest is for its files and consumers."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     have = limits.DESCRIPTORS_WANTED if soft == resource.RLIM_INFINITY else min(soft, limits.DESCRIPTORS_WANTED)
     kept = max(limits.DESCRIPTORS_KEPT_MIN, int(have * limits.DESCRIPTORS_KEPT_SHARE))
@@ -27,7 +27,7 @@ def connections_max() -> int:
 
 
 def _open_now() -> int:
-    """Return how many descriptors this process has; 0 where the system does not say."""
+    """Return how many descriptors are open in this process; 0 without `/proc`."""
     with contextlib.suppress(OSError):
         return len(list(Path("/proc/self/fd").iterdir()))
     return 0

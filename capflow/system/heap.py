@@ -1,7 +1,8 @@
-"""The heap: free memory that the C library keeps, given back to the system.
+"""The heap: returns free memory from the C library to the system.
 
-glibc has an arena of memory for each of several threads, and gives back only what is free at the end of an arena. Large messages are
-received, decoded and answered in several threads: after a burst of them each arena keeps about as much memory as the burst took there.
+glibc has several arenas of memory, one for each of several threads, and returns only the free end of an arena. Several
+threads receive, decode and answer large messages. After a burst each arena keeps about as much memory as the burst
+took.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from capflow import limits
 
 @contextlib.contextmanager
 def trimmed() -> Iterator[None]:
-    """Give back what is free every `limits.TRIM_S`, on a thread; nothing where the C library is not glibc."""
+    """Return free memory to the system every `limits.TRIM_S` on a thread; without glibc do nothing."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None:
         yield

@@ -1,6 +1,6 @@
-"""Short reprs: what a value is, in a line, whatever it holds; bytes and arrays by their size, long collections by their beginning.
+"""Short reprs on one line: bytes and arrays by their size, long collections by their first items.
 
-A class has `__repr__ = brief` in its body.
+A class uses it with `__repr__ = brief` in its body.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 _ITEMS_MAX = 3
-_TEXT_MAX = 240  # an error is read here, so it stands whole
+_TEXT_MAX = 240  # long enough for an error message
 _LENGTH_MAX = 1_000
 
 
 def brief(value: Any) -> str:
-    """Return `Class(field=…, …)` for a struct, a dataclass or a named tuple, without fields that are None, False or empty."""
+    """Return `Class(field=…, …)` of a struct, dataclass or named tuple, without None, False and empty fields."""
     held = ((name, getattr(value, name)) for name in _fields(value))
     fields = ", ".join(f"{name}={_shown(each)}" for name, each in held if not _empty(each))
     if len(fields) > _LENGTH_MAX:

@@ -1,8 +1,8 @@
 """The names of engines.
 
-An engine that is given a name is `NAME@START` on the wire and in the data: the name is the user's and stays the same, START is new at each
-start. So what an engine left behind is never mistaken for what the next one of its name sends. An engine without a name has a random id,
-which is its name.
+The id of a named engine is `NAME@START`, on the wire and in the data. The user chooses NAME, and START is new at each
+start. So frames of an engine that ended are never taken for frames of the next engine with the same name. An engine
+without a name has a random id, which is also its name.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _START_LENGTH = 12
 def new_engine(name: str | None = None, *, where: str = "engine_name") -> str:
     """Return the id of an engine that starts now.
 
-    name: the user's; None for a random one.
-    where: begins the message of an error.
+    name: the name that the user chose; None for a random id.
+    where: the beginning of an error message.
 
-    Raises UsageError for a name that is none.
+    Raises UsageError if the name is not valid.
     """
     if name is None:
         return uuid.uuid4().hex
@@ -32,7 +32,7 @@ def new_engine(name: str | None = None, *, where: str = "engine_name") -> str:
 
 
 def checked(name: Any, *, where: str = "engine_name") -> str:
-    """Return an engine's name; raises UsageError where it is none."""
+    """Return a valid engine name. Raises UsageError if it is not valid."""
     if isinstance(name, str) and len(name) <= limits.ENGINE_NAME_LENGTH_MAX and _NAME.fullmatch(name):
         return name
     expected = f"1..{limits.ENGINE_NAME_LENGTH_MAX} letters, digits, and `.`, `_` or `-` between them"
@@ -40,16 +40,16 @@ def checked(name: Any, *, where: str = "engine_name") -> str:
 
 
 def name_of(engine: str) -> str:
-    """Return the name of an engine, by its id."""
+    """Return the name in an engine's id."""
     name, _, _ = engine.rpartition("@")
     return name or engine
 
 
 def start_of(engine: str) -> str:
-    """Return what tells the starts of an engine apart, by its id."""
+    """Return the START in an engine's id, or the whole id if the engine has no name."""
     return engine.rpartition("@")[2]
 
 
 def is_of(engine: str, asked: str) -> bool:
-    """Return whether an engine is the one asked for, by name or id; the empty name asks for any."""
+    """Return whether `asked` is the name or the id of an engine, or empty, which matches every engine."""
     return asked in ("", engine, name_of(engine))

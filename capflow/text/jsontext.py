@@ -1,7 +1,7 @@
-"""JSON from outside: what people write, what clients send, and what lies in files.
+"""JSON from users, clients and files.
 
-Every text that is not what is expected is a `msgspec.DecodeError`: also one that is nested too deeply, or is no UTF-8. In what
-a person or a client wrote, `check_keys` refuses a key that stands twice in one object, of which parsers take either.
+Invariant: every text that does not match raises `msgspec.DecodeError`, also if it is nested too deeply or is not UTF-8.
+`check_keys` refuses a key that occurs twice in one object: parsers differ on which of the two they take.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def decode(text: bytes | str) -> Any: ...
 @overload
 def decode(text: bytes | str, kind: type[T]) -> T: ...
 def decode(text: bytes | str, kind: Any = Any) -> Any:
-    """Return what JSON says, as a type; raises msgspec.DecodeError, also its ValidationError."""
+    """Return a JSON text decoded as a type. Raises msgspec.DecodeError, or its subclass ValidationError."""
     try:
         return msgspec.json.decode(text, type=kind)
     except RecursionError:
@@ -36,11 +36,13 @@ def decode(text: bytes | str, kind: Any = Any) -> Any:
 
 
 def check_keys(text: bytes, where: str) -> None:
-    """Raise UsageError when a key stands twice in one object; a text that is no JSON is left to its parser.
+    """Raise UsageError if a key occurs twice in one object. A text that is not JSON passes: its parser refuses it.
 
-    where: what the text is of, for the message. A text whose keys all differ is not parsed, only searched for strings.
+    A text whose keys all differ is only searched for strings, not parsed.
+
+    where: the beginning of the error message.
     """
-    keys = Counter(found[1] for found in _STRING.finditer(text) if found[2])
+    keys = Counter(match[1] for match in _STRING.finditer(text) if match[2])
     if all(count == 1 for count in keys.values()) and not any(b"\\" in key for key in keys):
         return
     twice: list[str] = []

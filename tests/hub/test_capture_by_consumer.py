@@ -277,12 +277,12 @@ class TestWhereTheTagLands:
 
 class TestReplay:
     def test_a_data_set_is_asked_for_again_with_its_tags(self, tmp_path):
-        from capflow.replay.dataset import said_by
+        from capflow.replay.dataset import entries_of
 
         consumers = configure_all([f"filesystem:root={tmp_path},capture=requests"], None, load_plugins())[0]
         with MemoryHub(*consumers) as hub:
             run(hub, parse_capture(LAST))
-        frames = [said for said in said_by(capflow.open(tmp_path), ask=True) if hasattr(said, "header")]
+        frames = [said for said in entries_of(capflow.open(tmp_path), ask=True) if hasattr(said, "header")]
         assert {part.capture.tag for frame in frames for part in frame.header.requests} == {"last"}
 
     def test_frames_of_a_spool_that_an_earlier_version_wrote_are_read(self):

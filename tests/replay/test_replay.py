@@ -23,7 +23,7 @@ from capflow.errors import CapflowError, UsageError
 from capflow.plugins.configure import ConfiguredConsumer, configure
 from capflow.protocol import recording
 from capflow.protocol.recording import Recorder
-from capflow.replay.dataset import said_by
+from capflow.replay.dataset import entries_of
 from capflow.replay.player import Replay, ReplayPace
 from capflow.testing import MemoryHub
 from tests.kit.frames import make_finished, make_frame, make_hello, make_model
@@ -43,7 +43,7 @@ def filesystem(root, **options):
 def replay(path, *consumers, pace=None):
     """Replay a recording, or a data set; return the hub's final status and what was said."""
     with MemoryHub(*consumers) as hub:
-        said = recording.read(path) if recording.is_recording(path) else said_by(capflow.open(path))
+        said = recording.read(path) if recording.is_recording(path) else entries_of(capflow.open(path))
         replayed = Replay(hub.hub, pace or ReplayPace())
         replayed.run(said)
         assert hub.stop()
@@ -372,7 +372,7 @@ class TestADataSetReplayed:
             engine.finish("r1")
         watcher = Watcher(spec=None, reads_requests=True)
         with MemoryHub(watcher) as hub:
-            Replay(hub.hub, ReplayPace()).run(said_by(capflow.open(tmp_path / "live"), ask=True))
+            Replay(hub.hub, ReplayPace()).run(entries_of(capflow.open(tmp_path / "live"), ask=True))
         assert {str(site) for _, site, _ in watcher.positions} == {"post_block:1"}
         assert watcher.rows["r1"] == 4
 

@@ -115,7 +115,7 @@ def replay(directory: Path, consumers: tuple[str, ...], config: Path | None, kee
     from capflow.buffers.policy import WhenFull
     from capflow.cli.hub.running import HubRun
     from capflow.errors import UsageError, explain
-    from capflow.hub.lanes.dead_letters import drop, read, said_by
+    from capflow.hub.lanes.dead_letters import drop, entries_of, read
     from capflow.plugins.configure import configure_all, load_plugins
     from capflow.replay.player import Replay, ReplayPace
     from capflow.transport.address import private_address
@@ -129,7 +129,7 @@ def replay(directory: Path, consumers: tuple[str, ...], config: Path | None, kee
     running = HubRun(private_address("dead"), waiting, ends=True)
     with running:
         replayed = Replay(running.hub, ReplayPace(), stopped=running.stopped.is_set)
-        replayed.run(said_by(directory))
+        replayed.run(entries_of(directory))
     taken = running.took_all and not (replayed.records_lost or running.stopped.is_set())
     running.tell("replayed", f"replayed {replayed.frames} frames, {replayed.rows} rows of {last} dead letters")
     if taken and last and not keep:

@@ -13,7 +13,7 @@ import click
 if TYPE_CHECKING:
     from capflow.cli.logs import Format
     from capflow.plugins.configure import ConfiguredConsumer
-    from capflow.protocol.recording import Said
+    from capflow.protocol.recording import Entry
     from capflow.replay.player import Replay
 
 _SPEED_MIN, _SPEED_MAX = 1e-3, 1e6
@@ -130,12 +130,12 @@ def _factor(speed: str) -> float | None:
     return factor
 
 
-def _entries(path: Path, consumers: Sequence[ConfiguredConsumer], *, ask: bool, timed: bool) -> Iterator[Said]:
+def _entries(path: Path, consumers: Sequence[ConfiguredConsumer], *, ask: bool, timed: bool) -> Iterator[Entry]:
     """Return the entries of a recording or a data set."""
     import capflow
     from capflow.errors import UsageError, explain
     from capflow.protocol import recording
-    from capflow.replay.dataset import said_by
+    from capflow.replay.dataset import entries_of
 
     if recording.is_recording(path):
         if ask:
@@ -154,10 +154,10 @@ def _entries(path: Path, consumers: Sequence[ConfiguredConsumer], *, ask: bool, 
         if not ask and consumer.consumer.spec() is None:
             where = f"--consumer {consumer.name}"
             raise UsageError(explain(where, got="one that captures only what requests ask for", do="add --ask"))
-    return said_by(captures, ask=ask)
+    return entries_of(captures, ask=ask)
 
 
-def _run(replayed: Replay, entries: Iterator[Said], wait: Callable[[Callable[[], bool]], None]) -> None:
+def _run(replayed: Replay, entries: Iterator[Entry], wait: Callable[[Callable[[], bool]], None]) -> None:
     """Replay on a thread of its own while `wait` shows the rates; raise the thread's error."""
     failed: list[BaseException] = []
 

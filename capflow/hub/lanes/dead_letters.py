@@ -27,7 +27,7 @@ from capflow.capture.model import ModelInfo
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, RetryError, UsageError, explain
-from capflow.protocol.recording import RecordedEngine, Said
+from capflow.protocol.recording import Entry, RecordedEngine
 
 SUFFIX = ".dead"
 _SYNC_S = 5.0  # how long the disk may take for one letter before it counts as failed
@@ -235,7 +235,7 @@ def cut(frame: Frame, request: str | None = None) -> Frame:
     return Frame.seal(header, b"".join(parts))
 
 
-def said_by(directory: Path) -> Iterator[Said]:
+def entries_of(directory: Path) -> Iterator[Entry]:
     """Yield what the letters in a spool say to a replay: engines, frames and the ends of requests.
 
     Frames come as those of one boot of each worker, numbered as their letters are, so that what a consumer took of them once is known if they come again.
