@@ -29,7 +29,8 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from capflow.capture.frame import DTYPES, Block, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.dtypes import DTYPES
+from capflow.capture.frame import Block, Frame, FrameHeader, Rank, RequestRows, Span
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site

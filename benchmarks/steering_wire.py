@@ -17,14 +17,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import msgspec
 import numpy as np
 
+from capflow.capture.dtypes import VECTOR_DTYPES
 from capflow.steering.request import Steering
 
 LAYERS, WIDTH = 36, 4096
-DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 SEED = 7
 
 
@@ -38,7 +37,7 @@ class Case:
 
 
 def packed(dtype: str, *, text: bool, **more: Any) -> dict[str, Any]:
-    values = np.random.default_rng(SEED).standard_normal((LAYERS, WIDTH)).astype(DTYPES[dtype])
+    values = np.random.default_rng(SEED).standard_normal((LAYERS, WIDTH)).astype(VECTOR_DTYPES[dtype])
     data = values.tobytes()
     return {
         "dtype": dtype,

@@ -29,13 +29,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
-import ml_dtypes
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from capflow import limits
+from capflow.capture.dtypes import DTYPES
 from capflow.capture.frame_cost import check_cost
 from capflow.capture.positions import Positions
 from capflow.capture.site import HOOKS, Site
@@ -45,13 +45,6 @@ from capflow.limits import Count, Name, Nanoseconds, Place, Position, Token
 from capflow.text.brief import brief
 
 PROTOCOL_VERSION = 1
-
-DTYPES: dict[str, np.dtype[Any]] = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-    "float32": np.dtype(np.float32),
-}
-"""The dtypes of rows, by their names in torch."""
 
 Rows = npt.NDArray[Any]
 """Captured rows, `[..., hidden_size]`, in the model's dtype: read-only views of a payload."""

@@ -18,14 +18,12 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from capflow.capture.dtypes import SAFETENSORS_DTYPES
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.files import whole_file
 
 Float32s = npt.NDArray[np.float32]
-
-DTYPES = ("F64", "F32", "F16", "BF16")
-"""The safetensors dtypes of stored tensors; they are converted to float32."""
 
 _SHOWN_MAX = 8
 
@@ -50,8 +48,8 @@ class ProbeFile:
 
     def _tensor(self, file: Any, name: str) -> Float32s:
         dtype = file.get_slice(name).get_dtype()
-        if dtype not in DTYPES:
-            raise self.wrong(name, f"dtype {dtype}", f"one of {', '.join(DTYPES)}")
+        if dtype not in SAFETENSORS_DTYPES.values():
+            raise self.wrong(name, f"dtype {dtype}", f"one of {', '.join(SAFETENSORS_DTYPES.values())}")
         # A number too large for float32 becomes infinite, and is refused below.
         with np.errstate(over="ignore"):
             values = np.asarray(file.get_tensor(name)).astype(np.float32)

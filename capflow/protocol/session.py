@@ -32,7 +32,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from capflow import limits
-from capflow.capture.frame import DTYPES, PROTOCOL_VERSION, Frame, FrameHeader
+from capflow.capture.dtypes import DTYPES
+from capflow.capture.frame import PROTOCOL_VERSION, Frame, FrameHeader
 from capflow.capture.site import HOOKS
 from capflow.errors import LocalProtocolError, RemoteProtocolError, explain
 from capflow.protocol import message as messages

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow import limits
-from capflow.capture.frame import DTYPES, Block, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.dtypes import DTYPES
+from capflow.capture.frame import Block, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, Span
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site, layers_by_hook
 from capflow.capture.spec import CaptureSpec

@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow import limits
+from capflow.capture.dtypes import VECTOR_DTYPES
 from capflow.errors import UsageError, explain
-from capflow.steering.plain import DTYPES, check_finite, check_keys, layer_number, number, whole
+from capflow.steering.plain import check_finite, check_keys, layer_number, number, whole
 from capflow.text.brief import brief
 
 FIELDS = ("dtype", "shape", "data")
@@ -33,7 +34,7 @@ BLOCK_FIELDS = ("dtype", "shape", "layer_indices", "data")
 class Packed(NamedTuple):
     """An array in the form in which it arrived.
 
-    dtype: a key of `plain.DTYPES`.
+    dtype: a key of `VECTOR_DTYPES`.
     shape: `[n, hidden_size]` or `[hidden_size]`.
     data: the elements, row-major, little-endian.
     """
@@ -54,8 +55,8 @@ class Packed(NamedTuple):
         Raises UsageError with the wrong field first.
         """
         dtype, shape = value["dtype"], _items(value["shape"])
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            expected = f"one of {', '.join(DTYPES)}"
+        if not isinstance(dtype, str) or dtype not in VECTOR_DTYPES:
+            expected = f"one of {', '.join(VECTOR_DTYPES)}"
             raise UsageError(explain(f"{where}.dtype", got=reprlib.repr(dtype), expected=expected))
         if shape is None or len(shape) not in dimensions:
             expected = " or ".join("[hidden_size]" if count == 1 else "[n, hidden_size]" for count in dimensions)
@@ -64,7 +65,7 @@ class Packed(NamedTuple):
             whole(size, f"{where}.shape", 1, limits.POSITION_MAX, "a number of rows")
         whole(shape[-1], f"{where}.shape", 1, limits.HIDDEN_SIZE_MAX, "a width")
         data = _bytes(value["data"], f"{where}.data")
-        size = math.prod(shape) * DTYPES[dtype].itemsize
+        size = math.prod(shape) * VECTOR_DTYPES[dtype].itemsize
         if len(data) != size:
             expected = f"{size}, {dtype} of shape {list(shape)}"
             raise UsageError(explain(f"{where}.data", got=f"{len(data)} bytes", expected=expected))
@@ -74,11 +75,11 @@ class Packed(NamedTuple):
 
     def array(self) -> npt.NDArray[Any]:
         """Return the array: a read-only view of the bytes."""
-        return np.frombuffer(self.data, DTYPES[self.dtype]).reshape(self.shape)
+        return np.frombuffer(self.data, VECTOR_DTYPES[self.dtype]).reshape(self.shape)
 
     def rows(self) -> list[bytes]:
         """Return the bytes of each row, `[hidden_size]` of `dtype`."""
-        size = self.shape[-1] * DTYPES[self.dtype].itemsize
+        size = self.shape[-1] * VECTOR_DTYPES[self.dtype].itemsize
         return [self.data[start : start + size] for start in range(0, len(self.data), size)]
 
 

@@ -16,20 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow import limits
-from capflow.capture.frame import DTYPES as ROW_DTYPES
+from capflow.capture.dtypes import VECTOR_DTYPES
 from capflow.capture.site import Site, by_own_name
 from capflow.errors import UsageError, explain
-
-DTYPES: dict[str, np.dtype[Any]] = {**ROW_DTYPES, "float64": np.dtype(np.float64)}
-"""The dtypes of vectors, by their names in torch; little-endian."""
 
 NUMBER_MAX = float(np.finfo(np.float32).max)
 """The largest float32 number."""
 
 _BITS: dict[np.dtype[Any], tuple[npt.DTypeLike, int, int]] = {
-    DTYPES["bfloat16"]: (np.uint16, 0x7FFF, 0x7F80),
-    DTYPES["float16"]: (np.uint16, 0x7FFF, 0x7C00),
-    DTYPES["float32"]: (np.uint32, 0x7FFFFFFF, 0x7F800000),
+    VECTOR_DTYPES["bfloat16"]: (np.uint16, 0x7FFF, 0x7F80),
+    VECTOR_DTYPES["float16"]: (np.uint16, 0x7FFF, 0x7C00),
+    VECTOR_DTYPES["float32"]: (np.uint32, 0x7FFFFFFF, 0x7F800000),
 }
 """For each dtype: the unsigned dtype of its bits, the mask of all bits except the sign, and the bits of infinity.
 
@@ -40,7 +37,7 @@ _FINITE = "finite numbers of float32's range"
 
 
 def finite(values: npt.NDArray[Any]) -> bool:
-    """Return whether every number is in float32's range. The array is not empty and has one of `DTYPES`."""
+    """Return whether every number is in float32's range. The array is not empty and has one of `VECTOR_DTYPES`."""
     if values.dtype not in _BITS:
         # False for NaN.
         return bool(np.abs(values).max() <= NUMBER_MAX)
@@ -181,7 +178,7 @@ def array(value: Any, field: str) -> npt.NDArray[np.float64]:
         values = np.asarray(value)
     except (TypeError, ValueError) as e:
         raise UsageError(explain(field, got=str(e), expected="a list of numbers")) from e
-    if values.dtype.kind not in "fiu" and values.dtype != DTYPES["bfloat16"]:
+    if values.dtype.kind not in "fiu" and values.dtype != VECTOR_DTYPES["bfloat16"]:
         got = f"an array of {values.dtype}" if isinstance(value, np.ndarray) else reprlib.repr(value)
         raise UsageError(explain(field, got=got, expected="a list of numbers"))
     return values.astype(np.float64)

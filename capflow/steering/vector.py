@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow import limits
+from capflow.capture.dtypes import VECTOR_DTYPES
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.limits import Name
 from capflow.steering import plain
 from capflow.steering.packed import PackedBlock, is_packed
-from capflow.steering.plain import DTYPES
 from capflow.text.brief import brief
 
 _EXAMPLE = '{"post_block": {12: [0.1, …]}}'
@@ -31,7 +31,7 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     layer, hook: the site.
     data: `[hidden_size]` in `dtype`, little-endian.
-    dtype: a key of `plain.DTYPES`.
+    dtype: a key of `VECTOR_DTYPES`.
     scale: multiplies the vector.
     relative: the vector is brought to length 1, and the scale is in units of the stream's norm at each token.
     """
@@ -53,10 +53,10 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def width(self) -> float:
         """The number of elements of the vector; not a whole number if the bytes do not fit the dtype."""
-        return len(self.data) / DTYPES[self.dtype].itemsize
+        return len(self.data) / VECTOR_DTYPES[self.dtype].itemsize
 
     def _stored(self) -> npt.NDArray[Any]:
-        return np.frombuffer(self.data, DTYPES[self.dtype])
+        return np.frombuffer(self.data, VECTOR_DTYPES[self.dtype])
 
     def array(self, dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
         """Return `scale · vector`, `[hidden_size]`; a relative vector is brought to length 1 first.
@@ -87,8 +87,8 @@ class SteeringVector(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def check(self, sites: Collection[Site], hidden_size: int, *, where: str = "steering") -> None:
         """Raise UsageError unless the vector fits a model with these tapped sites and this width."""
         field = f"{where}.{self.hook}.{self.layer}"
-        if self.dtype not in DTYPES:
-            raise UsageError(explain(f"{field}.dtype", got=self.dtype, expected=f"one of {', '.join(DTYPES)}"))
+        if self.dtype not in VECTOR_DTYPES:
+            raise UsageError(explain(f"{field}.dtype", got=self.dtype, expected=f"one of {', '.join(VECTOR_DTYPES)}"))
         self.site.check_tapped(sites, field)
         if self.width != hidden_size:
             expected = f"{hidden_size}, the model's width"
@@ -143,8 +143,8 @@ def _check_each(vectors: Sequence[SteeringVector], where: str) -> None:
     seen = set()
     for vector in vectors:
         field = f"{where}.{vector.hook}.{vector.layer}"
-        if vector.dtype not in DTYPES:
-            raise UsageError(explain(f"{field}.dtype", got=vector.dtype, expected=f"one of {', '.join(DTYPES)}"))
+        if vector.dtype not in VECTOR_DTYPES:
+            raise UsageError(explain(f"{field}.dtype", got=vector.dtype, expected=f"one of {', '.join(VECTOR_DTYPES)}"))
         if (vector.site, vector.relative) in seen:
             raise UsageError(explain(field, got="the site twice", expected="each site once"))
         seen.add((vector.site, vector.relative))

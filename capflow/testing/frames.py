@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from capflow.capture.frame import DTYPES, Block, Chunk, Finished, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.dtypes import DTYPES
+from capflow.capture.frame import Block, Chunk, Finished, Frame, FrameHeader, Rank, RequestRows, Span
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import HOOKS, Site
 from capflow.capture.spec import Capture

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from capflow.capture.frame import DTYPES, Frame
+from capflow.capture.dtypes import DTYPES
+from capflow.capture.frame import Frame
 from capflow.testing.checks import check_plain, compare
 from capflow.testing.hub import Engine
 from capflow.testing.trial import Subject, Trial, outcome, trial

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from capflow import limits
 from capflow.capture import frame_cost
-from capflow.capture.frame import DTYPES, Block, Dropped, Frame, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.dtypes import DTYPES
+from capflow.capture.frame import Block, Dropped, Frame, FrameHeader, Rank, RequestRows, Span
 from capflow.capture.positions import Positions
 from capflow.capture.site import HOOKS, Site
 from capflow.capture.spec import CaptureSpec, Want

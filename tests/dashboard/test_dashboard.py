@@ -23,7 +23,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 import capflow
-from capflow.capture.frame import DTYPES, Dropped, RequestRows
+from capflow.capture.dtypes import DTYPES
+from capflow.capture.frame import Dropped, RequestRows
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
 from capflow.errors import UsageError

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from capflow.capture.frame import DTYPES, Dropped
+from capflow.capture.dtypes import DTYPES
+from capflow.capture.frame import Dropped
 from capflow.capture.result import CaptureResult, RequestDone
 from capflow.capture.site import Site
 from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemConsumer

@@ -100,7 +100,7 @@ BAD = [
     ({"weight": ONES}, {"pool": "median"}, "metadata pool: got median, expected one of token, mean, max, last"),
     ({"weight": ONES}, {"treshold": "1"}, "metadata: got treshold, expected only site, names, threshold, pool, kind"),
     ({"weight": ONES}, {"activation": "relu"}, "metadata: got activation, expected only site"),
-    ({"weight": ONES.astype(np.int8)}, {}, "weight: got dtype I8, expected one of F64, F32, F16, BF16"),
+    ({"weight": ONES.astype(np.int8)}, {}, "weight: got dtype I8, expected one of BF16, F16, F32, F64"),
     ({"weight": np.full(16, 1e300)}, {}, "weight: got NaN or infinity, expected finite numbers"),
     ({"weight": ONES * np.inf}, {}, "weight: got NaN or infinity, expected finite numbers"),
     ({"weight": ONES, "bias": ONES[:1] * np.nan}, {}, "bias: got NaN or infinity, expected finite numbers"),

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from safetensors.numpy import save_file
 
-from capflow.capture import frame
+from capflow.capture import dtypes
 from capflow.capture.frame import Frame
 from capflow.capture.result import RequestDone
 from capflow.capture.site import Site
@@ -45,7 +45,7 @@ def write_shards(root, dtype, count=3):
             request = f"r{shard}-{number}"
             span = (request, 7, 0, POSITIONS)
             header = make_frame([span], sites, hidden=HIDDEN, dtype=dtype, seq=4 * shard + number + 1).header
-            values = random.standard_normal((LAYERS, POSITIONS, HIDDEN)).astype(frame.DTYPES[dtype])
+            values = random.standard_normal((LAYERS, POSITIONS, HIDDEN)).astype(dtypes.DTYPES[dtype])
             consumer.on_frame(Frame.seal(header, values.reshape(-1).view(np.uint8)))
             whole = LAYERS * POSITIONS
             consumer.on_request_done(RequestDone("engine-1", request, "stop", 7, POSITIONS, whole, whole, ()))

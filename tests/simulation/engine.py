@@ -7,7 +7,8 @@ import os
 import numpy as np
 
 from capflow import limits
-from capflow.capture.frame import DTYPES, Block, Finished, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.dtypes import DTYPES
+from capflow.capture.frame import Block, Finished, FrameHeader, Rank, RequestRows, Span
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow.protocol.message import Hello

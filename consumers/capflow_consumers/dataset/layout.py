@@ -30,7 +30,8 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 
-from capflow.capture.frame import DTYPES, Rank
+from capflow.capture.dtypes import DTYPES, SAFETENSORS_DTYPES
+from capflow.capture.frame import Rank
 from capflow.capture.result import Status
 from capflow.capture.site import HOOKS, Site
 from capflow.limits import Total
@@ -44,9 +45,6 @@ SIDECAR_NAME = "request.json"
 PARTIAL_PREFIX = ".partial-"
 RUNNING_NAME = "running.jsonl"
 PACKED_NAME = "rows.safetensors"
-
-SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""The name that safetensors has for each dtype that rows travel in."""
 
 
 class SiteFile(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from capflow import limits
-from capflow.capture.frame import DTYPES
+from capflow.capture.dtypes import DTYPES
 from capflow.capture.site import HOOKS
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.files import open_regular, read_regular

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from capflow import limits
-from capflow.capture.frame import DTYPES
+from capflow.capture.dtypes import DTYPES
 from capflow.capture.site import Site
 from capflow.errors import UsageError, explain
 from capflow.files import create_private, open_regular, read_regular

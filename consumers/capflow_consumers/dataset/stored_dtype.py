@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from capflow.capture.frame import DTYPES
+from capflow.capture.dtypes import DTYPES
 
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from capflow.capture.frame import DTYPES
+from capflow.capture.dtypes import DTYPES
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, UsageError, explain
 from capflow_consumers.dataset.contents import Contents, one_width

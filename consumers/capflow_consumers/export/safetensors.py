@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from capflow.capture.frame import DTYPES
+from capflow.capture.dtypes import DTYPES, SAFETENSORS_DTYPES
 from capflow.capture.site import Site
-from capflow_consumers.dataset.layout import SAFETENSORS_DTYPES
 from capflow_consumers.dataset.names import slug
 from capflow_consumers.dataset.reader import Dataset, RequestCapture
 from capflow_consumers.export.destination import Destination

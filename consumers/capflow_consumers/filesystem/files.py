@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from capflow.capture.frame import DTYPES
+from capflow.capture.dtypes import DTYPES
 from capflow.capture.site import Site
 from capflow.files import FILE_MODE, create_private, make_directory
 from capflow_consumers.dataset import layout

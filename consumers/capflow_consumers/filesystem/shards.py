@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from capflow.capture.frame import DTYPES
+from capflow.capture.dtypes import DTYPES
 from capflow.capture.site import Site
 from capflow.errors import CapflowError, explain
 from capflow_consumers.dataset import disk, layout

@@ -64,7 +64,7 @@ def load_sites(path: str | os.PathLike[str]) -> dict[Site, Vector]:
     """
     where = os.fspath(path)
     vectors: dict[Site, Vector] = {}
-    for name, value in _read(path).items():
+    for name, value in read(path).items():
         site = _site(name, where)
         if site is None:
             do = "load_vector reads a file of one vector"
@@ -91,15 +91,19 @@ def load_vector(path: str | os.PathLike[str], layer: int | None = None) -> Vecto
             expected = f"one of {', '.join(map(str, vectors))}"
             raise UsageError(explain(f"{where}: layer", got=layer, expected=expected))
         return vectors[layer]
-    found = _read(path)
+    found = read(path)
     if len(found) != 1:
         raise UsageError(explain(where, got=f"{len(found)} vectors", expected="one", do="name its layer"))
     ((name, value),) = found.items()
     return _vector(value, f"{where}: {name or 'the array'}")
 
 
-def _read(path: str | os.PathLike[str]) -> Found:
-    """Return what a file holds, by name; "" is the name of what has none."""
+def read(path: str | os.PathLike[str]) -> Found:
+    """Return the arrays in a file by name, as they are stored; "" is the name of an array without one.
+
+    `capflow.probes.file.ProbeFile` reads the files that capflow writes, and refuses what it does not know; this function
+    reads the files of other tools. Raises UsageError, with the file first, for a file that cannot be read.
+    """
     where = os.fspath(path)
     suffix = Path(path).suffix.lower()
     if suffix not in _READERS:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from safetensors import SafetensorError, safe_open
 
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
@@ -24,7 +23,7 @@ from capflow.probes.probe import load_vector
 from capflow.steering.request import Steering, Tier
 from capflow.steering.vector import SteeringVector
 from capflow.text import jsontext
-from capflow_engine.steering.files import SUFFIXES, load_sites
+from capflow_engine.steering.files import SUFFIXES, load_sites, read
 
 MODULE_FIELDS = {
     f"{tier}{kind}": f"{tier}steering_{kind}" for kind in ("vectors", "clamps") for tier in ("", "prefill_", "decode_")
@@ -130,28 +129,24 @@ def of_file(path: str) -> Iterator[None]:
 
 
 def _from_tensors(path: Path) -> Steering:
+    tensors = read(path)
+    if set(tensors) == {"vector"}:
+        return Steering(base=Tier((load_vector(path),)))
+    if not any(":" in str(name) or str(name).startswith(_BEFORE) for name in tensors):
+        return _everywhere(path)
     tiers: dict[str, list[SteeringVector]] = {tier: [] for tier in _TIERS}
-    try:
-        with safe_open(path, "numpy") as file:
-            names = list(file.keys())
-            if names == ["vector"]:
-                return Steering(base=Tier((load_vector(path),)))
-            if not any(":" in name or name.startswith(_BEFORE) for name in names):
-                return _everywhere(path)
-            for name in sorted(names):
-                tier, dot, site = name.rpartition(".")
-                if dot and tier not in _TIERS:
-                    raise UsageError(_unknown_tensor(path, name))
-                try:
-                    at = Site.parse(site)
-                except UsageError as e:
-                    raise UsageError(_unknown_tensor(path, name)) from e
-                held = tiers[tier or "base"]
-                if any(vector.site == at for vector in held):
-                    raise UsageError(explain(f"{path}: {name}", got=f"{at} twice", expected="one tensor for each site"))
-                held.append(SteeringVector.make(at, file.get_tensor(name), where=f"{path}: {name}"))
-    except (SafetensorError, OSError) as e:
-        raise UsageError(explain(str(path), got=str(e), expected="a safetensors file")) from e
+    for name in sorted(map(str, tensors)):
+        tier, dot, text = name.rpartition(".")
+        if dot and tier not in _TIERS:
+            raise UsageError(_unknown_tensor(path, name))
+        try:
+            site = Site.parse(text)
+        except UsageError as e:
+            raise UsageError(_unknown_tensor(path, name)) from e
+        vectors = tiers[tier or "base"]
+        if any(vector.site == site for vector in vectors):
+            raise UsageError(explain(f"{path}: {name}", got=f"{site} twice", expected="one tensor for each site"))
+        vectors.append(SteeringVector.make(site, tensors[name], where=f"{path}: {name}"))
     base, prefill, decode = (Tier(tuple(tiers[tier])) for tier in _TIERS)
     return Steering(base, prefill, decode)
 

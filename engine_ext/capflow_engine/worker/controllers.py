@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow import limits
-from capflow.capture.frame import DTYPES
+from capflow.capture.dtypes import DTYPES
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow.capture.spec import CaptureSpec

@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from capflow import limits
-from capflow.capture.frame import DTYPES, ActedOn, Block, Finished, FrameHeader, Rank, RequestRows, Span
+from capflow.capture.dtypes import DTYPES
+from capflow.capture.frame import ActedOn, Block, Finished, FrameHeader, Rank, RequestRows, Span
 from capflow.capture.losses import Losses, LossLog
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site

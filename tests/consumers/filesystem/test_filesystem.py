@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import capflow
-from capflow.capture.frame import DTYPES, Dropped, Frame
+from capflow.capture.dtypes import DTYPES
+from capflow.capture.frame import Dropped, Frame
 from capflow.capture.positions import Positions
 from capflow.capture.result import CaptureResult
 from capflow.capture.site import Site

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from capflow.capture.frame import DTYPES
+from capflow.capture.dtypes import DTYPES
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.files import open_regular
 from capflow_consumers.dataset import layout

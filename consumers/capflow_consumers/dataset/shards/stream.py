@@ -27,7 +27,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
-from capflow.capture.frame import DTYPES
+from capflow.capture.dtypes import DTYPES
 from capflow_consumers.dataset.shards import parquet
 
 HEAD = parquet.MAGIC + bytes(4)
