@@ -1,12 +1,12 @@
-"""What tests of a consumer need, without a model: frames, a hub in the process, and the rules for every consumer.
+"""Tests of a consumer without a model: frames, a hub in the test process, and the rules for every consumer.
 
-`make_frame`, `make_finished` and `make_model` build what engines send. `row_of` and `token_of` return what is in it.
-`MemoryHub` gives it to a consumer as a hub does. `conformance` is a whole test class in one line:
+`make_frame`, `make_finished` and `make_model` build the messages of engines. `row_of` and `token_of` return their rows
+and tokens. `MemoryHub` gives frames to a consumer as a hub does. `conformance` makes a whole test class in one line:
 
     TestLoudest = conformance(Loudest, {"path": "out.jsonl"})
 
 Plugin authors import it; capflow itself does not.
-Invariant: everything but the workers' sockets is the real hub.
+Invariant: the hub is the real one; only the workers' sockets are missing.
 """
 
 from capflow.testing.conformance import conformance

@@ -1,4 +1,4 @@
-"""What the rules hold results and processes against; each raises AssertionError with what is wrong."""
+"""The assertions of the rules about results and processes. Each raises AssertionError with the reason."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ from typing import Any
 
 import msgspec
 
-_ENDS_S = 2.0  # in which a thread that was told to end does
+_ENDS_S = 2.0  # the time that a thread may take to end
 
 
-def compare(expected: Any, got: Any, what: str) -> None:
-    """Hold a result, or what is kept, against that of a request that runs alone."""
-    assert got == expected, f"{what}: got {got}, expected {expected}, as when it runs alone"
+def compare(expected: Any, got: Any, where: str) -> None:
+    """Assert that a result, or the stored data, equals that of a request that runs alone."""
+    assert got == expected, f"{where}: got {got}, expected {expected}, as when it runs alone"
 
 
 def check_plain(result: Any) -> None:
-    """Hold a result to plain JSON values."""
+    """Assert that a result consists of plain JSON values."""
     try:
         encoded = msgspec.json.encode(result)
     except (TypeError, ValueError) as e:
-        raise AssertionError(
-            f"the result cannot be told to anyone: {e}; got {result!r}, expected plain JSON values"
-        ) from e
+        raise AssertionError(f"the result cannot be sent: {e}; got {result!r}, expected plain JSON values") from e
     payload = msgspec.json.decode(encoded)["payload"]
     assert isinstance(payload, dict), f"the payload is {result.payload!r}, expected a dict"
     for key, value in result.payload.items():
@@ -34,14 +32,14 @@ def check_plain(result: Any) -> None:
 
 
 def check_given_back(threads: set[threading.Thread], directory: Path, after: str) -> None:
-    """Hold the process to run no threads but these after a while, and to have nothing below a directory open."""
+    """Assert that after a while no other threads run and no file below a directory is open."""
     gc.collect()
     deadline = time.monotonic() + _ENDS_S
     while (left := set(threading.enumerate()) - threads) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not left, f"threads that run on after {after}: {', '.join(thread.name for thread in left)}"
+    assert not left, f"threads still running after {after}: {', '.join(thread.name for thread in left)}"
     held = open_below(directory)
-    assert not held, f"files that are open after {after}: {', '.join(held)}"
+    assert not held, f"files still open after {after}: {', '.join(held)}"
 
 
 def open_below(directory: Path) -> list[str]:

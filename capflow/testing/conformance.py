@@ -1,4 +1,4 @@
-"""The rules that every consumer is to keep, as a test class that pytest collects; those about rows are `capflow.testing.rowrules`."""
+"""The rules for every consumer, as a test class that pytest collects; `rowrules` has the rules about rows."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ def conformance(
 ) -> type[Conformance]:
     """Return a test class with a test for each rule; a module of tests gives it a name that begins with `Test`.
 
-    options: as of `--consumer NAME:…`; each test has a current directory of its own, so relative paths are fine.
-    model: what the engines run; by default one of 4 layers, tapped at every hook, with rows of 8 float32.
-    kept: returns, after the consumer is closed, what it keeps of each request, by id, in a form that can be compared;
-        with it the rules look there too.
-    handle_s_max: how long 100 small frames may take.
+    options: as in `--consumer NAME:…`. Each test has a current directory of its own, so relative paths work.
+    model: the engines' model; by default 4 layers, tapped at every hook, with rows of 8 float32.
+    kept: returns the stored data of each request by id, in a form that can be compared. The rules call it after the
+        consumer is closed.
+    handle_s_max: the time in seconds that 100 small frames may take.
     """
     subject = Subject(consumer, dict(options or {}), model or make_model(), kept, handle_s_max)
     return type("Conformance", (Conformance,), {"subject": subject})
 
 
 class Conformance(RowRules):
-    """The rules: what a consumer is, its errors, its ends and beginnings, and those about rows."""
+    """The rules about options, errors, start and end, and those about rows."""
 
-    # What it is.
+    # Options and spec.
 
     def test_unknown_options_are_refused(self, tmp_path: Path) -> None:
-        """`Config` is frozen and forbids unknown fields, so that a misspelt option is an error however it is given."""
+        """`Config` is frozen and forbids unknown fields, so a misspelt option is an error wherever it is given."""
         config = self.subject.consumer.Config.__struct_config__
         assert config.frozen, (
             "Config is not frozen: class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True)"
@@ -61,18 +61,18 @@ class Conformance(RowRules):
                 self.subject.configured(no_such_option="1")
             except UsageError:
                 return
-        raise AssertionError("an option that there is not was taken")
+        raise AssertionError("an unknown option was accepted")
 
     def test_nothing_happens_before_open(self, tmp_path: Path) -> None:
-        """Making and checking a consumer changes no file and starts no thread: a wrong option of another stops the start."""
+        """Making and checking a consumer changes no file and starts no thread: the start may still be refused."""
         with contextlib.chdir(tmp_path):
             threads = set(threading.enumerate())
             made = self.subject.configured()
             left = sorted(path.name for path in tmp_path.iterdir())
             started = set(threading.enumerate()) - threads
             del made
-        assert not left, f"__init__ or check made {', '.join(left)}: that is open's to do"
-        assert not started, f"__init__ or check started {started}: that is open's to do"
+        assert not left, f"__init__ or check made {', '.join(left)}: do it in open"
+        assert not started, f"__init__ or check started {started}: do it in open"
 
     def test_spec_is_the_same_whenever_it_is_asked_for(self, tmp_path: Path) -> None:
         """`spec` returns a CaptureSpec or None, the same each time, and the model has what it names."""
@@ -87,7 +87,7 @@ class Conformance(RowRules):
     # Errors.
 
     def test_an_open_that_fails_leaves_nothing(self, tmp_path: Path) -> None:
-        """What `open` needs may be gone since `check`: it raises what stops the hub's start, and leaves no thread and no open file."""
+        """If a resource disappears after `check`, `open` raises, and leaves no thread and no open file."""
         threads = set(threading.enumerate())
         gone = tmp_path / "gone"
         gone.mkdir()
@@ -101,7 +101,7 @@ class Conformance(RowRules):
         check_given_back(threads, tmp_path, "an open that failed")
 
     def test_an_exception_costs_the_requests_of_its_frame(self, tmp_path: Path) -> None:
-        """When `on_frame` raises in the middle of a frame, the next frames come all the same, and requests in those alone are whole."""
+        """If `on_frame` raises in the middle of a frame, the next frames come, and their other requests are whole."""
         alone = self._alone(tmp_path)
         with trial(self.subject, tmp_path / "torn", errors_max=1) as run:
             consumer = run.hub.hub.consumers[0].consumer
@@ -121,7 +121,7 @@ class Conformance(RowRules):
         self._kept_same(tmp_path, "torn")
 
     def test_a_retry_takes_nothing_of_its_frame(self, tmp_path: Path) -> None:
-        """When memory is short in the middle of a frame, `on_frame` is called with it again; the result is as if it had been called once."""
+        """If memory is short in the middle of a frame, the frame comes again; the result is as after one call."""
         alone = self._alone(tmp_path)
         with trial(self.subject, tmp_path / "short") as run:
             lane = run.hub.lanes[0]
@@ -138,14 +138,14 @@ class Conformance(RowRules):
             consumer.on_frame = on_frame  # type: ignore[method-assign]
             self._whole(run.engine())
             run.result("r1")
-            is_whole = lane.keeps or not lane.restarts  # rows in memory end with an opening
+            is_whole = lane.keeps or not lane.restarts  # a restart ends requests whose rows are only in memory
             if is_whole:
                 self._same(alone, run, "a request of which each frame was retried")
         if is_whole:
             self._kept_same(tmp_path, "short")
 
     def test_an_opening_after_a_fatal_error_begins_anew(self, tmp_path: Path) -> None:
-        """After `FatalError` it is closed and opened again: what comes again is kept once, and the requests behind it are whole."""
+        """After `FatalError` the consumer is opened again. Repeated frames are stored once; later requests are whole."""
         alone = self._alone(tmp_path)
         with trial(self.subject, tmp_path / "fatal") as run:
             consumer = run.hub.hub.consumers[0].consumer
@@ -164,15 +164,15 @@ class Conformance(RowRules):
             engine.finish("r0")
             status = run.result("r0").status
             if run.hub.hub.consumers[0].spill is not None:
-                assert status == "ok", f"every row was given, some again, and the result says {run.result('r0')}"
+                assert status == "ok", f"every row was given, some again; the result is {run.result('r0')}"
             self._whole(engine)
             self._same(alone, run, "a request after the consumer was opened again")
         self._kept_same(tmp_path, "fatal")
 
-    # Time, ends and beginnings.
+    # Time, start and end.
 
     def test_slow_it_is_not(self, tmp_path: Path) -> None:
-        """100 small frames are handled in `handle_s_max`, through a queue that has room for a few."""
+        """100 small frames are handled in `handle_s_max`, through a queue with room for a few."""
         with trial(self.subject, tmp_path / "many", queue_bytes_max=4096) as run:
             engine = run.engine()
             began = time.monotonic()
@@ -185,10 +185,10 @@ class Conformance(RowRules):
             limit_s = self.subject.handle_s_max
             assert took_s <= limit_s, f"100 frames took {took_s:.1f} s, expected at most {limit_s:g} s"
             if run.hub.lanes[0].policy in (WhenFull.BLOCK, WhenFull.SPILL):
-                assert statuses == {"ok"}, f"every row was given, and the results say {statuses}"
+                assert statuses == {"ok"}, f"every row was given; the results are {statuses}"
 
     def test_closing_gives_everything_back(self, tmp_path: Path) -> None:
-        """The hub may stop while requests run: `close` comes all the same, once, and leaves no thread and no open file."""
+        """The hub may stop while requests run: `close` still comes once, and leaves no thread and no open file."""
         threads = set(threading.enumerate())
         with trial(self.subject, tmp_path / "closed") as run:
             engine = run.engine()
@@ -198,7 +198,7 @@ class Conformance(RowRules):
         check_given_back(threads, tmp_path, "close")
 
     def test_what_is_given_again_is_kept_once(self, tmp_path: Path) -> None:
-        """After a restart a hub may give a request again that was done with: the same frames, by engine, boot, rank and seq."""
+        """After a restart a hub may repeat a finished request: the same frames, by engine, boot, rank and seq."""
         before: list[Any] = []
         after: list[Any] = []
         for results, spool in ((before, "spool"), (after, "another")):
@@ -210,20 +210,20 @@ class Conformance(RowRules):
         compare(before, after, "a request that was given again")
 
     def test_a_killed_one_is_gone_on_with(self, tmp_path: Path) -> None:
-        """The process may die at any moment: what was answered with `ok` is kept, and the next one opens, takes the rest and goes on."""
+        """A process may die at any moment: requests with result `ok` are stored, and the next one does the rest."""
         (tmp_path / "killed").mkdir()
-        told = killed(self.subject, tmp_path / "killed")
+        report = killed(self.subject, tmp_path / "killed")
         with trial(self.subject, tmp_path / "killed") as run:
-            engine = run.engine(seq=told["seq"])
+            engine = run.engine(seq=report["seq"])
             engine.promise("r2", 4, 0, 4)
             engine.step([("r2", 4, 4, 2)], texts=True)
             engine.finish("r2")
             status = run.result("r2").status
             if run.hub.hub.consumers[0].spill is not None:
-                assert status == "ok", f"every row was given, some again, and the result says {run.result('r2')}"
+                assert status == "ok", f"every row was given, some again; the result is {run.result('r2')}"
             self._whole(engine, "r3")
             self._ok(run, "r3")
-        if self.subject.kept is not None and told["status"] == "ok":
+        if self.subject.kept is not None and report["status"] == "ok":
             self._alone(tmp_path)
             kept = self._kept(tmp_path / "killed").get("r1")
-            compare(self._kept(tmp_path / "alone").get("r1"), kept, "what was kept before the process died")
+            compare(self._kept(tmp_path / "alone").get("r1"), kept, "data stored before the process died")

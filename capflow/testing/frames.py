@@ -1,7 +1,7 @@
-"""Builders of valid frames, whose rows say where they belong.
+"""Builders of valid frames. The values of a row identify its place.
 
-The row of a request's position at a site is `row_of(request, site, position, hidden)`: any row that is
-misplaced, repeated or taken from another request differs from what the tests expect.
+The row of a request at a position and site is `row_of(request, site, position, hidden)`. A row that is misplaced,
+repeated or taken from another request differs from the expected row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIRST = Rank(0, 0, 0)
 def row_of(
     request: str, site: Site | tuple[int, str], position: int, hidden: int = 8, dtype: str = "float32"
 ) -> npt.NDArray[Any]:
-    """Return the one row that a request has at a site and a position, `[hidden]`; exact in each dtype but bfloat16."""
+    """Return the row `[hidden]` of a request at a site and a position; exact in each dtype but bfloat16."""
     layer, hook = site
     where = zlib.crc32(f"{request}/{hook}/{layer}/{position}".encode()) % 2039  # exact in float16
     row = np.arange(hidden, dtype=np.float32) / 16 + where / 8
@@ -59,7 +59,7 @@ def make_frame(
 
     Rows are `row_of(...)`; a request of length 0 is not in the frame.
 
-    captures: the specs that requests brought.
+    captures: the requests' own specs.
     """
     places = tuple(Site(*site) for site in sites)
     asked = [request for request in requests if request[3] > 0]
@@ -112,7 +112,7 @@ def make_finished(
     capture: Capture | None = None,
     acted: tuple[Any, ...] = (),
 ) -> Finished:
-    """Return a Finished; `rows` is one per computed token unless given."""
+    """Return the end of a request; `rows` is one per computed token by default."""
     return Finished(
         id=request,
         status=status,
@@ -126,7 +126,7 @@ def make_finished(
 
 
 def make_model(num_layers: int = 4, hidden: int = 8, *, stages: int = 1, hooks: Sequence[str] = HOOKS) -> ModelInfo:
-    """Return a model that is tapped everywhere."""
+    """Return a model that is tapped at each of `hooks` in every layer."""
     sites = tuple(Site(layer, hook) for layer in range(num_layers) for hook in hooks)
     return ModelInfo("test-model", num_layers, hidden, "float32", sites, stages)
 
@@ -139,12 +139,12 @@ def make_hello(
     rank: Rank = FIRST,
     model: ModelInfo | None = None,
 ) -> Hello:
-    """Return what a worker (or scheduler) of a model tapped everywhere says first."""
+    """Return the Hello of a worker or a scheduler."""
     return Hello(role=role, engine=engine, boot=boot, rank=rank, model=model or make_model())
 
 
 def assert_rows(chunk: Chunk, dtype: str = "float32") -> int:
-    """Assert that every row of a chunk is the row of its place; return how many rows there are."""
+    """Assert that every row of a chunk belongs to its place; return the number of rows."""
     count, length, hidden = chunk.rows.shape
     assert count == len(chunk.sites)
     assert len(chunk.token_ids) == length

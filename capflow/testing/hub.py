@@ -1,4 +1,4 @@
-"""A hub for tests: the real one with its lanes, ledger and sessions; only the workers' sockets are missing.
+"""A hub for tests: the real hub with lanes, ledger and sessions, without the workers' sockets.
 
     with MemoryHub(Loudest(config)) as hub:
         engine = hub.engine()
@@ -37,23 +37,26 @@ from capflow.transport.address import private_address
 T = TypeVar("T")
 
 WAIT_S = 20.0
-"""How long anything is waited for; then it is taken not to come."""
+"""The longest wait in seconds for an answer of the hub."""
 
 _POLL_S = 0.002
 
 
 class MemoryHub:
-    """A hub with these consumers, from `with` to its end. Each is given as it is, or with a queue: `ConfiguredConsumer.of(…)`."""
+    """A hub with these consumers that runs inside a `with` block.
+
+    consumers: each as it is, or with a queue of its own, `ConfiguredConsumer.of(…)`.
+    """
 
     def __init__(self, *consumers: Consumer | ConfiguredConsumer) -> None:
         made = [c if isinstance(c, ConfiguredConsumer) else ConfiguredConsumer.of(c) for c in consumers]
         self.hub = Hub(private_address("testing"), made)
-        # Whether everything was handled and closed in time; once it is over.
+        # At the end: whether the consumers handled all frames and closed in time.
         self.drained: bool | None = None
 
     @property
     def lanes(self) -> Sequence[Lane]:
-        """What the hub counts of each consumer: `errors`, `rows`, `dropped`, `counts` and more."""
+        """The lane of each consumer, with its counters: `errors`, `rows`, `dropped`, `counts` and more."""
         return self.hub.lanes
 
     def engine(
@@ -68,20 +71,23 @@ class MemoryHub:
         capture: Capture | None = None,
         seq: int = 0,
     ) -> Engine:
-        """Return an engine that has connected, or one pipeline stage or replica of it.
+        """Return a connected engine, or one pipeline stage or replica of it.
 
-        sites: those of its frames; by default all of the model.
-        capture: what each of its requests brings.
-        seq: the last frame that an earlier hub had of this boot. Raises CapflowError when the hub refuses it: a
-            consumer wants what the model lacks.
+        Raises CapflowError if the hub refuses it, because a consumer asks for a site that the model lacks.
+
+        sites: the sites of its frames; by default all sites of the model.
+        capture: the spec of each of its requests.
+        seq: the number of the last frame of this boot that an earlier hub received.
         """
         hello = make_hello(name, boot, rank=Rank(stage, replica, 0), model=model)
         return Engine(self, hello, sites, capture, seq)
 
     def results(self, request: str, engine: str = "") -> dict[str, CaptureResult]:
-        """Return what became of a request, by consumer, when all are done with it. Raises CapflowError when that does not come.
+        """Return a request's results by consumer, when all consumers are done with it.
 
-        engine: whose request it is, by name; the newest of the id without.
+        Raises CapflowError if that takes longer than `WAIT_S`.
+
+        engine: the name of the request's engine; by default the newest request with the id.
         """
 
         def ask() -> tuple[dict[str, CaptureResult], bool] | None:
@@ -91,22 +97,22 @@ class MemoryHub:
 
         deadline = time.monotonic() + WAIT_S
         while True:
-            found = self.asked(ask)
-            if found is not None and found[1]:
-                return found[0]
+            answer = self.asked(ask)
+            if answer is not None and answer[1]:
+                return answer[0]
             if time.monotonic() >= deadline:
-                raise CapflowError(explain(f"request {request}", got=found, expected=f"results in {WAIT_S:g} s"))
+                raise CapflowError(explain(f"request {request}", got=answer, expected=f"results in {WAIT_S:g} s"))
             time.sleep(_POLL_S)
 
     def result(self, request: str, engine: str = "") -> CaptureResult:
-        """Return what became of a request with the first consumer.
+        """Return a request's result of the first consumer.
 
-        engine: as of `results`.
+        engine: as in `results`.
         """
         return self.results(request, engine)[self.hub.consumers[0].name]
 
     def asked(self, question: Callable[[], T]) -> T:
-        """Return what a question answers on the hub's thread, which everything sent before has reached."""
+        """Call `question` on the hub's thread, after all messages sent before, and return its answer."""
         answers: list[T] = []
         answered = threading.Event()
 
@@ -122,7 +128,7 @@ class MemoryHub:
         return answers[0]
 
     def stop(self, drain_s: float = WAIT_S) -> bool:
-        """End the hub; return whether the consumers handled everything and closed in time."""
+        """Stop the hub; return whether the consumers handled all frames and closed in time."""
         if self.drained is None:
             self.drained = self.hub.stop(drain_s)
         return self.drained
@@ -138,7 +144,7 @@ class MemoryHub:
 
 
 class Engine:
-    """An engine of a `MemoryHub`, or one pipeline stage of it. It numbers its frames, and counts the rows of its requests."""
+    """An engine of a `MemoryHub`, or one pipeline stage of it. It numbers its frames and counts its requests' rows."""
 
     def __init__(
         self,
@@ -159,19 +165,23 @@ class Engine:
             scheduler = make_hello(self.name, f"{hello.boot}-scheduler", role="scheduler", model=self.model)
             self._scheduler = LocalPeer(hub.hub, scheduler, on_act=self._act)
         self.worker = LocalPeer(hub.hub, hello, seq=seq)
-        # By request, until it is finished.
+        # The rows of each open request.
         self._rows: Counter[str] = Counter()
-        # Prompt, and computed so far; likewise.
+        # The prompt length and the computed length of each open request.
         self._lengths: dict[str, tuple[int, int]] = {}
 
     def step(self, requests: Sequence[tuple[str, int, int, int]], **frame: Any) -> Frame:
-        """Send the rows of a step: requests are `(id, prompt_length, start, length)`, the rest is `make_frame`'s. Return the frame."""
+        """Send the rows of a step and return the frame.
+
+        requests: `(id, prompt_length, start, length)` of each.
+        frame: further arguments of `make_frame`.
+        """
         made = self.made(requests, **frame)
         self.send(made)
         return made
 
     def made(self, requests: Sequence[tuple[str, int, int, int]], **frame: Any) -> Frame:
-        """Return the frame that `step` sends; it counts as sent."""
+        """Return the frame that `step` sends, and count its rows as sent."""
         options: dict[str, Any] = {
             "sites": self.sites,
             "hidden": self.model.hidden_size,
@@ -186,7 +196,7 @@ class Engine:
         return made
 
     def promise(self, request: str, prompt_length: int, start: int, length: int) -> None:
-        """Count rows of a request that an earlier hub was sent."""
+        """Count rows of a request that an earlier hub received."""
         self._rows[request] += length * len(self.sites)
         self._lengths[request] = (prompt_length, start + length)
 
@@ -200,8 +210,8 @@ class Engine:
     ) -> Frame:
         """Send the end of a request.
 
-        prompt_length: of one that had no step.
-        lost: rows that were promised besides, and why they did not come.
+        prompt_length: of a request that had no step.
+        lost: further rows that were promised and lost, each number with its reason.
         """
         prompt_length, computed = self._lengths.pop(request, (prompt_length, 0))
         dropped = tuple(Dropped(rows, reason) for rows, reason in lost)
@@ -215,22 +225,25 @@ class Engine:
         return made
 
     def send(self, frame: Frame) -> None:
-        """Send a frame as it is, waiting until the hub has credit for it."""
+        """Send a frame as it is; wait for the hub's credit."""
         self.worker.give(frame)
 
     def settle(self) -> None:
-        """Wait until consumers with policies `block` and `spill` have what was sent. Raises CapflowError when they do not come to it."""
+        """Wait until consumers with policies `block` and `spill` have the frames.
+
+        Raises CapflowError after `WAIT_S`.
+        """
         if not self.worker.settle(WAIT_S):
             raise CapflowError(explain(f"engine {self.name}", got="frames not handled", expected=f"in {WAIT_S:g} s"))
 
     def actions(self) -> list[Action]:
-        """Return the actions that consumers sent to this engine so far; each was answered as applied."""
+        """Return the actions that consumers sent this engine so far; the answer to each is `ActionApplied`."""
         if self._scheduler is not None:
             self._scheduler.hear()
         return list(self._acts)
 
     def lose(self) -> None:
-        """Go away for good: what was not finished is over, with status `error`."""
+        """Disconnect for ever: open requests end with status `error`."""
         self.worker.close()
         if self._scheduler is not None:
             self._scheduler.close()

@@ -1,6 +1,9 @@
-"""A process with the consumer under test that is killed in the middle of its work; `python -m capflow.testing.killed MODULE CLASS OPTIONS MODEL`.
+"""A process with the consumer under test that kills itself in the middle of its work.
 
-It answers request r1, takes the prompt of r2, prints the last frame's number and what became of r1, and kills itself.
+    python -m capflow.testing.killed MODULE CLASS OPTIONS MODEL
+
+It finishes request r1, handles the prompt of r2, prints the number of the last frame and the status of r1, and kills
+itself.
 """
 
 from __future__ import annotations
@@ -23,10 +26,10 @@ _CHILD_S = 120.0
 
 
 def killed(subject: Subject, directory: Path) -> dict[str, Any]:
-    """Have such a process run in a directory; return what it said. Raises AssertionError when it ended otherwise."""
+    """Run such a process in a directory and return its report. Raises AssertionError if it did not end by SIGKILL."""
     module, name = subject.consumer.__module__, subject.consumer.__qualname__
-    found = getattr(sys.modules.get(module), name, None)
-    assert found is subject.consumer, f"{module}.{name} cannot be imported: define it at the top of a module"
+    defined = getattr(sys.modules.get(module), name, None)
+    assert defined is subject.consumer, f"{module}.{name} cannot be imported: define it at the top of a module"
     words = [module, name, json.dumps(dict(subject.options)), msgspec.json.encode(subject.model).decode()]
     child = subprocess.run(
         [sys.executable, "-m", "capflow.testing.killed", *words],
@@ -38,12 +41,12 @@ def killed(subject: Subject, directory: Path) -> dict[str, Any]:
         check=False,
     )
     assert child.returncode == -signal.SIGKILL, f"the consumer failed in a process of its own: {child.stderr[-2000:]}"
-    told: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
-    return told
+    report: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    return report
 
 
 def main(module: str, name: str, options: str, model: str) -> None:
-    """Run, and end by SIGKILL."""
+    """Run the consumer, and end by SIGKILL."""
     consumer = getattr(importlib.import_module(module), name)
     subject = Subject(consumer, json.loads(options), msgspec.json.decode(model, type=ModelInfo))
     with trial(subject, Path.cwd()) as run:

@@ -1,4 +1,4 @@
-"""The rules about rows: in which order they come, and what comes less often."""
+"""The rules about rows: their order, and the less frequent cases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from capflow.testing.trial import Subject, Trial, outcome, trial
 
 
 class RowRules:
-    """Where results are compared, those of the same request in another setting are meant: they must not differ."""
+    """The rules about rows.
+
+    Invariant: a request has the same result in every setting as when it runs alone.
+    """
 
     subject: ClassVar[Subject]
 
@@ -39,7 +42,7 @@ class RowRules:
             self._kept_same(tmp_path, name)
 
     def test_requests_come_interleaved(self, tmp_path: Path) -> None:
-        """Frames hold rows of several requests, each at another position; they begin and end in any order."""
+        """Frames hold rows of several requests at different positions; requests start and end in any order."""
         alone = self._alone(tmp_path)
         with trial(self.subject, tmp_path / "crowd") as run:
             engine = run.engine()
@@ -53,7 +56,7 @@ class RowRules:
         self._kept_same(tmp_path, "crowd")
 
     def test_engines_may_use_the_same_ids(self, tmp_path: Path) -> None:
-        """A request is known by engine and id; two engines may both have an `r1`."""
+        """Engine and id identify a request; two engines may both have an `r1`."""
         alone = self._alone(tmp_path)
         with trial(self.subject, tmp_path / "engines") as run:
             other, one = run.engine("engine-2"), run.engine("engine-1")
@@ -66,7 +69,7 @@ class RowRules:
             other.settle()
 
     def test_stages_of_a_pipeline_come_apart(self, tmp_path: Path) -> None:
-        """Rows of a request's sites come in frames of their own from each pipeline stage, in any order."""
+        """Each pipeline stage sends the rows of its sites in frames of its own, in any order."""
         alone = self._alone(tmp_path)
         model = msgspec.structs.replace(self.subject.model, stages=2)
         half = len(model.sites) // 2
@@ -81,7 +84,7 @@ class RowRules:
             self._same(alone, run, "rows of two pipeline stages")
         self._kept_same(tmp_path, "stages")
 
-    # What comes less often.
+    # Less frequent cases.
 
     def test_texts_may_be_missing(self, tmp_path: Path) -> None:
         """`chunk.texts` is empty when the engine has no tokenizer."""
@@ -101,7 +104,7 @@ class RowRules:
                 self._ok(run, "r1")
 
     def test_rows_may_hold_nan_and_infinity(self, tmp_path: Path) -> None:
-        """Numbers that are none are data, too."""
+        """NaN and infinity are data."""
         with trial(self.subject, tmp_path / "odd") as run:
             engine = run.engine()
             frame = engine.made([("r1", 4, 0, 4)], texts=True)
@@ -112,7 +115,7 @@ class RowRules:
             run.result("r1")
 
     def test_a_request_may_have_no_rows(self, tmp_path: Path) -> None:
-        """`on_request_done` comes also of requests that were never in a frame."""
+        """`on_request_done` also comes for requests that were never in a frame."""
         with trial(self.subject, tmp_path / "empty") as run:
             engine = run.engine()
             engine.finish("r1", status="abort")
@@ -121,29 +124,29 @@ class RowRules:
             run.result("r1")
 
     def test_rows_may_have_been_lost(self, tmp_path: Path) -> None:
-        """`done.dropped` says which; the rest is the consumer's all the same."""
+        """`done.dropped` counts the lost rows; the other rows are still the consumer's."""
         with trial(self.subject, tmp_path / "lossy") as run:
             engine = run.engine()
             engine.step([("r1", 9, 0, 2)], texts=True)
             engine.step([("r1", 9, 7, 2)], texts=True)
             engine.finish("r1", lost=[(5 * len(engine.sites), "queue_full")])
             status = run.result("r1").status
-            assert status in ("partial_error", "error"), f"rows were lost, and the result says {status}"
+            assert status in ("partial_error", "error"), f"rows were lost; the result is {status}"
 
     def test_a_request_is_forgotten_when_it_is_over(self, tmp_path: Path) -> None:
-        """An engine that dies leaves requests half done; one of the same id afterwards is a new one."""
+        """A request of a dead engine is cut off; a later request with the same id is a new one."""
         alone = self._alone(tmp_path)
         with trial(self.subject, tmp_path / "again") as run:
             engine = run.engine()
             engine.step([("r1", 9, 0, 5)], texts=True)
             engine.settle()
             engine.lose()
-            assert run.result("r1").status in ("partial_error", "error"), "half a request was called whole"
+            assert run.result("r1").status in ("partial_error", "error"), "the result of half a request is ok"
             self._whole(run.engine(boot="boot-2"))
             self._same(alone, run, "a request after one of the same id was cut off")
 
     def test_an_engine_may_come_back_with_another_model(self, tmp_path: Path) -> None:
-        """`on_session` comes again, and what it says holds from then on."""
+        """`on_session` comes again with the new model, which is valid from then on."""
         model = self.subject.model
         more = tuple(
             site._replace(layer=model.num_layers) for site in model.sites if site.layer == model.num_layers - 1
@@ -160,15 +163,15 @@ class RowRules:
             self._ok(run, "r2")
 
     def test_results_are_plain(self, tmp_path: Path) -> None:
-        """`on_request_done` returns None, or a CaptureResult whose payload is plain JSON values: it travels."""
+        """`on_request_done` returns None, or a CaptureResult whose payload is plain JSON: clients get it."""
         with trial(self.subject, tmp_path / "plain") as run:
             self._whole(run.engine())
             check_plain(run.result("r1"))
 
-    # How the rules look.
+    # Helpers of the rules.
 
     def _whole(self, engine: Engine, request: str = "r1") -> None:
-        """Run the request that others are compared with: 4 tokens of prompt and 2 more."""
+        """Run the request to compare with: 4 prompt tokens and 2 generated ones."""
         engine.step([(request, 4, 0, 4)], texts=True)
         engine.step([(request, 4, 4, 1)], texts=True)
         engine.step([(request, 4, 5, 1)], texts=True)
@@ -182,10 +185,10 @@ class RowRules:
 
     def _ok(self, run: Trial, request: str) -> None:
         result = run.result(request)
-        assert result.status == "ok", f"every row was given, and the result says {result.status}: {result.error}"
+        assert result.status == "ok", f"every row was given; the result is {result.status}: {result.error}"
 
-    def _same(self, alone: Any, run: Trial, what: str) -> None:
-        compare(alone, outcome(run, "r1"), what)
+    def _same(self, alone: Any, run: Trial, where: str) -> None:
+        compare(alone, outcome(run, "r1"), where)
 
     def _kept(self, directory: Path) -> Mapping[str, Any]:
         with contextlib.chdir(directory):
@@ -194,4 +197,4 @@ class RowRules:
     def _kept_same(self, directory: Path, name: str) -> None:
         if self.subject.kept is not None:
             alone, here = (self._kept(directory / at).get("r1") for at in ("alone", name))
-            compare(alone, here, f"what is kept of a request ({name})")
+            compare(alone, here, f"the stored data of a request ({name})")

@@ -24,7 +24,7 @@ from capflow.testing.hub import Engine, MemoryHub
 
 @dataclass(frozen=True)
 class Subject:
-    """A consumer, and how the rules run it; see `conformance`."""
+    """The consumer under test and how to run it; `conformance` describes the fields."""
 
     consumer: type[Consumer]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -33,9 +33,9 @@ class Subject:
     handle_s_max: float = 5.0
 
     def configured(self, *, spool: str = "spool", **options: Any) -> ConfiguredConsumer:
-        """Return a new one, as `--consumer` makes it.
+        """Return a new consumer, as `--consumer` makes it.
 
-        spool: where it spills to, if it does.
+        spool: the spool directory, if the consumer spills.
         """
         name = self.consumer.name
         given = dict(self.options) | options
@@ -47,35 +47,35 @@ class Subject:
 
     @property
     def capture(self) -> CaptureSpec | None:
-        """What requests bring: nothing, unless the consumer wants nothing else."""
+        """The spec of each request: every site, or None if the consumer has a spec of its own."""
         if self.configured().consumer.spec() is not None:
             return None
         hooks = sorted({site.hook for site in self.model.sites})
         return CaptureSpec(hooks=dict.fromkeys(hooks, "all"))
 
     def read(self) -> Mapping[str, Any]:
-        """Return what is kept of each request, as `kept` reads it; nothing without one."""
+        """Return the stored data of each request by id; nothing if there is no `kept`."""
         return self.kept() if self.kept is not None else {}
 
 
 class Trial:
-    """A running hub with the consumer; the current directory is the trial's own."""
+    """A running hub with the consumer, in the trial's own current directory."""
 
     def __init__(self, subject: Subject, hub: MemoryHub) -> None:
         self.subject = subject
         self.hub = hub
 
     def engine(self, name: str = "engine-1", **options: Any) -> Engine:
-        """Return an engine with the model that the rules use."""
+        """Return an engine with the model of the rules."""
         return self.hub.engine(name, **({"model": self.subject.model, "capture": self.subject.capture} | options))
 
     def result(self, request: str) -> CaptureResult:
-        """Return what became of a request."""
+        """Return the result of a request."""
         return self.hub.result(request)
 
 
 class Torn(Frame):
-    """A frame that cannot be read behind its first chunk, or block."""
+    """A frame that cannot be read after its first chunk or block."""
 
     __slots__ = ()
 
@@ -94,7 +94,7 @@ class Torn(Frame):
 
 
 class Short(Torn):
-    """A frame for which there is no memory now, behind its first chunk, or block."""
+    """A frame for which memory runs out after its first chunk or block."""
 
     __slots__ = ()
 
@@ -103,21 +103,24 @@ class Short(Torn):
 
 
 class _Failures(logging.Handler):
-    """Keeps what the hub logs of exceptions of the consumer."""
+    """Collects the consumer's exceptions from the hub's log."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and record.exc_info[1] is not None:
             error = record.exc_info[1]
-            self.said.append(f"{getattr(record, 'method', '')}: {type(error).__name__}: {error}")
+            self.lines.append(f"{getattr(record, 'method', '')}: {type(error).__name__}: {error}")
 
 
 @contextlib.contextmanager
 def trial(subject: Subject, directory: Path, *, errors_max: int = 0, **options: Any) -> Iterator[Trial]:
-    """Run the consumer in a directory, which is made when missing. When it is over, no more may have been raised, and nothing left undone."""
+    """Run the consumer in a directory, which is made if it is missing.
+
+    At the end assert that the consumer raised at most `errors_max` times, handled all frames and closed in time.
+    """
     failures = _Failures()
     logger = logging.getLogger("capflow.consumer")
     directory.mkdir(exist_ok=True)
@@ -130,13 +133,13 @@ def trial(subject: Subject, directory: Path, *, errors_max: int = 0, **options: 
                 drained = hub.stop()
         finally:
             logger.removeHandler(failures)
-        said = "; ".join(failures.said)
-        assert hub.lanes[0].errors <= errors_max, f"the consumer raised {hub.lanes[0].errors} times: {said}"
+        lines = "; ".join(failures.lines)
+        assert hub.lanes[0].errors <= errors_max, f"the consumer raised {hub.lanes[0].errors} times: {lines}"
         assert drained, "the consumer did not handle everything and close in time"
 
 
 def outcome(trial: Trial, request: str) -> Any:
-    """Return a request's result, without what differs from run to run: texts with a slash are taken for places."""
+    """Return a request's result without values that differ between runs; a text with a slash counts as a path."""
     return _comparable(msgspec.to_builtins(trial.result(request), enc_hook=str))
 
 
@@ -147,7 +150,7 @@ def _comparable(value: Any) -> Any:
         case list() | tuple():
             return [_comparable(held) for held in value]
         case str() if "/" in value:
-            return "a place"
+            return "a path"
         case float():
             return float(f"{value:.4g}")  # sums differ in their last digits by the order of their terms
     return value

@@ -297,7 +297,7 @@ BROKEN = {
     NothingIsLost: ("test_rows_may_have_been_lost", "AssertionError: rows are missing"),
     NeverForgets: ("test_a_request_is_forgotten_when_it_is_over", "was cut off"),
     OneModel: ("test_an_engine_may_come_back_with_another_model", "there is one model"),
-    ArraysInResults: ("test_results_are_plain", "cannot be told to anyone"),
+    ArraysInResults: ("test_results_are_plain", "cannot be sent"),
     Slow: ("test_slow_it_is_not", "100 frames took"),
     ThreadsStay: ("test_closing_gives_everything_back", "left-behind"),
     FilesStay: ("test_closing_gives_everything_back", "counts.jsonl"),
