@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -127,6 +128,32 @@ print(demo.prepare(Path(sys.argv[1])))
     assert [process.returncode for process in both] == [0, 0]
     assert len(said) == 1
     assert (tmp_path / "made").read_text() == "made\n"
+
+
+def test_a_file_is_read_once_and_as_gguf_reads_it(tmp_path):
+    """Transformers asks for a reader of the same file twice."""
+    import gguf
+
+    path = tmp_path / "words.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_token_list(["a", "Grüße", ""])
+    writer.add_tensor("weights", np.arange(6, dtype=np.float32).reshape(2, 3))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    plain = gguf.GGUFReader
+    expected = plain(path)
+    with demo._read_once():
+        reader = gguf.GGUFReader(path)
+        assert gguf.GGUFReader(path) is reader
+    assert gguf.GGUFReader is plain
+    words = [
+        field.contents() for field in (reader.fields["tokenizer.ggml.tokens"], expected.fields["tokenizer.ggml.tokens"])
+    ]
+    assert words[0] == words[1] == ["a", "Grüße", ""]
+    assert reader.fields.keys() == expected.fields.keys()
+    assert np.array_equal(reader.tensors[0].data, expected.tensors[0].data)
 
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
