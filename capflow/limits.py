@@ -115,6 +115,8 @@ SHUTDOWN_S_DEFAULT = 20.0  # of a stopped server, for running requests
 SHUTDOWN_S_MAX = 3600.0
 ANSWERS_S = 5.0  # for the last answers of a stopped server, once its requests have ended or were aborted
 ENGINE_END_S_MAX = DRAIN_S_MAX + GIVE_UP_S  # of an engine without requests, to send its rows
+# An interrupted model job: its current step, the end of its engine, and the end of vLLM and Python.
+JOB_END_S_MAX = GIVE_UP_S + ENGINE_END_S_MAX + 2 * HANG_S_MAX
 
 # The gRPC of one API server.
 RPC_CONNECTIONS_MAX = 1_024

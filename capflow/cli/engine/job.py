@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ class ModelJob:
     # The engine's id, known once it runs.
     engine_id: str = ""
     stage: str = "starting"
+    notices: deque[str] = field(default_factory=deque)
     # Layers and tapped sites, known before the model is loaded.
     shape: tuple[int, tuple[Site, ...]] | None = None
     info: ModelInfo | None = None
@@ -157,7 +159,7 @@ class ModelJob:
             return
         if self._process.poll() is None:
             self._process.terminate()
-        deadline = time.monotonic() + limits.ENGINE_END_S_MAX + limits.HANG_S_MAX
+        deadline = time.monotonic() + limits.JOB_END_S_MAX
         while self._process.poll() is None and time.monotonic() < deadline and not hurry.wait(limits.IDLE_S):
             pass
         with contextlib.suppress(ProcessLookupError):
@@ -204,10 +206,10 @@ class ModelJob:
             match event.get("event"):
                 case "model":
                     self.shape = int(event["num_layers"]), tuple(Site(*site) for site in event["sites"])
-                case "loading":
-                    self.stage = "loading the model"
                 case "preparing":
-                    self.stage = str(event["what"])
+                    self.stage = str(event["stage"])
+                case "notice":
+                    self.notices.append(str(event["message"]))
                 case "ready":
                     self.info, self.engine_id = msgspec.convert(event["info"], ModelInfo), str(event["engine"])
                     self.stage, self.ready_at = "running", time.monotonic()
@@ -272,6 +274,7 @@ def _watch(running: HubRun, job: ModelJob) -> None:
         said, said_at = "", 0.0
         checked = False
         while job.running and not running.stopped.wait(limits.IDLE_S):
+            _show_notices(running, job)
             if not checked and job.shape is not None:
                 _check_specs(running, job, *job.shape)
                 checked = True
@@ -284,6 +287,11 @@ def _watch(running: HubRun, job: ModelJob) -> None:
                 line = f"{job.stage}, {len(job.done)} of {len(job.prompts)} requests  {rates}"
                 running.tell("progress", line.rstrip(), stage=job.stage, done=len(job.done), of=len(job.prompts))
                 said, said_at = job.stage, now
+
+
+def _show_notices(running: HubRun, job: ModelJob) -> None:
+    while job.notices:
+        running.tell("notice", job.notices.popleft())
 
 
 def _check_names(running: HubRun, job: ModelJob) -> None:

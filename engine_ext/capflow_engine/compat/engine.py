@@ -71,6 +71,21 @@ def prepare_environment(arguments: Mapping[str, Any]) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_KV_CACHE_GIB)
 
 
+def run_in_this_process(engine_args: Any) -> None:
+    """Have vLLM run an engine with one worker in this process, on a CPU, unless the user chose otherwise.
+
+    vLLM starts one process for the engine and one for its worker, to bind the worker's threads to cores, which
+    `prepare_environment` turns off. Each process imports vLLM again: half of the time that a small model takes to start
+    and to end.
+    """
+    from vllm.platforms import current_platform
+
+    workers = engine_args.tensor_parallel_size * engine_args.pipeline_parallel_size * engine_args.data_parallel_size
+    bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind"
+    if current_platform.is_cpu() and workers == 1 and not bound and engine_args.distributed_executor_backend is None:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
 _PLUGIN_GROUPS = (
     "vllm.general_plugins",
     "vllm.io_processor_plugins",
@@ -236,6 +251,16 @@ def flush(llm_engine: Any) -> None:
     core = getattr(llm_engine.engine_core, "engine_core", None)
     while core is not None and not llm_engine.has_unfinished_requests() and core.scheduler.has_requests():
         llm_engine.step()
+
+
+def abort_all(llm_engine: Any) -> None:
+    """Abort all requests of an engine in this process, and run the step that informs its workers.
+
+    An engine in a process of its own does so when it is shut down.
+    """
+    if hasattr(llm_engine.engine_core, "engine_core"):
+        llm_engine.abort_request(list(llm_engine.output_processor.request_states), internal=True)
+        flush(llm_engine)
 
 
 def running_requests(engine: Any) -> list[str]:

@@ -1,7 +1,7 @@
-"""The model job: runs a file of prompts through a tapped engine; the child process of `capflow run --model`.
+"""The model job: a tapped engine runs a file of prompts, in the child process of `capflow run --model`.
 
-Its parent is the hub, which it tells, as `capflow_engine.jobs.child` says, of `preparing`, `loading`, `model` and `ready`, then of
-each finished request, `done`, and of the `end`.
+The parent is the hub. The events, in the form of `capflow_engine.jobs.child`, are `preparing` and `notice` at any time
+before `ready`, then `model`, `ready`, `done` for each finished request, and `end`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,8 +20,9 @@ from capflow.errors import UsageError, explain
 from capflow.text.engine_name import new_engine
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
+from capflow_engine.compat import processor
 from capflow_engine.hubs import hubs_at
-from capflow_engine.jobs.child import Tell, work_for_parent
+from capflow_engine.jobs.child import Tell, interrupted_between_steps, work_for_parent
 from capflow_engine.jobs.job import JobRequest
 from capflow_engine.request.options import KEY, RequestOptions
 from capflow_engine.settings import Outbound, Settings, engine_arguments
@@ -37,30 +39,27 @@ def run(job: JobRequest, tell: Tell) -> None:
     compat.require()
     compat.prepare_environment(job.engine)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    model = job.model
-    if model == "demo":
-        from capflow_engine.jobs.demo import prepare
-
-        model = str(prepare(progress=lambda what: tell("preparing", what=what)))
-    tell("loading", model=model)
+    model, options = _prepared(job, tell)
+    tell("preparing", stage="inspecting the model")
     from vllm import LLMEngine, SamplingParams
     from vllm.engine.arg_utils import EngineArgs
 
     from capflow_engine.jobs.steering import store_for
-    from capflow_engine.request.dynamic import taken
 
     try:
         SamplingParams(**job.sampling)
         with compat_model.explaining(model):
-            arguments = EngineArgs(model=model, disable_log_stats=True, **job.engine)
+            arguments = EngineArgs(model=model, disable_log_stats=True, **options)
     except UsageError:
         raise
     except (TypeError, ValueError) as e:
         raise UsageError(explain("--engine-arg or --sampling", got=str(e), expected="names that vLLM knows")) from e
     tapped = compat_model.check_model(arguments, job.sites)
     tell("model", num_layers=tapped.num_layers, sites=tapped.sites)
+    if slow := processor.advice(arguments, "--engine-arg dtype=float32"):
+        tell("notice", message=slow)
     store = store_for(job, arguments, tapped)
-    hubs = hubs_at([job.hub], job.key, insecure=True)  # as the hub was allowed to be
+    hubs = hubs_at([job.hub], job.key, insecure=True)
     outbound = Outbound.of(job.policy, job.spool_dir, job.spool_bytes, job.spill_fallback)
     settings = Settings(
         engine=new_engine(job.engine_name, where="--engine-name"),
@@ -75,13 +74,30 @@ def run(job: JobRequest, tell: Tell) -> None:
         if name in job.engine:
             raise UsageError(explain(f"--engine-arg {name}", expected="to be left out; capflow brings its own"))
         setattr(arguments, name, value)
+    compat.run_in_this_process(arguments)
+    tell("preparing", stage="loading the model" if arguments.enforce_eager else "loading and compiling the model")
     engine = LLMEngine.from_engine_args(arguments)
     try:
         info = compat.model_info(engine.vllm_config)
         tell("ready", engine=settings.engine, info=msgspec.to_builtins(info))
-        begun = time.perf_counter()
-        prepared = _added(job, engine, info, store)
+        _generate(engine, tell, time.perf_counter(), _added(job, engine, info, store))
+    except KeyboardInterrupt:
+        compat.abort_all(engine)
+        raise
+    finally:
+        engine.engine_core.shutdown(timeout=limits.ENGINE_END_S_MAX)
+
+
+def _generate(engine: Any, tell: Tell, begun: float, prepared: Mapping[str, Prepared]) -> None:
+    """Run the requests that were added; report each that finishes, and the end of all.
+
+    begun: when the first request was added, on the performance counter.
+    """
+    from capflow_engine.request.dynamic import taken
+
+    with interrupted_between_steps() as check_interrupted:
         while engine.has_unfinished_requests():
+            check_interrupted()
             for output in engine.step():
                 if output.finished:
                     answer = output.outputs[0]
@@ -97,13 +113,27 @@ def run(job: JobRequest, tell: Tell) -> None:
                         seconds=time.perf_counter() - begun,
                     )
         compat.flush(engine)
-        tell("end", seconds=time.perf_counter() - begun)
-    finally:
-        engine.engine_core.shutdown(timeout=limits.ENGINE_END_S_MAX)
+    tell("end", seconds=time.perf_counter() - begun)
+
+
+def _prepared(job: JobRequest, tell: Tell) -> tuple[str, dict[str, Any]]:
+    """Return the model of a job and its engine arguments. The demo model is made and gets a dtype here."""
+    if job.model != "demo":
+        return job.model, job.engine
+    from capflow_engine.jobs.demo import prepare
+
+    model = str(prepare(progress=lambda stage: tell("preparing", stage=stage)))
+    if "dtype" in job.engine or not processor.emulated_here("bfloat16"):
+        return model, job.engine
+    tell("notice", message=f"{processor.emulation('bfloat16')}; the demo model runs in float32")
+    return model, {**job.engine, "dtype": "float32"}
 
 
 def _added(job: JobRequest, engine: Any, info: ModelInfo, store: SteeringStore) -> dict[str, Prepared]:
-    """Add the prompts to an engine, each with what steers it; return them by id. Raises UsageError for one that does not fit."""
+    """Add the prompts to an engine, each with its steering; return them by id.
+
+    Raises UsageError for a prompt that does not fit the model.
+    """
     from vllm import SamplingParams
 
     from capflow_engine.jobs.steering import of_line

@@ -1,31 +1,62 @@
-"""A child process that works for the command line, and tells its parent of it: one JSON object a line on standard output.
+"""A child process of a command. It reports to its parent on standard output, one JSON object a line.
 
-Each has its kind as `event`. The last is `error`, with `usage` and `message`, when the work failed; `usage` says that what was asked
-for is wrong. The exit code is 0, 1 when something failed, 2 when what was asked for is wrong, 130 when a signal ended it.
+The field `event` is the kind of an object. When the work fails, the last one is `error`, with `usage` and `message`;
+`usage` is true if the user's input is wrong. The exit code is 0, 1 for a failure, 2 for wrong input, 130 for a signal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import IO, Any
 
+from capflow import limits
 from capflow.errors import CapflowError, UsageError, explain
 
 _INTERRUPTED = 130
 
 Tell = Callable[..., None]
-"""Tells of an event, named by the first argument, with fields."""
+"""Reports an event to the parent: its name, and its fields as keywords."""
 
 
 def own_output() -> IO[str]:
-    """Return standard output, by lines; what vLLM prints from here on goes to standard error, and does not mix with it."""
+    """Return standard output, line by line. From here on what vLLM prints goes to standard error instead."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return out
+
+
+@contextlib.contextmanager
+def interrupted_between_steps() -> Iterator[Callable[[], None]]:
+    """Delay SIGTERM in a block: the yielded function raises KeyboardInterrupt if the signal came.
+
+    An engine of this process can be shut down in order only between two steps. A step that lasts longer than
+    `limits.GIVE_UP_S` after the signal is interrupted.
+    """
+    came = False
+
+    def hold(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a signal's handler
+        nonlocal came
+        came = True
+        signal.setitimer(signal.ITIMER_REAL, limits.GIVE_UP_S)
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    alarm = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    term = signal.signal(signal.SIGTERM, hold)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGTERM, term)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, alarm)
 
 
 def work_for_parent(work: Callable[[Tell], None]) -> int:
@@ -42,9 +73,10 @@ def work_for_parent(work: Callable[[Tell], None]) -> int:
         usage = isinstance(e, UsageError)
         tell("error", usage=usage, message=str(e))
         return 2 if usage else 1
-    except KeyboardInterrupt:  # the parent asked for the end, and knows
+    except KeyboardInterrupt:
+        # The parent asked for the end.
         return _INTERRUPTED
-    except Exception as e:  # noqa: BLE001 - the parent is told, and standard error has the traceback
+    except Exception as e:  # noqa: BLE001 - the parent gets the error, and standard error the traceback
         traceback.print_exc()
         tell("error", usage=False, message=explain("the engine failed", got=f"{type(e).__name__}: {e}"))
         return 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import shutil
@@ -29,6 +30,7 @@ from capflow.text.engine_name import new_engine
 from capflow.text.printable import printable
 from capflow_engine.compat import engine as compat
 from capflow_engine.compat import model as compat_model
+from capflow_engine.compat import processor
 from capflow_engine.hubs import hubs_at
 from capflow_engine.serve import api_keys
 from capflow_engine.serve.command import Command
@@ -40,6 +42,8 @@ from capflow_engine.steering.budget import Size
 from capflow_engine.steering.fit import Fit
 from capflow_engine.steering.module import load_modules
 from capflow_engine.steering.store import SteeringStore
+
+logger = logging.getLogger("vllm.capflow")
 
 
 def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, Steering]]:
@@ -56,6 +60,8 @@ def parse(arguments: Sequence[str]) -> tuple[Any, argparse.Namespace, dict[str, 
     with compat_model.explaining(args.model):
         engine_args = AsyncEngineArgs.from_cli_args(args)
     tapped = compat_model.check_model(engine_args, mine.sites or SITES_DEFAULT)
+    if slow := processor.advice(engine_args, "--dtype float32"):
+        logger.warning("capflow: %s", slow)
     _check_free(args)
     inside = command.checked(tapped)
     if inside is not None:

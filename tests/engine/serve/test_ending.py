@@ -3,9 +3,11 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -94,6 +96,12 @@ class Served:
                 if line.startswith(b"data: {"):
                     yield json.loads(line.removeprefix(b"data: "))
 
+    def requests_running(self):
+        """Return how many requests the engine computes."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
     def get(self, path):
         """Return the status of a GET."""
         try:
@@ -143,7 +151,7 @@ def processes_below(process):
         with contextlib.suppress(OSError):
             if path.read_text().rpartition(")")[2].split()[3] == child:
                 found.append(int(path.parent.name))
-    assert len(found) > 1
+    assert found
     return found
 
 
@@ -158,9 +166,9 @@ def gone(processes):
 
 def running(at, **body):
     """Return a future of the answer to a request that runs by the time this returns."""
-    pool = concurrent.futures.ThreadPoolExecutor(1)
-    future = pool.submit(at.post, **body)
-    time.sleep(0.5)
+    before = at.requests_running()
+    future = concurrent.futures.ThreadPoolExecutor(1).submit(at.post, **body)
+    eventually(lambda: at.requests_running() > before, 60)
     assert not future.done()
     return future
 
@@ -296,13 +304,14 @@ def test_a_job_that_is_interrupted_says_so_and_keeps_what_was_captured(tiny_with
         *(word for name, value in arguments.items() for word in ("--engine-arg", f"{name}={value}")),
         TMPDIR=str(tmp_path),
     ) as job:  # fmt: skip
-        wait_until(lambda: "capflow: running" in job.log, 300, job.process)
-        time.sleep(1)
+        wait_until(lambda: re.search(r"capflow: running, .* [1-9]\d* rows/s", job.log), 300, job.process)
         below = processes_below(job.process)
         os.killpg(job.process.pid, number)
         assert job.process.wait(100) == 128 + number
         assert "interrupted; what was captured until then is complete" in job.log
         assert "unfinished" not in job.log
+        progress = [int(seconds) for seconds in re.findall(r"^capflow: .+, (\d+) s\b", job.log, re.MULTILINE)]
+        assert all(later - earlier >= 9 for earlier, later in itertools.pairwise(progress))
         assert gone(below)
         data = capflow.open(tmp_path / "rows")
         for n in range(3):
