@@ -1,7 +1,7 @@
 """The model job of `capflow run`: a child process runs the engine over a file of prompts; this side watches it.
 
-The child is `python -m capflow_engine.jobs.batch`, so that this process needs neither torch nor vLLM and the hub's threads share no
-interpreter with the engine's.
+The child is `python -m capflow_engine.jobs.batch`. So this process needs neither torch nor vLLM, and the hub's threads
+share no interpreter with the engine's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any
 
 import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from capflow import limits
 from capflow.capture.losses import MEANT, described
@@ -32,6 +31,7 @@ from capflow.capture.result import CaptureResult
 from capflow.capture.site import Site
 from capflow.capture.spec import Capture, CaptureByConsumer, Wanted, join
 from capflow.cli.engine.prompts import Prompt
+from capflow.cli.engine.summary import print_summary
 from capflow.cli.hub.running import HubRun
 from capflow.cli.needs import check_vllm
 from capflow.cli.units import human_bytes
@@ -40,7 +40,8 @@ from capflow.transport.client import Client
 
 _RESULTS_WAIT_S = 120.0
 _CAUSE = re.compile(r"^\(\w[^)]*\) ERROR [^\]]*\] (\w+(?:Error|Exception): .+)$", re.MULTILINE)
-_PLAIN_S = 10.0  # between two lines of progress where nobody watches
+# Between two lines of progress where there is no terminal.
+_PLAIN_S = 10.0
 
 
 def parse_pairs(pairs: tuple[str, ...], option: str) -> dict[str, Any]:
@@ -61,9 +62,9 @@ def parse_pairs(pairs: tuple[str, ...], option: str) -> dict[str, Any]:
 class ModelJob:
     """One run of a model over prompts, in a child process, from `start` to `finish`.
 
-    stage: what the child is at.
-    done: its finished requests, in order, as it tells of them. Written by the thread that reads the child's events,
-        read by whoever shows progress.
+    stage: what the child does now.
+    notices: messages of the child for the user, in order, until they are shown.
+    done: its finished requests, in order. The thread that reads the child's events writes it.
     """
 
     model: str
@@ -72,15 +73,16 @@ class ModelJob:
     max_tokens: int
     engine: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
-    # The hub's own, if it has one: the engine and this side speak with it too.
+    # The hub's key, if it has one. The engine and this side use it too.
     key: str | None = None
     # What workers do when their queue is full: `policy`, `spool_dir`, ….
     outbound: dict[str, Any] = field(default_factory=dict)
     # Where the prompts came from, for messages.
     prompts_file: str = ""
-    # What steers every prompt and what prompts may name: `steering`, `steering_modules` and `steering_bank_bytes` as options have them.
+    # What steers every prompt and what prompts may name: the options `steering`, `steering_modules` and
+    # `steering_bank_bytes`.
     steering: dict[str, Any] = field(default_factory=dict)
-    # What the engine is called; None for a random name.
+    # The engine's name; None for a random one.
     engine_name: str | None = None
     # The address, known once the hub listens.
     hub: str = ""
@@ -102,7 +104,7 @@ class ModelJob:
     _log: Path | None = None
 
     def check(self) -> None:
-        """Raise UsageError for what can be known to be wrong before anything is started."""
+        """Raise UsageError for a model that is wrong before anything is started."""
         check_vllm(option="--model")
         path = Path(self.model)
         local = path.exists() or self.model.startswith((".", "/", "~")) or self.model.count("/") > 1
@@ -138,14 +140,15 @@ class ModelJob:
             "engine_name": self.engine_name,
             **self.outbound,
         }
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # `finish` tells of a child that died
+        # `finish` reports a child that died.
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(msgspec.json.encode(asked))
         self._reader = threading.Thread(target=self._read, name="capflow-job", daemon=True)
         self._reader.start()
 
     @property
     def running(self) -> bool:
-        """Whether the child is still there."""
+        """Whether the child still runs."""
         return self._reader is not None and self._reader.is_alive()
 
     @property
@@ -154,7 +157,10 @@ class ModelJob:
         return sum(int(d["tokens"]) for d in self.done)
 
     def stop(self, hurry: threading.Event) -> None:
-        """End the child and everything it started, whatever it is at; it sends what it has, unless someone is in a hurry."""
+        """End the child and every process that it started.
+
+        The child sends the rows that it has, unless `hurry` is set.
+        """
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -167,12 +173,12 @@ class ModelJob:
         self._process.wait()
 
     def forget_log(self) -> None:
-        """Remove the child's log, of which nobody is told."""
+        """Remove the child's log: no message names it."""
         if self._log is not None:
             self._log.unlink(missing_ok=True)
 
     def finish(self) -> None:
-        """Wait for the end of the child; raise what it failed with, if it did."""
+        """Wait for the end of the child; raise its error, if it failed."""
         assert self._process is not None
         assert self._reader is not None
         self._reader.join()
@@ -190,7 +196,7 @@ class ModelJob:
         return f"see {self._log}"
 
     def _root_cause(self) -> str | None:
-        """Return what a process of the engine died of, where the engine only says that one did."""
+        """Return the error of a process of the engine that died; the engine itself reports only that one died."""
         text = self._log.read_text(errors="replace") if self._log is not None else ""
         causes = [m.group(1) for m in _CAUSE.finditer(text) if "ngine core" not in m.group(1)]
         return explain("the engine failed", got=causes[0]) if causes else None
@@ -226,10 +232,10 @@ class ModelJob:
 
 
 def run_job(running: HubRun, job: ModelJob) -> int:
-    """Run a job with a hub beside it, show how it goes, and say at the end what came of it.
+    """Run a job with a hub beside it, show its progress, and print a summary at the end.
 
-    Return the exit code: 0 only if every row that the consumers' specs promise of every request arrived; 130 or 143 when a signal
-    interrupted it.
+    Return the exit code: 0 only if every row arrived that the consumers' specs promise; 130 or 143 when a signal
+    interrupted the job.
     Raises UsageError and CapflowError when the job could not be done.
     """
     _check_names(running, job)
@@ -250,14 +256,15 @@ def run_job(running: HubRun, job: ModelJob) -> int:
         running.tell("interrupted", "interrupted; what was captured until then is complete, request by request")
         return running.signals.exit_code
     missing = _missing(running, job, results)
-    running.console.print(_outcome(running, job, results))
+    assert job.generated_s is not None
+    print_summary(running, job.done, job.generated_s, results)
     for line in missing[:20]:
         running.tell("missing", line, style="red")
     return 1 if missing else running.exit_code
 
 
 def _watch(running: HubRun, job: ModelJob) -> None:
-    """Show progress until the job's child is over or a signal came."""
+    """Show progress until the job's child has ended or a signal came."""
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -271,7 +278,7 @@ def _watch(running: HubRun, job: ModelJob) -> None:
     )
     with bar:
         task = bar.add_task(job.stage, total=len(job.prompts), rates="")
-        said, said_at = "", 0.0
+        begun, shown_at = time.monotonic(), -_PLAIN_S
         checked = False
         while job.running and not running.stopped.wait(limits.IDLE_S):
             _show_notices(running, job)
@@ -283,15 +290,23 @@ def _watch(running: HubRun, job: ModelJob) -> None:
             rates = _rates(running, job)
             bar.update(task, description=job.stage, completed=len(job.done), rates=rates)
             now = time.monotonic()
-            if bar.disable and (job.stage != said or now - said_at > _PLAIN_S):
-                line = f"{job.stage}, {len(job.done)} of {len(job.prompts)} requests  {rates}"
-                running.tell("progress", line.rstrip(), stage=job.stage, done=len(job.done), of=len(job.prompts))
-                said, said_at = job.stage, now
+            if bar.disable and now - shown_at >= _PLAIN_S:
+                _show_line(running, job, rates, now - begun)
+                shown_at = now
+    _show_notices(running, job)
 
 
 def _show_notices(running: HubRun, job: ModelJob) -> None:
     while job.notices:
         running.tell("notice", job.notices.popleft())
+
+
+def _show_line(running: HubRun, job: ModelJob, rates: str, seconds: float) -> None:
+    """Print a line of progress where there is no terminal. The seconds make each line new, also while nothing moves."""
+    of = f", {len(job.done)} of {len(job.prompts)} requests" if job.ready_at is not None else ""
+    line = f"{job.stage}{of}, {seconds:.0f} s  {rates}".rstrip()
+    done, total = len(job.done), len(job.prompts)
+    running.tell("progress", line, stage=job.stage, done=done, of=total, seconds=round(seconds, 1))
 
 
 def _check_names(running: HubRun, job: ModelJob) -> None:
@@ -325,7 +340,7 @@ def _rates(running: HubRun, job: ModelJob) -> str:
 
 
 def _results(job: ModelJob) -> dict[str, dict[str, CaptureResult]]:
-    """Return what the consumers say of every request, waiting until they are done with all of them."""
+    """Return the consumers' results of every request, once all consumers are done with all of them."""
     with Client(job.hub, key=job.key, insecure=True) as client:
         return client.results([p.id for p in job.prompts], wait=True, timeout=_RESULTS_WAIT_S, engine=job.engine_id)
 
@@ -335,7 +350,7 @@ def _resolved(capture: Capture | None, info: ModelInfo) -> Wanted:
 
 
 def _wanted(running: HubRun, own: dict[str, Wanted], prompt: Prompt, info: ModelInfo) -> dict[str, Wanted]:
-    """Return what each consumer is to have of a prompt: by its own spec, and by the prompt's."""
+    """Return the rows that each consumer should get of a prompt: by its own spec and by the prompt's."""
     capture = prompt.asked
     if capture is None:
         return own
@@ -345,7 +360,7 @@ def _wanted(running: HubRun, own: dict[str, Wanted], prompt: Prompt, info: Model
 
 
 def _missing(running: HubRun, job: ModelJob, results: dict[str, dict[str, CaptureResult]]) -> list[str]:
-    """Return what is wrong with what arrived: counted here from the specs, not from what anyone reports."""
+    """Return the rows and results that are missing, counted here from the specs; no report is believed."""
     assert job.info is not None
     own = {consumer.name: _resolved(consumer.consumer.spec(), job.info) for consumer in running.hub.consumers}
     lines = []
@@ -379,34 +394,6 @@ def _missing(running: HubRun, job: ModelJob, results: dict[str, dict[str, Captur
 
 
 def _only_skipped(result: CaptureResult) -> bool:
-    """Return whether nothing is wrong with a result but that a live consumer skipped rows."""
+    """Return whether a result lacks only rows that a live consumer skipped."""
     reasons = {each.reason for each in result.dropped}
     return bool(reasons) and reasons <= MEANT and result.error == "; ".join(map(described, result.dropped))
-
-
-def _steered(done: dict[str, Any]) -> bool:
-    """Return whether a request came with something that steers it; what controllers may have done is not counted."""
-    applied = done["steering_applied"]
-    return applied is not None and applied["key"].partition("+")[0] not in ("none", "dynamic")
-
-
-def _outcome(running: HubRun, job: ModelJob, results: dict[str, dict[str, CaptureResult]]) -> Table:
-    """Return the table of what was captured, where it lies, and how to look at it."""
-    assert job.generated_s is not None
-    now = running.hub.snapshot()
-    prompt_tokens = sum(int(d["prompt_tokens"]) for d in job.done)
-    rate = job.tokens / job.generated_s
-    steered = sum(map(_steered, job.done))
-    table = Table(
-        title=f"{len(job.done)} requests, {prompt_tokens} prompt and {job.tokens} generated tokens in "
-        f"{job.generated_s:.1f} s: {rate:.0f} generated tok/s, {now.rows} rows, {human_bytes(now.bytes)}, "
-        f"{now.rows_lost} dropped" + (f", {steered} requests steered" if steered else ""),
-        title_justify="left",
-    )
-    for column in ("consumer", "requests ok", "where it lies", "look at it with"):
-        table.add_column(column, overflow="fold")
-    for consumer in running.hub.consumers:
-        fine = sum(r[consumer.name].status == "ok" for r in results.values() if consumer.name in r)
-        where, how = consumer.consumer.look() or ("", "")
-        table.add_row(consumer.name, str(fine), where, how)
-    return table

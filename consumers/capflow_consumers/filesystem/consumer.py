@@ -13,6 +13,7 @@ import contextlib
 import errno
 import math
 import os
+import shlex
 import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -124,8 +125,8 @@ class FilesystemConsumer(Consumer):
         return CaptureSpec.parse(value, where=f"consumers.{self.instance}")
 
     def look(self) -> tuple[str, str]:
-        """Return the root, and a command that lists what is in it."""
-        return self.config.root, f"python -c \"import capflow; print(*capflow.open('{self.config.root}'), sep='\\n')\""
+        """Return the root, and a command that shows what is in it."""
+        return self.config.root, f"capflow inspect {shlex.quote(self.config.root)}"
 
     def claim(self) -> tuple[str, str]:
         """Return the root."""

@@ -1,0 +1,58 @@
+"""The summary of a model job: its counts, where each consumer stored them, and the commands that show the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from capflow.capture.result import CaptureResult
+from capflow.cli.hub.running import HubRun
+from capflow.cli.units import human_bytes
+from capflow.text.printable import printable
+
+Done = Mapping[str, Any]
+"""A finished request, as the engine's process reports it."""
+
+
+def print_summary(
+    running: HubRun, done: Sequence[Done], seconds: float, results: Mapping[str, Mapping[str, CaptureResult]]
+) -> None:
+    """Print a table of the consumers, and below it each command on a line of its own, which no width breaks.
+
+    done: the requests.
+    seconds: how long they took.
+    results: of each request, by consumer.
+    """
+    looks = [consumer.consumer.look() or ("", "") for consumer in running.hub.consumers]
+    table = Table(title=_title(running, done, seconds), title_justify="left")
+    for column in ("consumer", "requests ok", "where it lies"):
+        table.add_column(column, overflow="fold")
+    for consumer, (where, _) in zip(running.hub.consumers, looks, strict=True):
+        fine = sum(one[consumer.name].status == "ok" for one in results.values() if consumer.name in one)
+        table.add_row(consumer.name, str(fine), Text(printable(where)))
+    running.console.print(table)
+    commands = [command for _, command in looks if command]
+    if commands:
+        running.console.print("to see the result:")
+    for command in commands:
+        running.console.print(Text(f"  {printable(command)}"), soft_wrap=True)
+
+
+def _title(running: HubRun, done: Sequence[Done], seconds: float) -> str:
+    now = running.hub.snapshot()
+    prompt_tokens, tokens = (sum(int(request[name]) for request in done) for name in ("prompt_tokens", "tokens"))
+    steered = sum(map(_steered, done))
+    return (
+        f"{len(done)} requests, {prompt_tokens} prompt and {tokens} generated tokens in "
+        f"{seconds:.1f} s: {tokens / seconds:.0f} generated tok/s, {now.rows} rows, "
+        f"{human_bytes(now.bytes)}, {now.rows_lost} dropped" + (f", {steered} requests steered" if steered else "")
+    )
+
+
+def _steered(request: Done) -> bool:
+    """Return whether a request came with steering. Steering by controllers is not counted."""
+    applied = request["steering_applied"]
+    return applied is not None and applied["key"].partition("+")[0] not in ("none", "dynamic")

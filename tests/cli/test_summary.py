@@ -1,0 +1,81 @@
+"""What a model job shows: lines of progress where there is no terminal, and a summary whose commands can be copied."""
+
+import io
+import re
+import shlex
+import threading
+import time
+
+import pytest
+from rich.console import Console
+
+from capflow.cli.engine import job as jobs
+from capflow.cli.engine.job import ModelJob
+from capflow.cli.engine.prompts import Prompt
+from capflow.cli.engine.summary import print_summary
+from capflow.cli.hub.running import HubRun
+from capflow.plugins.configure import configure_all, load_plugins
+from capflow.transport.address import private_address
+
+DONE = {"id": "a", "prompt_tokens": 5, "tokens": 3, "steering_applied": None}
+
+
+@pytest.fixture
+def out():
+    return io.StringIO()
+
+
+@pytest.fixture
+def run(out):
+    """Return a function that makes a hub run with consumers, which prints to `out`, 40 columns wide."""
+
+    def make(*consumers):
+        configured, _ = configure_all(consumers, None, load_plugins())
+        return HubRun(private_address("summary"), configured, console=Console(file=out, width=40))
+
+    return make
+
+
+def made_job(**fields):
+    return ModelJob("model", [Prompt("a", "x")], ("post_block",), 3, **fields)
+
+
+def test_each_command_is_whole_and_on_a_line_of_its_own(run, out, tmp_path):
+    roots = [tmp_path / "a root with blanks and a name that is longer than a line", tmp_path / "plain"]
+    with run(f"filesystem:root={roots[0]}", f"filesystem@two:root={roots[1]}") as running:
+        print_summary(running, [DONE], 2.0, {})
+    lines = out.getvalue().splitlines()
+    begin = lines.index("to see the result:")
+    assert [shlex.split(line) for line in lines[begin + 1 : begin + 3]] == [
+        ["capflow", "inspect", str(root)] for root in roots
+    ]
+    assert "1 requests, 5 prompt and 3 generated" in out.getvalue()
+
+
+def test_a_consumer_without_a_command_has_none(run, out):
+    with run("log") as running:
+        print_summary(running, [DONE], 2.0, {})
+    assert "to see the result" not in out.getvalue()
+
+
+def test_a_line_of_progress_comes_once_in_a_while_and_says_something_new(run, out, monkeypatch):
+    every_s, stages = 0.3, 40
+    monkeypatch.setattr(jobs, "_PLAIN_S", every_s)
+    job = made_job(notices=jobs.deque(["this is slow"]))
+
+    def child():
+        for number in range(stages):
+            job.stage = f"stage {number // 20}"
+            # The child's pace: the stages change faster than lines come, and some last for several lines.
+            time.sleep(0.05)
+
+    with run("log") as running:
+        job._reader = threading.Thread(target=child)
+        begun = time.monotonic()
+        job._reader.start()
+        jobs._watch(running, job)
+        lasted_s = time.monotonic() - begun
+        job._reader.join()
+    lines = [line for line in out.getvalue().splitlines() if re.match(r"capflow: stage", line)]
+    assert 2 <= len(lines) <= lasted_s / every_s + 1
+    assert out.getvalue().count("capflow: this is slow\n") == 1
