@@ -18,7 +18,7 @@ import msgspec
 from capflow import limits
 from capflow.buffers.shares import Shares
 from capflow.errors import RoomError, explain
-from capflow.hub.requests.ledger import Request
+from capflow.hub.requests.request import Request
 from capflow.protocol.message import Act, Hello
 from capflow.steering.action import Action, ActionApplied, Outcome, Rejected, Unknown
 from capflow.text.engine_name import is_of, name_of

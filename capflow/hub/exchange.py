@@ -19,21 +19,25 @@ import msgspec
 from capflow import limits
 from capflow.buffers.newest import keep_newest
 from capflow.buffers.policy import WhenFull
+from capflow.buffers.shares import Shares
 from capflow.capture.frame import Frame, FrameHeader
 from capflow.capture.frame_cost import decoded_bytes, is_large
 from capflow.capture.losses import LossLog
+from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult
 from capflow.errors import RemoteProtocolError, RoomError, UsageError, explain
 from capflow.hub.actions import Relay, asked_of
 from capflow.hub.counts import Counts
-from capflow.hub.lanes.durable import SpillingLane
+from capflow.hub.lanes.durable import DurableLane
 from capflow.hub.lanes.lane import Lane
+from capflow.hub.lanes.memory import MemoryLane
 from capflow.hub.peers.budget import Budget
 from capflow.hub.peers.departures import Departures
 from capflow.hub.peers.guard import Guard
 from capflow.hub.peers.log import PeerLog
 from capflow.hub.peers.roster import Peer, Roster, WorkerState
-from capflow.hub.requests.ledger import KnownEngine, Ledger, Request, Wish, answered_by
+from capflow.hub.requests.index import RequestIndex
+from capflow.hub.requests.request import KnownEngine, Request, RequestName, answered_by
 from capflow.hub.waiters import Waiters
 from capflow.hub.watchers import Taps
 from capflow.plugins.configure import ConfiguredConsumer, ConfiguredController
@@ -108,23 +112,13 @@ class Exchange:
         memory_bytes_max: int | None = None,
     ) -> None:
         self.controllers = tuple(controllers)
-        self.lanes = tuple(
-            (SpillingLane if consumer.policy is WhenFull.SPILL else Lane)(
-                index, consumer, on_result=self._on_result, on_action=self._on_action
-            )
-            for index, consumer in enumerate(consumers)
-        )
-        self._keepers = tuple(lane for lane in self.lanes if isinstance(lane, SpillingLane))
         self.counts = Counts()
-        wishes = [
-            Wish(c.name, c.consumer.spec(), c.consumer.reads_requests, keeps=lane.keeps)
-            for c, lane in zip(consumers, self.lanes, strict=True)
-        ]
-        self.budget = Budget(memory_bytes_max, inboxes=len(self._keepers))
-        for lane, state in zip(self._keepers, self.budget.inboxes, strict=True):
-            lane.state = lane.ledger.state = state
+        self.budget = Budget(memory_bytes_max, inboxes=sum(c.policy is WhenFull.SPILL for c in consumers))
+        inboxes = iter(self.budget.inboxes)
+        self.lanes = tuple(self._lane(index, consumer, inboxes) for index, consumer in enumerate(consumers))
         self._bound_queues()
-        self.ledger = Ledger(wishes, self.budget.state, results_bytes_max=self.budget.results_bytes_max)
+        wishes = [lane.wish for lane in self.lanes]
+        self.index = RequestIndex(wishes, self.budget.state, results_bytes_max=self.budget.results_bytes_max)
         window_bytes = min(
             (c.queue_bytes_max for c in consumers if c.policy in (WhenFull.BLOCK, WhenFull.SPILL)),
             default=limits.CREDIT_BYTES_DEFAULT,
@@ -133,7 +127,7 @@ class Exchange:
             Pool(min(window_bytes, limits.CREDIT_BYTES_DEFAULT), self.budget.frames.total, self.budget.frames),
             self.budget.state,
             self.controllers,
-            fits=self.ledger.check,
+            fits=self.index.check,
             on_engine=self._greet,
             on_lost=self._lose,
         )
@@ -158,6 +152,13 @@ class Exchange:
         self._guard = guard
         self._on_refused = on_refused
 
+    def _lane(self, index: int, consumer: ConfiguredConsumer, inboxes: Iterator[Shares]) -> Lane:
+        """Return the lane of a consumer. inboxes: the memory of each lane with an inbox."""
+        if consumer.policy is WhenFull.SPILL:
+            state = next(inboxes)
+            return DurableLane(index, consumer, state=state, on_result=self._on_result, on_action=self._on_action)
+        return MemoryLane(index, consumer, on_result=self._on_result, on_action=self._on_action)
+
     def _bound_queues(self) -> None:
         """Have the queues of consumers that drop or skip fit into their part of the memory."""
         lanes = [lane for lane in self.lanes if lane.policy not in (WhenFull.BLOCK, WhenFull.SPILL)]
@@ -175,7 +176,7 @@ class Exchange:
         self._departures.finish()
         self._draining = True
         for engine in list(self.roster.engines.values()):
-            self._end_open(self.ledger.lose(engine))
+            self._end_open(self.index.lose(engine))
         for lane in self.lanes:
             lane.close()
 
@@ -322,7 +323,7 @@ class Exchange:
 
     # Called by lanes, on any thread.
 
-    def _on_result(self, request: Request, consumer: int, result: CaptureResult) -> None:
+    def _on_result(self, request: Request | RequestName, consumer: int, result: CaptureResult) -> None:
         """A consumer is done with a request."""
         self._post(lambda: self._settle(request, consumer, result))
 
@@ -430,8 +431,7 @@ class Exchange:
         if known.source is not None:  # after it was said that an earlier boot of it is gone
             known.source.intake.release(*self._released.pop(known.source, ()))  # the welcome says it
             model = known.source.engine.model
-            for lane in self._keepers:
-                self._departures.call(hello.engine, functools.partial(lane.greet, hello.engine, model))
+            self._departures.call(hello.engine, functools.partial(self._greet_lanes, hello.engine, model, worker=True))
         welcome = Welcome(self._id, 0, clock_s=now)  # a worker's credit is its intake's to say
         if hello.role == "scheduler":
             controllers = tuple(controller.spec() for controller in self.controllers)
@@ -440,7 +440,7 @@ class Exchange:
                 welcome, captures=self._captures, controllers=controllers, actions=actions
             )
         elif hello.role == "client":
-            welcome = msgspec.structs.replace(welcome, captures=self._captures, readers=self.ledger.readers)
+            welcome = msgspec.structs.replace(welcome, captures=self._captures, readers=self.index.readers)
         if hello.role != "client":
             event = {"event": "session_opened", **about(hello)}
             text = "engine %s: its %s %s connected"
@@ -454,9 +454,13 @@ class Exchange:
 
     def _greet(self, engine: KnownEngine) -> None:
         self.taps.greet(engine)
+        self._departures.call(
+            engine.name, functools.partial(self._greet_lanes, engine.name, engine.model, worker=False)
+        )
+
+    def _greet_lanes(self, engine: str, model: ModelInfo, *, worker: bool) -> None:
         for lane in self.lanes:
-            if not lane.keeps:
-                self._departures.call(engine.name, functools.partial(lane.greet, engine.name, engine.model))
+            lane.greet(engine, model, worker=worker)
 
     def _refuse(self, peer: bytes, session: HubSession, reason: str, now: float, *, cut_off: bool = False) -> None:
         """Refuse a peer; one that is not cut off may stay connected, until it is let in or gone."""
@@ -519,7 +523,7 @@ class Exchange:
         source, header, nbytes = known.source, frame.header, cost(parts)
         assert source is not None
         if not source.intake.has(header.seq):
-            self.ledger.admit(header, source.engine)
+            self.index.admit(header, source.engine)
         if not source.intake.take(header.seq, nbytes, decoded_bytes(parts[0])):
             self.counts.duplicates += 1
             self._send(peer, known.session.send(source.intake.refund(), now))
@@ -539,13 +543,12 @@ class Exchange:
         def taken() -> None:
             self._post(lambda: self._release(hold))
 
-        for delivery in self.ledger.take(frame, engine):
-            hold.left += self.lanes[delivery.consumer].deliver(delivery, taken)
-        if self._keepers:
-            self._keep(frame, engine, hold, taken)
+        arrival = self.index.take(frame, engine)
+        for lane in self.lanes:
+            hold.left += lane.take(arrival, taken)  # `taken` is posted, not called
         if header.finished:
             self._note_late(header, engine)
-            for request in self.ledger.finish(header, engine):
+            for request in self.index.finish(header, engine):
                 hold.left += self._over(request, taken)
         if engine.full and not was_full:
             self._tell_full(engine)
@@ -556,17 +559,17 @@ class Exchange:
         """Count and say what was lost of requests that were ended as their engine was gone, as their own ends tell that come after."""
         untold = {}
         for finished in header.finished:
-            if self.ledger.was_lost(finished, engine):
-                late = self.ledger.late(finished, engine, header.rank.pp)
+            if self.index.was_lost(finished, engine):
+                late = self.index.late(finished, engine, header.rank.pp)
                 if late is not None and late.given and late.untold:
                     untold[finished.id] = late.untold
                     for lost in late.untold:
-                        self.ledger.dropped[lost.reason] += lost.rows
+                        self.index.dropped[lost.reason] += lost.rows
         self._losses.tell_late(untold, engine.name)
 
     def _tell_full(self, engine: KnownEngine) -> None:
         """Say once of an engine that there is no room for its requests."""
-        for lane in self._keepers:
+        for lane in self.lanes:
             lane.note_full(engine.name)
         state = self.budget.state
         got = f"{len(engine.open):,} open requests, and {state.held(engine.owner):,} bytes for them and their specs"
@@ -575,13 +578,6 @@ class Exchange:
         do = "run fewer at once, or start the hub with more --memory-bytes-max"
         event = {"event": "engine_full", "engine": engine.name}
         logger.error("%s", explain(what, got=got, expected=expected, do=do), extra=event)
-
-    def _keep(self, frame: Frame, engine: KnownEngine, hold: _Hold, taken: Callable[[], None]) -> None:
-        wanted = self.ledger.keepers(frame.header, engine)
-        for lane in self._keepers:
-            if lane.index in wanted:
-                lane.keep(frame, engine.model, taken)
-                hold.left += 1  # only now: `taken` is posted, not called
 
     def _count(self, source: WorkerState, header: FrameHeader, now: float) -> None:
         rows = sum(len(block.sites) * block.rows for block in header.blocks)
@@ -602,11 +598,12 @@ class Exchange:
 
     def _over(self, request: Request, taken: Callable[[], None] | None = None) -> int:
         """Tell consumers that a request is over; return how many of them will call `taken`."""
-        told = zip(self.lanes, request.tallies, strict=True)
-        asked = [lane for lane, tally in told if tally is not None and not lane.keeps]
-        waited_for = sum(lane.finish(request, taken) for lane in asked)
-        others = [lane for lane, tally in zip(self.lanes, request.tallies, strict=True) if tally is None]
-        self._tell(request.acted(), others)
+        waited_for = 0
+        for lane, share in zip(self.lanes, request.shares, strict=True):
+            if share is None:
+                self._tell(request.acted(), [lane])
+            else:
+                waited_for += lane.finish(request, taken)
         request.let_go()
         for name in request.strangers:
             self._log_stranger(request.id, name)
@@ -624,7 +621,7 @@ class Exchange:
         if name not in self._strangers and len(self._strangers) < limits.REFUSALS_MAX:
             self._strangers.add(name)
             event = {"event": "consumer_unknown", "request": request, "consumer": name}
-            logger.warning("request %s: %s; logged once a name", request, self.ledger.refusal(name), extra=event)
+            logger.warning("request %s: %s; logged once a name", request, self.index.refusal(name), extra=event)
 
     def _lose(
         self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
@@ -635,23 +632,20 @@ class Exchange:
     def _part(self, engine: KnownEngine, replica: int | None, stage: int | None, anew: bool) -> Iterator[None]:
         """End what a part of an engine has not ended, in slices, and tell the consumers."""
         left = len(engine.open)
-        for lost in self.ledger.losing(engine, replica, stage, anew=anew):
+        for lost in self.index.losing(engine, replica, stage, anew=anew):
             self._end_open(lost)
             left -= limits.SLICE_REQUESTS
             if left > 0:
                 yield
-        for lane in self._keepers:
+        for lane in self.lanes:
             lane.lose(engine.name, replica, stage, anew=anew)
-        if replica is None:
-            for other in self.lanes:
-                if not other.keeps:
-                    other.part(engine.name)
 
     def _end_open(self, lost: Iterable[Request]) -> None:
         for request in lost:
             if self._draining:
-                for lane in self._keepers:
-                    request.results[lane.index] = request.results[lane.index] or _LEFT
+                for lane in self.lanes:
+                    if lane.durable:
+                        request.results[lane.index] = request.results[lane.index] or _LEFT
             try:
                 self._over(request)
             except Exception:
@@ -662,26 +656,23 @@ class Exchange:
         here = {
             (peer.hello.engine, peer.hello.rank.dp) for peer in self.roster.peers.values() if peer.source is not None
         }
-        for lane in self._keepers:
+        for lane in self.lanes:
             for engine, replica in lane.missed(here, now):
                 known = self.roster.engines.get(engine)
                 if engine in self._departures or (known is not None and known.open):
                     continue  # the hub's own requests of it end first, and then it is told
                 lane.lose(engine, replica if self.roster.connected(engine) else None)
 
-    def _settle(self, request: Request, consumer: int, result: CaptureResult) -> None:
-        lane = self.lanes[consumer]
-        if lane.keeps and self.ledger.told(request, consumer) not in (None, _LEFT):
-            return  # what late ends say the lane has said
-        lane.results[result.status] += 1
-        if lane.keeps:
-            known = self.ledger.settle(request, consumer, result)
-            if known is None:
-                return
-            request = known
-        else:
+    def _settle(self, named: Request | RequestName, consumer: int, result: CaptureResult) -> None:
+        """Take a consumer's result of a request; of one result of a request, the first counts."""
+        request = self.index.over(named)
+        before = None if request is None else request.results[consumer]
+        if before not in (None, _LEFT):
+            return
+        self.lanes[consumer].results[result.status] += 1
+        if request is not None and before is None:
             request.settle(consumer, result)
-        self._answer_waiters(request)
+            self._answer_waiters(request)
 
     def _await(self, peer: bytes, known: Peer, said: Await) -> Iterator[None]:
         for number, request in enumerate(said.requests, 1):
@@ -696,13 +687,13 @@ class Exchange:
                 self._waiters.add((said.engine, request), peer, known.owner)
 
     def _answer_waiters(self, request: Request) -> None:
-        newest = self.ledger.newest(request.key)
+        newest = self.index.newest(request.key)
         is_gone = newest is None or newest.engine != request.engine  # forgotten, or of an earlier start of its engine
         for engine in {"", request.key[0], request.engine}:
             if not self._waiters.waits((engine, request.id)):
                 continue
-            if is_gone and (engine == request.engine or not self.ledger.named(request.id, engine)):
-                found, final = self.ledger.results_of(request)
+            if is_gone and (engine == request.engine or not self.index.named(request.id, engine)):
+                found, final = self.index.results_of(request)
                 results = Results(request.id, found, engine, (request.key[0],))
             else:
                 results, final = self._results(request.id, engine)
@@ -711,10 +702,10 @@ class Exchange:
 
     def _results(self, request: str, engine: str) -> tuple[Results, bool]:
         """Return the results of a request, and whether they are final."""
-        found = self.ledger.named(request, engine)
+        found = self.index.named(request, engine)
         names = tuple(each.key[0] for each in found[: limits.ENGINES_TOLD_MAX])
         if len(found) == 1:
-            results, final = self.ledger.results_of(found[0])
+            results, final = self.index.results_of(found[0])
             return Results(request, results, engine, names), final
         return Results(request, {}, engine, names), bool(found)
 
@@ -738,7 +729,7 @@ class Exchange:
     ) -> None:
         """Pass an action to the engine that runs its request; reject it where that may be several."""
         schedulers = {hello.boot: (peer, hello) for peer, hello in self.roster.schedulers()}
-        known = self.ledger.named(action.request, action.engine)
+        known = self.index.named(action.request, action.engine)
         boots, reason = asked_of(action, known, [hello for _, hello in schedulers.values()])
         asked = {boot: schedulers[boot] for boot in boots}
         engines = {hello.engine for _, hello in asked.values()}

@@ -26,7 +26,6 @@ from capflow.hub.counts import Snapshot, age_s
 from capflow.hub.exchange import Exchange
 from capflow.hub.health import HubState, problems
 from capflow.hub.lanes import leftover
-from capflow.hub.lanes.durable import SpillingLane
 from capflow.hub.lanes.lane import Lane
 from capflow.hub.peers.guard import Guard
 from capflow.hub.peers.turns import Turns
@@ -87,11 +86,11 @@ class Hub:
         )
         self.lanes = self._exchange.lanes
         self.counts = self._exchange.counts
-        self.ledger, self.relay, self.roster = self._exchange.ledger, self._exchange.relay, self._exchange.roster
+        self.index, self.relay, self.roster = self._exchange.index, self._exchange.relay, self._exchange.roster
         self.taps = self._exchange.taps
         self.log_lines_dropped = log_lines_dropped
         self._turns = Turns(self._exchange.handle)  # the thread's alone
-        specs = (wish.spec for wish in self.ledger.wishes)
+        specs = (wish.spec for wish in self.index.wishes)
         costs = [notice(c.name, c.consumer, spec) for c, spec in zip(consumers, specs, strict=True)]
         costs += [notice(c.name, c.kind, c.capture) for c in controllers]
         self.notices = tuple(
@@ -139,7 +138,7 @@ class Hub:
 
     def _collect(self) -> None:
         """Remove what killed hubs left and nobody needs: inboxes without frames, and sockets."""
-        roots = {lane.inbox.root for lane in self.lanes if isinstance(lane, SpillingLane)}
+        roots = {consumer.spill.root for consumer in self.consumers if consumer.spill is not None}
         with contextlib.suppress(OSError):  # a directory that cannot be read; it is another start's to see to
             inboxes = [path for root in sorted(roots) for path in leftover.collect(root)]
             if inboxes:
@@ -170,8 +169,8 @@ class Hub:
         drained.wait(limits.SILENCE_S_MAX)
         leave_at = min(deadline, time.monotonic() + limits.LEAVE_S)
         for lane in self.lanes:
-            if leave and lane.keeps and not _drained(lane, leave_at):
-                lane.discard()
+            if leave and not _drained(lane, leave_at):
+                lane.leave()
         in_time = [_drained(lane, deadline) for lane in self.lanes]
         for lane in self.lanes:
             lane.discard()
@@ -222,7 +221,7 @@ class Hub:
     def memory(self) -> dict[str, dict[str, int]]:
         """Return how much memory each part of the budget takes, and its bound."""
         queues = (lane.queue.nbytes for lane in self.lanes if lane.policy in (WhenFull.DROP, WhenFull.SKIP))
-        return self._exchange.budget.status(sum(queues), self.ledger.kept)
+        return self._exchange.budget.status(sum(queues), self.index.kept)
 
     def uptime_s(self, now: float) -> float:
         """Return how many seconds ago the hub began; 0 when it has not."""
@@ -241,14 +240,14 @@ class Hub:
 
     def snapshot(self) -> Snapshot:
         """Return how things stand."""
-        ledger = self.ledger
-        dropped = Counter(ledger.dropped)
+        index = self.index
+        dropped = Counter(index.dropped)
         for lane in self.lanes:
             dropped.update(dict(lane.dropped))
         return Snapshot(
-            requests_done=ledger.requests_done,
-            requests_open=ledger.requests_open,
-            requests_failed=ledger.requests_failed,
+            requests_done=index.requests_done,
+            requests_open=index.requests_open,
+            requests_failed=index.requests_failed,
             tokens=self.counts.tokens,
             frames=self.counts.frames,
             rows=self.counts.rows,
@@ -268,7 +267,7 @@ class Hub:
 
     def status(self) -> dict[str, Any]:
         """Return every counter of the hub, its sessions and its consumers, as plain JSON values."""
-        counts, ledger, relay, roster = self.counts, self.ledger, self.relay, self.roster
+        counts, index, relay, roster = self.counts, self.index, self.relay, self.roster
         now = time.monotonic()
         return {
             "version": capflow.__version__,
@@ -290,13 +289,13 @@ class Hub:
             "sessions_resumed": roster.resumed,
             "refused": dict(counts.refused),
             "requests": {
-                "open": ledger.requests_open,
-                "done": ledger.requests_done,
-                "failed": ledger.requests_failed,
-                "gapped": ledger.requests_gapped,
+                "open": index.requests_open,
+                "done": index.requests_done,
+                "failed": index.requests_failed,
+                "gapped": index.requests_gapped,
             },
             "memory": {"bytes_max": self._exchange.budget.bytes_max, "parts": self.memory()},
-            "dropped_rows": dict(ledger.dropped),
+            "dropped_rows": dict(index.dropped),
             "spilled": roster.frames_spilled(),
             "actions": {
                 "applied": relay.applied,

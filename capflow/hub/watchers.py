@@ -16,7 +16,7 @@ from typing import Any
 from capflow import limits
 from capflow.buffers.shares import Shares
 from capflow.hub.peers.log import PeerLog
-from capflow.hub.requests.ledger import KnownEngine
+from capflow.hub.requests.request import KnownEngine
 from capflow.protocol.message import Watched
 from capflow.protocol.session import Parts
 

@@ -138,7 +138,7 @@ class Conformance(RowRules):
             consumer.on_frame = on_frame  # type: ignore[method-assign]
             self._whole(run.engine())
             run.result("r1")
-            is_whole = lane.keeps or not lane.restarts  # a restart ends requests whose rows are only in memory
+            is_whole = lane.durable or not lane.restarts  # a restart ends requests whose rows are only in memory
             if is_whole:
                 self._same(alone, run, "a request of which each frame was retried")
         if is_whole:

@@ -1,4 +1,4 @@
-"""A hub for tests: the real hub with lanes, ledger and sessions, without the workers' sockets.
+"""A hub for tests: the real hub with lanes, index and sessions, without the workers' sockets.
 
     with MemoryHub(Loudest(config)) as hub:
         engine = hub.engine()
@@ -91,9 +91,9 @@ class MemoryHub:
         """
 
         def ask() -> tuple[dict[str, CaptureResult], bool] | None:
-            ledger = self.hub.ledger
-            named = ledger.named(request, engine)
-            return ledger.results_of(named[-1]) if named else None
+            index = self.hub.index
+            named = index.named(request, engine)
+            return index.results_of(named[-1]) if named else None
 
         deadline = time.monotonic() + WAIT_S
         while True:

@@ -142,7 +142,7 @@ def test_the_result_of_a_consumer_names_no_rows_at_sites_of_others():
     end = make_finished("r1", computed_length=6, rows=8, dropped=(gap,))
     desk.say(b"w", make_frame([("r1", 4, 0, 4)], [FIRST, SECOND], finished=[end]))
     desk.handle_all()
-    (request,) = desk.exchange.ledger.named("r1")
+    (request,) = desk.exchange.index.named("r1")
     part_result, whole_result = request.results
     assert (part_result.status, part_result.dropped) == ("ok", ())
     assert (whole_result.status, whole_result.dropped) == ("partial_error", (gap,))

@@ -201,11 +201,11 @@ class TestTheHub:
     def test_tags_do_not_part_requests_that_want_the_same(self):
         """A frame goes to a consumer as a whole, uncounted row by row, when all of its requests share what they want."""
         with MemoryHub(reader("a")) as hub:
-            ledger = hub.hub.ledger
+            index = hub.hub.index
             engine = hub.engine()
             captures = {f"r{n}": CaptureSpec({"post_block": "all"}, tag=f"tag {n}") for n in range(3)}
             engine.step([(name, 4, 0, 2) for name in captures], captures=captures)
-            shares = hub.asked(lambda: [ledger.named(name)[0].shares for name in captures])
+            shares = hub.asked(lambda: [index.named(name)[0].shares for name in captures])
             assert shares[0] is shares[1] is shares[2]
 
 

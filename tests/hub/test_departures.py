@@ -67,7 +67,7 @@ def test_requests_of_an_engine_that_leaves_end_in_slices_between_what_others_say
     assert {recorder.done[name].status for name in NAMES} == {"error"}
     final = [said.request for said in desk.sent[b"c"] if isinstance(said, Results) and said.results]
     assert sorted(final) == sorted(NAMES)
-    assert desk.exchange.ledger.requests_failed == len(NAMES)
+    assert desk.exchange.index.requests_failed == len(NAMES)
 
 
 @pytest.mark.parametrize("hidden", [8, 16])

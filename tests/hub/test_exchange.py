@@ -18,8 +18,8 @@ from capflow.capture.frame_cost import decoded_bytes
 from capflow.capture.spec import CaptureSpec
 from capflow.errors import RetryError
 from capflow.hub.peers.turns import Turns
-from capflow.hub.requests.ledger import KnownEngine as LedgerEngine
-from capflow.hub.requests.ledger import Ledger, Wish
+from capflow.hub.requests.index import RequestIndex, Wish
+from capflow.hub.requests.request import KnownEngine
 from capflow.protocol.message import Ack, Await, Beat, Bye, Hello, Refused, Welcome, encode
 from tests.kit.exchanges import Desk
 from tests.kit.frames import BOOT, make_finished, make_frame, make_model
@@ -131,13 +131,13 @@ class TestCredit:
             desk.say(b"bad", wrong(f"boot-{turn}"))
             assert isinstance(desk.sent[b"bad"][-1], Refused)
         assert pool.committed_bytes == 0
-        assert desk.exchange.ledger.requests_open == 0
+        assert desk.exchange.index.requests_open == 0
 
     def test_comes_back_of_frames_that_the_hub_fails_at(self, monkeypatch):
         desk = Desk(Recorder(), Recorder("second"))
         pool = desk.exchange.roster.pool
         desk.hello(b"w")
-        monkeypatch.setattr(desk.exchange.lanes[1], "deliver", _fail)
+        monkeypatch.setattr(desk.exchange.lanes[1], "take", _fail)
         desk.say(b"w", make_frame())
         assert isinstance(desk.sent[b"w"][-1], Refused)
         desk.handle_all()
@@ -375,21 +375,19 @@ class TestOneWhoTakesAllThereIs:
             ends = [make_finished(f"{number}-{each}") for each in range(100)]
             desk.say(b"bad", make_frame((), (), seq=number, engine="bad", finished=ends))
         desk.handle_all()
-        assert all(desk.exchange.ledger.named(f"g{n}") for n in range(20))
-        assert len(desk.exchange.ledger.kept) == 100
+        assert all(desk.exchange.index.named(f"g{n}") for n in range(20))
+        assert len(desk.exchange.index.kept) == 100
 
 
 def test_a_consumer_that_spills_is_given_every_end_of_a_request_without_room():
-    ledger = Ledger([Wish("w", EVERYTHING, reads_requests=False, keeps=True)], shares.Shares("state", 0))
-    engine = LedgerEngine("engine-1", make_model(stages=2))
-    rows = make_frame([("r1", 1, 0, 1)]).header
-    ends = [
-        make_frame((), (), rank=Rank(stage, 0, 0), finished=[make_finished("r1", 1, 1)]).header for stage in range(2)
-    ]
-    assert ledger.keepers(rows, engine) == []
-    given = [(ledger.keepers(end, engine), len(ledger.finish(end, engine))) for end in ends]
-    assert given == [([0], 0), ([0], 1)]
-    assert ledger.requests_open == 0
+    index = RequestIndex([Wish("w", EVERYTHING, reads_requests=False, durable=True)], shares.Shares("state", 0))
+    engine = KnownEngine("engine-1", make_model(stages=2))
+    rows = make_frame([("r1", 1, 0, 1)])
+    ends = [make_frame((), (), rank=Rank(stage, 0, 0), finished=[make_finished("r1", 1, 1)]) for stage in range(2)]
+    assert not index.take(rows, engine).concerns(0)
+    given = [(index.take(end, engine).concerns(0), len(index.finish(end.header, engine))) for end in ends]
+    assert given == [(True, 0), (True, 1)]
+    assert index.requests_open == 0
 
 
 def test_requests_that_a_stage_ended_before_it_fell_silent_are_over_when_nobody_of_their_replica_comes():
@@ -405,10 +403,10 @@ def test_requests_that_a_stage_ended_before_it_fell_silent_are_over_when_nobody_
         exchange.roster.peers[b"w1"].session._pulse.heard = now + later * limits.SILENCE_S_MAX
         exchange.tick(now + later * limits.SILENCE_S_MAX + 1)
     assert exchange.roster.peers.keys() == {b"w1"}
-    assert exchange.ledger.requests_open == 2
+    assert exchange.index.requests_open == 2
     exchange.tick(now + 2 * limits.SILENCE_S_MAX + 1 + limits.MISSED_S)
     assert set(exchange.roster.engines["engine-1"].open) == {"r1"}
-    assert exchange.ledger.named("r0")[0].status == "error"
+    assert exchange.index.named("r0")[0].status == "error"
     desk.hello(b"again", model=model, rank=Rank(0, 0, 0))
     assert exchange.roster.resumed == 1
 

@@ -11,8 +11,9 @@ import pytest
 
 from capflow import limits
 from capflow.buffers.shares import Shares
-from capflow.hub.lanes.lane import Lane
-from capflow.hub.requests.ledger import Delivery, KnownEngine, Ledger, Request, Wish
+from capflow.hub.lanes.memory import MemoryLane
+from capflow.hub.requests.index import RequestIndex, Wish
+from capflow.hub.requests.request import KnownEngine, Request
 from capflow.plugins.consumer import Consumer
 from capflow.steering.action import Answered
 from capflow.transport.client import Client
@@ -55,7 +56,7 @@ def lane_of(policy, results=None):
     """Return a lane whose consumer gets nothing before it is opened, and that consumer."""
     consumer = Listener()
     results = [] if results is None else results
-    lane = Lane(
+    lane = MemoryLane(
         0,
         configured(consumer, policy),
         on_result=lambda request, _, result: results.append((request.id, result)),
@@ -137,7 +138,7 @@ def test_a_consumer_is_told_that_an_engine_is_gone_and_of_it_anew_when_it_comes_
     lane, consumer = lane_of(policy)
     for engine in ("e", "f", "e"):
         lane.greet(engine, make_model())
-        lane.part(engine)
+        lane.lose(engine)
     lane.greet("e", make_model())
     close(lane)
     of = {engine: [what for name, what in consumer.told if name == engine] for engine in "ef"}  # engines take turns
@@ -152,7 +153,7 @@ def test_a_consumer_is_told_nothing_of_an_engine_that_is_gone_if_it_was_not_told
     lane, consumer = lane_of(policy)
     for engine in ("e", "f"):  # one alone has room
         lane.greet(engine, make_model())
-        lane.part(engine)
+        lane.lose(engine)
     close(lane)
     assert consumer.told == [("e", "test-model"), ("e", "gone")]
     assert lane._unmet == {}
@@ -170,15 +171,13 @@ def test_of_an_engine_that_it_could_not_be_told_of_a_consumer_is_given_nothing(p
     met = len(lane.queue)
     assert 0 < met < 64
     assert lane.notes.lost == {"session": 1000 - met}
-    ledger = Ledger([Wish("listener", EVERYTHING, reads_requests=False)], Shares("state", 2**30))
+    index = RequestIndex([Wish("listener", EVERYTHING, reads_requests=False)], Shares("state", 2**30))
     for name in (names[0], names[-1]):
         engine = KnownEngine(name, model)
         frame = make_frame([(name, 4, 0, 4)], finished=[make_finished(name)], engine=name)
-        (delivery,) = ledger.take(frame, engine)
-        assert isinstance(delivery, Delivery)
-        taken = lane.deliver(delivery, lambda: None)
+        taken = lane.take(index.take(frame, engine), lambda: None)
         assert taken == (policy == "block" and name == names[0])
-        (request,) = ledger.finish(frame.header, engine)
+        (request,) = index.finish(frame.header, engine)
         lane.finish(request, lambda: None)
     assert dict(lane.dropped) == {"consumer_queue_full": 4}
     (untold,) = [result for name, result in results if name == names[-1]]

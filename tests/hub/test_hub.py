@@ -634,11 +634,11 @@ def test_a_request_that_is_over_and_has_its_results_keeps_nothing_else(address, 
     with running_hub(address, Recorder(), kept) as hub, worker_link(address) as link, Client(address) as client:
         send_request(link, "r1")
         client.results(["r1"], timeout=20)
-        done = hub.ledger.named("r1")[0]
+        done = hub.index.named("r1")[0]
         assert None not in done.results
-        assert not any((done.tallies, done.received, done.finished, done.lost))
-        eventually(lambda: not hub.lanes[1].ledger.requests_open)
-        assert hub.lanes[1].ledger.named("r1") == []
+        assert not any((done.received, done.finished, done.lost))
+        eventually(lambda: not hub.lanes[1].requests.requests_open)
+        assert hub.lanes[1].requests.named("r1") == []
 
 
 def test_stop_is_bounded_though_a_consumer_hangs(address, caplog):

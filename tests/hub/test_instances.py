@@ -14,7 +14,6 @@ from capflow.capture.site import Site
 from capflow.capture.spec import CaptureSpec
 from capflow.cli.hub.view import view
 from capflow.errors import UsageError
-from capflow.hub.lanes.durable import SpillingLane
 from capflow.hub.monitor.metrics import registry_of
 from capflow.plugins.configure import ConfiguredConsumer, configure, configure_all, load_plugins
 from capflow.plugins.consumer import Controller
@@ -93,7 +92,7 @@ def test_each_instance_has_the_rows_and_results_that_are_its_own(tmp_path):
         f"filesystem:root={tmp_path}/hot", f"filesystem@cold:root={tmp_path}/cold,positions=last_prompt"
     )
     with MemoryHub(hot, cold) as hub:
-        assert all(isinstance(lane, SpillingLane) for lane in hub.lanes)
+        assert all(lane.durable for lane in hub.lanes)
         assert len({lane.inbox.directory for lane in hub.lanes}) == 2
         engine = hub.engine()
         engine.step([("r1", 4, 0, 4)])

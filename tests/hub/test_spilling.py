@@ -11,11 +11,12 @@ import msgspec
 import pytest
 
 from capflow import limits
+from capflow.buffers.shares import Shares
 from capflow.capture.frame import Acted, Dropped, Gap, Rank
 from capflow.capture.result import CaptureResult
 from capflow.capture.site import Site
 from capflow.hub.lanes import inbox, writer
-from capflow.hub.lanes.durable import SpillingLane
+from capflow.hub.lanes.durable import DurableLane
 from capflow.hub.lanes.writer import InboxWriter
 from capflow.plugins.configure import Spill
 from capflow.transport.client import Client
@@ -605,7 +606,7 @@ def test_a_consumer_that_spills_tells_of_what_waits_for_its_inbox(address, spill
 
 def test_an_engine_that_was_there_is_missed_from_when_it_went(spills, monkeypatch):
     monkeypatch.setattr(limits, "MISSED_S", 5.0)
-    lane = SpillingLane(0, spills(Recorder()), on_result=print, on_action=print)
+    lane = DurableLane(0, spills(Recorder()), state=Shares("state", 2**20), on_result=print, on_action=print)
     lane.inbox.left = {("engine-1", 0): 0.0}
     here = {("engine-1", 0)}
     assert not list(lane.missed(here, 1000.0))
@@ -782,7 +783,7 @@ def test_consumers_beside_it_are_not_held_up(address, spills):
         eventually(lambda: "r1" in quick.done)
         assert quick.rows["r1"] == 100 * ROWS
         assert slow.done == {}
-        assert set(hub.ledger.results_of(hub.ledger.named("r1")[0])[0]) == {"slow", "quick"}
+        assert set(hub.index.results_of(hub.index.named("r1")[0])[0]) == {"slow", "quick"}
 
 
 def test_a_place_is_one_for_each_configuration():

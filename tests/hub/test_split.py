@@ -9,7 +9,9 @@ from capflow.capture.frame import Frame
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow.capture.spec import join
-from capflow.hub.requests.ledger import KnownEngine, Ledger, Wish
+from capflow.hub.lanes.tally import Tallies, Tally
+from capflow.hub.requests.index import RequestIndex, Wish
+from capflow.hub.requests.request import KnownEngine
 from capflow_engine.scheduler.orders import Ended
 from capflow_engine.taps.plan import Planner, Scheduled, Tracked
 from capflow_engine.worker.sender import Computed, Sender, Way
@@ -100,17 +102,20 @@ def run(wanted, parts, hubs=1, hub_of=(0,) * 3):
 
 
 def deliver(frames, asked):
-    """Give the frames to a hub's ledger; return each consumer's rows, its counts, the ended requests, and rows in all."""
-    ledger = Ledger([Wish(f"c{n}", spec, reads) for n, (spec, reads) in enumerate(asked)], Shares("state", 2**30))
+    """Give the frames to a hub's index; return each consumer's rows, its counts, the ended requests, and rows in all."""
+    index = RequestIndex([Wish(f"c{n}", spec, reads) for n, (spec, reads) in enumerate(asked)], Shares("state", 2**30))
+    tallies = [Tallies(consumer) for consumer in range(len(asked))]
     engine = KnownEngine("e", INFO)
     got, counted, over, sent = [[] for _ in asked], [0] * len(asked), [], 0
     for frame in frames:
         sent += frame.nbytes // 8
-        for consumer, mine, rows, _ in ledger.take(frame, engine):
-            counted[consumer] += rows
-            for chunk in mine.chunks():
-                got[consumer] += check_rows(chunk)
-        over += ledger.finish(frame.header, engine)
+        arrival = index.take(frame, engine)
+        for consumer, mine in enumerate(tallies):
+            if (delivery := mine.of(arrival)) is not None:
+                counted[consumer] += delivery.rows
+                for chunk in delivery.frame.chunks():
+                    got[consumer] += check_rows(chunk)
+        over += index.finish(frame.header, engine)
     return got, counted, over, sent
 
 
@@ -165,7 +170,7 @@ def test_each_consumer_gets_each_of_its_rows_once_and_no_others(asked, parts):
                     each.max_rows and len(meant(each.positions, parts[number][0], reached[number])) > each.max_rows
                     for each in specs_of(number, consumer)
                 ]
-                assert request.judge(consumer, None).budget_reached == any(more)
+                assert Tally(request, consumer).judge(None).budget_reached == any(more)
 
 
 def told(frames):

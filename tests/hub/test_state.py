@@ -285,7 +285,7 @@ def test_is_flat_while_engines_clients_and_requests_of_ever_new_names_come_and_g
     print(f"{grown} bytes more after 300 visits")
     assert not desk.sent.refusal
     assert desk.exchange.budget.state.used == 0
-    assert len(desk.exchange.ledger.kept) <= 100
+    assert len(desk.exchange.index.kept) <= 100
     assert not desk.exchange.roster.peers
     assert not desk.exchange.roster.engines
     assert grown < 192 * limits.KIB

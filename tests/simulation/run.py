@@ -134,7 +134,7 @@ class Simulation:
             )
         hub = Hub(ADDRESS, consumers, memory_bytes_max=MEMORY_BYTES_MAX)
         for lane in hub.lanes:
-            if lane.keeps:
+            if lane.durable:
                 lane.inbox._files = lane.dead._files = self.volumes.setdefault(lane.name, Volume(world))
             self.watch_results(lane, life)
         refuse = hub._exchange._refuse
@@ -168,7 +168,7 @@ class Simulation:
 
         Where the end of the inbox was torn as well, nobody knows why the rows are missing, and both may be said.
         """
-        keepers = () if self.hub is None else [lane for lane in self.hub.lanes if lane.keeps]
+        keepers = () if self.hub is None else [lane for lane in self.hub.lanes if lane.durable]
         if any(lane.requests_unkept for lane in keepers):
             self.oracle.excused.add("earlier_hub")
         if "earlier_hub" in self.oracle.excused and any(lane._lost_unknown for lane in keepers):
@@ -181,7 +181,7 @@ class Simulation:
         def on_result(request, consumer, result):
             key = request.engine, request.id
             self.world.trace(f"result {lane.name} {key} {result.status}")
-            self.oracle.took[lane.name, 0 if lane.keeps else life][key].results.append(result)
+            self.oracle.took[lane.name, 0 if lane.durable else life][key].results.append(result)
             tell(request, consumer, result)
 
         lane._on_result = on_result
@@ -370,12 +370,12 @@ class Simulation:
     def settled(self):
         """Whether everything was handled."""
         hub = self.hub
-        return hub is not None and not hub.ledger.requests_open and all(self.idle(lane) for lane in hub.lanes)
+        return hub is not None and not hub.index.requests_open and all(self.idle(lane) for lane in hub.lanes)
 
     @staticmethod
     def idle(lane):
         """Whether a lane has nothing to do."""
-        if lane.keeps:
+        if lane.durable:
             return not len(lane.queue) and not lane.inbox.unread and not lane._open and not lane._long
         return not len(lane.queue)
 
@@ -384,10 +384,10 @@ class Simulation:
         if self.hub is None:
             return "no hub"
         lanes = {
-            lane.name: (len(lane.queue), lane.keeps and (lane.inbox.unread, list(lane._open)))
+            lane.name: (len(lane.queue), lane.durable and (lane.inbox.unread, list(lane._open)))
             for lane in self.hub.lanes
         }
-        return f"{self.hub.ledger.requests_open} open, {lanes}"
+        return f"{self.hub.index.requests_open} open, {lanes}"
 
     def given_bytes(self):
         """Return the credit that connected workers have."""

@@ -29,7 +29,6 @@ from capflow.cli.units import human_bytes
 from capflow.files import private_umask
 from capflow.hub.counts import Snapshot
 from capflow.hub.hub import Hub
-from capflow.hub.lanes.durable import SpillingLane
 from capflow.hub.monitor.endpoint import Endpoint
 from capflow.plugins.configure import ConfiguredConsumer, ConfiguredController
 from capflow.system import descriptors, heap
@@ -261,8 +260,8 @@ class HubRun:
 
     def _tell_left(self) -> None:
         for lane in self.hub.lanes:
-            if isinstance(lane, SpillingLane) and any(lane.left):
-                frames, requests = lane.left
+            frames, requests = lane.left
+            if (stored := lane.stored()) is not None and (frames or requests):
                 waiting = f"{requests} requests run on, {frames} frames wait"
                 text = f"{lane.name}: {waiting}; the next hub with this consumer goes on with them"
                 self.tell(
@@ -271,7 +270,7 @@ class HubRun:
                     consumer=lane.name,
                     frames=frames,
                     requests=requests,
-                    directory=str(lane.inbox.directory),
+                    directory=str(stored.directory),
                 )
 
     def _tell_end(self) -> None:

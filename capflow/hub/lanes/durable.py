@@ -1,4 +1,4 @@
-"""The spilling lane: one consumer's, which is given everything from its inbox on disk, by a ledger of its own.
+"""A durable lane: what waits for the consumer is in its inbox on disk. The lane reads it as a hub of this one consumer would, with an index of its own.
 
 A frame is its worker's until it is durable in the inbox, and the inbox's until the consumer is done with the requests in it. So a consumer may be
 as slow as it likes, and a hub that was killed, or stopped while requests ran, leaves the next one what the consumer has not made its
@@ -32,13 +32,15 @@ from capflow.capture.result import CaptureResult, RequestDone
 from capflow.errors import CapflowError, RemoteProtocolError, kind_of
 from capflow.hub.lanes.dead_letters import SUFFIX, DeadLetters, Letter, cut
 from capflow.hub.lanes.inbox import Gone, Inbox, InboxItem, Known, Missed, RequestDoneMark, Unkept
-from capflow.hub.lanes.lane import Lane, LeftError
+from capflow.hub.lanes.lane import Lane, LaneFiles, LeftError, OnAction, OnResult
 from capflow.hub.lanes.leftover import take_beside, tell_of_others
 from capflow.hub.lanes.notes import weight
+from capflow.hub.lanes.tally import NOT_ENDED, Delivery, Tallies, Tally
 from capflow.hub.lanes.writer import Greeting, InboxWriter, QueuedFrame, Taken
-from capflow.hub.requests.ledger import NOT_ENDED, Delivery, KnownEngine, Ledger, Request, Wish
+from capflow.hub.requests.index import Arrival, RequestIndex
+from capflow.hub.requests.request import KnownEngine, Request, RequestName
 from capflow.plugins.configure import ConfiguredConsumer
-from capflow.steering.action import Action, Answered
+from capflow.steering.action import Answered
 
 logger = logging.getLogger("capflow.consumer")
 
@@ -87,21 +89,22 @@ class AnewError(Exception):
         self.method = method
 
 
-class SpillingLane(Lane):
+class DurableLane(Lane):
     """One consumer's inbox and threads, from `open` to `close`; `taken` of a frame is called when the frame is durable.
 
-    What happens when the inbox has no room is its writer's to know.
+    What happens when the inbox has no room is its writer's to know. state: the memory for the open requests of the inbox.
     """
 
-    keeps = True
+    durable = True
 
     def __init__(
         self,
         index: int,
         configured: ConfiguredConsumer,
         *,
-        on_result: Callable[[Request, int, CaptureResult], None],
-        on_action: Callable[[str, Action], None],
+        state: Shares,
+        on_result: OnResult,
+        on_action: OnAction,
     ) -> None:
         super().__init__(index, configured, on_result=on_result, on_action=on_action)
         spill = configured.spill
@@ -110,9 +113,10 @@ class SpillingLane(Lane):
         self.dead = DeadLetters(  # the consumer's thread's, once it is open
             spill.root / f"{spill.name}{SUFFIX}", min(limits.DEAD_BYTES_DEFAULT, spill.bytes_max)
         )
-        self._wish = Wish(self.name, self.consumer.spec(), self.consumer.reads_requests)
-        self.state = Shares("memory of a consumer's inbox", limits.MEMORY_BYTES_MIN)  # until a hub gives it its part
-        self.ledger = self._new_ledger()  # the consumer's thread's; results are the hub's
+        self.state = state
+        # The consumer's thread's, as are the tallies; the results are in the hub's index.
+        self.requests = self._new_index()
+        self._tallies = Tallies(0)
         self.writer = InboxWriter(self.name, self.inbox, self.queue, spill.fallback, self.dropped)
         self._lost_unknown = False  # as the writer's, of what was taken out
         self._engines: dict[str, KnownEngine] = {}  # the consumer's thread's
@@ -144,7 +148,7 @@ class SpillingLane(Lane):
         self._at = 0  # the record in hand; the consumer's thread's
         self._taken_bytes = 0  # of records that were taken out before the one in hand; the consumer's thread's
         # Requests whose Futures failed, and how; filled by any thread, emptied by the consumer's.
-        self._failures: SimpleQueue[tuple[Request, Callable[[], None] | None, BaseException]] = SimpleQueue()
+        self._failures: SimpleQueue[tuple[Tally, Callable[[], None] | None, BaseException]] = SimpleQueue()
         self._is_closing = False  # set before the consumer is closed for good
         self._told_of_dead = False  # whether the log says where they are; the consumer's thread's
         self._aside: set[tuple[str, str]] = (
@@ -181,27 +185,42 @@ class SpillingLane(Lane):
             raise
         self.writer.start(beside, here)
 
-    def keep(self, frame: Frame, model: ModelInfo, taken: Taken) -> None:
-        """Take a frame of an engine with this model; `taken` is called, on any thread, when it is durable."""
+    def take(self, arrival: Arrival, taken: Taken) -> bool:
+        """Take a frame that concerns the consumer, whole; return whether it does. `taken` is called, on any thread, when the frame is durable."""
+        if not arrival.concerns(self.index):
+            return False
+        frame = arrival.frame
         if self._gone:
             self._gone = {gone for gone in self._gone if gone.engine != frame.header.engine}
-        self.queue.force(QueuedFrame(frame, taken, model), frame.nbytes)
+        self.queue.force(QueuedFrame(frame, taken, arrival.model), frame.nbytes)
+        return True
 
-    def lose(self, engine: str, replica: int | None, stage: int | None = None, *, anew: bool = False) -> None:
-        """Tell the consumer, after everything before, that a part of an engine is gone, as `Ledger.lose` takes it."""
+    def finish(self, request: Request, taken: Taken | None) -> bool:  # noqa: ARG002
+        """Do nothing: the frames in the inbox tell of the end."""
+        return False
+
+    def lose(self, engine: str, replica: int | None = None, stage: int | None = None, *, anew: bool = False) -> None:
+        """Take that a part of an engine is gone, after everything before; the arguments are those of `RequestIndex.lose`."""
         gone = Gone(engine, replica, stage, anew)
         if gone not in self._gone:
             self._gone.add(gone)
             self.queue.force(gone)
 
-    def greet(self, engine: str, model: ModelInfo) -> None:
-        """Tell the consumer, after everything before, that an engine connected; without room for that, before its first frame."""
+    def greet(self, engine: str, model: ModelInfo, *, worker: bool = False) -> None:
+        """Take that a worker of an engine connected, after everything before; without room for that, the consumer is told before its first frame."""
+        if not worker:  # frames come with workers
+            return
         self._gone = {gone for gone in self._gone if gone.engine != engine}
         nbytes = weight(model)
         if self.notes.admit(nbytes):
             self.queue.force(Greeting(Known(engine, model), functools.partial(self.notes.taken, nbytes)))
         else:
             self.notes.lost["session"] += 1
+
+    def tell(self, answered: Answered) -> None:
+        """Take the outcome of an action, if the consumer minds them."""
+        if self.minds_actions:
+            self.queue.force(answered)
 
     def note_full(self, engine: str) -> None:
         """Note that the hub had no room for requests of an engine."""
@@ -236,11 +255,20 @@ class SpillingLane(Lane):
         """Return why the consumer or its inbox is taken to have failed; None when neither has. It names nothing that is captured."""
         return super().trouble(now) or self.writer.trouble()
 
+    def leave(self) -> None:
+        """Leave what the consumer has not handled to the next hub."""
+        self.discard()
+
     def status(self) -> dict[str, Any]:
         """Return the lane's counters."""
         spool = self.inbox.status() | {"requests_unkept": self.requests_unkept} if self.inbox.is_open else None
         dead = {"directory": str(self.dead.directory), "letters": self.dead.letters, "refused": self.dead.refused}
         return super().status() | {"spool": spool, "dead_letters": dead}
+
+    def stored(self) -> LaneFiles:
+        """Return what the inbox and the dead letters hold."""
+        status = self.inbox.status() if self.inbox.is_open else None
+        return LaneFiles(self.inbox.directory, status, self.dead.letters, self.requests_unkept)
 
     @property
     def left(self) -> tuple[int, int]:
@@ -324,13 +352,13 @@ class SpillingLane(Lane):
         models = {each.request.engine: each.model for each in known if each.model is not None}
         done = {key: through for key, through in self._done.items() if through > needless}
         self.inbox.again(needless, self._unkept_by(needless), models, done)
-        self.ledger = self._new_ledger()
+        self.requests, self._tallies = self._new_index(), Tallies(0)
         self._engines, self._boots, self._open, self._long, self._aside = {}, {}, {}, {}, set()
         self._handled = needless
 
-    def _new_ledger(self) -> Ledger:
-        self.state.clear()  # of what an earlier ledger had
-        return Ledger([self._wish], self.state, results_kept_max=0)
+    def _new_index(self) -> RequestIndex:
+        self.state.clear()  # of what an earlier index had
+        return RequestIndex([self.wish._replace(durable=False)], self.state, results_kept_max=0)
 
     def _place(self, method: str) -> int | str:
         return method if method == "on_idle" else self._at
@@ -342,15 +370,16 @@ class SpillingLane(Lane):
         super()._wait(method, error)
         self._result_at = time.monotonic()
 
-    def _take_failure(self, request: Request, settled: Callable[[], None] | None, error: BaseException) -> bool:
+    def _take_failure(self, tally: Tally, settled: Callable[[], None] | None, error: BaseException) -> bool:
         """Leave a request whose Future failed to the consumer's thread. Called on any thread."""
-        self._failures.put((request, settled, error))
+        self._failures.put((tally, settled, error))
         return True
 
     def _see_to_failures(self) -> None:
         """Have requests whose Futures failed given again, or set aside. Raises AnewError and LeftError."""
         while not self._failures.empty():
-            request, settled, error = self._failures.get()
+            tally, settled, error = self._failures.get()
+            request = tally.request
             key = f"{request.engine} {request.id}"
             if kind_of(error) != "poison" and self._is_closing:
                 self.gave_up = True  # the inbox keeps it
@@ -359,8 +388,8 @@ class SpillingLane(Lane):
                 raise AnewError("on_request_done") from error
             else:
                 del self._fatal[key]
-                text = self._give_up(request, request.done_for(0), self._failed("on_request_done", error))
-                self._settle(request, 0, settled, CaptureResult("error", text))
+                text = self._give_up(request, tally.done(), self._failed("on_request_done", error))
+                self._settle(tally, settled, CaptureResult("error", text))
 
     def _pass_notes(self) -> None:
         """Handle what was noted since everything was: results that came with `close`."""
@@ -373,7 +402,7 @@ class SpillingLane(Lane):
             long = self.inbox.unkept[0]
             engine = self._engine(long.engine)
             if engine is not None and self.inbox.done.get((long.engine, long.request.id), 0) == 0:
-                request = self.ledger.recall(long.request, engine, long.rank, long.rows)
+                request = self.requests.recall(long.request, engine, long.rank, long.rows)
                 forgotten = Counter(long.rows)
                 known = _Open(0, 0, request, long.request, long.rank, engine.model)
                 known.forgotten, known.recalled = forgotten, forgotten.total()
@@ -453,7 +482,7 @@ class SpillingLane(Lane):
                 self._frame(frame, item)
             case Known(engine, model):
                 if (before := self._engines.get(engine)) is not None and before.model != model:
-                    self._end_all(self.ledger.lose(before), item.number - 1)
+                    self._end_all(self.requests.lose(before), item.number - 1)
                 self._greeted(engine, model)
             case Gone() as gone:
                 self._gone_now(gone, item.number)
@@ -482,12 +511,12 @@ class SpillingLane(Lane):
             return
         boot = self._boots.get((engine.name, header.rank), header.boot)
         if boot != header.boot:  # started again, while no hub was there to tell
-            self._end_all(self.ledger.lose(engine, header.rank.dp, header.rank.pp, anew=True), item.number - 1)
+            self._end_all(self.requests.lose(engine, header.rank.dp, header.rank.pp, anew=True), item.number - 1)
         self._boots[engine.name, header.rank] = header.boot
         if self.inbox.has_done:
             for name in {*(part.id for part in header.requests), *(finished.id for finished in header.finished)}:
                 if self.inbox.is_done(engine.name, name, item.number):
-                    self.ledger.pass_over(name, engine, header.rank)
+                    self.requests.pass_over(name, engine, header.rank)
         try:
             if item.number <= self._found_through:
                 frame.check(hashed=False)  # the spool has a checksum of its own
@@ -495,9 +524,9 @@ class SpillingLane(Lane):
         except RemoteProtocolError as e:
             self._refuse(frame, engine, item.number, e)
             return
-        deliveries = self.ledger.take(frame, engine)
+        delivery = self._tallies.of(self.requests.take(frame, engine))
         self._note_open(engine, header, item.number)
-        for delivery in deliveries:
+        if delivery is not None:
             for tally, rows in delivery.parts:
                 tally.rows += rows
             self.pace.waited_since = time.monotonic()
@@ -515,14 +544,14 @@ class SpillingLane(Lane):
 
     def _lose_rows(self, header: FrameHeader, engine: KnownEngine, number: int, reason: str) -> None:
         """Count the rows of a frame as lost; the ends of requests in it hold."""
-        self.dropped[reason] += self.ledger.miss(header, engine, reason, placed=reason != FRAME_INVALID)
+        self.dropped[reason] += self.requests.miss(header, engine, reason, placed=reason != FRAME_INVALID)
         self._note_open(engine, header, number)
         self._finish_all(engine, header, number)
 
     def _hand_over(self, delivery: Delivery) -> str | None:
         """Have the consumer take a frame, or set it aside; return what is wrong with it. Raises AnewError and LeftError."""
         header = delivery.frame.header
-        requests = [tally.request for tally, _ in delivery.parts]
+        requests = [tally.request.id for tally, _ in delivery.parts]
         if self.dead.has(header, requests):  # by an earlier hub, or before the consumer was opened again
             error: str | None = f"{self.name}.on_frame failed before; see its dead letters"
         else:
@@ -532,7 +561,7 @@ class SpillingLane(Lane):
             aside = self._set_aside("on_frame", error, delivery.frame, requests)
             error += aside
             if DEAD_FULL in aside:
-                tallies = {tally.request: tally for tally, _ in delivery.parts}
+                tallies = {tally.request.id: tally for tally, _ in delivery.parts}
                 for chunk in delivery.frame.chunks():
                     note_chunk(tallies[chunk.request.id].lost, chunk, DEAD_FULL)
         self._aside.update((header.engine, name) for name in requests)
@@ -615,19 +644,19 @@ class SpillingLane(Lane):
             engine.full = engine.full or engine.name in self._full
             untold = {}
             for finished in header.finished:
-                if self.ledger.was_lost(finished, engine):  # the hub may have been another one then
-                    late = self.ledger.late(finished, engine, header.rank.pp)
+                if self.requests.was_lost(finished, engine):  # the hub may have been another one then
+                    late = self.requests.late(finished, engine, header.rank.pp)
                     if late is None:
                         continue  # the hub, too, waits for the other pipeline stages
                     if late.untold:
                         untold[finished.id] = late.untold
                     for lost in late.untold:
                         self.dropped[lost.reason] += lost.rows
-                    again = Request(engine.name, finished.id, header.rank.dp, (None,), ("",))
+                    again = RequestName(engine.name, finished.id)
                     text = "; ".join([*map(described, late.dropped), NOT_ENDED])
                     self._on_result(again, self.index, CaptureResult("error", text, dropped=late.dropped))
             self._losses.tell_late(untold, engine.name)
-            for request in self.ledger.finish(header, engine):
+            for request in self.requests.finish(header, engine):
                 self._end(request, number)
             ends = (RequestRows(f.id, f.prompt_length, 0, (), capture=f.capture) for f in header.finished)
             self._note(engine, ends, header.rank, number)
@@ -644,7 +673,7 @@ class SpillingLane(Lane):
         for part in parts:
             request = engine.open.get(part.id)
             key = (engine.name, part.id)
-            if request is None or request.tallies[0] is None:
+            if request is None or request.shares[0] is None:
                 continue
             known = self._open.get(key) or self._long.get(key)
             if known is not None and known.request is not request:  # one of the same id, whose result is to come
@@ -658,7 +687,7 @@ class SpillingLane(Lane):
         engine = self._engine(gone.engine)
         if engine is None:
             return
-        self._end_all(self.ledger.lose(engine, gone.replica, gone.stage, anew=gone.anew), number)
+        self._end_all(self.requests.lose(engine, gone.replica, gone.stage, anew=gone.anew), number)
         if gone.replica is None:
             del self._engines[engine.name]
             self._boots = {worker: boot for worker, boot in self._boots.items() if worker[0] != engine.name}
@@ -670,18 +699,19 @@ class SpillingLane(Lane):
 
     def _end(self, request: Request, number: int) -> None:
         """Tell the consumer of the end of a request, whose last record has this number, unless an earlier hub did."""
-        if request.tallies[0] is None:
+        if request.shares[0] is None:
             return
+        tally = self._tallies.pop(request)
         if rows := request.lost.rows["earlier_hub"]:
             self._explain(request, rows)
         if (request.engine, request.id) in self._aside:
             error = "the end of a request of which frames failed"
-            done = request.done_for(0)
+            done = tally.done()
             self._put_dead(self._letter("on_frame", error, request.engine, [request.id], done=done), b"", 0)
             self._aside.remove((request.engine, request.id))
         if (known := self._known(request)) is not None:
             known.over_at = time.monotonic()
-        self._finish(request, 0, functools.partial(self._done_with, request, number))
+        self._finish(tally, functools.partial(self._done_with, request, number))
         self._let_go()
 
     def _explain(self, request: Request, rows: int) -> None:
@@ -694,6 +724,10 @@ class SpillingLane(Lane):
             rows -= damaged
         if rows:
             self.dropped["earlier_hub"] += rows
+
+    def _name(self, request: Request) -> RequestName:
+        """Return a request as the hub knows it, which may never have seen it."""
+        return RequestName(request.engine, request.id)
 
     def _done_with(self, request: Request, number: int) -> None:
         """Put down that the consumer has made a request its own. Called on any thread."""

@@ -1,6 +1,4 @@
-"""The fan-out: one lane per consumer, each with a queue and a thread, so that none waits for another.
-
-In a queue engines take turns, so that what one engine's worker sends holds up the rows of another by one item at most.
+"""A lane: one consumer, its thread, and what the hub tells it. What waits for the consumer is in memory (`capflow.hub.lanes.memory`) or on disk (`capflow.hub.lanes.durable`).
 
 A consumer's methods are called on its lane's thread only. The kind of an exception decides what the lane does (`capflow.errors.kind_of`):
 
@@ -8,38 +6,37 @@ A consumer's methods are called on its lane's thread only. The kind of an except
 * fatal: the lane closes the consumer, opens it again and makes the call again, at most `limits.RESTARTS_MAX` times in a row, and
   while each record breaks it once in `limits.RETRY_S_MAX`;
 * poison: the lane counts the exception, logs the first of its kind, and the results of the requests that it hits name it.
-
-Whatever a consumer does, what waits for it is bounded: rows by its policy, and what has no rows by `capflow.hub.lanes.notes`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import abc
 import functools
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
 from capflow import limits
-from capflow.buffers.newest import keep_newest
-from capflow.buffers.policy import WhenFull
 from capflow.buffers.queue import ByteQueue
 from capflow.capture.dtypes import DTYPES
 from capflow.capture.frame import Finished, RequestRows
-from capflow.capture.losses import LossLog, note_chunk
+from capflow.capture.losses import LossLog
 from capflow.capture.model import ModelInfo
 from capflow.capture.result import CaptureResult, RequestDone
 from capflow.errors import CapflowError, explain, kind_of
 from capflow.hub.lanes.backoff import Backoff
-from capflow.hub.lanes.notes import Notes, weight
+from capflow.hub.lanes.notes import Notes
 from capflow.hub.lanes.pace import ConsumerPace
-from capflow.hub.requests.ledger import Delivery, Request, Tally
+from capflow.hub.lanes.tally import Delivery, Tally
+from capflow.hub.requests.index import Arrival, Wish
+from capflow.hub.requests.request import Request, RequestName
 from capflow.plugins.configure import ConfiguredConsumer, rename
 from capflow.plugins.consumer import Consumer
 from capflow.steering.action import Action, Answered
@@ -48,7 +45,6 @@ from capflow.text.engine_name import is_of
 logger = logging.getLogger("capflow.consumer")
 
 
-_STOPPED = "the hub stopped while the consumer could not go on"
 _ANEW = "the consumer was opened again while the request ran; rows given to it before may be missing"
 
 
@@ -56,54 +52,46 @@ class LeftError(Exception):
     """The hub stops, and the consumer could not take what it was given."""
 
 
-class _Rows(NamedTuple):
-    delivery: Delivery
-    taken: Callable[[], None] | None  # called, from the lane's thread, when the frame is no longer needed
-    at: float  # when it was delivered, on the monotonic clock
+OnResult = Callable[[Request | RequestName, int, CaptureResult], None]
+OnAction = Callable[[str, Action], None]
 
 
-class _Done(NamedTuple):
-    request: Request
-    taken: Callable[[], None] | None
-    weight: int  # of the note, as of those below; 0 when a frame's credit bounds it
+class LaneFiles(NamedTuple):
+    """What the lane of a consumer has on disk.
 
-
-class _Session(NamedTuple):
-    engine: str
-    model: ModelInfo
-    weight: int
-
-
-class _Gone(NamedTuple):
-    engine: str
-
-
-class _Told(NamedTuple):
-    answered: Answered
-    weight: int
-
-
-class Lane:
-    """One consumer's queue and thread, from `open` to `close`.
-
-    on_result(request, consumer, result) is called on the lane's thread, or on that which ends a Future of the consumer's; on_action(action) on the lane's.
-    keeps: it has an inbox and a ledger of its own.
+    directory: of its inbox. status: the counters of its inbox; None while it is not open. letters: frames and ends in its dead letters.
+    requests_unkept: requests that were too long for the inbox.
     """
 
-    keeps: ClassVar[bool] = False
+    directory: Path
+    status: dict[str, Any] | None
+    letters: int
+    requests_unkept: int
+
+
+class Lane(abc.ABC):
+    """One consumer's queue and thread, from `open` to `close`.
+
+    on_result(request, consumer, result) is called on the lane's thread, or on that which ends a Future of the consumer's. The request is the hub's own, or named
+    by a lane that has requests of earlier hubs. on_action(action) is called on the lane's thread.
+    """
+
+    durable: ClassVar[bool] = False
+    """Whether what waits for the consumer outlives the hub."""
 
     def __init__(
         self,
         index: int,
         configured: ConfiguredConsumer,
         *,
-        on_result: Callable[[Request, int, CaptureResult], None],
-        on_action: Callable[[str, Action], None],
+        on_result: OnResult,
+        on_action: OnAction,
     ) -> None:
         self.index = index
         self.name = configured.name
         self.policy = configured.policy
         self.consumer: Consumer = configured.consumer
+        self.wish = Wish(self.name, self.consumer.spec(), self.consumer.reads_requests, self.durable)
         self.queue: ByteQueue[Any] = ByteQueue(configured.queue_bytes_max)
         self.frames = 0  # given to `on_frame`, as are rows and bytes; written by the thread
         self.rows = 0
@@ -127,11 +115,6 @@ class Lane:
             set()
         )  # kinds of errors whose traceback is in the log; so too
         self._unsettled: dict[Future[CaptureResult], float] = {}  # of requests that are over, and since when; so too
-        self._greeting: dict[str, ModelInfo] = {}  # engines that wait in the queue to be told of; so too
-        self._unmet: dict[
-            str, None
-        ] = {}  # engines, oldest first, of which there was no room to tell; the hub's thread's
-        self._connected: set[str] = set()  # engines that were put in the queue, until they are gone; the hub's thread's
         # The requests in what the consumer is given now; written by the thread.
         self._given: Sequence[RequestRows | Finished] = ()
         # The engine that these requests are of; written by the thread.
@@ -140,10 +123,6 @@ class Lane:
         self._breaks = ""  # the method in which each record breaks it now
         self._opens_at = 0.0  # before this time a consumer that breaks is not opened again
         self._is_open = False
-        self._met: dict[
-            str, ModelInfo
-        ] = {}  # engines that the consumer was told of; the latest, of `limits.NOTES_BYTES_MAX` by weight
-        self._met_bytes = 0  # of these
         self._discarded = threading.Event()  # set by `discard`: rows are thrown away, ends are still told
         self.backoff = Backoff(logger, self.name, self._discarded)
         self._opened = threading.Event()  # set by the thread when `open` is through
@@ -155,7 +134,36 @@ class Lane:
         """Whether the consumer wants to be told of actions."""
         return type(self.consumer).on_action is not Consumer.on_action
 
-    # Called by the hub.
+    # What the hub tells the consumer, in order, on the hub's thread. None of it waits.
+
+    @abc.abstractmethod
+    def take(self, arrival: Arrival, taken: Callable[[], None]) -> bool:
+        """Take what the consumer wants of a frame; return whether `taken` will be called, on any thread, when the frame is no longer needed."""
+
+    @abc.abstractmethod
+    def finish(self, request: Request, taken: Callable[[], None] | None) -> bool:
+        """Take the end of a request that the consumer wants something of, after everything before; return as `take` does."""
+
+    @abc.abstractmethod
+    def greet(self, engine: str, model: ModelInfo, *, worker: bool = False) -> None:
+        """Take that an engine connected, or one more worker of it, after everything before."""
+
+    @abc.abstractmethod
+    def lose(self, engine: str, replica: int | None = None, stage: int | None = None, *, anew: bool = False) -> None:
+        """Take that a part of an engine is gone, after everything before; the arguments are those of `RequestIndex.lose`."""
+
+    @abc.abstractmethod
+    def tell(self, answered: Answered) -> None:
+        """Take the outcome of an action, if the consumer minds them."""
+
+    def note_full(self, engine: str) -> None:  # noqa: B027  most lanes need not know
+        """Take that the hub had no room for requests of an engine."""
+
+    def missed(self, here: set[tuple[str, int]], now: float) -> Iterator[tuple[str, int]]:  # noqa: ARG002
+        """Yield the engines and replicas of open requests that were not connected for `limits.MISSED_S`. here: those that are connected."""
+        return iter(())
+
+    # From open to close; called by the hub's owner.
 
     def open(self) -> None:
         """Start the thread and open the consumer.
@@ -172,106 +180,6 @@ class Lane:
             got = f"{type(error).__name__}: {error}"
             raise CapflowError(explain(f"consumer {self.name} cannot be opened", got=got)) from error
 
-    def deliver(self, delivery: Delivery, taken: Callable[[], None]) -> bool:
-        """Take a frame; return whether `taken` will be called: only a `block` consumer is waited for.
-
-        The memory of a `block` lane is bounded by the workers' credit, that of a `drop` or `skip` lane by its queue.
-        """
-        waited_for = taken if self.policy is WhenFull.BLOCK else None
-        for tally, rows in delivery.parts:
-            tally.rows += rows
-        item = _Rows(delivery, waited_for, time.monotonic())
-        skips = self.policy is WhenFull.SKIP and not self.queue.closed
-        if delivery.frame.header.engine in self._unmet:
-            self._lose(delivery, "consumer_queue_full")
-        elif self._accept(item, "skipped" if skips else "consumer_queue_full"):
-            return waited_for is not None
-        return False
-
-    def _accept(self, item: _Rows, reason: str) -> bool:
-        """Put rows in the queue; return whether they are in it. Rows that have no room are lost for the reason."""
-        engine, nbytes = item.delivery.frame.header.engine, item.delivery.frame.memory_bytes
-        if self.policy is WhenFull.BLOCK and not self.queue.closed:
-            self.queue.force(item, nbytes, engine)
-            return True
-
-        def lose(other: _Rows) -> None:
-            self._lose(other.delivery, reason)
-
-        accepted = self.queue.displace(item, nbytes, engine, lose, newest=self.policy is not WhenFull.SKIP)
-        if not accepted:
-            lose(item)
-        return accepted
-
-    def finish(self, request: Request, taken: Callable[[], None] | None) -> bool:
-        """Tell the consumer, after everything before, that a request is over; return as `deliver` does.
-
-        An end that has no room is not told: the request's result says so.
-        """
-        if self.queue.closed:
-            return False
-        waited_for = taken is not None and self.policy is WhenFull.BLOCK and request.engine not in self._unmet
-        nbytes = 0 if waited_for else weight(tuple(request.finished.values()))
-        if not waited_for and (request.engine in self._unmet or not self.notes.admit(nbytes)):
-            self.notes.lost["end"] += 1
-            untold = CaptureResult("error", "the consumer was not told of its end: consumer_queue_full")
-            self._settle(request, self.index, None, untold)
-            return False
-        self.queue.force(_Done(request, taken if waited_for else None, nbytes), source=request.engine)
-        return waited_for
-
-    def greet(self, engine: str, model: ModelInfo) -> None:
-        """Tell the consumer, after everything before, that an engine connected; once, if it comes and goes before that is told.
-
-        When there is no room for it, all rows of the engine are lost until it connects again.
-        """
-        if self.queue.closed:
-            return
-        self._unmet.pop(engine, None)
-        with self._lock:
-            if self._greeting.get(engine) == model:
-                return
-        nbytes = weight(model)
-        if not self.notes.admit(nbytes):
-            self.notes.lost["session"] += 1
-            self._unmet[engine] = None
-            # A hub knows no more at once: the oldest are gone.
-            keep_newest(self._unmet, 2 * limits.SESSIONS_MAX)
-            return
-        with self._lock:
-            self._greeting[engine] = model
-        self._connected.add(engine)
-        self.queue.force(_Session(engine, model, nbytes), source=engine)
-
-    def part(self, engine: str) -> None:
-        """Tell the consumer, after everything before, that an engine is gone, if it was told that the engine connected.
-
-        It needs no room of its own: there is at most one for each engine that `greet` had room for.
-        """
-        self._unmet.pop(engine, None)
-        if engine not in self._connected:
-            return
-        self._connected.remove(engine)
-        with self._lock:
-            self._greeting.pop(engine, None)  # the engine is to be told of anew when it comes back
-        self.queue.force(_Gone(engine), source=engine)
-
-    def tell(self, answered: Answered) -> None:
-        """Tell the consumer, if it minds them, what came of an action; the oldest that wait make room for the newest."""
-        if not self.minds_actions:
-            return
-        if self.keeps:
-            self.queue.force(answered)
-            return
-        told = _Told(answered, weight(answered))
-        while not self.notes.admit(told.weight):
-            self.notes.lost["action"] += 1
-            oldest = self.queue.remove(lambda item: isinstance(item, _Told))
-            if oldest is None:
-                return
-            self.notes.taken(oldest.weight)
-        self.queue.force(told, source=answered.engine)
-
     def close(self) -> None:
         """Take nothing more; the consumer is closed when it has handled what it has."""
         self.queue.close()
@@ -279,6 +187,9 @@ class Lane:
     def discard(self) -> None:
         """Throw away the rows that the consumer has not handled yet."""
         self._discarded.set()
+
+    def leave(self) -> None:  # noqa: B027  a lane in memory has nothing to leave
+        """Leave what the consumer has not handled to the next hub, if that can be."""
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until the consumer is closed; return whether it is."""
@@ -324,6 +235,15 @@ class Lane:
             "counts": dict(self.counts),
         }
 
+    def stored(self) -> LaneFiles | None:
+        """Return what the lane has on disk; None for a lane in memory."""
+        return None
+
+    @property
+    def left(self) -> tuple[int, int]:
+        """How many frames, and how many open requests, wait for the next hub."""
+        return 0, 0
+
     # What the consumer is offered: `Context`.
 
     def act(self, action: Action) -> None:
@@ -352,23 +272,9 @@ class Lane:
         self._is_open = True
         return True
 
+    @abc.abstractmethod
     def _run(self) -> None:
-        if not self._open_consumer():
-            return
-        idle_at = time.monotonic() + limits.IDLE_S
-        while True:
-            item = self.queue.get(max(0.0, idle_at - time.monotonic()))
-            if item is not None:
-                self._safely_handle(item)
-                del item  # the frame's memory goes when the consumer lets go of it
-            elif self.queue.closed:
-                break
-            if time.monotonic() >= idle_at:
-                with contextlib.suppress(LeftError):
-                    self._idle()
-                idle_at = time.monotonic() + limits.IDLE_S
-        if error := self._close_consumer():
-            self._failed("close", error)
+        """Open the consumer, have it handle what comes, and close it."""
 
     def _idle(self) -> None:
         self._guard("on_idle", self.consumer.on_idle)
@@ -379,67 +285,6 @@ class Lane:
             return None
         self._is_open = False
         return self._call(self.consumer.close)
-
-    def _safely_handle(self, item: _Rows | _Done | _Session | _Gone | _Told) -> None:
-        """Handle an item; whatever goes wrong outside the consumer, such as no memory, costs this item and not the thread."""
-        try:
-            self._handle(item)
-        except LeftError:
-            if isinstance(item, _Rows):  # not taken, as those behind it
-                self._lose(item.delivery, "shutdown")
-            else:
-                self._leave(item, _STOPPED)
-        except Exception as e:  # noqa: BLE001  without this thread nothing of the consumer's would be acknowledged any more
-            self._leave(item, self._failed("lane", e))
-
-    def _leave(self, item: _Rows | _Done | _Session | _Gone | _Told, error: str) -> None:
-        """Let go of an item that the consumer did not take; the results of its requests say so."""
-        match item:
-            case _Rows(delivery, taken):
-                for tally, rows in delivery.parts:
-                    tally.rows_failed += rows
-                    tally.error = tally.error or error
-                if taken is not None:
-                    taken()
-            case _Done(request, taken):
-                self._settle(request, self.index, taken, CaptureResult("error", error))
-
-    def _handle(self, item: _Rows | _Done | _Session | _Gone | _Told) -> None:
-        match item:
-            case _Rows(delivery, taken, at):
-                if self._discarded.is_set():  # not taken: a worker that is waited for keeps it for the next hub
-                    self._lose(delivery, "shutdown")
-                else:
-                    self.pace.waited_since = at
-                    self._give(delivery)
-                    self.pace.waited_since = None
-                    if taken is not None:
-                        taken()
-            case _Done(request, taken, nbytes):
-                self.notes.taken(nbytes)
-                self._finish(request, self.index, taken)
-            case _Session(engine, model, nbytes):
-                self.notes.taken(nbytes)
-                with self._lock:
-                    if self._greeting.get(engine) is model:
-                        del self._greeting[engine]
-                self._meet(engine, model)
-            case _Gone(engine):
-                if (before := self._met.pop(engine, None)) is not None:
-                    self._met_bytes -= weight(before)
-                self._guard("on_engine_gone", self.consumer.on_engine_gone, engine)
-            case _Told(answered, nbytes):
-                self.notes.taken(nbytes)
-                self._guard("on_action", self.consumer.on_action, answered)
-
-    def _meet(self, engine: str, model: ModelInfo) -> None:
-        if (before := self._met.pop(engine, None)) is not None:
-            self._met_bytes -= weight(before)
-        self._guard("on_session", self.consumer.on_session, engine, model)
-        self._met[engine] = model
-        self._met_bytes += weight(model)
-        while self._met_bytes > limits.NOTES_BYTES_MAX and len(self._met) > 1:
-            self._met_bytes -= weight(self._met.pop(next(iter(self._met))))
 
     def _give(self, delivery: Delivery) -> None:
         header = delivery.frame.header
@@ -462,37 +307,35 @@ class Lane:
         """Have the consumer take a frame; return what is wrong with it, None when the consumer took it."""
         return self._guard("on_frame", self.consumer.on_frame, delivery.frame)
 
-    def _finish(self, request: Request, place: int, settled: Callable[[], None] | None) -> None:
-        """Tell the consumer, which has this place in the request's ledger, that it is over; `settled` is called, on any thread, when there is a result."""
+    def _finish(self, tally: Tally, settled: Callable[[], None] | None) -> None:
+        """Tell the consumer that a request is over; `settled` is called, on any thread, when there is a result."""
         if self.minds_actions:
-            for acted in request.acted():
+            for acted in tally.request.acted():
                 self._guard("on_action", self.consumer.on_action, acted)
-        done = request.done_for(place)
+        done = tally.done()
         said: list[CaptureResult | Future[CaptureResult] | None] = []
         self._given, self._given_of = done.finished, done.engine
         error = self._guard("on_request_done", lambda: said.append(self.consumer.on_request_done(done)))
         self._given = ()
-        answer = said[-1] if error is None else CaptureResult("error", self._give_up(request, done, error))
+        answer = said[-1] if error is None else CaptureResult("error", self._give_up(tally.request, done, error))
         if isinstance(answer, Future):
             with self._lock:
                 self._unsettled[answer] = time.monotonic()
-            answer.add_done_callback(functools.partial(self._ended, request, place, settled))
+            answer.add_done_callback(functools.partial(self._ended, tally, settled))
         else:
-            self._settle(request, place, settled, answer)
+            self._settle(tally, settled, answer)
 
-    def _ended(
-        self, request: Request, place: int, settled: Callable[[], None] | None, future: Future[CaptureResult]
-    ) -> None:
+    def _ended(self, tally: Tally, settled: Callable[[], None] | None, future: Future[CaptureResult]) -> None:
         """Take what became of a request for which the consumer wanted time."""
         with self._lock:
             self._unsettled.pop(future, None)
         try:
             result = future.result()
         except BaseException as e:  # noqa: BLE001  as in `_guard`
-            if self._take_failure(request, settled, e):
+            if self._take_failure(tally, settled, e):
                 return
             result = CaptureResult("error", self._failed("on_request_done", e))
-        self._settle(request, place, settled, result)
+        self._settle(tally, settled, result)
 
     def _give_up(self, request: Request, done: RequestDone, error: str) -> str:  # noqa: ARG002  what others set aside
         """Note that the end of a request can never be handled; return the error that its result names."""
@@ -500,27 +343,28 @@ class Lane:
 
     def _take_failure(
         self,
-        request: Request,  # noqa: ARG002  of lanes that keep
+        tally: Tally,  # noqa: ARG002
         settled: Callable[[], None] | None,  # noqa: ARG002
         error: BaseException,  # noqa: ARG002
     ) -> bool:
         """Return whether the thread sees to a request whose Future failed. Called on any thread."""
         return False
 
-    def _settle(
-        self, request: Request, place: int, settled: Callable[[], None] | None, result: CaptureResult | None
-    ) -> None:
-        tally = request.tallies[place]
-        if tally is not None and tally.opening not in (None, self.restarts):
+    def _settle(self, tally: Tally, settled: Callable[[], None] | None, result: CaptureResult | None) -> None:
+        if tally.opening not in (None, self.restarts):
             tally.error = tally.error or _ANEW
-        judged = request.judge(place, result)
-        if _is_unkept(request, place, result, judged):
+        judged = tally.judge(result)
+        if tally.unkept(result, judged):
             with self._lock:
                 self.unkept += 1
-        self._losses.tell(request.id, judged.dropped, engine=request.engine)
-        self._on_result(request, self.index, judged)
+        self._losses.tell(tally.request.id, judged.dropped, engine=tally.request.engine)
+        self._on_result(self._name(tally.request), self.index, judged)
         if settled is not None:
             settled()
+
+    def _name(self, request: Request) -> Request | RequestName:
+        """Return a request as the hub knows it."""
+        return request
 
     def _guard(self, method: str, call: Callable[..., Any], *args: Any) -> str | None:
         """Call a method of the consumer, again and again while it may work later; return what is wrong for good, None for nothing.
@@ -577,14 +421,9 @@ class Lane:
             self.gave_up = True
             raise LeftError
 
+    @abc.abstractmethod
     def _restart(self, method: str, error: BaseException) -> None:
-        """Close the consumer, open it again, however long that takes, and call `on_session` for its engines. Raises LeftError."""
-        self._open_again(method, error)
-        opening = self.restarts
-        for engine, model in list(self._met.items()):
-            self._meet(engine, model)
-            if self.restarts != opening:  # a nested restart has called it for the other engines
-                return
+        """Close the consumer and open it again, its method having raised a fatal error."""
 
     def _open_again(self, method: str, error: BaseException) -> None:
         """Close the consumer and open it again, however long that takes. Raises LeftError when the hub stops first."""
@@ -613,21 +452,3 @@ class Lane:
             what = "consumer %s: %s failed; more of this kind are counted only"
             logger.error(what, self.name, method, exc_info=e, extra=event)
         return f"{self.name}.{method}: {type(e).__name__}: {e}"
-
-    def _lose(self, delivery: Delivery, reason: str) -> None:
-        self.dropped[reason] += delivery.rows
-        tallies: dict[str, Tally] = {tally.request: tally for tally, _ in delivery.parts}
-        for chunk in delivery.frame.chunks():
-            note_chunk(tallies[chunk.request.id].lost, chunk, reason)
-        for tally, rows in delivery.parts:
-            tally.rows -= rows
-
-
-def _is_unkept(request: Request, place: int, result: CaptureResult | None, judged: CaptureResult) -> bool:
-    """Return whether a consumer has not stored rows that it was given, as its own result says, or what it raised."""
-    tally = request.tallies[place]
-    if tally is None or not tally.rows:
-        return False
-    own = "ok" if result is None else result.status
-    lost = judged.dropped or request.status == "error"
-    return tally.error is not None or own == "error" or (own == "partial_error" and not lost)

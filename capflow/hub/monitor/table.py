@@ -23,8 +23,7 @@ from capflow import limits
 from capflow.capture.frame import Rank
 from capflow.hub.health import problems
 from capflow.hub.hub import Hub
-from capflow.hub.lanes.durable import SpillingLane
-from capflow.hub.lanes.lane import Lane
+from capflow.hub.lanes.lane import Lane, LaneFiles
 from capflow.hub.lanes.notes import KINDS
 from capflow.hub.peers.roster import Peer
 from capflow.protocol.message import WorkerCounts
@@ -104,12 +103,12 @@ HUB = (
         lambda hub: hub.snapshot().rows_lost,
     ),
     counter(
-        "dropped_rows", "Rows that did not reach the hub; counted when their request ends.", "ledger.dropped", "reason"
+        "dropped_rows", "Rows that did not reach the hub; counted when their request ends.", "index.dropped", "reason"
     ),
-    gauge("open_requests", "Requests that run.", "ledger.requests_open"),
-    counter("done_requests", "Requests that are over.", "ledger.requests_done"),
-    counter("failed_requests", "Of these, those whose engine went away.", "ledger.requests_failed"),
-    counter("gapped_requests", "Of these, those with rows that did not reach the hub.", "ledger.requests_gapped"),
+    gauge("open_requests", "Requests that run.", "index.requests_open"),
+    counter("done_requests", "Requests that are over.", "index.requests_done"),
+    counter("failed_requests", "Of these, those whose engine went away.", "index.requests_failed"),
+    counter("gapped_requests", "Of these, those with rows that did not reach the hub.", "index.requests_gapped"),
     gauge("sessions", "Peers that are connected.", _sessions, "role"),
     gauge(
         "engines", "Engines of which a worker or scheduler is connected.", lambda hub: hub.roster.engines_connected()
@@ -194,7 +193,7 @@ INBOX = (
 )
 
 DURABLE = (
-    gauge("consumer_dead_letters", "Frames and ends of requests in its dead letters.", "dead.letters"),
+    gauge("consumer_dead_letters", "Frames and ends of requests in its dead letters.", "letters"),
     counter(
         "consumer_unkept_requests",
         "Requests longer than its inbox: a hub that ends while they run loses rows of them.",
@@ -267,12 +266,12 @@ def _lanes(hub: Hub) -> Iterator[tuple[Labels, Lane]]:
     return (((lane.name,), lane) for lane in hub.lanes)
 
 
-def _durable(hub: Hub) -> Iterator[tuple[Labels, SpillingLane]]:
-    return (((lane.name,), lane) for lane in hub.lanes if isinstance(lane, SpillingLane))
+def _durable(hub: Hub) -> Iterator[tuple[Labels, LaneFiles]]:
+    return (((lane.name,), stored) for lane in hub.lanes if (stored := lane.stored()) is not None)
 
 
 def _inboxes(hub: Hub) -> Iterator[tuple[Labels, Mapping[str, Any]]]:
-    return ((labels, lane.inbox.status()) for labels, lane in _durable(hub) if lane.inbox.is_open)
+    return ((labels, stored.status) for labels, stored in _durable(hub) if stored.status is not None)
 
 
 def _workers(hub: Hub) -> Iterator[tuple[Labels, Peer]]:

@@ -19,7 +19,7 @@ from capflow.capture.frame import FrameHeader, Rank
 from capflow.capture.model import ModelInfo
 from capflow.errors import UsageError, explain
 from capflow.hub.counts import age_s
-from capflow.hub.requests.ledger import KnownEngine
+from capflow.hub.requests.request import KnownEngine
 from capflow.plugins.configure import ConfiguredController
 from capflow.protocol.credit import Intake, Pool
 from capflow.protocol.message import Hello, WorkerCounts
@@ -85,7 +85,7 @@ class Peer(NamedTuple):
 
 
 class OnLost(Protocol):
-    """Called with the part of an engine that is gone, as `Ledger.lose` takes it."""
+    """Called with the part of an engine that is gone, as `RequestIndex.lose` takes it."""
 
     def __call__(
         self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
@@ -97,7 +97,7 @@ class Roster:
     """All peers, sources and engines of a hub.
 
     fits(model) raises UsageError when consumers want what a model lacks. on_engine is told of an engine that
-    connected or came back. on_lost takes what `Ledger.lose` takes: the part of an engine that is gone.
+    connected or came back. on_lost takes what `RequestIndex.lose` takes: the part of an engine that is gone.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ def watched(tmp_path_factory):
             with raw_peer(hub.address) as peer:
                 peer.send(b"nonsense")
                 assert peer.poll(20_000)
-            eventually(lambda: hub.ledger.requests_done == 1 and hub.counts.frames == 5)
+            eventually(lambda: hub.index.requests_done == 1 and hub.counts.frames == 5)
             eventually(lambda: len(hub.lanes[2].results) == 1)
             eventually(
                 lambda: (
@@ -261,7 +261,7 @@ def test_reasons_beyond_the_bound_are_one(address):
         lost = [Dropped(1, f"reason-{n:03}") for n in range(200)]
         parts = [tuple(lost[n : n + 50]) for n in range(0, 200, 50)]
         send(link, finished=[make_finished(f"r{n}", rows=0, dropped=part) for n, part in enumerate(parts)])
-        eventually(lambda: hub.ledger.requests_done == 4)
+        eventually(lambda: hub.index.requests_done == 4)
         samples, _ = read(scrape(endpoint.url))
         reasons = {dict(key)["reason"]: n for (name, key), n in samples.items() if name == "capflow_dropped_rows_total"}
         assert len(reasons) == limits.REASONS_MAX + 1

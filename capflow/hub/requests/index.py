@@ -1,273 +1,80 @@
-"""The ledger: which requests run, what each consumer wants of them, and what became of them.
+"""The index: which requests run, what each consumer wants of them, and the result that each consumer gave.
 
-It belongs to the hub's thread and does no I/O. A request enters with the first frame that names it and is
-over when every pipeline stage of its engine's replica has sent its `Finished`, or the engine is gone.
+It belongs to one thread and does no I/O. A request enters with the first frame that names it and is
+over when every pipeline stage of its engine's replica has sent its `Finished`, or the engine is gone. What a consumer was given of a
+request is in the tally of its lane (`capflow.hub.lanes.tally`).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-import xxhash
 
 from capflow import limits
 from capflow.buffers.kept import Kept
 from capflow.buffers.memo import Memo
 from capflow.buffers.newest import keep_newest
 from capflow.buffers.shares import Shares
-from capflow.capture.frame import Acted, Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, rows_of
-from capflow.capture.losses import Losses, described, narrowed, note_frame
+from capflow.capture.frame import Dropped, Finished, Frame, FrameHeader, Rank, RequestRows, rows_of
+from capflow.capture.losses import Losses, note_frame
 from capflow.capture.model import ModelInfo
-from capflow.capture.positions import Positions
-from capflow.capture.result import CaptureResult, RequestDone
-from capflow.capture.site import Site, mask_of
-from capflow.capture.spec import Capture, CaptureByConsumer, CaptureSpec, Wanted
+from capflow.capture.result import CaptureResult
+from capflow.capture.site import Site
+from capflow.capture.spec import Capture, CaptureByConsumer, CaptureSpec
 from capflow.errors import RemoteProtocolError, UsageError, explain
+from capflow.hub.requests.request import REQUEST_BYTES, KnownEngine, Request, RequestName
 from capflow.hub.requests.share import Groups, Share
-from capflow.protocol.row_format import RowFormat
-from capflow.steering.action import Answered
 from capflow.text.engine_name import is_of, name_of
 
 _GROUPS_BYTES_MAX = 16 * limits.MIB  # of what blocks of frames hold of what consumers want
 _SPECS_BYTES_MAX = 16 * limits.MIB  # of specs that requests brought, for the next request that brings the same
-_ENGINE_BYTES, _SITE_BYTES = 2048, 144  # of memory
-_REQUEST_BYTES, _TALLY_BYTES, _NAME_BYTES = (
-    1024,
-    256,
-    96,
-)  # of memory, of a request, each consumer's part in it, and a name
+_TALLY_BYTES, _NAME_BYTES = 256, 96  # of memory, of each consumer's part in a request, and of a name
 _DROPPED_BYTES, _GAP_BYTES, _GAP_SITE_BYTES = 320, 480, 96  # of memory, with their part in results
 _SPEC_BYTES = 512  # of memory, of a spec with its key, besides its shares
-_NOTHING: dict[int, Any] = {}  # of a request that is over and done with; never written to
-_NO_LOSSES = Losses()  # likewise
-
-
-NOT_ENDED = "the request did not end: its engine is gone or the hub stopped"
 
 
 class Wish(NamedTuple):
     """What one consumer wants: of every request, and whether also what requests ask for themselves.
 
-    keeps: its lane has a ledger of its own, so that it is not given frames from here, but named by `keepers`.
+    durable: its lane has rows that an earlier hub took. That this hub did not get them is no loss to the consumer.
     """
 
     consumer: str
     spec: CaptureSpec | None
     reads_requests: bool
-    keeps: bool = False
+    durable: bool = False
 
 
-class Tally:
-    """What one consumer has had of one request."""
+class Arrival(NamedTuple):
+    """A frame that came, with the requests that it names.
 
-    __slots__ = ("error", "lost", "opening", "request", "rows", "rows_failed")
-
-    def __init__(self, request: str) -> None:
-        self.request = request
-        self.rows = 0  # given to its queue; written by the hub's thread
-        self.lost = Losses()  # by the hub's thread, and at shutdown by the consumer's
-        self.rows_failed = 0  # in frames that the consumer raised on; written by its thread
-        self.error: str | None = None  # the first such error; written by its thread
-        self.opening: int | None = None  # which opening of the consumer got its first rows; written by its thread
-
-
-class KnownEngine:
-    """An engine that is known: its model, its open requests by id, and the public key of its workers ("" where there are none)."""
-
-    def __init__(self, name: str, model: ModelInfo, user: str = "") -> None:
-        self.name = name
-        self.model = model
-        self.user = user
-        self.stages_left: set[int] = set()  # pipeline stages that said Bye and did not come back
-        self.missed_since: float | None = None  # when nobody of it was connected or expected any more
-        # By data-parallel replica, since when no worker of it is connected; None while one is.
-        self.replicas: dict[int, float | None] = {}
-        self.open: dict[str, Request] = {}  # until they are over
-        self.format = RowFormat(model)
-        self.tapped = mask_of(model.sites)
-        self.step_last: dict[int, int] = {}  # the last step counted, by data-parallel replica
-        self.full = False  # whether requests of it had no room here, and were not opened
-
-    @property
-    def owner(self) -> str:
-        """Who has what it takes, as of `capflow.buffers.shares`."""
-        return self.user or f"engine {self.name}"
-
-    @property
-    def nbytes(self) -> int:
-        """About how many bytes of memory it takes, besides its requests."""
-        return _ENGINE_BYTES + _SITE_BYTES * (len(self.model.sites) + len(self.model.fixed)) + 4 * len(self.model.name)
-
-
-class Request:
-    """A request and, per consumer (None where it wants nothing of it): its share, tally and result.
-
-    When it is over and has every result, all else of it is let go of: thousands are kept so.
+    requests: that of each part of its header. ends: what each consumer wants of each request that the frame ends.
+    shares: what each consumer wants of every request of it; None when they differ.
     """
 
-    __slots__ = (
-        "before",
-        "engine",
-        "finished",
-        "first_stage",
-        "id",
-        "lost",
-        "nbytes",
-        "prompt_length",
-        "received",
-        "replica",
-        "results",
-        "shares",
-        "status",
-        "strangers",
-        "tags",
-        "tallies",
-    )
-
-    def __init__(
-        self,
-        engine: str,
-        request: str,
-        replica: int,
-        shares: tuple[Share | None, ...],
-        tags: tuple[str, ...],
-        strangers: tuple[str, ...] = (),
-        first_stage: int = 0,
-    ) -> None:
-        self.engine = engine
-        self.id = request
-        self.replica = replica
-        self.first_stage = first_stage  # the pipeline stage that named it first
-        self.shares = shares
-        self.tallies: tuple[Tally | None, ...] = tuple(None if share is None else Tally(request) for share in shares)
-        self.results: list[CaptureResult | None] = [
-            CaptureResult("not_requested") if share is None else None for share in shares
-        ]
-        self.tags = tags  # of its spec for each consumer
-        self.strangers = strangers  # names in its capture that no consumer here has
-        self.prompt_length = 0
-        self.received: dict[int, int] = {}  # rows by pipeline stage
-        self.before: dict[
-            int, list[tuple[tuple[Site, ...], int]]
-        ] = {}  # by pipeline stage: sites, and the first position that came
-        self.finished: dict[int, Finished] = {}  # by pipeline stage
-        self.lost = Losses()  # rows that did not reach this hub
-        self.status: str | None = None  # set when it is over
-        self.nbytes = 0  # of memory that its engine's owner has for it, while it is open
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """The name of its engine, and its id."""
-        return name_of(self.engine), self.id
-
-    def settle(self, consumer: int, result: CaptureResult) -> None:
-        """Note what a consumer made of it."""
-        self.results[consumer] = result
-        self.let_go()
-
-    def let_go(self) -> None:
-        """Keep nothing but the results, if they are all there; to be called when every consumer was told that it is over."""
-        if self.status is not None and None not in self.results:
-            self.tallies = ()
-            self.received, self.before, self.finished, self.lost = _NOTHING, _NOTHING, _NOTHING, _NO_LOSSES
-
-    def done_for(self, consumer: int) -> RequestDone:
-        """Return what a consumer is told at the end, with its own counts."""
-        tally = self.tallies[consumer]
-        assert tally is not None
-        finished = tuple(self.finished[stage] for stage in sorted(self.finished))
-        return RequestDone(
-            engine=self.engine,
-            request=self.id,
-            status=self.status or "error",
-            prompt_length=self.prompt_length,
-            computed_length=self.computed_length,
-            rows_promised=sum(max(f.rows, self.received.get(stage, 0)) for stage, f in self.finished.items())
-            + sum(rows for stage, rows in self.received.items() if stage not in self.finished),
-            rows=tally.rows,
-            dropped=self._lost_to(consumer, tally),
-            finished=finished,
-            budget_reached=self._budget_reached(consumer),
-            tag=self.tags[consumer],
-        )
-
-    def acted(self) -> list[Answered]:
-        """Return what changed the steering of it inside its workers, oldest first; told again, each has the same id."""
-        told = [
-            answered
-            for stage, finished in self.finished.items()
-            for answered in answered_by(self.engine, self.id, stage, finished.acted)
-        ]
-        return sorted(told, key=lambda answered: answered.time_ns)
-
-    def ends_with(self, stage: int, *, anew: bool) -> bool:
-        """Return whether the request cannot end any more, because a pipeline stage is gone, or is here anew."""
-        if anew:
-            return stage == self.first_stage or (stage in self.received and stage not in self.finished)
-        return stage not in self.finished
-
-    @property
-    def computed_length(self) -> int:
-        """How many tokens were computed, as far as the stages that ended it have said."""
-        return max((finished.computed_length for finished in self.finished.values()), default=0)
-
-    def _budget_reached(self, consumer: int) -> bool:
-        share = self.shares[consumer]
-        return share is not None and share.cut(self.prompt_length, self.computed_length)
-
-    def _lost_to(self, consumer: int, tally: Tally) -> tuple[Dropped, ...]:
-        """Return what a consumer did not get of what it wants, by reason."""
-        share, mine = self.shares[consumer], self.lost.dropped
-        if share is not None and mine:
-            mine = narrowed(mine, functools.partial(share.places, self.prompt_length))
-        if not tally.lost:
-            return mine
-        lost = Losses()
-        lost.update((*mine, *tally.lost.dropped))
-        return lost.dropped
-
-    def judge(self, consumer: int, said: CaptureResult | None) -> CaptureResult:
-        """Return a consumer's own result, worsened by what it did not get and what it failed on."""
-        tally = self.tallies[consumer]
-        assert tally is not None
-        result = said or CaptureResult("ok")
-        if tag := self.tags[consumer]:
-            result = msgspec.structs.replace(result, tag=tag)
-        if self._budget_reached(consumer):
-            result = msgspec.structs.replace(result, budget_reached=True)
-        if dropped := self._lost_to(consumer, tally):
-            result = msgspec.structs.replace(result, dropped=dropped)
-        troubles = [tally.error] if tally.error else []
-        troubles += map(described, dropped)
-        if self.status == "error":
-            troubles.append(NOT_ENDED)
-        if not troubles or result.status in ("error", "not_requested"):
-            return result
-        status = "partial_error" if tally.rows > tally.rows_failed else "error"
-        return msgspec.structs.replace(result, status=status, error="; ".join(filter(None, [result.error, *troubles])))
-
-
-class Delivery(NamedTuple):
-    """A frame as one consumer gets it. parts: whose rows these are and how many."""
-
-    consumer: int
     frame: Frame
-    rows: int
-    parts: Sequence[tuple[Tally, int]]
+    model: ModelInfo
+    requests: Sequence[Request]
+    ends: Sequence[tuple[Share | None, ...]]
+    shares: tuple[Share | None, ...] | None
+
+    def concerns(self, consumer: int) -> bool:
+        """Return whether a consumer wants something of a request that the frame names."""
+        named = any(request.shares[consumer] is not None for request in self.requests)
+        return named or any(shares[consumer] is not None for shares in self.ends)
 
 
 @dataclass
 class _Lost:
-    """What is known of a request that `Ledger.lose` ended.
+    """What is known of a request that `RequestIndex.lose` ended.
 
     received: the rows that had come, by pipeline stage. ended: the stages that ended it, before or since. rows: those that were lost, by reason.
-    told: those of them that were said. given: whether a consumer whose lane does not keep wanted something of it.
+    told: those of them that were said. given: whether a consumer wanted something of it whose lane is not durable.
     """
 
     received: dict[int, int]
@@ -280,7 +87,7 @@ class _Lost:
 class Late(NamedTuple):
     """What the ends of a request say that come after it was ended, its engine being gone.
 
-    dropped: what was lost of it. untold: what no result of it could say. given: whether a consumer whose lane does not keep wanted something of it.
+    dropped: what was lost of it. untold: what no result of it could say. given: whether a consumer wanted something of it whose lane is not durable.
     """
 
     dropped: tuple[Dropped, ...]
@@ -288,7 +95,7 @@ class Late(NamedTuple):
     given: bool
 
 
-class Ledger:
+class RequestIndex:
     """All requests of a hub, open ones and the latest `results_kept_max` that are over (None: `limits.RESULTS_KEPT_MAX`).
 
     state: the memory that open requests share. results_bytes_max: of those that are over.
@@ -310,8 +117,8 @@ class Ledger:
         self._no_tags = ("",) * len(self.wishes)
         kept_max = limits.RESULTS_KEPT_MAX if results_kept_max is None else results_kept_max
         self.kept = Kept(kept_max, results_bytes_max)  # of `_requests`, those that are over
-        self._given = tuple(index for index, wish in enumerate(self.wishes) if not wish.keeps)
-        self._keeping = tuple(index for index, wish in enumerate(self.wishes) if wish.keeps)
+        # The consumers that lose the rows that this hub does not get.
+        self._losing = tuple(index for index, wish in enumerate(self.wishes) if not wish.durable)
         self.requests_done = 0
         self.requests_failed = 0  # of these, those whose engine went away
         self.requests_open = 0
@@ -336,7 +143,7 @@ class Ledger:
     def admit(self, header: FrameHeader, engine: KnownEngine) -> None:
         """Check that what the requests of a frame want fits the engine's model, before anything of the frame is taken.
 
-        `take`, `miss`, `keepers` and `finish` of an admitted frame raise nothing. Raises RemoteProtocolError.
+        `take`, `miss` and `finish` of an admitted frame raise nothing. Raises RemoteProtocolError.
         """
         known = engine.open
         parts: list[RequestRows | Finished] = [part for part in header.requests if part.id not in known]
@@ -344,14 +151,13 @@ class Ledger:
             if part.id not in known:
                 self._shares(engine, None if part.capture is None else part.capture.untagged())
 
-    def take(self, frame: Frame, engine: KnownEngine) -> list[Delivery]:
-        """Note a frame's rows; return it for each consumer that wants some of them."""
+    def take(self, frame: Frame, engine: KnownEngine) -> Arrival:
+        """Note a frame's rows, and open the requests that it names; its ends are for `finish`."""
         header = frame.header
         rank, stage = header.rank, header.rank.pp
         known = engine.open.get
         requests = [known(part.id) or self._request(engine, part, rank) for part in header.requests]
-        sent = frame.counts
-        for request, part, rows in zip(requests, header.requests, sent, strict=True):
+        for request, part, rows in zip(requests, header.requests, frame.counts, strict=True):
             request.prompt_length = part.prompt_length
             received = request.received
             if stage in received:
@@ -360,25 +166,10 @@ class Ledger:
                 if part.start:
                     request.before[stage] = _first(header, part)
                 received[stage] = rows
-        if not any(sent):
-            return []
         shares = [request.shares for request in requests]
-        first = shares[0]
-        alike = shares.count(first) == len(shares)  # the usual case: they want the same
-        deliveries = []
-        for consumer in self._given:
-            share = first[consumer]
-            whole = alike and share is not None and all(share.wants_all(block.sites) for block in header.blocks)
-            if alike and not whole and (share is None or not any(share.groups(block.sites) for block in header.blocks)):
-                continue
-            counts = sent if whole else _count(header, requests, consumer)
-            rows = sum(counts)
-            if rows:
-                mine = frame if counts == sent else frame.narrowed(_Wants(requests, consumer))
-                tallies = [request.tallies[consumer] for request in requests]
-                parts = [(tally, n) for tally, n in zip(tallies, counts, strict=True) if n and tally is not None]
-                deliveries.append(Delivery(consumer, mine, rows, parts))
-        return deliveries
+        alike = bool(shares) and shares.count(shares[0]) == len(shares)  # the usual case: they want the same
+        ends = [self._wanted_of(finished, engine, rank) for finished in header.finished]
+        return Arrival(frame, engine.model, requests, ends, shares[0] if alike else None)
 
     def miss(self, header: FrameHeader, engine: KnownEngine, reason: str, *, placed: bool = True) -> int:
         """Note that the rows of a frame are lost; return how many of them are of requests that somebody wants something of.
@@ -395,25 +186,10 @@ class Ledger:
         for part in header.requests:
             request = self._request(engine, part, header.rank)
             request.received[header.rank.pp] = request.received.get(header.rank.pp, 0) + rows[part.id]
-            if part.id in losses and any(tally is not None for tally in request.tallies):
+            if part.id in losses and any(share is not None for share in request.shares):
                 request.lost.update(losses[part.id].dropped)
                 missed += rows[part.id]
         return missed
-
-    def keepers(self, header: FrameHeader, engine: KnownEngine) -> Sequence[int]:
-        """Return the consumers with lanes that keep that want something of the requests that a frame names; before `finish`."""
-        if not self._keeping:
-            return ()
-        wanted = [self._request(engine, part, header.rank).shares for part in header.requests]
-        for f in header.finished:
-            part = RequestRows(f.id, f.prompt_length, 0, (), capture=f.capture)
-            if not self.was_lost(f, engine):
-                self._request(engine, part, header.rank, ends=True)
-            if (request := engine.open.get(f.id)) is not None:
-                wanted.append(request.shares)
-            else:  # it had no room here, or was ended before; its end is told all the same
-                wanted.append(self._shares(engine, None if part.capture is None else part.capture.untagged()))
-        return [index for index in self._keeping if any(shares[index] is not None for shares in wanted)]
 
     def recall(self, part: RequestRows, engine: KnownEngine, rank: Rank, rows: Mapping[int, int]) -> Request:
         """Return a request of which an earlier hub had rows that are lost, by pipeline stage; it is open."""
@@ -436,7 +212,7 @@ class Ledger:
         for finished in header.finished:
             if self.was_lost(finished, engine):
                 continue
-            part = RequestRows(finished.id, finished.prompt_length, 0, (), capture=finished.capture)
+            part = _part_of(finished)
             request = self._request(engine, part, header.rank, ends=True)
             if request.id in engine.open:
                 self._note_end(request, header.rank.pp, self._with_room(request, finished, engine), engine)
@@ -462,7 +238,7 @@ class Ledger:
         request.finished[stage] = finished
         request.lost.update(finished.dropped)
         missing = finished.rows - request.received.get(stage, 0)
-        if missing > 0 and any(request.tallies[index] is not None for index in self._given):
+        if missing > 0 and self._loses(request):
             if engine.full and stage not in request.received:
                 request.lost.count("hub_full", missing)
             else:
@@ -510,7 +286,7 @@ class Ledger:
             ]
             for request in lost:
                 self._end(engine, request, "error")
-                given = any(request.tallies[index] is not None for index in self._given)
+                given = self._loses(request)
                 rows = request.lost.rows
                 self._lost[engine.name, request.id] = _Lost(
                     dict(request.received), set(request.finished), rows, rows, given
@@ -540,23 +316,12 @@ class Ledger:
         untold, lost.told = lost.rows - lost.told, lost.rows
         return Late(losses.dropped, tuple(Dropped(rows, reason) for reason, rows in untold.items()), lost.given)
 
-    def settle(self, over: Request, consumer: int, result: CaptureResult) -> Request | None:
-        """Note the result of a lane that keeps, told by its own ledger; return the request here, None when it is not known or not over."""
-        request = self._over(over)
-        if request is None or request.results[consumer]:
-            return None
-        request.settle(consumer, result)
-        return request
-
-    def told(self, over: Request, consumer: int) -> CaptureResult | None:
-        """Return the result of a request that a lane that keeps told before; None when it told none."""
-        request = self._over(over)
-        return None if request is None else request.results[consumer]
-
-    def _over(self, over: Request) -> Request | None:
-        """Return the request here that a lane's own ledger says is over, None when it is not known or not over."""
-        request = self._requests.get(over.key)
-        return request if request is not None and request.engine == over.engine and request.status is not None else None
+    def over(self, request: Request | RequestName) -> Request | None:
+        """Return a request that a lane says is over; None when it is not known here, or not over. A lane that names it has no `Request` of this index."""
+        if isinstance(request, Request):
+            return request
+        known = self._requests.get(request.key)
+        return known if known is not None and known.engine == request.engine and known.status is not None else None
 
     def named(self, request: str, engine: str = "") -> list[Request]:
         """Return the newest request of an id of each engine that has one, or of one engine, which is given by its name or id."""
@@ -586,6 +351,19 @@ class Ledger:
         readers = ", ".join(self.readers) or "none, for no consumer reads what requests ask for"
         return explain("capture", got=f"consumer {consumer}", expected=f"one of this hub's: {readers}")
 
+    def _loses(self, request: Request) -> bool:
+        """Return whether a consumer wants something of a request that loses the rows that this hub does not get."""
+        return any(request.shares[index] is not None for index in self._losing)
+
+    def _wanted_of(self, finished: Finished, engine: KnownEngine, rank: Rank) -> tuple[Share | None, ...]:
+        """Return what each consumer wants of a request that a frame ends."""
+        if not self.was_lost(finished, engine):
+            self._request(engine, _part_of(finished), rank, ends=True)
+        if (request := engine.open.get(finished.id)) is not None:
+            return request.shares
+        # It had no room here, or was ended before; its end is told all the same.
+        return self._shares(engine, None if finished.capture is None else finished.capture.untagged())
+
     def _end(self, engine: KnownEngine, request: Request, status: str) -> None:
         request.status = status
         del engine.open[request.id]
@@ -595,7 +373,7 @@ class Ledger:
         self.requests_gapped += bool(request.lost)
         self.state.give(engine.owner, request.nbytes)
         if self._requests.get(request.key) is request:
-            self.kept.add(engine.owner, request.key, max(request.nbytes, _REQUEST_BYTES))
+            self.kept.add(engine.owner, request.key, max(request.nbytes, REQUEST_BYTES))
         for oldest in self.kept.excess():
             self._forget(oldest)
 
@@ -618,7 +396,7 @@ class Ledger:
             return request
         capture = part.capture
         shares = self._shares(engine, None if capture is None else capture.untagged())
-        nbytes = _REQUEST_BYTES + 2 * len(part.id) + _NAME_BYTES * len(self._strangers(capture))
+        nbytes = REQUEST_BYTES + 2 * len(part.id) + _NAME_BYTES * len(self._strangers(capture))
         nbytes += sum(_TALLY_BYTES + (0 if capture is None else share.nbytes) for share in shares if share is not None)
         if (engine.name, part.id) in self._unopened or not self.state.offer(engine.owner, nbytes):
             engine.full = True
@@ -687,32 +465,9 @@ class Ledger:
             raise RemoteProtocolError(explain("capture of a request", got=str(e), expected="one that fits")) from e
 
 
-def answered_by(engine: str, request: str, stage: int, acts: Sequence[Acted]) -> list[Answered]:
-    """Return what changed the steering of a request inside the worker of a stage; told again, each has the same id."""
-    return [
-        Answered(
-            xxhash.xxh3_128_hexdigest(repr((engine, request, stage, number, acted.time_ns)).encode()),
-            engine,
-            request,
-            acted.kind,
-            acted.sites,
-            acted.by,
-            acted.time_ns,
-            acted.step,
-            "",
-        )
-        for number, acted in enumerate(acts)
-    ]
-
-
-class _Wants:
-    """What a consumer wants of the requests in one frame; called on the consumer's thread."""
-
-    def __init__(self, requests: Sequence[Request], consumer: int) -> None:
-        self._wanted = {r.id: share.wanted for r in requests if (share := r.shares[consumer]) is not None}
-
-    def __call__(self, part: RequestRows) -> Wanted:
-        return self._wanted.get(part.id, {})
+def _part_of(finished: Finished) -> RequestRows:
+    """Return a request that a frame ends as a part of it without rows."""
+    return RequestRows(finished.id, finished.prompt_length, 0, (), capture=finished.capture)
 
 
 def _first(header: FrameHeader, part: RequestRows) -> list[tuple[tuple[Site, ...], int]]:
@@ -733,24 +488,3 @@ def _count_earlier(request: Request, stage: int, missing: int) -> None:
     for sites, start in before:
         if start:
             request.lost.add("earlier_hub", sites, 0, start)
-
-
-def _count(header: FrameHeader, requests: Sequence[Request], consumer: int) -> list[int]:
-    """Return how many rows of each request a consumer wants of a frame."""
-    counts = [0] * len(requests)
-    for block in header.blocks:
-        share: Share | None = None
-        groups: tuple[tuple[Positions, int], ...] = ()
-        for index, start, length, _ in block.spans:
-            mine = requests[index].shares[consumer]
-            if mine is None:
-                continue
-            if mine is not share:
-                share, groups = mine, mine.groups(block.sites)
-            for positions, sites in groups:
-                if positions == Positions.ALL:
-                    counts[index] += sites * length
-                else:
-                    places = positions.at(header.requests[index].prompt_length)
-                    counts[index] += sites * places.count(start, start + length)
-    return counts

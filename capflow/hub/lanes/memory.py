@@ -1,0 +1,277 @@
+"""A lane in memory: what waits for the consumer is in a queue, and is lost with the hub.
+
+In the queue engines take turns, so that what one engine's worker sends holds up the rows of another by one item at most. Whatever the consumer does,
+what waits for it is bounded: rows by its policy, and what has no rows by `capflow.hub.lanes.notes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from capflow import limits
+from capflow.buffers.newest import keep_newest
+from capflow.buffers.policy import WhenFull
+from capflow.capture.losses import note_chunk
+from capflow.capture.model import ModelInfo
+from capflow.capture.result import CaptureResult
+from capflow.hub.lanes.lane import Lane, LeftError, OnAction, OnResult
+from capflow.hub.lanes.notes import weight
+from capflow.hub.lanes.tally import Delivery, Tallies, Tally
+from capflow.hub.requests.index import Arrival
+from capflow.hub.requests.request import Request
+from capflow.plugins.configure import ConfiguredConsumer
+from capflow.steering.action import Answered
+
+_STOPPED = "the hub stopped while the consumer could not go on"
+
+
+class _Rows(NamedTuple):
+    delivery: Delivery
+    taken: Callable[[], None] | None  # called, from the lane's thread, when the frame is no longer needed
+    at: float  # when it was delivered, on the monotonic clock
+
+
+class _Done(NamedTuple):
+    tally: Tally
+    taken: Callable[[], None] | None
+    weight: int  # of the note, as of those below; 0 when a frame's credit bounds it
+
+
+class _Session(NamedTuple):
+    engine: str
+    model: ModelInfo
+    weight: int
+
+
+class _Gone(NamedTuple):
+    engine: str
+
+
+class _Told(NamedTuple):
+    answered: Answered
+    weight: int
+
+
+class MemoryLane(Lane):
+    """One consumer's queue in memory and its thread, from `open` to `close`; on_result and on_action are as of `Lane`."""
+
+    def __init__(self, index: int, configured: ConfiguredConsumer, *, on_result: OnResult, on_action: OnAction) -> None:
+        super().__init__(index, configured, on_result=on_result, on_action=on_action)
+        # The hub's thread's.
+        self._tallies = Tallies(index)
+        # Engines that wait in the queue to be told of; guarded by `_lock`.
+        self._greeting: dict[str, ModelInfo] = {}
+        # Engines, oldest first, of which there was no room to tell; the hub's thread's.
+        self._unmet: dict[str, None] = {}
+        # Engines that were put in the queue, until they are gone; the hub's thread's.
+        self._connected: set[str] = set()
+        # Engines that the consumer was told of; the latest, of `limits.NOTES_BYTES_MAX` by weight. The consumer's thread's.
+        self._met: dict[str, ModelInfo] = {}
+        # Of these; the consumer's thread's.
+        self._met_bytes = 0
+
+    # What the hub tells the consumer.
+
+    def take(self, arrival: Arrival, taken: Callable[[], None]) -> bool:
+        """Take what the consumer wants of a frame; return whether `taken` will be called: only a `block` consumer is waited for.
+
+        The memory of a `block` lane is bounded by the workers' credit, that of a `drop` or `skip` lane by its queue.
+        """
+        delivery = self._tallies.of(arrival)
+        return delivery is not None and self._deliver(delivery, taken if self.policy is WhenFull.BLOCK else None)
+
+    def _deliver(self, delivery: Delivery, waited_for: Callable[[], None] | None) -> bool:
+        for tally, rows in delivery.parts:
+            tally.rows += rows
+        item = _Rows(delivery, waited_for, time.monotonic())
+        skips = self.policy is WhenFull.SKIP and not self.queue.closed
+        if delivery.frame.header.engine in self._unmet:
+            self._lose(delivery, "consumer_queue_full")
+        elif self._accept(item, "skipped" if skips else "consumer_queue_full"):
+            return waited_for is not None
+        return False
+
+    def _accept(self, item: _Rows, reason: str) -> bool:
+        """Put rows in the queue; return whether they are in it. Rows that have no room are lost for the reason."""
+        engine, nbytes = item.delivery.frame.header.engine, item.delivery.frame.memory_bytes
+        if self.policy is WhenFull.BLOCK and not self.queue.closed:
+            self.queue.force(item, nbytes, engine)
+            return True
+
+        def lose(other: _Rows) -> None:
+            self._lose(other.delivery, reason)
+
+        accepted = self.queue.displace(item, nbytes, engine, lose, newest=self.policy is not WhenFull.SKIP)
+        if not accepted:
+            lose(item)
+        return accepted
+
+    def finish(self, request: Request, taken: Callable[[], None] | None) -> bool:
+        """Take the end of a request, after everything before; return as `take` does.
+
+        An end that has no room is not told to the consumer: the request's result says so.
+        """
+        tally = self._tallies.pop(request)
+        if self.queue.closed:
+            return False
+        waited_for = taken is not None and self.policy is WhenFull.BLOCK and request.engine not in self._unmet
+        nbytes = 0 if waited_for else weight(tuple(request.finished.values()))
+        if not waited_for and (request.engine in self._unmet or not self.notes.admit(nbytes)):
+            self.notes.lost["end"] += 1
+            untold = CaptureResult("error", "the consumer was not told of its end: consumer_queue_full")
+            self._settle(tally, None, untold)
+            return False
+        self.queue.force(_Done(tally, taken if waited_for else None, nbytes), source=request.engine)
+        return waited_for
+
+    def greet(self, engine: str, model: ModelInfo, *, worker: bool = False) -> None:
+        """Take that an engine connected, after everything before. The consumer is told once, if the engine comes and goes before that.
+
+        When there is no room for it, all rows of the engine are lost until it connects again.
+        """
+        if worker or self.queue.closed:  # the engine is what the consumer is told of
+            return
+        self._unmet.pop(engine, None)
+        with self._lock:
+            if self._greeting.get(engine) == model:
+                return
+        nbytes = weight(model)
+        if not self.notes.admit(nbytes):
+            self.notes.lost["session"] += 1
+            self._unmet[engine] = None
+            # A hub knows no more at once: the oldest are gone.
+            keep_newest(self._unmet, 2 * limits.SESSIONS_MAX)
+            return
+        with self._lock:
+            self._greeting[engine] = model
+        self._connected.add(engine)
+        self.queue.force(_Session(engine, model, nbytes), source=engine)
+
+    def lose(self, engine: str, replica: int | None = None, stage: int | None = None, *, anew: bool = False) -> None:  # noqa: ARG002
+        """Take that an engine is gone, after everything before, if the consumer is told that it connected; of a part of it nothing is told.
+
+        It needs no room of its own: there is at most one for each engine that `greet` had room for.
+        """
+        if replica is not None:
+            return
+        self._unmet.pop(engine, None)
+        if engine not in self._connected:
+            return
+        self._connected.remove(engine)
+        with self._lock:
+            self._greeting.pop(engine, None)  # the engine is to be told of anew when it comes back
+        self.queue.force(_Gone(engine), source=engine)
+
+    def tell(self, answered: Answered) -> None:
+        """Take the outcome of an action, if the consumer minds them; the oldest that wait make room for the newest."""
+        if not self.minds_actions:
+            return
+        told = _Told(answered, weight(answered))
+        while not self.notes.admit(told.weight):
+            self.notes.lost["action"] += 1
+            oldest = self.queue.remove(lambda item: isinstance(item, _Told))
+            if oldest is None:
+                return
+            self.notes.taken(oldest.weight)
+        self.queue.force(told, source=answered.engine)
+
+    # The consumer's thread.
+
+    def _run(self) -> None:
+        if not self._open_consumer():
+            return
+        idle_at = time.monotonic() + limits.IDLE_S
+        while True:
+            item = self.queue.get(max(0.0, idle_at - time.monotonic()))
+            if item is not None:
+                self._safely_handle(item)
+                del item  # the frame's memory goes when the consumer lets go of it
+            elif self.queue.closed:
+                break
+            if time.monotonic() >= idle_at:
+                with contextlib.suppress(LeftError):
+                    self._idle()
+                idle_at = time.monotonic() + limits.IDLE_S
+        if error := self._close_consumer():
+            self._failed("close", error)
+
+    def _safely_handle(self, item: _Rows | _Done | _Session | _Gone | _Told) -> None:
+        """Handle an item; whatever goes wrong outside the consumer, such as no memory, costs this item and not the thread."""
+        try:
+            self._handle(item)
+        except LeftError:
+            if isinstance(item, _Rows):  # not taken, as those behind it
+                self._lose(item.delivery, "shutdown")
+            else:
+                self._leave(item, _STOPPED)
+        except Exception as e:  # noqa: BLE001  without this thread nothing of the consumer's would be acknowledged any more
+            self._leave(item, self._failed("lane", e))
+
+    def _leave(self, item: _Rows | _Done | _Session | _Gone | _Told, error: str) -> None:
+        """Let go of an item that the consumer did not take; the results of its requests say so."""
+        match item:
+            case _Rows(delivery, taken):
+                for tally, rows in delivery.parts:
+                    tally.rows_failed += rows
+                    tally.error = tally.error or error
+                if taken is not None:
+                    taken()
+            case _Done(tally, taken):
+                self._settle(tally, taken, CaptureResult("error", error))
+
+    def _handle(self, item: _Rows | _Done | _Session | _Gone | _Told) -> None:
+        match item:
+            case _Rows(delivery, taken, at):
+                if self._discarded.is_set():  # not taken: a worker that is waited for keeps it for the next hub
+                    self._lose(delivery, "shutdown")
+                else:
+                    self.pace.waited_since = at
+                    self._give(delivery)
+                    self.pace.waited_since = None
+                    if taken is not None:
+                        taken()
+            case _Done(tally, taken, nbytes):
+                self.notes.taken(nbytes)
+                self._finish(tally, taken)
+            case _Session(engine, model, nbytes):
+                self.notes.taken(nbytes)
+                with self._lock:
+                    if self._greeting.get(engine) is model:
+                        del self._greeting[engine]
+                self._meet(engine, model)
+            case _Gone(engine):
+                if (before := self._met.pop(engine, None)) is not None:
+                    self._met_bytes -= weight(before)
+                self._guard("on_engine_gone", self.consumer.on_engine_gone, engine)
+            case _Told(answered, nbytes):
+                self.notes.taken(nbytes)
+                self._guard("on_action", self.consumer.on_action, answered)
+
+    def _meet(self, engine: str, model: ModelInfo) -> None:
+        if (before := self._met.pop(engine, None)) is not None:
+            self._met_bytes -= weight(before)
+        self._guard("on_session", self.consumer.on_session, engine, model)
+        self._met[engine] = model
+        self._met_bytes += weight(model)
+        while self._met_bytes > limits.NOTES_BYTES_MAX and len(self._met) > 1:
+            self._met_bytes -= weight(self._met.pop(next(iter(self._met))))
+
+    def _restart(self, method: str, error: BaseException) -> None:
+        """Close the consumer, open it again, however long that takes, and call `on_session` for its engines. Raises LeftError."""
+        self._open_again(method, error)
+        opening = self.restarts
+        for engine, model in list(self._met.items()):
+            self._meet(engine, model)
+            if self.restarts != opening:  # a nested restart has called it for the other engines
+                return
+
+    def _lose(self, delivery: Delivery, reason: str) -> None:
+        self.dropped[reason] += delivery.rows
+        tallies = {tally.request.id: tally for tally, _ in delivery.parts}
+        for chunk in delivery.frame.chunks():
+            note_chunk(tallies[chunk.request.id].lost, chunk, reason)
+        for tally, rows in delivery.parts:
+            tally.rows -= rows

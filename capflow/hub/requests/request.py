@@ -1,0 +1,173 @@
+"""A request, and the engine that runs it, as a hub knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import xxhash
+
+from capflow.capture.frame import Acted, Finished
+from capflow.capture.losses import Losses
+from capflow.capture.model import ModelInfo
+from capflow.capture.result import CaptureResult
+from capflow.capture.site import Site, mask_of
+from capflow.hub.requests.share import Share
+from capflow.protocol.row_format import RowFormat
+from capflow.steering.action import Answered
+from capflow.text.engine_name import name_of
+
+REQUEST_BYTES = 1024
+"""About how many bytes of memory a request takes, besides what each consumer wants of it."""
+
+_ENGINE_BYTES, _SITE_BYTES = 2048, 144  # of memory
+_NOTHING: dict[int, Any] = {}  # of a request that is over and done with; never written to
+_NO_LOSSES = Losses()  # of such a request; never written to
+
+
+class RequestName(NamedTuple):
+    """A request as the lane of a consumer names it whose requests outlive hubs: the id of its engine, and its own."""
+
+    engine: str
+    id: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The name of its engine, and its id."""
+        return name_of(self.engine), self.id
+
+
+class KnownEngine:
+    """An engine that is known: its model, its open requests by id, and the public key of its workers ("" where there are none)."""
+
+    def __init__(self, name: str, model: ModelInfo, user: str = "") -> None:
+        self.name = name
+        self.model = model
+        self.user = user
+        self.stages_left: set[int] = set()  # pipeline stages that said Bye and did not come back
+        self.missed_since: float | None = None  # when nobody of it was connected or expected any more
+        # By data-parallel replica, since when no worker of it is connected; None while one is.
+        self.replicas: dict[int, float | None] = {}
+        self.open: dict[str, Request] = {}  # until they are over
+        self.format = RowFormat(model)
+        self.tapped = mask_of(model.sites)
+        self.step_last: dict[int, int] = {}  # the last step counted, by data-parallel replica
+        self.full = False  # whether requests of it had no room here, and were not opened
+
+    @property
+    def owner(self) -> str:
+        """Who has what it takes, as of `capflow.buffers.shares`."""
+        return self.user or f"engine {self.name}"
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes of memory it takes, besides its requests."""
+        return _ENGINE_BYTES + _SITE_BYTES * (len(self.model.sites) + len(self.model.fixed)) + 4 * len(self.model.name)
+
+
+class Request:
+    """A request and, per consumer: its share (None where it wants nothing of it) and its result.
+
+    When it is over and has every result, all else of it is let go of: thousands are kept so.
+    """
+
+    __slots__ = (
+        "before",
+        "engine",
+        "finished",
+        "first_stage",
+        "id",
+        "lost",
+        "nbytes",
+        "prompt_length",
+        "received",
+        "replica",
+        "results",
+        "shares",
+        "status",
+        "strangers",
+        "tags",
+    )
+
+    def __init__(
+        self,
+        engine: str,
+        request: str,
+        replica: int,
+        shares: tuple[Share | None, ...],
+        tags: tuple[str, ...],
+        strangers: tuple[str, ...] = (),
+        first_stage: int = 0,
+    ) -> None:
+        self.engine = engine
+        self.id = request
+        self.replica = replica
+        self.first_stage = first_stage  # the pipeline stage that named it first
+        self.shares = shares
+        self.results: list[CaptureResult | None] = [
+            CaptureResult("not_requested") if share is None else None for share in shares
+        ]
+        self.tags = tags  # of its spec for each consumer
+        self.strangers = strangers  # names in its capture that no consumer here has
+        self.prompt_length = 0
+        self.received: dict[int, int] = {}  # rows by pipeline stage
+        self.before: dict[
+            int, list[tuple[tuple[Site, ...], int]]
+        ] = {}  # by pipeline stage: sites, and the first position that came
+        self.finished: dict[int, Finished] = {}  # by pipeline stage
+        self.lost = Losses()  # rows that did not reach this hub
+        self.status: str | None = None  # set when it is over
+        self.nbytes = 0  # of memory that its engine's owner has for it, while it is open
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The name of its engine, and its id."""
+        return name_of(self.engine), self.id
+
+    def settle(self, consumer: int, result: CaptureResult) -> None:
+        """Note what a consumer made of it."""
+        self.results[consumer] = result
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Keep nothing but the results, if they are all there; to be called when every consumer was told that it is over."""
+        if self.status is not None and None not in self.results:
+            self.received, self.before, self.finished, self.lost = _NOTHING, _NOTHING, _NOTHING, _NO_LOSSES
+
+    def acted(self) -> list[Answered]:
+        """Return what changed the steering of it inside its workers, oldest first; told again, each has the same id."""
+        told = [
+            answered
+            for stage, finished in self.finished.items()
+            for answered in answered_by(self.engine, self.id, stage, finished.acted)
+        ]
+        return sorted(told, key=lambda answered: answered.time_ns)
+
+    def ends_with(self, stage: int, *, anew: bool) -> bool:
+        """Return whether the request cannot end any more, because a pipeline stage is gone, or is here anew."""
+        if anew:
+            return stage == self.first_stage or (stage in self.received and stage not in self.finished)
+        return stage not in self.finished
+
+    @property
+    def computed_length(self) -> int:
+        """How many tokens were computed, as far as the stages that ended it have said."""
+        return max((finished.computed_length for finished in self.finished.values()), default=0)
+
+
+def answered_by(engine: str, request: str, stage: int, acts: Sequence[Acted]) -> list[Answered]:
+    """Return what changed the steering of a request inside the worker of a stage; told again, each has the same id."""
+    return [
+        Answered(
+            xxhash.xxh3_128_hexdigest(repr((engine, request, stage, number, acted.time_ns)).encode()),
+            engine,
+            request,
+            acted.kind,
+            acted.sites,
+            acted.by,
+            acted.time_ns,
+            acted.step,
+            "",
+        )
+        for number, acted in enumerate(acts)
+    ]
