@@ -1,4 +1,4 @@
-"""`capflow query`: SQL for what the duckdb consumer wrote, while it runs and after."""
+"""`capflow query`: SQL on the database of the duckdb consumer, while the consumer runs and afterwards."""
 
 from __future__ import annotations
 
@@ -29,38 +29,44 @@ FORMATS = ("table", "csv", "jsonl", "arrow")
     "--path",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The database. Default: that of the one store that runs.",
+    help="The database. Default: that of the only duckdb consumer that is running.",
 )
 @click.option(
     "--format", "form", type=click.Choice(FORMATS), default="table", show_default=True, help="How to print the rows."
 )
 @click.option(
-    "--rows", type=click.IntRange(1), default=limits.QUERY_ROWS_DEFAULT, show_default=True, metavar="N", help="Print at most N."
-)  # fmt: skip
+    "--rows",
+    type=click.IntRange(1),
+    default=limits.QUERY_ROWS_DEFAULT,
+    show_default=True,
+    metavar="N",
+    help="Print at most N rows.",
+)
 def query(sql: str, path: Path | None, form: str, rows: int) -> None:
-    """Answer one SELECT from a duckdb consumer that runs, or from its file when none does.
+    """Answer one SELECT from a running duckdb consumer, or from its file when none runs.
 
-    What is committed is seen: rows of the last second may be missing while it runs. docs/querying.md has the tables and views.
+    A query sees committed rows only: rows of the last second may be missing while the consumer runs. docs/querying.md
+    lists the tables and views.
     """
     with _answer(sql, path, rows + 1) as batches:
         first = _First(batches, rows)
         _print(first, form, sys.stdout.buffer)
     if first.more:
-        click.echo(f"capflow: there are more than {rows} rows; --rows N prints more", err=True)
+        click.echo(f"capflow: the answer has more than {rows} rows; --rows N prints more", err=True)
 
 
 @contextlib.contextmanager
 def _answer(sql: str, path: Path | None, rows: int) -> Iterator[Iterator[pa.RecordBatch]]:
-    from capflow_consumers.duckdb.port import asked, port_path
+    from capflow_consumers.duckdb.port import port_path, run_query
     from capflow_consumers.duckdb.query import SqlQuery
 
-    with asked(port_path(path) if path is not None else _only_port(), sql, rows) as batches:
+    with run_query(port_path(path) if path is not None else _only_port(), sql, rows) as batches:
         if batches is not None:
             yield batches
             return
     assert path is not None
-    with contextlib.closing(SqlQuery.on_file(path, sql).batches()) as found:
-        yield found
+    with contextlib.closing(SqlQuery.on_file(path, sql).batches()) as batches:
+        yield batches
 
 
 def _only_port() -> Path:
@@ -70,12 +76,17 @@ def _only_port() -> Path:
     ports = running_ports()
     if len(ports) != 1:
         do = "name the database with --path FILE"
-        raise UsageError(explain("query", got=f"{len(ports)} stores that run", expected="one", do=do))
+        raise UsageError(explain("query", got=f"{len(ports)} running duckdb consumers", expected="one", do=do))
     return ports[0]
 
 
 class _First:
-    """The first rows of batches, and the columns at least. more: whether there were others, once these are read."""
+    """The first rows of an answer; its schema also when it has no rows.
+
+    batches: the answer, at least one batch.
+    rows: how many rows to yield.
+    more: whether the answer has further rows; valid after these were read.
+    """
 
     def __init__(self, batches: Iterator[pa.RecordBatch], rows: int) -> None:
         self._batches = batches
@@ -95,31 +106,31 @@ class _First:
 def _print(batches: _First, form: str, out: BinaryIO) -> None:
     import pyarrow as pa
 
-    found = iter(batches)
-    first = next(found)
+    others = iter(batches)
+    first = next(others)
     if form == "table":
         import duckdb
 
-        table = pa.Table.from_batches([first, *found])
+        table = pa.Table.from_batches([first, *others])
         width = shutil.get_terminal_size()[0] if sys.stdout.isatty() else 200
         with contextlib.redirect_stdout(io.StringIO()) as shown:
             duckdb.from_arrow(table).show(max_rows=max(1, table.num_rows), max_width=width)
         click.echo("\n".join(map(printable, shown.getvalue().split("\n"))), nl=False)
         return
     if form == "jsonl":
-        for batch in itertools.chain([first], found):
+        for batch in itertools.chain([first], others):
             out.writelines(
                 json.dumps(row, default=str, ensure_ascii=False).encode() + b"\n" for row in batch.to_pylist()
             )
         return
     with _writer(form, out, first.schema) as writer:
         writer.write_batch(first)
-        for batch in found:
+        for batch in others:
             writer.write_batch(batch)
 
 
 def _writer(form: str, out: BinaryIO, schema: pa.Schema) -> Any:
-    """Return what writes batches as CSV or an Arrow stream. Raises UsageError for columns that CSV has no form for."""
+    """Return a writer of batches as CSV or as an Arrow stream. Raises UsageError for columns that CSV cannot hold."""
     import pyarrow as pa
     import pyarrow.csv
 

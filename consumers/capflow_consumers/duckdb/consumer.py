@@ -1,15 +1,16 @@
-"""The duckdb consumer: what every token scores on your probes, in one DuckDB file to query.
+"""The duckdb consumer: stores the score of every token on your probes in one DuckDB file.
 
-`capflow_consumers.duckdb.schema` documents the tables, and `capflow.probes.probe` and `capflow.probes.kinds` the probe files:
+`capflow_consumers.duckdb.schema` documents the tables; `capflow.probes.probe` and `capflow.probes.kinds` document the
+probe files:
 
     capflow run --consumer duckdb:path=scores.duckdb,probes=happy.safetensors+sad.safetensors
 
-Of every request it captures the sites of its probes. Without probes it captures nothing itself, and records the tokens
-of those requests that ask for a capture of their own; `site=post_block:0` makes it record every request's tokens, at the cost
-of capturing that site.
+It captures the sites of its probes for every request. Without probes it captures nothing itself: it records the tokens
+of the requests that ask for a capture of their own. `site=post_block:0` records the tokens of every request, at the
+cost of capturing that site.
 
-Rows are scored as they come and kept until `batch_rows` of them, `flush_s` seconds, or the end of a request; the result of a request
-says `ok` when its rows are committed.
+Rows are scored as they come. They wait in memory until there are `batch_rows` of them, `flush_s` seconds have passed,
+or a request ends; then one transaction writes them. A result of `ok` means that the request's rows are committed.
 """
 
 from __future__ import annotations
@@ -49,19 +50,21 @@ from capflow_consumers.framelog import FrameLog
 
 logger = logging.getLogger("capflow.consumer")
 
-_VECTOR_BYTES_MAX = 64 * limits.MIB  # of vectors that wait to be written
+# Vectors that wait in memory; more are written at once.
+_VECTOR_BYTES_MAX = 64 * limits.MIB
 
 
 class DuckdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer duckdb:`.
 
-    path: the file, made when missing.
+    path: the database file; created if missing.
     probes: probe files.
-    site: also capture this site of every request.
-    vectors: write the rows of these sites too.
+    site: one more site to capture for every request.
+    vectors: whether to write the captured rows too.
     positions: which tokens to score.
-    batch_rows, flush_s: how many rows, and for how long, are kept before they are written.
-    memory_bytes_max: what DuckDB itself may use.
+    batch_rows: rows that may wait in memory; more are written.
+    flush_s: seconds that a row may wait in memory.
+    memory_bytes_max: memory that DuckDB itself may use.
     """
 
     path: str
@@ -75,7 +78,7 @@ class DuckdbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DuckdbConsumer(Consumer):
-    """Scores rows with probes and records tokens and scores."""
+    """Scores rows with probes; stores tokens and scores."""
 
     name: ClassVar[str] = "duckdb"
     Config: ClassVar[type[msgspec.Struct]] = DuckdbConfig
@@ -87,17 +90,17 @@ class DuckdbConsumer(Consumer):
         self._clock = clock
         self._path = Path(config.path).absolute()
         self._database: Database | None = None
-        # As long as the database.
+        # Open as long as the database.
         self._port: SqlPort | None = None
         self._context: Context | None = None
         self._models: dict[str, ModelInfo] = {}
-        # Why no rows of an engine can be scored.
+        # Why the rows of an engine cannot be scored, by engine.
         self._unfit: dict[str, str] = {}
         self._requests: dict[tuple[str, str], ScoredRequest] = {}
-        # Captures from before the file was opened, by engine and request, until they come again.
+        # Captures that the file already had when it was opened, by engine and request, until their request continues.
         self._stored: dict[str, dict[str, list[Stored]]] = {}
         self._captures = 0
-        # What waits for the next transaction, since `open`.
+        # Rows that wait for the next transaction; set by `open`.
         self._pending: PendingRows
         self._pending_since = 0.0
 
@@ -107,14 +110,14 @@ class DuckdbConsumer(Consumer):
 
     @cached_property
     def _by_site(self) -> dict[Site, list[Scorer]]:
-        """The probes of each site, linear ones that are pooled alike as one matrix; and the site of the option, which may have none."""
+        """Probes by site. Linear probes of one pool form one matrix. The site of the option may have no probes."""
         sites: dict[Site, list[Scorer]] = {Site.parse(self.config.site): []} if self.config.site else {}
         for probe in self._probes:
             sites.setdefault(probe.site, []).append(probe)
         return {site: stacked(probes) for site, probes in sites.items()}
 
     def spec(self) -> CaptureSpec | None:
-        """Return the sites of the probes and the option `site`; None when there are none."""
+        """Return a spec of the probes' sites and the site of the option; None without either."""
         if not self._by_site:
             return None
         hooks = layers_by_hook(sorted(self._by_site))
@@ -123,12 +126,12 @@ class DuckdbConsumer(Consumer):
         )
 
     def look(self) -> tuple[str, str]:
-        """Return the database file, and a command that says what the probes fired on, or how many tokens there are."""
+        """Return the database file, and a command that prints where the probes fired; without probes, the requests."""
         sql = "FROM fired LIMIT 20" if self.config.probes else "FROM requests"
         return self.config.path, f"capflow query '{sql}' --path {shlex.quote(self.config.path)}"
 
     def check(self) -> None:
-        """Raise UsageError for options out of range, files that are no probes, and a path that cannot be a file."""
+        """Raise UsageError for options out of range, unreadable probe files, and a path that cannot be a file."""
         names = [name for probe in self._probes for name in probe.names]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -149,7 +152,7 @@ class DuckdbConsumer(Consumer):
         return "path", str(self._path.resolve())
 
     def open(self, context: Context) -> None:
-        """Open the file and record the probes; what an earlier `open` had pending is given again."""
+        """Open the file and record the probes. The hub delivers again the rows that were pending before this `open`."""
         self._context = context
         self._pending = PendingRows(self._by_site, vectors=self.config.vectors)
         self._requests, self._stored = {}, {}
@@ -166,12 +169,12 @@ class DuckdbConsumer(Consumer):
             port.open()
             self._port = port
         except CapflowError as e:
-            logger.warning("consumer %s: nobody can query it while it runs: %s", self.instance, e)
+            logger.warning("consumer %s: its database cannot be queried while it runs: %s", self.instance, e)
         self._captures = database.last_capture
         self._database = database
 
     def on_session(self, engine: str, model: ModelInfo) -> None:
-        """Raise UsageError unless every probe fits the model; if not, every frame of the engine is refused."""
+        """Raise UsageError unless every probe fits the model. Each frame of an unfit engine is refused."""
         self._models[engine] = model
         self._unfit.pop(engine, None)
         try:
@@ -182,12 +185,16 @@ class DuckdbConsumer(Consumer):
             raise
 
     def on_engine_gone(self, engine: str) -> None:
-        """Forget its model."""
+        """Forget the engine's model."""
         self._models.pop(engine, None)
         self._unfit.pop(engine, None)
 
     def on_frame(self, frame: Frame) -> None:
-        """Keep the rows, to be scored, and the tokens; raises RetryError, having kept nothing, while what waits cannot be written."""
+        """Keep the tokens, and the rows to be scored.
+
+        Raises RetryError, having kept nothing, while the batch is full and cannot be written; FatalError when part of
+        the frame was kept.
+        """
         header = frame.header
         if header.engine in self._unfit:
             raise UsageError(self._unfit[header.engine])
@@ -199,16 +206,18 @@ class DuckdbConsumer(Consumer):
             self._take(frame)
         except Exception as e:
             self._abandon(f"{type(e).__name__}: {e}")
-            do = "the hub opens the file anew and gives the rows again"
+            do = "the hub reopens the file and delivers the rows again"
             raise FatalError(explain("part of a frame was taken", got=f"{type(e).__name__}: {e}", do=do)) from e
         if self._full:
-            with contextlib.suppress(RetryError):  # the next call tries again, before it takes anything
+            # The next call tries again before it keeps its frame.
+            with contextlib.suppress(RetryError):
                 self._flush({})
 
     def _take(self, frame: Frame) -> None:
         header, pending, wants = frame.header, self._pending, frame.wants
         worker = (header.boot, header.rank)
-        owners: dict[str, tuple[ScoredRequest, bool]] = {}  # of this frame, and whether its rows are in the file
+        # The frame's requests by id, and whether the file already has their rows.
+        owners: dict[str, tuple[ScoredRequest, bool]] = {}
         for rows in header.requests:
             if wants is None or wants(rows):
                 request = self._request(header, rows.id)
@@ -233,19 +242,21 @@ class DuckdbConsumer(Consumer):
         return self._pending.count >= self.config.batch_rows or self._pending.nbytes >= _VECTOR_BYTES_MAX
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:
-        """Commit everything that is not yet, this request's line in `requests` last; raises RetryError while that cannot be written."""
+        """Commit all pending rows and the request's row of `requests`. Raises RetryError while this is not possible."""
         now_ns = time.time_ns()
         key = (done.engine, done.request)
         request = self._requests.get(key)
         if request is None:
             request = self._requests[key] = self._new(*key, now_ns)
         payload = {"path": str(self._path), "tokens": request.tokens, "scores": request.scores}
-        if request.status is not None:  # given once more, after a kill
+        # Delivered again, after a kill.
+        if request.status is not None:
             del self._requests[key]
             self._count("requests_again")
             return CaptureResult(cast("Status", request.status), None, payload)
         problems = done.problems
-        if request.error is not None:  # not opened anew since
+        # The file has not been reopened since the error.
+        if request.error is not None:
             problems.append(request.error)
         if request.rows != done.rows:
             problems.append(explain("rows seen", got=request.rows, expected=f"{done.rows} as delivered"))
@@ -270,7 +281,7 @@ class DuckdbConsumer(Consumer):
         return CaptureResult(status, "; ".join(problems) or None, payload)
 
     def on_action(self, answered: Answered) -> None:
-        """Commit what came of an action, once."""
+        """Commit the outcome of an action, once."""
         request = self._requests.get((answered.engine, answered.request))
         line = {
             "capture": pa.array([request.capture if request is not None else None], pa.int64()),
@@ -289,12 +300,12 @@ class DuckdbConsumer(Consumer):
         self._database.append({"actions": pa.table(line)})
 
     def on_idle(self) -> None:
-        """Write what has waited for `flush_s`."""
+        """Write the pending rows once they have waited for `flush_s`."""
         if self._pending.count and self._clock() - self._pending_since >= self.config.flush_s:
             self._flush({})
 
     def close(self) -> None:
-        """Write the rest and close the file; raises CapflowError when not everything is written."""
+        """Write the pending rows and close the file. Raises CapflowError when some rows cannot be written."""
         if self._database is None:
             return
         try:
@@ -310,15 +321,15 @@ class DuckdbConsumer(Consumer):
         key = (header.engine, request_id)
         request = self._requests.get(key)
         if request is None:
-            request = self._requests[key] = self._found(header, request_id) or self._new(*key, header.time_ns)
+            request = self._requests[key] = self._resumed(header, request_id) or self._new(*key, header.time_ns)
         return request
 
     def _new(self, engine: str, request_id: str, started_ns: int) -> ScoredRequest:
         self._captures += 1
         return ScoredRequest(self._captures, engine, request_id, started_ns)
 
-    def _found(self, header: FrameHeader, request_id: str) -> ScoredRequest | None:
-        """Return the request that this frame belongs to, when the file has rows of it from before it was opened."""
+    def _resumed(self, header: FrameHeader, request_id: str) -> ScoredRequest | None:
+        """Return the frame's request if the file had rows of it when it was opened, else None."""
         assert self._database is not None
         engine = header.engine
         if engine in self._database.engines and engine not in self._stored:
@@ -328,17 +339,21 @@ class DuckdbConsumer(Consumer):
         if stored is None:
             return None
         captures.remove(stored)
-        found = ScoredRequest(stored.capture, engine, request_id, header.time_ns)
-        found.stored, found.status, found.known = stored.frames, stored.status, stored.known
-        found.tokens = sum(last + 1 - first for first, last in stored.known)
-        return found
+        request = ScoredRequest(stored.capture, engine, request_id, header.time_ns)
+        request.stored, request.status, request.positions = stored.frames, stored.status, stored.positions
+        request.tokens = sum(last + 1 - first for first, last in stored.positions)
+        return request
 
     def _count(self, name: str) -> None:
         if self._context is not None:
             self._context.count(name)
 
     def _flush(self, tables: dict[str, pa.Table]) -> None:
-        """Write what is pending, and more tables, in one transaction. Raises RetryError, nothing being written and all still pending; FatalError."""
+        """Write the pending rows and more tables in one transaction.
+
+        Raises RetryError when nothing was written and all rows are still pending; FatalError when the file must be
+        reopened.
+        """
         assert self._database is not None
         pending, requests = self._pending.tables()
         try:
@@ -354,7 +369,10 @@ class DuckdbConsumer(Consumer):
             request.commit()
 
     def _abandon(self, error: str) -> None:
-        """Forget what is pending, of which nobody knows whether it is whole or in the file: `open` finds out, and what is not is given again."""
+        """Drop the pending rows.
+
+        Whether the file has them is unknown: the next `open` reads that, and the hub delivers the missing ones again.
+        """
         self._pending = PendingRows(self._by_site, vectors=self.config.vectors)
         for request in self._requests.values():
             if request.pending:
@@ -363,7 +381,7 @@ class DuckdbConsumer(Consumer):
 
 
 def _tiled(block: Block) -> bool:
-    """Whether a block's rows are those of its spans, one behind the other."""
+    """Return whether the spans cover the rows of a block in order and without gaps."""
     end = 0
     for _, _, length, row in block.spans:
         if row != end:
@@ -378,5 +396,5 @@ def _time(nanoseconds: int) -> datetime:
 
 @hookimpl
 def capflow_consumers() -> list[type[Consumer]]:
-    """Bring the duckdb consumer."""
+    """Return the duckdb consumer."""
     return [DuckdbConsumer]

@@ -1,7 +1,7 @@
-"""The DuckDB file that the duckdb consumer writes: how rows get into it, and queries at them. `capflow_consumers.duckdb.schema` has its tables.
+"""The DuckDB file of the duckdb consumer: appends rows to it and begins queries on it.
 
-Tables are only ever appended to and have no indexes but those of `KEYS`. One `append` is one transaction; when it returns, its rows are
-where whoever opens the file next finds them.
+`capflow_consumers.duckdb.schema` defines its tables. Rows are only appended; the only indexes are those of `KEYS`. One
+`append` is one transaction. When it returns, its rows are durable: the next process that opens the file finds them.
 """
 
 from __future__ import annotations
@@ -43,55 +43,62 @@ GROUP BY capture, run
 ORDER BY ALL
 """
 _DEAD = (duckdb.FatalException, duckdb.InternalException, duckdb.ConnectionException)
-"""What DuckDB raises of a database that must be opened anew."""
+"""Errors of DuckDB after which the database must be reopened."""
 _REMEDIES = {
     errno.ENOENT: "put the file back where it was, or start the hub again",
     errno.ENOSPC: "make room on its disk",
     errno.EDQUOT: "make room on its disk",
-    errno.EFBIG: "let files be larger (ulimit -f)",
+    errno.EFBIG: "allow larger files (ulimit -f)",
 }
 
 
 class Stored(NamedTuple):
-    """A capture that is in the file, with the frames that it was made of.
+    """A capture that is in the file.
 
-    status: its `capture_status`, None when it is not finished.
-
-    known: the positions whose tokens are in the file, of a capture that is not finished.
+    capture: its number.
+    status: its `capture_status`; None while it is not finished.
+    frames: the frames whose rows are in the file.
+    positions: the positions whose tokens are in the file; empty for a finished capture.
     """
 
     capture: int
     status: str | None
     frames: FrameLog
-    known: Intervals
+    positions: Intervals
 
     def continues(self, header: FrameHeader) -> bool:
-        """Return whether a frame, with rows of a request of that id, belongs to this capture, and not to a later one."""
+        """Return whether a frame with rows of this request id belongs to this capture, not to a later one."""
         if self.status is None:
             return not self.frames.knows_otherwise(header)
         return self.frames.reaches(header)
 
 
 class Database:
-    """An open file; nobody else can open it until `close`, and nothing but it can be reached from its SQL."""
+    """An open database file. No other process can open it until `close`. Its SQL reaches nothing outside the file."""
 
     def __init__(self, path: Path, connection: Any, last_capture: int, engines: set[str]) -> None:
         self.path = path
         self.last_capture = last_capture
-        # Of which captures were here when it was opened.
+        # Engines that had captures in the file when it was opened.
         self.engines = engines
         self._identity = _identity(path)
-        # DuckDB's; what was committed is in it until it is merged into the file.
+        # DuckDB's write-ahead log: has the committed rows until they are merged into the file.
         self._log = path.with_name(f"{path.name}.wal")
         self._connection = connection
-        # Runs nothing itself: connections of queries are made of it.
+        # Runs no query itself: each query gets a cursor of it.
         self._reading = connection.cursor()
-        # Guards that.
+        # Guards `_reading`.
         self._reading_lock = threading.Lock()
 
     @classmethod
     def open(cls, path: Path, *, memory_bytes_max: int, where: str) -> Database:
-        """Open or make the file; raises UsageError when it is not one, is in use, or has other tables of these names."""
+        """Open or create the file.
+
+        memory_bytes_max: memory that DuckDB may use.
+        where: the option that names the file, for errors.
+
+        Raises UsageError when the file is no database, is in use, or has different tables of these names.
+        """
         try:
             connection = duckdb.connect(
                 str(path), config={"threads": "1", "memory_limit": f"{memory_bytes_max // 1024}KiB", **SETTINGS}
@@ -114,7 +121,7 @@ class Database:
         return cls(path, connection, last or 0, engines)
 
     def add_probe(self, probe: Scorer) -> None:
-        """Record a file's probes; raises UsageError when the database has scores of others of the same name."""
+        """Record a file's probes. Raises UsageError when the database has scores of a different probe of that name."""
         new = []
         fixed = (probe.kind, probe.pool, probe.site.layer, probe.site.hook)
         for index, name in enumerate(probe.names):
@@ -124,9 +131,9 @@ class Database:
             had = self._connection.execute(query, [name]).fetchone()
             if had and (had[1:5], had[7]) != (fixed, digest):
                 do = "give the probe another name, or use another database"
-                what = f"{probe.where}: the database has scores of another probe {name}"
+                problem = f"{probe.where}: the database has scores of another probe {name}"
                 got, expected = _described(fixed, digest), _described(had[1:5], had[7])
-                raise UsageError(explain(what, got=got, expected=expected, do=do))
+                raise UsageError(explain(problem, got=got, expected=expected, do=do))
             if had != row:
                 new.append(row)
         if new:
@@ -135,22 +142,23 @@ class Database:
             self.append({"probes": pa.table(dict(zip(names, map(list, columns), strict=True)))})
 
     def stored(self, engine: str) -> dict[str, list[Stored]]:
-        """Return the captures of an engine's requests by id, oldest first."""
-        found: dict[str, list[Stored]] = {}
-        known: dict[int, Intervals] = {}
+        """Return the captures of an engine by request id, oldest first."""
+        by_request: dict[str, list[Stored]] = {}
+        positions: dict[int, Intervals] = {}
         for capture, first, last in self._connection.execute(_TOKENS, [engine]).fetchall():
-            known.setdefault(capture, Intervals()).add(first, last)
+            positions.setdefault(capture, Intervals()).add(first, last)
         for capture, request, boot, rank, first, last, status in self._connection.execute(_STORED, [engine]).fetchall():
-            captures = found.setdefault(request, [])
+            captures = by_request.setdefault(request, [])
             if not captures or captures[-1].capture != capture:
-                captures.append(Stored(capture, status, FrameLog(), known.get(capture, Intervals())))
+                captures.append(Stored(capture, status, FrameLog(), positions.get(capture, Intervals())))
             captures[-1].frames.note((boot, Rank(*map(int, rank.split(".")))), first, last)
-        return found
+        return by_request
 
     def append(self, tables: Mapping[str, pa.Table]) -> None:
-        """Insert the rows of all tables but those that are there by their key, or of none; when this returns they are on the disk.
+        """Insert the rows of all tables in one transaction; rows whose key the table already has are skipped.
 
-        Raises RetryError when none of them is in the file, and FatalError when the file must be opened anew to know what is in it.
+        The rows are on the disk when this returns. Raises RetryError when no row was inserted; FatalError when only
+        reopening the file tells which rows it has.
         """
         try:
             self._check()
@@ -161,18 +169,19 @@ class Database:
             raise self._failed(e, RetryError) from e
         try:
             self._check()
-            if not self._log.exists():  # merged; or somebody removed it, with what is in it
+            # The log was merged; or somebody removed it with the rows in it, and a checkpoint writes them from memory.
+            if not self._log.exists():
                 self._connection.execute("CHECKPOINT")
         except (duckdb.Error, OSError) as e:
             raise self._failed(e, FatalError) from e
 
     def query(self, sql: str) -> SqlQuery:
-        """Return a query on what is committed; called on any thread."""
+        """Return a query on the committed rows. Callable on any thread."""
         with self._reading_lock:
             return SqlQuery(self._reading.cursor(), sql)
 
     def close(self) -> None:
-        """Write everything into the one file, and let others open it. Raises CapflowError when the file has its name no more."""
+        """Merge all rows into the file and close it. Raises CapflowError if it was removed or replaced."""
         self._reading.close()
         self._connection.close()
         try:
@@ -186,29 +195,31 @@ class Database:
             for name, rows in tables.items():
                 into = f"OR IGNORE INTO {name}" if name in KEYS else f"INTO {name}"
                 self._connection.register("new_rows", rows)
-                self._connection.execute(f"INSERT {into} BY NAME SELECT * FROM new_rows")  # noqa: S608 - a key of TABLES
+                # `into` is made of the keys of TABLES.
+                self._connection.execute(f"INSERT {into} BY NAME SELECT * FROM new_rows")  # noqa: S608
                 self._connection.unregister("new_rows")
             self._connection.execute("COMMIT")
         except BaseException:
-            with contextlib.suppress(duckdb.Error):  # a COMMIT that failed has done it
+            # A COMMIT that failed has already rolled back.
+            with contextlib.suppress(duckdb.Error):
                 self._connection.execute("ROLLBACK")
             raise
 
     def _check(self) -> None:
-        """Raise OSError when the file has its name no more: what is in it would be lost."""
+        """Raise OSError when the file was removed or replaced: rows written to it would be lost."""
         if _identity(self.path) != self._identity:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def _failed(self, error: duckdb.Error | OSError, kind: type[CapflowError]) -> CapflowError:
-        said = error.strerror if isinstance(error, OSError) else str(error).rpartition("Failed to commit: ")[2]
-        got = str(said).replace(str(self.path), self.path.name)
+        reason = error.strerror if isinstance(error, OSError) else str(error).rpartition("Failed to commit: ")[2]
+        got = str(reason).replace(str(self.path), self.path.name)
         do = next((do for code, do in _REMEDIES.items() if os.strerror(code) in got), "")
         return kind(explain(f"{self.path} cannot be written", got=got, do=do))
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino
 
 
 def _described(probe: tuple[str, str, int, str], digest: str) -> str:
@@ -217,7 +228,10 @@ def _described(probe: tuple[str, str, int, str], digest: str) -> str:
 
 
 def _make_tables(connection: Any, path: Path, where: str) -> None:
-    query = "SELECT column_name, data_type FROM duckdb_columns() WHERE table_name = ? AND schema_name = 'main' ORDER BY column_index"
+    query = (
+        "SELECT column_name, data_type FROM duckdb_columns() "
+        "WHERE table_name = ? AND schema_name = 'main' ORDER BY column_index"
+    )
     for name, columns in TABLES.items():
         listed = ", ".join(f"{column} {kind}" for column, kind in columns)
         connection.execute(f"CREATE TABLE IF NOT EXISTS {name} ({listed})")
@@ -238,6 +252,6 @@ def _make_tables(connection: Any, path: Path, where: str) -> None:
 
 def _why(path: Path, error: str, where: str) -> str:
     if "lock" in error.lower():
-        do = "close the program that has it open; DuckDB lets one process write a file, and no other read it meanwhile"
+        do = "close the program that has it open; while one process writes a DuckDB file, no other can open it"
         return explain(where, got=f"{path}, which is in use: {error}", do=do)
-    return explain(where, got=f"{path}: {error}", expected="a DuckDB database or no file yet")
+    return explain(where, got=f"{path}: {error}", expected="a DuckDB database, or a path without a file")

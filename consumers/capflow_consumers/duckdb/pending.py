@@ -1,4 +1,4 @@
-"""What the duckdb consumer scored and did not write yet, and the Arrow tables that it becomes."""
+"""The rows of the duckdb consumer that wait for the next transaction, and the Arrow tables made of them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from capflow_consumers.duckdb.request import ScoredRequest
 from capflow_consumers.duckdb.scoring import Part, Rows, RowStage
 
 Ints = npt.NDArray[np.int64]
-_Tokens = tuple[ScoredRequest, RequestRows, int, int]  # the tokens `first .. stop` of those that the frame has
+# A request, its part of a frame, and which tokens of that part: `token_ids[first:stop]`.
+_Tokens = tuple[ScoredRequest, RequestRows, int, int]
 
 
 class PendingRows:
-    """What waits to be written. count: how many rows of tables that makes; nbytes: of vectors.
+    """Tokens, scores and vectors that wait to be written.
 
     scorers: the probes of each site whose rows are kept.
-    vectors: whether the rows themselves are written.
+    vectors: whether the rows themselves are written, as float32.
+    count: table rows that wait.
+    nbytes: bytes of vectors that wait.
     """
 
     def __init__(self, scorers: Mapping[Site, Sequence[Scorer]], *, vectors: bool) -> None:
@@ -33,22 +36,23 @@ class PendingRows:
         self._vectors = vectors
         self._tokens: list[_Tokens] = []
         self._scorers = scorers
-        self._columns = {site: sum(len(scorer.names) for scorer in found) for site, found in scorers.items()}
-        # Of what is pending, by site, width and dtype.
+        self._columns = {site: sum(len(scorer.names) for scorer in probes) for site, probes in scorers.items()}
+        # By site, width and dtype of the rows.
         self._stages: dict[tuple[Site, int, np.dtype[Any]], RowStage] = {}
 
     def add_tokens(self, request: ScoredRequest, rows: RequestRows, *, stored: bool) -> None:
-        """Keep the tokens not seen: every pipeline stage tells of them, and again after a preemption.
+        """Keep the tokens that are new: each pipeline stage sends the tokens, and again after a preemption.
 
-        stored: the file has them.
+        stored: whether the file already has them.
         """
-        start, known = rows.start, request.known
+        start, positions = rows.start, request.positions
         stop = start + len(rows.token_ids)
-        if known.append(start, stop - 1):  # as nearly always
+        # The common case.
+        if positions.append(start, stop - 1):
             self._add_tokens(request, rows, 0, stop - start, stored=stored)
             return
-        for first, last in list(known.missing(start, stop - 1)):
-            known.add(first, last)
+        for first, last in list(positions.missing(start, stop - 1)):
+            positions.add(first, last)
             self._add_tokens(request, rows, first - start, last + 1 - start, stored=stored)
 
     def _add_tokens(self, request: ScoredRequest, rows: RequestRows, first: int, stop: int, *, stored: bool) -> None:
@@ -58,9 +62,9 @@ class PendingRows:
             self.count += stop - first
 
     def add_rows(self, request: ScoredRequest, chunk: Chunk, *, stored: bool) -> None:
-        """Keep the scores of a request's rows.
+        """Keep the rows of a chunk, to be scored.
 
-        stored: the file has them.
+        stored: whether the file already has their scores.
         """
         count = chunk.rows.shape[1]
         request.rows += len(chunk.sites) * count
@@ -69,7 +73,12 @@ class PendingRows:
             self._add(chunk.sites, [(request, chunk.start, count)], chunk.rows)
 
     def add_block(self, owners: Sequence[ScoredRequest], block: Block, rows: Rows) -> None:
-        """Keep the scores of all rows `[sites, n, hidden_size]` of a block, whose spans are one behind the other."""
+        """Keep the rows `[sites, n, hidden_size]` of a block, to be scored.
+
+        Its spans must cover the rows in order and without gaps.
+
+        owners: the frame's requests, in the frame's order.
+        """
         columns = self._scores_of(block.sites)
         parts: list[Part] = []
         for number, start, length, _ in block.spans:
@@ -80,7 +89,7 @@ class PendingRows:
         self._add(block.sites, parts, rows)
 
     def _scores_of(self, sites: Sequence[Site]) -> int:
-        """Return how many scores a row at each of some sites makes."""
+        """Return how many scores one position has at these sites."""
         return sum(self._columns.get(site, 0) for site in sites)
 
     def _add(self, sites: Sequence[Site], parts: list[Part], rows: Rows) -> None:
@@ -99,7 +108,7 @@ class PendingRows:
                 self.nbytes += count * width * 4
 
     def tables(self) -> tuple[dict[str, pa.Table], list[ScoredRequest]]:
-        """Return the tables to append and the requests that have rows in them; everything stays pending until `clear`."""
+        """Return the tables to append, and the requests with rows in them. The rows stay pending until `clear`."""
         stages = [stage for stage in self._stages.values() if stage.parts]
         owners = itertools.chain(
             (entry[0] for entry in self._tokens), *((part[0] for part in stage.parts) for stage in stages)
@@ -113,37 +122,41 @@ class PendingRows:
         for stage in stages:
             scores, vectors = stage.scored()
             span = _Span(requests, stage.parts, stage.site)
-            for scorer, found in zip(stage.scorers, scores, strict=True):
+            for scorer, block in zip(stage.scorers, scores, strict=True):
                 name, table = ("scores", span.scores) if scorer.pool == "token" else ("pools", span.pools)
-                tables.setdefault(name, []).append(table(scorer, found))
+                tables.setdefault(name, []).append(table(scorer, block))
             if vectors is not None:
                 tables.setdefault("vectors", []).append(span.vectors(vectors))
-        return {name: _joined(found) for name, found in tables.items()}, requests.all
+        return {name: _joined(parts) for name, parts in tables.items()}, requests.all
 
     def clear(self) -> None:
-        """Forget what was pending."""
+        """Drop the pending rows."""
         self._tokens, self.count, self.nbytes = [], 0, 0
         for key, stage in list(self._stages.items()):
             if stage.parts:
                 stage.clear()
-            else:  # of an engine that is gone, perhaps
+            else:
+                # Unused since the last `clear`: its engine may be gone.
                 del self._stages[key]
 
 
 class _Requests:
-    """The requests of one batch, numbered."""
+    """The requests of one batch, numbered.
 
-    def __init__(self, found: dict[int, ScoredRequest]) -> None:
-        self.all = list(found.values())
-        self._numbers = {key: number for number, key in enumerate(found)}
+    requests: by `id()`.
+    """
+
+    def __init__(self, requests: dict[int, ScoredRequest]) -> None:
+        self.all = list(requests.values())
+        self._numbers = {key: number for number, key in enumerate(requests)}
         self._captures = np.array([request.capture for request in self.all], np.int64)
 
     def numbers(self, owners: Sequence[ScoredRequest]) -> Ints:
-        """Return the number of each of some requests."""
+        """Return the number of each request."""
         return np.array([self._numbers[id(owner)] for owner in owners], np.int64)
 
     def columns(self, numbers: Ints) -> dict[str, Any]:
-        """Return the columns that say whose rows they are, one for each of some numbers."""
+        """Return the columns capture, engine and request_id, with a value for each number."""
         return {
             "capture": self._captures[numbers],
             "engine": _named(numbers, [request.engine for request in self.all]),
@@ -152,7 +165,11 @@ class _Requests:
 
 
 class _Span:
-    """A batch's rows at one site. numbers, positions: of the request and the place of each row."""
+    """The rows of a batch at one site.
+
+    numbers: each row's request, int64.
+    positions: each row's position, int64.
+    """
 
     def __init__(self, requests: _Requests, parts: list[Part], site: Site) -> None:
         self.requests = requests
@@ -162,7 +179,7 @@ class _Span:
         self.positions = _running([start for _, start, _ in parts], lengths)
 
     def scores(self, scorer: Scorer, scores: Rows) -> pa.Table:
-        """Return a row for each score."""
+        """Return the table `scores`: a row for each score of `[n, k]`."""
         count, probes = scores.shape
         return pa.table(
             {
@@ -174,7 +191,10 @@ class _Span:
         )
 
     def pools(self, scorer: Scorer, scores: Rows) -> pa.Table:
-        """Return a row for each request and probe: what these rows add to the request's pooled score."""
+        """Return the table `pools`: for each request and probe, what these rows add to the request's pooled score.
+
+        scores: `[n, k]` of the rows of all requests.
+        """
         order = np.lexsort((self.positions, self.numbers))
         numbers, ordered = self.numbers[order], scores[order]
         firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
@@ -193,7 +213,7 @@ class _Span:
         )
 
     def vectors(self, rows: Rows) -> pa.Table:
-        """Return a row for each vector."""
+        """Return the table `vectors` of rows `[n, hidden_size]`."""
         count, width = rows.shape
         return pa.table(
             {
@@ -205,7 +225,7 @@ class _Span:
         )
 
     def _probes(self, scorer: Scorer, count: int) -> dict[str, Any]:
-        """Return the columns of every probe of a scorer, `count` times over."""
+        """Return the columns probe, layer and hook: the probes of a scorer, repeated `count` times."""
         probes = len(scorer.names)
         return {"probe": _named(np.tile(np.arange(probes), count), scorer.names), **self._place(count * probes)}
 
@@ -247,14 +267,14 @@ def _token_table(requests: _Requests, tokens: list[_Tokens]) -> pa.Table:
 
 
 def _running(starts: Sequence[int], lengths: Ints) -> Ints:
-    """Return `start, start+1, …` for each length, one after another."""
+    """Return `start, start + 1, …`, as many as the length, for each start in turn."""
     ends = np.cumsum(lengths)
     offsets = np.array(starts, np.int64) - (ends - lengths)
     return np.repeat(offsets, lengths) + np.arange(ends[-1])
 
 
 def _named(index: npt.NDArray[Any], names: Sequence[str]) -> pa.Array:
-    """Return a text column of `names[index]`, each name stored once."""
+    """Return a text column of `names[index]` that stores each name once."""
     return pa.DictionaryArray.from_arrays(pa.array(index, pa.int32()), pa.array(names, pa.string()))
 
 

@@ -1,15 +1,19 @@
-"""The port of a database that a running consumer holds: SQL over a Unix socket that only its user reaches, answered as an Arrow stream.
+"""The port of a running consumer's database: answers SQL over a Unix socket, as an Arrow stream.
 
-A client sends one line of JSON, `{"sql": "…", "rows": N}`. The answer is one line, `{}`, an Arrow IPC stream and a line again: `{}`, or `{"error": "…"}` for a
-query that failed or was stopped on the way. A query that fails before its first rows is answered with `{"error": "…"}` alone. Where the socket lies follows from the
-database's path, so that whoever knows the file finds who holds it. Closing the connection stops the query.
+Only the consumer's user can reach the socket. Its path follows from the database's path, so a client that knows the
+file finds the process that holds it.
 
-What always holds: a query runs on a thread of its own, at most `limits.QUERIES_MAX` at once, for at most `limits.QUERY_S_MAX`.
+A client sends one line of JSON, `{"sql": "…", "rows": N}`. The answer is the line `{}`, an Arrow IPC stream, and one
+more line: `{}`, or `{"error": "…"}` if the query failed or was stopped while rows were sent. A query that fails before
+its first rows is answered with the line `{"error": "…"}` alone. Closing the connection stops the query.
 
-Why this is not Arrow Flight on the same socket: a Flight server cannot end the answer to a client that has stopped reading,
-such as one behind a pager. Measured with a limit of 2 s: here the query's place is free after 2.0 s; with Flight it is
-taken, with the read transaction, for as long as the client lives, and the server's shutdown waits for it. A short query
-takes 1.4 ms here and 2.1 ms with Flight.
+Invariant: each query runs on a thread of its own, at most `limits.QUERIES_MAX` at once, each for at most
+`limits.QUERY_S_MAX`.
+
+Why this is not Arrow Flight on the same socket: a Flight server cannot end the answer to a client that has stopped
+reading, such as one behind a pager. Measured with a limit of 2 s: here the query's place is free after 2.0 s; with
+Flight it is taken, with the read transaction, for as long as the client lives, and the server's shutdown waits for it.
+A short query takes 1.4 ms here and 2.1 ms with Flight.
 """
 
 from __future__ import annotations
@@ -36,21 +40,22 @@ from capflow.system.runtime import runtime_directory
 
 logger = logging.getLogger("capflow.consumer")
 
-_STOP_S = 0.05  # until a query is stopped once more: one that has not begun takes no notice
+# Interval at which a stop is repeated: a query that has not begun ignores one.
+_STOP_S = 0.05
 
 
 class Query(Protocol):
-    """A query under way; `capflow_consumers.duckdb.query.SqlQuery` is one."""
+    """A query in progress; `capflow_consumers.duckdb.query.SqlQuery` is one."""
 
     def batches(self) -> Generator[Any]:
-        """Yield the answer as Arrow record batches, one at least; raises CapflowError."""
+        """Yield the answer as Arrow record batches, at least one. Raises CapflowError."""
 
     def stop(self) -> None:
-        """Have `batches` end soon; called on any thread."""
+        """Make `batches` end soon. Callable on any thread."""
 
 
 def port_path(database: Path) -> Path:
-    """Return where the socket of a database's file lies. Raises CapflowError when there is no place for sockets."""
+    """Return the socket's path for a database file. Raises CapflowError when there is no directory for sockets."""
     name = xxhash.xxh3_64_hexdigest(os.fsencode(database.resolve()))
     return runtime_directory() / f"sql-{name}.sock"
 
@@ -58,7 +63,8 @@ def port_path(database: Path) -> Path:
 class SqlPort:
     """Answers queries from `open` to `close`.
 
-    ask: begins a query, given the SQL.
+    database: the database file.
+    ask: begins a query for some SQL.
     """
 
     def __init__(self, database: Path, ask: Callable[[str], Query]) -> None:
@@ -66,16 +72,19 @@ class SqlPort:
         self._ask = ask
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._room = threading.BoundedSemaphore(limits.QUERIES_MAX)
-        # Guards the next.
+        # Guards `_running`.
         self._lock = threading.Lock()
         self._running: set[Query] = set()
         # Set by `close`.
         self._closed = False
-        # The listener's first; then of those that answer.
+        # The listener first, then those that answer.
         self._threads: list[threading.Thread] = []
 
     def open(self) -> None:
-        """Listen. Whoever holds the database has it alone, so a socket that is there is a dead process's. Raises CapflowError."""
+        """Begin to listen. Raises CapflowError.
+
+        Only one process can hold the database, so a socket that is there already belongs to a dead process.
+        """
         self.path.unlink(missing_ok=True)
         _collect_sockets()
         try:
@@ -90,7 +99,7 @@ class SqlPort:
         listener.start()
 
     def close(self) -> None:
-        """Stop what runs, and listen no more."""
+        """Stop listening and stop the running queries."""
         self._closed = True
         self.path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -109,40 +118,42 @@ class SqlPort:
             self._room.acquire()
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # closed, or no descriptor is left for it: then the client waits
+            except OSError:
+                # Closed; or no file descriptor is left, and the client waits.
                 self._room.release()
                 time.sleep(0 if self._closed else limits.IDLE_S)
                 continue
             thread = threading.Thread(target=self._serve, args=(connection,), name="capflow-sql-query", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no thread can be started
+            except RuntimeError:
+                # The system has no thread left.
                 connection.close()
                 self._room.release()
                 continue
-            self._threads = [known for known in self._threads if known.is_alive()] + [thread]
+            self._threads = [other for other in self._threads if other.is_alive()] + [thread]
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection, connection.makefile("rb") as asked, connection.makefile("wb") as answered:
+            with connection, connection.makefile("rb") as reader, connection.makefile("wb") as writer:
                 connection.settimeout(limits.QUERY_S_MAX)
-                self._answer(connection, asked.readline(limits.SQL_BYTES_MAX), answered)
+                self._answer(connection, reader.readline(limits.SQL_BYTES_MAX), writer)
         except OSError:
-            pass  # the client went
+            pass  # the client has gone
         except Exception:
             logger.exception("a query failed", extra={"event": "query_failed"})
         finally:
             self._room.release()
 
-    def _answer(self, connection: socket.socket, line: bytes, answered: IO[bytes]) -> None:
+    def _answer(self, connection: socket.socket, line: bytes, out: IO[bytes]) -> None:
         if len(line) == limits.SQL_BYTES_MAX:
-            _say(answered, {"error": _too_long(f"{len(line):,} or more"), "usage": True})
+            _send(out, {"error": _too_long(f"{len(line):,} or more"), "usage": True})
             return
         try:
-            asked = json.loads(line)
-            sql, rows_left = str(asked["sql"]), int(asked["rows"])
+            request = json.loads(line)
+            sql, rows_left = str(request["sql"]), int(request["rows"])
         except (ValueError, KeyError, TypeError):
-            _say(answered, {"error": explain("query", got=repr(line[:80]), expected='{"sql": "…", "rows": N}')})
+            _send(out, {"error": explain("query", got=repr(line[:80]), expected='{"sql": "…", "rows": N}')})
             return
         try:
             query = self._ask(sql)
@@ -151,13 +162,13 @@ class SqlPort:
             try:
                 with _watched(connection, query), contextlib.closing(query.batches()) as batches:
                     first = next(batches)
-                    _say(answered, {})
-                    _say(answered, _stream(answered, first, batches, rows_left))
+                    _send(out, {})
+                    _send(out, _stream(out, first, batches, rows_left))
             finally:
                 with self._lock:
                     self._running.discard(query)
         except CapflowError as e:
-            _say(answered, _refusal(e))
+            _send(out, _refusal(e))
 
 
 def _refusal(error: CapflowError) -> dict[str, Any]:
@@ -170,15 +181,15 @@ def _too_long(got: str) -> str:
     )
 
 
-def _say(answered: IO[bytes], what: dict[str, Any]) -> None:
-    answered.write(json.dumps(what).encode() + b"\n")
-    answered.flush()
+def _send(out: IO[bytes], line: dict[str, Any]) -> None:
+    out.write(json.dumps(line).encode() + b"\n")
+    out.flush()
 
 
-def _stream(answered: IO[bytes], first: Any, others: Iterator[Any], rows_left: int) -> dict[str, Any]:
-    """Write at most `rows_left` rows; return what is to be said after them."""
-    said: dict[str, Any] = {}
-    writer = pa.ipc.new_stream(answered, first.schema)
+def _stream(out: IO[bytes], first: Any, others: Iterator[Any], rows_left: int) -> dict[str, Any]:
+    """Write at most `rows_left` rows; return the line that follows them."""
+    line: dict[str, Any] = {}
+    writer = pa.ipc.new_stream(out, first.schema)
     batch = first
     try:
         while batch is not None:
@@ -187,14 +198,14 @@ def _stream(answered: IO[bytes], first: Any, others: Iterator[Any], rows_left: i
             batch = next(others, None) if rows_left > 0 else None
     except CapflowError as e:
         logger.warning("%s", e)
-        said = _refusal(e)
+        line = _refusal(e)
     writer.close()
-    return said
+    return line
 
 
 @contextlib.contextmanager
 def _watched(connection: socket.socket, query: Query) -> Iterator[None]:
-    """Stop the query when its client goes or its time is over."""
+    """Stop the query when its client disconnects or its time is over."""
     over = threading.Event()
     waker, woken = socket.socketpair()
 
@@ -216,17 +227,20 @@ def _watched(connection: socket.socket, query: Query) -> Iterator[None]:
 
 
 def running_ports() -> list[Path]:
-    """Return the sockets in this user's directory at which somebody listens."""
-    found = []
+    """Return the sockets of this user's running consumers."""
+    ports = []
     for path in sorted(runtime_directory().glob("sql-*.sock")):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             if _connect(connection, path):
-                found.append(path)
-    return found
+                ports.append(path)
+    return ports
 
 
 def _collect_sockets() -> None:
-    """Remove the sockets that killed processes left. A socket may be refused for a moment before its process listens."""
+    """Remove the sockets of killed processes.
+
+    A young socket that refuses connections stays: its process may be about to listen.
+    """
     for path in runtime_directory().glob("sql-*.sock"):
         with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.setblocking(False)
@@ -237,19 +251,23 @@ def _collect_sockets() -> None:
 
 
 def _connect(connection: socket.socket, path: Path) -> bool:
-    """Return whether somebody listens there."""
+    """Connect to a socket; return whether a process listens there."""
     try:
         connection.connect(str(path))
-    except OSError:  # nothing there, a dead process's, or no path for a socket
+    except OSError:
+        # No file, the socket of a dead process, or not a path for a socket.
         return False
     return True
 
 
 @contextlib.contextmanager
-def asked(port: Path, sql: str, rows: int) -> Iterator[Iterator[Any] | None]:
-    """Ask whoever listens at a socket; yield the answer's Arrow record batches, of at most `rows` rows, None when nobody does.
+def run_query(port: Path, sql: str, rows: int) -> Iterator[Iterator[Any] | None]:
+    """Send a query to the consumer at a socket. Yield the answer as Arrow record batches; None if nobody listens.
 
-    Raises UsageError for SQL that is none, CapflowError for a query that fails.
+    port: the socket's path, of `port_path`.
+    rows: how many rows to ask for at most.
+
+    Raises UsageError for invalid SQL, CapflowError when the query fails.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         if not _connect(connection, port):
@@ -262,24 +280,24 @@ def asked(port: Path, sql: str, rows: int) -> Iterator[Iterator[Any] | None]:
         with connection.makefile("rb") as answer:
             try:
                 connection.sendall(line)
-                _heard(answer)
+                _read_line(answer)
             except OSError as e:
                 raise CapflowError(explain("query: no answer", got=str(e))) from e
             yield _read(answer)
 
 
-def _heard(answer: IO[bytes]) -> None:
-    """Read a line of the answer; raise the error that it tells of."""
+def _read_line(answer: IO[bytes]) -> None:
+    """Read a line of the answer; raise its error if it has one."""
     line = answer.readline(limits.SQL_BYTES_MAX)
-    said = json.loads(line) if line.endswith(b"\n") else {"error": "query: the hub went before it answered"}
-    if "error" in said:
-        raise (UsageError if said.get("usage") else CapflowError)(said["error"])
+    reply = json.loads(line) if line.endswith(b"\n") else {"error": "query: the hub ended before it answered"}
+    if "error" in reply:
+        raise (UsageError if reply.get("usage") else CapflowError)(reply["error"])
 
 
 def _read(answer: IO[bytes]) -> Iterator[Any]:
     try:
         yield from pa.ipc.open_stream(answer)
-        _heard(answer)
+        _read_line(answer)
     except (pa.ArrowInvalid, OSError) as e:
-        do = "see the hub's log, ask for less, or ask again"
+        do = "read the hub's log, ask for fewer rows, or ask again"
         raise CapflowError(explain("query: the answer ended early", got=str(e), do=do)) from e

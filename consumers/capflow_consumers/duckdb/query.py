@@ -1,7 +1,7 @@
-"""One query on a DuckDB database that only reads: how that is held, whoever asks.
+"""One read-only query on a DuckDB database.
 
-A query is one statement that is a SELECT or an EXPLAIN (`FROM …`, `DESCRIBE`, `SUMMARIZE` and `SHOW` are SELECTs to DuckDB), in a transaction
-that is read-only. The connection is to be one that reaches nothing outside the database, `SETTINGS` being those that say so.
+A query is one SELECT or EXPLAIN, in a read-only transaction. DuckDB counts `FROM …`, `DESCRIBE`, `SUMMARIZE` and `SHOW`
+as SELECTs. The connection must be opened with `SETTINGS`, so that a query reaches nothing outside the database.
 """
 
 from __future__ import annotations
@@ -19,43 +19,49 @@ from capflow.errors import CapflowError, UsageError, explain
 
 SETTINGS = {"enable_external_access": "false"}
 
-_BATCH_ROWS = 2_048  # DuckDB's own unit
-_INTERRUPTED = "INTERRUPT Error"  # DuckDB's word in Arrow's reader for a query that was stopped
-_ARROW_FULL = "maximum total string size"  # DuckDB's words for more text than a column of a batch can have
+# DuckDB's own unit.
+_BATCH_ROWS = 2_048
+# How an error of DuckDB begins, in Arrow's reader, when a query was interrupted.
+_INTERRUPTED = "INTERRUPT Error"
+# In DuckDB's error when a column of a batch has more text than Arrow can hold.
+_ARROW_FULL = "maximum total string size"
 _KINDS = ("SELECT", "EXPLAIN")
 _WRONG_SQL = (duckdb.ProgrammingError, duckdb.DataError, duckdb.TransactionException, duckdb.PermissionException)
 
 
 class SqlQuery:
-    """A query on a connection of its own, which is closed at its end."""
+    """A query on a connection of its own, which it closes at its end."""
 
     def __init__(self, connection: Any, sql: str) -> None:
         self._connection = connection
         self._sql = sql
-        # Guards that nobody stops what is closed.
+        # Guards `_closed`: a closed connection is not interrupted.
         self._lock = threading.Lock()
         self._closed = False
 
     @classmethod
     def on_file(cls, path: Path, sql: str) -> SqlQuery:
-        """Return a query on a file that nobody writes; raises UsageError for a path that is no database, CapflowError for one that is in use."""
+        """Return a query on a file that no process writes.
+
+        Raises UsageError for a path without a database, CapflowError for a database in use.
+        """
         if not path.is_file():
-            got = f"{path}, {'a directory' if path.is_dir() else 'where nothing is'}"
+            got = f"{path}, {'a directory' if path.is_dir() else 'which does not exist'}"
             do = "name the file that the duckdb consumer writes, its option `path`"
             raise UsageError(explain("query", got=got, expected="a DuckDB database", do=do))
         try:
             return cls(duckdb.connect(str(path), read_only=True, config=SETTINGS), sql)
         except duckdb.Error as e:
             if "lock" in str(e).lower():
-                do = "a hub answers for its own file, to its own user and XDG_RUNTIME_DIR; any other program must close it first"
+                do = "ask as the hub's user, with its XDG_RUNTIME_DIR; any other program must close the file first"
                 raise CapflowError(explain(f"query: {path} is open in another process", got=_line(e), do=do)) from e
             raise UsageError(explain("query", got=f"{path}: {_line(e)}", expected="a DuckDB database")) from e
 
     def batches(self) -> Generator[Any]:
-        """Yield the answer as Arrow record batches, one at least.
+        """Yield the answer as Arrow record batches, at least one.
 
-        Raises UsageError for SQL that is none or would write and for an answer with more than `limits.QUERY_BATCH_BYTES_MAX` in one
-        batch, CapflowError when the query fails.
+        Raises UsageError for invalid SQL, for SQL that writes, and for a batch above `limits.QUERY_BATCH_BYTES_MAX`;
+        CapflowError when the query fails or is stopped.
         """
         reader = None
         try:
@@ -69,12 +75,8 @@ class SqlQuery:
             raise _stopped() from e
         except _WRONG_SQL as e:
             raise UsageError(explain("query", got=_line(e))) from e
-        except (
-            duckdb.Error,
-            pa.ArrowException,
-            OSError,
-            MemoryError,
-        ) as e:  # OSError: what DuckDB raises in Arrow's reader
+        # DuckDB raises OSError in Arrow's reader.
+        except (duckdb.Error, pa.ArrowException, OSError, MemoryError) as e:
             if _ARROW_FULL in str(e):
                 raise _too_large("more than 2 GiB of text in one column") from e
             if str(e).startswith(_INTERRUPTED):
@@ -84,12 +86,13 @@ class SqlQuery:
             with self._lock:
                 self._closed = True
             if reader is not None:
-                self._connection.interrupt()  # what was not asked for
+                # Stops the computation of rows that were not read.
+                self._connection.interrupt()
                 reader.close()
             self._connection.close()
 
     def stop(self) -> None:
-        """Have `batches` end soon; called on any thread."""
+        """Make `batches` end soon. Callable on any thread."""
         with self._lock:
             if not self._closed:
                 self._connection.interrupt()
@@ -99,7 +102,7 @@ def _check(sql: str) -> None:
     kinds = [statement.type.name for statement in duckdb.extract_statements(sql)]
     if len(kinds) != 1 or kinds[0] not in _KINDS:
         got = " and ".join(kinds) or "nothing"
-        raise UsageError(explain("query", got=got, expected="one SELECT", do="nothing is written here"))
+        raise UsageError(explain("query", got=got, expected="one SELECT", do="a query only reads"))
 
 
 def _bounded(batch: Any) -> Any:
@@ -111,7 +114,7 @@ def _bounded(batch: Any) -> Any:
 
 def _stopped() -> CapflowError:
     expected = f"an answer within {limits.QUERY_S_MAX:g} s, while the hub runs"
-    return CapflowError(explain("query: it was stopped", expected=expected, do="ask for less"))
+    return CapflowError(explain("query: it was stopped", expected=expected, do="ask for fewer rows"))
 
 
 def _too_large(got: str) -> UsageError:

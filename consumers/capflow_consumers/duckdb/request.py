@@ -1,4 +1,4 @@
-"""What the duckdb consumer knows of a request from its first row to its result."""
+"""The state of one request in the duckdb consumer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from capflow_consumers.framelog import FrameLog, Worker
 class ScoredRequest:
     """One request from its first row to its result.
 
-    known: positions whose tokens are in the file or pending. stored: frames whose rows are in the file; pending: frames whose rows wait
-    for the next transaction. error: why frames that were pending are not known to be in the file. status: the request's `capture_status` in the file, None while it is not there.
+    capture: its number in the file.
+    positions: positions whose tokens are in the file or pending.
+    stored: frames whose rows are in the file.
+    pending: frames whose rows wait for the next transaction.
+    rows: rows seen, at all sites.
+    tokens: tokens seen.
+    scores: scores computed.
+    status: its `capture_status` in the file; None while the file has none.
+    error: why pending frames were dropped; whether the file has them is unknown.
     """
 
     __slots__ = (
@@ -19,8 +26,8 @@ class ScoredRequest:
         "engine",
         "error",
         "id",
-        "known",
         "pending",
+        "positions",
         "rows",
         "scores",
         "started_ns",
@@ -38,18 +45,21 @@ class ScoredRequest:
         self.error: str | None = None
         self.id = request_id
         self.started_ns = started_ns
-        self.known = Intervals()
+        self.positions = Intervals()
         self.rows = 0
         self.tokens = 0
         self.scores = 0
 
     def take(self, worker: Worker, header: FrameHeader) -> bool:
-        """Note a frame as pending; return False when its rows are in the file or pending. A request that is over takes nothing more."""
+        """Mark a frame as pending; return False when its rows are already in the file or pending.
+
+        A finished request takes no further frames.
+        """
         if self.status is not None or (self.stored and self.stored.has(header)):
             return False
         return self.pending.take(worker, header.seq)
 
     def commit(self) -> None:
-        """Note that what was pending is in the file."""
+        """Mark the pending frames as stored."""
         self.stored.update(self.pending)
         self.pending = FrameLog()

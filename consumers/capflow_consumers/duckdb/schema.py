@@ -1,26 +1,28 @@
 """The tables and views of the DuckDB file that the duckdb consumer writes.
 
-| table | one row for each | columns |
-|---|---|---|
-| requests | finished request | capture, engine, request_id, model, prompt_length, computed_length, status, rows, started_at, finished_at, capture_status, tag |
-| tokens | token computed of a request | capture, engine, request_id, position, token_id, text, phase |
-| probes | probe, and again when its threshold or file changes | name, kind, pool, site_layer, site_hook, threshold, file, xxh3_64 |
-| scores | row scored with a probe of pool `token` | capture, engine, request_id, position, probe, layer, hook, score |
-| pools | request in a transaction, and probe of another pool | capture, engine, request_id, probe, layer, hook, rows, total, highest, position, last |
-| vectors | row, with the option `vectors` | capture, engine, request_id, position, layer, hook, vector |
-| actions | action, asked for through the hub or done inside a worker | capture, engine, request_id, id, answered_at, kind, sites, asked_by, outcome, step, reason |
-| marks | run of frames in a transaction, request and worker | capture, engine, request_id, boot, rank, first_frame, last_frame |
+Each table has one row for each:
 
-`capture` numbers the captured requests of the file: ids come again when an engine is restarted, captures never do. Times are UTC.
-phase is `prompt` or `generated`. text is NULL where the engine has no tokenizer. `VIEWS` are the questions that are asked
-most, of finished requests; a probe's threshold and pool are the last that the file was opened with.
+* requests: finished request.
+* tokens: token that a request computed.
+* probes: probe, and one more whenever its threshold or file changes.
+* scores: captured row and probe of pool `token`.
+* pools: request and probe of another pool, in each transaction.
+* vectors: captured row, with the option `vectors`.
+* actions: action that was asked for through the hub or done inside a worker.
+* marks: run of consecutive frames of one worker, in each transaction and request.
 
-A row of `pools` is what the rows of one transaction add: how many they were, the sum and the highest of their scores, and the score `last` at the last
-`position` of them. The view `request_scores` makes of them, and of `scores`, one row for each request and probe.
+`capture` numbers the captured requests of the file. A request id may return when an engine is restarted; a capture's
+number never does. Times are UTC. `phase` is `prompt` or `generated`. `text` is NULL if the engine has no tokenizer.
+`VIEWS` answer the most common questions about finished requests; a probe's threshold and pool are the latest that the
+file was opened with.
 
-`marks` says which frames of which worker (`rank` is pipeline stage, data-parallel replica, tensor-parallel rank, with dots between) a
-capture's rows came in: every frame from `first_frame` to `last_frame`, and no other. It is committed with the rows, so that exactly the frames whose rows are
-in the file are known when they come again after a kill.
+A row of `pools` is what one transaction adds to a request's pooled score: `rows` captured rows, `total` and `highest`
+of their scores, and the score `last` at their last `position`. The view `request_scores` combines these rows and those
+of `scores` into one row for each request and probe.
+
+`marks` names the frames from which a capture's rows came: every frame of the worker `boot`, `rank` from `first_frame`
+to `last_frame`, and no other. `rank` is the pipeline stage, the data-parallel replica and the tensor-parallel rank,
+joined by dots. `marks` is committed with the rows, so a frame that is delivered again after a kill is recognised.
 """
 
 from __future__ import annotations
@@ -86,10 +88,13 @@ TABLES: dict[str, list[tuple[str, str]]] = {
 }
 
 ADDED: dict[str, tuple[str, ...]] = {"requests": ("tag",)}
-"""The columns, last in their tables, that files of earlier versions lack; they are added when such a file is opened, NULL in its rows."""
+"""Columns that files of earlier versions lack, the last of their tables.
+
+They are added when such a file is opened, with NULL in its rows.
+"""
 
 KEYS: dict[str, str] = {"actions": "id"}
-"""The column by which a row is known that is told again, and is in the table once."""
+"""Tables with a unique column: a row whose key the table already has is not added."""
 
 VIEWS: dict[str, str] = {
     "thresholds": """
@@ -136,4 +141,4 @@ VIEWS: dict[str, str] = {
         ORDER BY layer, hook, probe, phase
     """,
 }
-"""The questions that are asked most, by name, each made with those before it."""
+"""The views by name; each may use those before it."""

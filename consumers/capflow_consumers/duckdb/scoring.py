@@ -1,6 +1,7 @@
-"""Rows of one site, width and dtype on their way to their scores: gathered from many frames, and scored in few large products.
+"""Rows of one site, width and dtype: gathered from many frames, scored in a few large products.
 
-Rows are copied out of their frames, so that a frame's memory goes with it: a view of one row would keep the rows of every site.
+Rows are copied out of their frames, so that a frame's memory is freed with it: a view of one row would keep the rows of
+every site.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from capflow.probes.probe import Scorer, as_float32
 from capflow_consumers.duckdb.request import ScoredRequest
 
 _STAGE_BYTES = 8 * limits.MIB
-_PRODUCT = 1 << 18  # multiplications at once: no more than one thread does, for the engine needs the others
+# Multiplications of one product: few enough for one thread, because the engine needs the others.
+_PRODUCT = 1 << 18
 
 Rows = npt.NDArray[Any]
 Part = tuple[ScoredRequest, int, int]
-"""Rows of a request at positions `start, start+1, …`, as `(request, start, count)`."""
+"""Rows of a request at positions `start, start + 1, …`: `(request, start, count)`."""
 
 
 class RowStage:
-    """A site's rows of one width and dtype since `clear`, as parts in the order in which they came, and their scores.
+    """The rows of a site with one width and dtype since `clear`, and their scores, in the order in which they came.
 
+    rows: rows `[n, hidden_size]` of that width and dtype.
     scorers: the site's probes.
     vectors: whether the rows themselves are kept, as float32.
     """
@@ -35,18 +38,18 @@ class RowStage:
         self.site = site
         self.scorers = tuple(scorers)
         self.parts: list[Part] = []
-        # Scores of one row.
+        # Scores per row.
         self._columns = sum(len(scorer.names) for scorer in scorers)
         self._vectors = vectors
         self._kept: list[Rows] = []
         self._scores: list[list[Rows]] = [[] for _ in self.scorers]
         capacity = max(1, _STAGE_BYTES // (rows.shape[1] * rows.dtype.itemsize))
-        # Gathered and not scored, up to `_filled`.
+        # `[:_filled]` are gathered and not scored yet.
         self._rows: Rows = np.empty((capacity, rows.shape[1]), rows.dtype)
         self._filled = 0
 
     def add(self, parts: Iterable[Part], rows: Rows) -> None:
-        """Copy rows `[n, hidden_size]`, which are those of the parts one after another."""
+        """Copy rows `[n, hidden_size]`: those of the parts, one part after another."""
         at, count = 0, len(rows)
         while at < count:
             if self._filled == len(self._rows):
@@ -58,13 +61,13 @@ class RowStage:
         self.parts += parts
 
     def scored(self) -> tuple[list[Rows], Rows | None]:
-        """Return the scores `[n, k]` of each scorer and, if kept, the rows `[n, hidden_size]`, of all parts."""
+        """Return each scorer's scores `[n, k]` of all parts and, if kept, the rows `[n, hidden_size]`, else None."""
         self._score()
         vectors = np.concatenate(self._kept) if self._kept else None
-        return [np.concatenate(found) for found in self._scores], vectors
+        return [np.concatenate(blocks) for blocks in self._scores], vectors
 
     def clear(self) -> None:
-        """Forget all parts."""
+        """Drop all parts."""
         self.parts, self._scores, self._kept, self._filled = [], [[] for _ in self.scorers], [], 0
 
     def _score(self) -> None:
@@ -73,11 +76,11 @@ class RowStage:
         kept: list[Rows] = []
         for at in range(0, self._filled, size):
             rows = as_float32(self._rows[at : min(at + size, self._filled)])
-            for found, scorer in zip(scored, self.scorers, strict=True):
-                found.append(scorer.scores(rows))
+            for blocks, scorer in zip(scored, self.scorers, strict=True):
+                blocks.append(scorer.scores(rows))
             if self._vectors:
                 kept.append(rows.copy() if rows.base is not None else rows)
-        for total, found in zip(self._scores, scored, strict=True):
-            total.extend(found)
+        for total, blocks in zip(self._scores, scored, strict=True):
+            total.extend(blocks)
         self._kept += kept
         self._filled = 0

@@ -1,4 +1,4 @@
-"""Probes of one site as few matrices, so that rows are read once for many of them."""
+"""Stacks the probes of one site into few matrices, so that many probes read each row once."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from capflow.probes.probe import Probe, Scorer
 
 
 def stacked(probes: list[Scorer]) -> list[Scorer]:
-    """Return the probes of one site with the linear ones that are pooled alike made one; raises UsageError when their widths differ."""
-    alike: dict[str, list[Probe]] = {}
+    """Return the probes of one site, with the linear probes of each pool stacked into one.
+
+    Raises UsageError when their widths differ.
+    """
+    by_pool: dict[str, list[Probe]] = {}
     others: list[Scorer] = []
     for probe in probes:
         if probe.hidden_size != probes[0].hidden_size:
             expected = f"{probes[0].hidden_size}, as {probes[0].where} at the same site"
             raise UsageError(explain(f"{probe.where}: weight", got=f"{probe.hidden_size} numbers", expected=expected))
         if isinstance(probe, Probe):
-            alike.setdefault(probe.pool, []).append(probe)
+            by_pool.setdefault(probe.pool, []).append(probe)
         else:
             others.append(probe)
-    return others + [_stack(found) for found in alike.values()]
+    return others + [_stack(linear) for linear in by_pool.values()]
 
 
 def _stack(probes: list[Probe]) -> Probe:

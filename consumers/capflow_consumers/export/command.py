@@ -1,4 +1,4 @@
-"""`capflow export`: a captured data set in another format."""
+"""`capflow export`: writes a captured data set in another format."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _CONTEXT_SIZE = 128
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("dest", type=click.Path(path_type=Path))
 @click.option("--to", "format", type=click.Choice(["saelens", "safetensors"]), required=True)
-@click.option("--site", "names", multiple=True, metavar="HOOK:LAYER", help="Only this site; repeatable.")
+@click.option("--site", "names", multiple=True, metavar="HOOK:LAYER", help="Export this site only; repeatable.")
 @click.option(
-    "--context-size", type=click.IntRange(1, 1 << 16), help=f"saelens: rows of a context.  [default: {_CONTEXT_SIZE}]"
+    "--context-size", type=click.IntRange(1, 1 << 16), help=f"saelens: rows per context.  [default: {_CONTEXT_SIZE}]"
 )
-@click.option("--no-verify", is_flag=True, help="Do not hold files against their checksums first.")
+@click.option("--no-verify", is_flag=True, help="Do not check checksums first.")
 def export(
     path: Path, dest: Path, format: str, names: tuple[str, ...], context_size: int | None, *, no_verify: bool
 ) -> None:
     """Write the captured data set in PATH to the directory DEST.
 
-    `saelens` makes the cached activations that SAELens trains on, a Hugging Face data set for each site; `safetensors` one file
-    for each request. An export that was stopped goes on where it was when it is started again.
+    `saelens` writes the cached activations that SAELens trains on: a Hugging Face data set for each site. `safetensors`
+    writes one file for each request. An export that was stopped continues when the same command is started again.
     """
     from capflow_consumers.dataset.contents import Contents
     from capflow_consumers.export.destination import Destination, Export
@@ -63,7 +63,7 @@ def export(
     if format == "safetensors":
         with progress("captures", captures) as step:
             written = to_safetensors(dataset, list(sites), destination, step)
-        click.echo(f"{dest}: {written} files written, {captures - written} were there")
+        click.echo(f"{dest}: {written} files written, {captures - written} already there")
         return
     with progress("captures of sites", captures * len(sites)) as step:
         for site in to_saelens(dataset, sites, destination, size, step):
@@ -71,7 +71,7 @@ def export(
                 f"{dest / site.hook_name}: {site.contexts} contexts, {site.rows_left} rows left over; "
                 f"hook_name={site.hook_name} context_size={size} d_in={site.d_in} dtype={site.dtype}"
             )
-    click.echo(f"{dest}: {len(sites)} sites are there")
+    click.echo(f"{dest}: {len(sites)} sites exported")
 
 
 def _check_apart(source: Path, dest: Path) -> None:

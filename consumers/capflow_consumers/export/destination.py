@@ -1,7 +1,7 @@
-"""The directory that an export is written to, and goes on in when it was stopped.
+"""The directory that an export is written to; an export that was stopped continues in it.
 
-What always holds: a name appears in it in one rename, when what it names is whole; a directory that holds anything else than the
-beginning of the very same export is refused, and not touched.
+Invariant: a file or directory gets its name by one rename, once it is whole. A directory with other contents than the
+beginning of the same export is refused and left unchanged.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _PARTIAL = ".partial-"
 
 
 class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an export is of: the same again goes on where this one was stopped.
+    """What an export is made of. An equal export continues one that was stopped.
 
-    options: of the format.
+    source: the data set's path.
+    options: the options of the format.
     """
 
     source: str
@@ -37,35 +38,38 @@ class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Destination:
-    """A directory and the export that owns it. Not for two processes at once."""
+    """A directory and its export. Only one process may use it at a time."""
 
     def __init__(self, path: Path, export: Export) -> None:
         self.path = path
         self._export = export
 
     def open(self) -> None:
-        """Make the directory, or take up what was begun; raises UsageError when something else is there."""
+        """Create the directory, or continue the same export in it. Raises UsageError when it has other contents."""
         mark = self.path / _MARK
         try:
             if mark.is_file():
                 self._check_is_ours(mark)
             elif os.path.lexists(self.path) and (not self.path.is_dir() or any(self.path.iterdir())):
                 got = "a directory that is not empty" if self.path.is_dir() else "a file"
-                raise UsageError(explain(f"{self.path}", got=got, do="choose a name that is not taken"))
+                raise UsageError(explain(f"{self.path}", got=got, do="choose a new name"))
             make_directory(self.path)
-            for left in self.path.glob(f"{_PARTIAL}*"):
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            for partial in self.path.glob(f"{_PARTIAL}*"):
+                shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
             write_whole(mark, msgspec.json.encode(self._export))
         except OSError as e:
             raise self.failed(e) from e
 
     def has(self, name: str) -> bool:
-        """Whether a name is there, and so whole."""
+        """Return whether a name exists; then it is whole."""
         return (self.path / name).exists()
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
-        """Give the path to write a file or directory at; it gets its name when the block ends, or is removed when it fails."""
+        """Yield the path at which to write a file or directory.
+
+        It gets its name when the block ends, or is removed when the block fails. Raises CapflowError for an OSError.
+        """
         partial = self.path / f"{_PARTIAL}{name}"
         try:
             with private_umask():
@@ -83,8 +87,8 @@ class Destination:
                 partial.unlink(missing_ok=True)
 
     def failed(self, error: OSError) -> CapflowError:
-        """Return the error to raise when the disk gave this one."""
-        do = "make room, and run the same command again: it goes on from here"
+        """Return the error to raise for an OSError of the disk."""
+        do = "make room, and run the same command again: it continues from here"
         return CapflowError(explain(f"{self.path} cannot be written", got=error.strerror or str(error), do=do))
 
     def _check_is_ours(self, mark: Path) -> None:

@@ -1,12 +1,14 @@
 """Exports a data set as the cached activations that SAELens trains on: a Hugging Face data set for each site.
 
-DEST/`blocks.12.hook_resid_post` is what `datasets.load_from_disk` opens, and what SAELens takes as `cached_activations_path`. As
-SAELens' own `CacheActivationsRunner` writes it, a line is one context: a column with the hook's name, `Array2D`
-`[context_size, hidden_size]`, and `token_ids`, int32 `[context_size]`. The rows of a site, request after request and position after
-position, fill one context after another; what is left at the end and fills none is not written. Rows are float32, or float16
-where all were stored so: Arrow has no bfloat16, and float32 holds each of its numbers exactly.
+`datasets.load_from_disk` opens DEST/`blocks.12.hook_resid_post`, and SAELens takes it as `cached_activations_path`. The
+format is that of SAELens' `CacheActivationsRunner`. A line is one context: a column with the hook's name, `Array2D`
+`[context_size, hidden_size]`, and a column `token_ids`, int32 `[context_size]`.
 
-Needs `datasets`, which the extra `saelens` brings.
+The rows of a site fill one context after another, in the order of requests and positions. Rows at the end that do not
+fill a context are not written. Rows are float32, or float16 if all rows were stored as float16. Arrow has no bfloat16;
+float32 holds every bfloat16 number exactly.
+
+Needs `datasets`, which the extra `saelens` installs.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ _FILE_BYTES = 500 << 20
 
 
 class ExportedSite(NamedTuple):
-    """What SAELens is to be told of one site: `hook_name`, `context_size`, `d_in`, `dtype`.
+    """One exported site; SAELens needs its `hook_name`, `d_in` and `dtype`.
 
-    rows_left: in no context.
+    d_in: numbers of a row.
+    rows_left: rows that did not fill a context.
     """
 
     hook_name: str
@@ -50,12 +53,12 @@ def check_datasets() -> None:
 
 
 def check_fits(sites: dict[Site, SiteContents], context_size: int) -> None:
-    """Raise UsageError when rows have several widths, or a site fewer than one context."""
+    """Raise UsageError when rows have several widths, or a site has fewer rows than one context."""
     one_width(sites)
-    for site, told in sites.items():
-        if told.rows < context_size:
-            expected, do = f"a context of {context_size}", f"--context-size {told.rows} or less"
-            raise UsageError(explain(f"rows at {site}", got=told.rows, expected=expected, do=do))
+    for site, contents in sites.items():
+        if contents.rows < context_size:
+            expected, do = f"a context of {context_size}", f"--context-size {contents.rows} or less"
+            raise UsageError(explain(f"rows at {site}", got=contents.rows, expected=expected, do=do))
 
 
 def to_saelens(
@@ -65,25 +68,26 @@ def to_saelens(
     context_size: int,
     on_capture: Callable[[], object],
 ) -> Iterator[ExportedSite]:
-    """Write a data set for each site that has none yet; yield what was written.
+    """Write a data set for each site that has none yet; yield the sites that were written.
 
-    on_capture: called after each capture of a site.
+    on_capture: called after each capture of each site.
     """
     check_fits(sites, context_size)
-    for site, told in sites.items():
+    for site, contents in sites.items():
         if not destination.has(site.transformer_lens_name):
-            yield _write(dataset, site, told, destination, context_size, on_capture)
+            yield _write(dataset, site, contents, destination, context_size, on_capture)
 
 
 def _write(
     dataset: Dataset,
     site: Site,
-    told: SiteContents,
+    contents: SiteContents,
     destination: Destination,
     context_size: int,
     on_capture: Callable[[], object],
 ) -> ExportedSite:
-    name, width, dtype = site.transformer_lens_name, one_width({site: told}), _dtype(told)
+    name, width = site.transformer_lens_name, one_width({site: contents})
+    dtype = "float16" if contents.dtypes == {"float16"} else "float32"
     with destination.writing(name) as directory:
         directory.mkdir()
         writer = _Writer(directory, name, context_size, width, dtype)
@@ -94,12 +98,12 @@ def _write(
             if site not in capture:
                 on_capture()
                 continue
-            for some in capture.in_batches(site):
+            for batch in capture.in_batches(site):
                 taken = 0
-                while taken < len(some.rows):
-                    count = min(len(some.rows) - taken, size - filled)
-                    rows[filled : filled + count] = some.rows[taken : taken + count]
-                    token_ids[filled : filled + count] = some.token_ids[taken : taken + count]
+                while taken < len(batch.rows):
+                    count = min(len(batch.rows) - taken, size - filled)
+                    rows[filled : filled + count] = batch.rows[taken : taken + count]
+                    token_ids[filled : filled + count] = batch.token_ids[taken : taken + count]
                     filled, taken = filled + count, taken + count
                     if filled == size:
                         writer.add(rows, token_ids)
@@ -109,10 +113,6 @@ def _write(
         writer.add(rows[: filled - left], token_ids[: filled - left])
         writer.close()
     return ExportedSite(name, width, dtype, writer.contexts, left)
-
-
-def _dtype(told: SiteContents) -> str:
-    return "float16" if told.dtypes == {"float16"} else "float32"
 
 
 class _Writer:
@@ -153,7 +153,7 @@ class _Writer:
         self.contexts += contexts
 
     def close(self) -> None:
-        """Write what `datasets.load_from_disk` reads first."""
+        """Name the files, and write the description that `datasets.load_from_disk` reads first."""
         self._stream.close()
         names = [f"data-{number:05d}-of-{self._files:05d}.arrow" for number in range(self._files)]
         for number, name in enumerate(names):

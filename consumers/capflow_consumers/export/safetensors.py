@@ -1,8 +1,9 @@
-"""Exports a data set as one plain safetensors file for each capture.
+"""Exports a data set as one safetensors file for each capture.
 
-`NAME.safetensors` has for each site, such as `post_block.012`, the rows `post_block.012.rows` `[n, hidden_size]` bit for bit as stored,
-`post_block.012.positions` `[n]` int64 and `post_block.012.token_ids` `[n]` int32; the header's `__metadata__` says of the request what
-`METADATA` names, as text. NAME is the directory name that the request's id has in a data set; a second capture of it has `~2`.
+For each site, such as `post_block.012`, `NAME.safetensors` has three tensors: `post_block.012.rows` `[n, hidden_size]`,
+bit for bit as stored; `post_block.012.positions`, int64 `[n]`; and `post_block.012.token_ids`, int32 `[n]`. The
+header's `__metadata__` has the request's fields `METADATA`, as text. NAME is the directory name of the request's id in
+a data set; a second capture of the same id has `~2` appended.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from capflow.capture.dtypes import DTYPES, SAFETENSORS_DTYPES
+from capflow.capture.dtypes import SAFETENSORS_DTYPES
 from capflow.capture.site import Site
 from capflow_consumers.dataset.names import slug
 from capflow_consumers.dataset.reader import Dataset, RequestCapture
@@ -24,7 +25,6 @@ from capflow_consumers.export.destination import Destination
 
 METADATA = ("request", "model", "prompt_length", "computed_length", "status", "capture_status", "error")
 _DTYPES = {**SAFETENSORS_DTYPES, "int64": "I64", "int32": "I32"}
-_SIZES = {**{name: dtype.itemsize for name, dtype in DTYPES.items()}, "int64": 8, "int32": 4}
 _ALIGNMENT = 64
 _PART_BYTES = 8 << 20
 
@@ -32,9 +32,9 @@ _PART_BYTES = 8 << 20
 def to_safetensors(
     dataset: Dataset, sites: Sequence[Site], destination: Destination, on_capture: Callable[[], object]
 ) -> int:
-    """Write each capture that is not there yet; return how many were written.
+    """Write each capture that has no file yet; return how many were written.
 
-    on_capture: called after each of them all.
+    on_capture: called after each capture, written or not.
     """
     written = 0
     numbers: Counter[str] = Counter()
@@ -51,32 +51,33 @@ def to_safetensors(
 
 
 def _write(capture: RequestCapture, sites: Sequence[Site], stream: Any) -> None:
-    """Write a capture's rows at these sites; they are read a part at a time, once for where they are and once to be copied."""
-    tensors: list[tuple[str, str, tuple[int, ...], Iterable[npt.NDArray[Any]]]] = []
+    """Write a capture's rows at these sites.
+
+    Rows are read in batches, twice: for their positions, and to be copied.
+    """
+    tensors: list[tuple[str, np.dtype[Any], tuple[int, ...], Iterable[npt.NDArray[Any]]]] = []
     for site in sites:
-        dtype, width = "", 0
         places = []
         for rows, positions, token_ids in capture.in_batches(site):
-            dtype, width = rows.dtype.name, rows.shape[1]
+            dtype, width = rows.dtype, rows.shape[1]
             places.append((positions, token_ids))
         at, ids = (np.concatenate(arrays) for arrays in zip(*places, strict=True))
         name = f"{site.hook}.{site.layer:03d}"
         tensors += [
             (f"{name}.rows", dtype, (len(at), width), (part.rows for part in capture.in_batches(site))),
-            (f"{name}.positions", "int64", at.shape, [at]),
-            (f"{name}.token_ids", "int32", ids.shape, [ids]),
+            (f"{name}.positions", at.dtype, at.shape, [at]),
+            (f"{name}.token_ids", ids.dtype, ids.shape, [ids]),
         ]
-    sidecar = capture.sidecar
-    told = {name: getattr(sidecar, name) for name in METADATA}
+    fields = {name: getattr(capture.sidecar, name) for name in METADATA}
     header: dict[str, Any] = {
-        "__metadata__": {name: "" if value is None else str(value) for name, value in told.items()}
+        "__metadata__": {name: "" if value is None else str(value) for name, value in fields.items()}
     }
-    # The widest first: safetensors wants tensors without gaps, and readers want each aligned.
-    ordered = sorted(tensors, key=lambda tensor: -_SIZES[tensor[1]])
+    # The widest dtype first: safetensors allows no gaps between tensors, and readers want each tensor aligned.
+    ordered = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)
     end = 0
     for name, dtype, shape, _ in ordered:
-        end, start = end + math.prod(shape) * _SIZES[dtype], end
-        header[name] = {"dtype": _DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
+        end, start = end + math.prod(shape) * dtype.itemsize, end
+        header[name] = {"dtype": _DTYPES[dtype.name], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     stream.write(len(text).to_bytes(8, "little") + text)

@@ -1,5 +1,5 @@
-"""`capflow inspect`: what a data set holds, whether it is whole, and a picture of its norms.
+"""`capflow inspect`: describes a data set, checks it, and draws its norms.
 
-The command line imports `command`. It reads, and writes nothing but the picture.
+The command line imports `command`. It reads the data set and writes only the picture.
 Invariant: damage in one capture does not hide another.
 """

@@ -1,4 +1,4 @@
-"""`capflow inspect`: what a captured data set holds, and whether it is whole."""
+"""`capflow inspect`: describes a captured data set and checks that it is whole."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _LISTED_MAX = 10
-_WIDTH = 120  # where there is no terminal
+# Of the output when it is no terminal.
+_WIDTH = 120
 
 
 @click.command()
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--png", type=click.Path(path_type=Path), metavar="FILE", help="Draw norms by layer and position.")
-@click.option("--quick", is_flag=True, help="Read no rows: no norms, no checksums.")
+@click.option("--quick", is_flag=True, help="Read no rows: show no norms and check no checksums.")
 def inspect(path: Path, png: Path | None, *, as_json: bool, quick: bool) -> None:
-    """Show what the captured data set in PATH holds; the exit code is 1 when some of it is damaged."""
+    """Describe the captured data set in PATH; the exit code is 1 when some of it is damaged."""
     from rich.console import Console
 
     from capflow_consumers.inspect.norms_plot import check_plot, plot_norms
@@ -36,7 +37,7 @@ def inspect(path: Path, png: Path | None, *, as_json: bool, quick: bool) -> None
 
     if png is not None:
         if quick:
-            raise click.UsageError("--png needs norms, which --quick leaves out")
+            raise click.UsageError("--png needs norms, which --quick does not compute")
         check_plot(png)
     dataset = open_dataset(path)
     surveyor = Surveyor(dataset, check=not quick)
@@ -49,18 +50,16 @@ def inspect(path: Path, png: Path | None, *, as_json: bool, quick: bool) -> None
     if png is not None and (surveyor.norms or not survey.damaged):
         plot_norms(surveyor.norms, png, f"{path.resolve().name}: {survey.captures} captures, {survey.rows:,} rows")
     if survey.damaged:
-        what = (
-            f"{path}: {survey.captures_damaged} of {max(survey.captures, survey.captures_damaged)} captures are damaged"
-        )
-        raise CapflowError(f"{what}; the first: {survey.damaged[0]}")
+        counts = f"{survey.captures_damaged} of {max(survey.captures, survey.captures_damaged)}"
+        raise CapflowError(f"{path}: {counts} captures are damaged; the first: {survey.damaged[0]}")
 
 
 def _show(survey: Survey, console: Console) -> None:
     from rich.filesize import decimal
     from rich.table import Table
 
-    def say(what: str, text: str) -> None:
-        console.print(f"{what:9} {printable(text)}", markup=False, soft_wrap=True)
+    def say(label: str, text: str) -> None:
+        console.print(f"{label:9} {printable(text)}", markup=False, soft_wrap=True)
 
     say("captures", f"{survey.captures} {_listed(survey.statuses)}; requests ended {_listed(survey.ended)}")
     say("models", _listed(survey.models) or "none")
@@ -100,13 +99,16 @@ def _show_integrity(survey: Survey, say: Callable[[str, str], None]) -> None:
         say("damaged", damage)
     if survey.captures_damaged > _LISTED_MAX:
         say("damaged", f"and {survey.captures_damaged - _LISTED_MAX} more captures; --json lists them")
-    whole = "not checked, without --quick they are" if not survey.checked else "right, but for what is damaged"
-    whole = "all right" if survey.checked and not survey.captures_damaged else whole
-    gaps = f"{survey.captures_with_gaps} captures, {survey.rows_missing} rows missing, dropped {_listed(survey.dropped) or 'none'}"
-    say("checksums", whole)
+    if not survey.checked:
+        checksums = "not checked; run without --quick to check them"
+    else:
+        checksums = "all right, except in damaged captures" if survey.captures_damaged else "all right"
+    say("checksums", checksums)
+    dropped = f"dropped {_listed(survey.dropped) or 'none'}"
+    gaps = f"{survey.captures_with_gaps} captures, {survey.rows_missing} rows missing, {dropped}"
     say("gaps", gaps if survey.captures_with_gaps else "none")
 
 
 def _listed(counts: dict[str, int]) -> str:
     """Return counts as `ok 3, error 1`."""
-    return ", ".join(f"{what} {count}" for what, count in counts.items())
+    return ", ".join(f"{name} {count}" for name, count in counts.items())

@@ -1,7 +1,9 @@
-"""Norms of rows, summed up as they go by: for each site, and for each of its positions.
+"""Statistics of the norms of rows, for each site and position, added up in one pass.
 
-What always holds: memory is bounded, however many rows and positions are added. Norms are Euclidean, of the stored numbers in
-float32 summed in float64, in the units of the activations. A row with a number that is not finite has no norm; it is counted.
+Norms are Euclidean: of the stored numbers as float32, summed in float64, in the units of the activations. A row with a
+number that is not finite has no norm; such rows are counted.
+
+Invariant: memory is bounded, however many rows and positions are added.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import numpy.typing as npt
 _COLUMNS = 1024
 _BINS_PER_OCTAVE = 64
 _OCTAVE_MIN = -64
-_OCTAVE_MAX = 128  # a float32's largest is below 2**128; a row of them a little above, and counted as that
+# The largest float32 is below 2**128; a row's norm may be slightly above and counts as that.
+_OCTAVE_MAX = 128
 _BINS = (_OCTAVE_MAX - _OCTAVE_MIN) * _BINS_PER_OCTAVE
 _PART_BYTES = 8 << 20
 
@@ -22,8 +25,9 @@ _PART_BYTES = 8 << 20
 class NormStats:
     """The norms of one site.
 
-    mean, min and max are exact; median is right within 1 %, from a histogram of `_BINS_PER_OCTAVE` bins an octave.
-    `column_norms` has a column for every `column_width` positions from 0; the width doubles when a position lies beyond the last.
+    mean, min and max are exact. median is exact within 1 %: it comes from a histogram of `_BINS_PER_OCTAVE` bins per
+    octave. `column_norms` has a column for every `column_width` positions from 0; the width doubles when a position
+    lies beyond the last column.
     """
 
     def __init__(self) -> None:
@@ -37,13 +41,13 @@ class NormStats:
         self._bins = np.zeros(_BINS, np.int64)
 
     def add(self, rows: npt.NDArray[Any], positions: npt.NDArray[np.int64]) -> None:
-        """Add rows `[n, hidden_size]` and their positions `[n]`, reading a part of them at a time."""
+        """Add rows `[n, hidden_size]` and their positions `[n]`; at most `_PART_BYTES` are converted at a time."""
         step = max(1, _PART_BYTES // max(1, rows.shape[1] * 4))
         for start in range(0, len(rows), step):
             self._add(norms_of(rows[start : start + step]), positions[start : start + step])
 
     def widen(self, width: int) -> None:
-        """Double the width of columns until it is `width`, a power of 2 that is not below it."""
+        """Double the width of the columns until it is `width`: a power of 2, at least the present width."""
         while self.column_width < width:
             self.column_width *= 2
             for sums in (self._sums, self._counts):
@@ -52,13 +56,13 @@ class NormStats:
 
     @property
     def mean(self) -> float:
-        """The mean over all rows that have a norm; NaN when none has."""
+        """The mean norm; NaN if no row has a norm."""
         finite = self.rows - self.rows_not_finite
         return float(self._sums.sum() / finite) if finite else np.nan
 
     @property
     def median(self) -> float:
-        """The median, within 1 %; NaN when there is no norm."""
+        """The median norm, within 1 %; NaN if no row has a norm."""
         finite = self.rows - self.rows_not_finite
         if not finite:
             return np.nan
@@ -68,7 +72,7 @@ class NormStats:
 
     @property
     def column_norms(self) -> npt.NDArray[np.float64]:
-        """The mean norm at each column of positions, up to the last that has a row; NaN where there is none."""
+        """The mean norm of each column, up to the last with a norm; NaN for a column without one."""
         (filled,) = np.nonzero(self._counts)
         stop = int(filled[-1]) + 1 if len(filled) else 0
         with np.errstate(invalid="ignore"):
@@ -98,7 +102,7 @@ class NormStats:
 
 
 def norms_of(rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return the Euclidean norm of each row of `[n, hidden_size]`, float64 `[n]`; not finite where a number of it is not."""
+    """Return the Euclidean norms, float64 `[n]`, of rows `[n, hidden_size]`; not finite if a number is not."""
     wide = np.asarray(rows, np.float32)
     squares: npt.NDArray[np.float64] = np.einsum("ij,ij->i", wide, wide, dtype=np.float64)
     return np.sqrt(squares)

@@ -1,6 +1,6 @@
-"""A picture of norms by layer and position: a panel for each hook, on one logarithmic scale of colours.
+"""A picture of norms by layer and position: a panel for each hook, all with one logarithmic colour scale.
 
-Needs matplotlib, which the extra `plot` brings. Draws to a file, and never opens a window.
+Needs matplotlib, which the extra `plot` installs. It draws to a file and never opens a window.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from capflow_consumers.inspect.norms import NormStats
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_WIDTH = 10.0  # inches, as all lengths here
-_HEIGHT = 12.0  # of all layers together, where that leaves a layer its least and its most
+# All lengths are in inches.
+_WIDTH = 10.0
+# Of all layers together, within the bounds of a layer's height.
+_HEIGHT = 12.0
 _ROW_HEIGHTS = 0.1, 0.22
 _PANEL_HEIGHTS = 1.2, 9.0
 _TICK_HEIGHT = 0.13
-_EXTREMES_PERCENT = 1.0  # cells at either end that do not stretch the scale of colours
+# Cells at either end that do not stretch the colour scale.
+_EXTREMES_PERCENT = 1.0
 _HOOK_TITLES = {
     "pre_attn": "pre_attn: residual stream entering the layer",
     "post_attn": "post_attn: residual stream after attention",
@@ -36,7 +39,7 @@ _HOOK_TITLES = {
 
 
 def check_plot(file: Path) -> None:
-    """Raise UsageError when a picture could not be drawn to a file; asked before anything is read for it."""
+    """Raise UsageError when a picture cannot be drawn to a file; called before the data set is read."""
     if find_spec("matplotlib") is None:
         raise UsageError(explain("--png: matplotlib is not installed", do="pip install 'capflow[plot]'"))
     if file.suffix.lower() != ".png":
@@ -46,9 +49,9 @@ def check_plot(file: Path) -> None:
 
 
 def plot_norms(norms: dict[Site, NormStats], file: Path, title: str) -> None:
-    """Draw the mean norm at every layer and position to a PNG file, which appears when it is whole.
+    """Draw the mean norm at every layer and position to a PNG file, which appears once it is whole.
 
-    Raises UsageError when there is no norm to draw, and CapflowError when the file cannot be written.
+    Raises UsageError when there is no norm above 0, CapflowError when the file cannot be written.
     """
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -57,9 +60,10 @@ def plot_norms(norms: dict[Site, NormStats], file: Path, title: str) -> None:
     values = np.concatenate([grid.ravel() for _, grid in panels.values()]) if panels else np.zeros(0)
     values = values[values > 0]
     if not len(values):
-        raise UsageError(explain("--png: no row has a norm above 0", do="see what there is without --png"))
+        raise UsageError(explain("--png: no row has a norm above 0", do="run it without --png to see the norms"))
     low, high = np.percentile(values, [_EXTREMES_PERCENT, 100 - _EXTREMES_PERCENT])
-    if high < low * 1.01:  # all but one number: a scale needs a width
+    # A scale needs a width.
+    if high < low * 1.01:
         low, high = low / 1.1, high * 1.1
     scale = LogNorm(low, high)
     width = max(stats.column_width for stats in norms.values())
@@ -89,7 +93,7 @@ def plot_norms(norms: dict[Site, NormStats], file: Path, title: str) -> None:
 
 
 def _panels(norms: dict[Site, NormStats]) -> dict[str, tuple[list[int], npt.NDArray[np.float64]]]:
-    """Return for each hook that has rows its layers, and the mean norms `[layers, columns]`, NaN where no row is."""
+    """Return, for each hook with rows, its layers and the mean norms `[layers, columns]`, NaN where there is no row."""
     width = max((stats.column_width for stats in norms.values()), default=1)
     for stats in norms.values():
         stats.widen(width)
@@ -110,9 +114,11 @@ def _panels(norms: dict[Site, NormStats]) -> dict[str, tuple[list[int], npt.NDAr
 def _draw(ax: Axes, layers: list[int], grid: npt.NDArray[np.float64], width: int, scale: Any, step: int) -> Any:
     from matplotlib.ticker import MaxNLocator
 
-    ax.set_facecolor("0.85")  # where no row is
+    # The colour of cells without a row.
+    ax.set_facecolor("0.85")
     extent = (-0.5, grid.shape[1] * width - 0.5, -0.5, len(layers) - 0.5)
-    shown = np.where(grid == 0, scale.vmin / 2, grid)  # no logarithm has 0; NaN is drawn as nothing
+    # 0 has no logarithm; NaN leaves a cell empty.
+    shown = np.where(grid == 0, scale.vmin / 2, grid)
     image = ax.imshow(
         shown, norm=scale, cmap="viridis", aspect="auto", origin="lower", extent=extent, interpolation="nearest"
     )
@@ -123,7 +129,7 @@ def _draw(ax: Axes, layers: list[int], grid: npt.NDArray[np.float64], width: int
 
 
 def _label_ticks(axis: Any, low: float, high: float) -> None:
-    """Write plain numbers at the colours, several in each decade where they span few."""
+    """Label the colour scale with plain numbers; several per decade if it spans few decades."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     decades = np.log10(high / low)

@@ -1,7 +1,8 @@
-"""What a captured data set holds: requests, models, sites, norms, and what of it is damaged or missing.
+"""The survey of a captured data set: its requests, models, sites and norms, its damage and its missing rows.
 
-What always holds: one request is looked at after another, and of its rows a part at a time, so that memory does not grow with the
-data set. Damage is a finding, not an error: what is damaged is named, and left out of the norms.
+Damage is a result, not an error: damaged captures are listed and left out of the norms.
+
+Invariant: memory does not grow with the data set. One request is read at a time, and its rows in batches.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from capflow_consumers.dataset.reader import Damage, Dataset, RequestCapture, Ro
 from capflow_consumers.inspect.norms import NormStats
 
 LISTED_MAX = 100
-"""How many damages and gaps are told of one by one; all are counted."""
+"""How many damages and gaps are listed; all are counted."""
 
 
 class SiteSurvey(msgspec.Struct):
     """One site over all captures.
 
-    rows_missing: of those that were promised. norm_*: of its rows, None without rows. shape: `[rows, hidden_size]`.
+    captures: captures with rows of the site.
+    rows_missing: expected rows that are not stored.
+    bytes: size of the rows.
+    norm_mean, norm_median, norm_min, norm_max: None without a finite norm.
+    rows_not_finite: rows with a number that is not finite.
     """
 
     site: str
@@ -46,10 +51,10 @@ class SiteSurvey(msgspec.Struct):
 
 
 class CaptureGap(msgspec.Struct, frozen=True):
-    """What one capture lacks.
+    """The missing rows of one capture.
 
-    missing: by site, positions as `first..last` where they can be told, else how many rows.
-    dropped: rows by reason.
+    missing: by site, the missing positions as `first..last`; if they are unknown, how many rows.
+    dropped: dropped rows by reason.
     """
 
     request: str
@@ -60,18 +65,21 @@ class CaptureGap(msgspec.Struct, frozen=True):
 
 
 class Survey(msgspec.Struct):
-    """What a data set holds.
+    """The contents of a data set.
 
-    captures: also those whose sidecars cannot be read.
-    captures_damaged: these, those with other damage, and shards with damage that is no capture's.
-    bytes: of rows.
-    bytes_on_disk: of every file below the root.
+    checked: whether rows were read. If not, there are no norms, and only damage to sidecars is found.
+    captures: all captures, also those with unreadable sidecars.
+    bytes: size of the rows.
+    bytes_on_disk: size of every file below the root.
+    positions: the last position with a row, plus one.
     models: captures by model.
     ended: captures by how the request ended.
-    statuses: captures by whether all rows are here.
-    positions: one more than the last that has a row.
-    damaged: what could not be read, or is not what was written.
-    checked: whether rows were read; without, there are no norms, and only damage to what describes them is found.
+    statuses: captures by `capture_status`.
+    captures_damaged: captures with damage, and shards with damage outside of any capture.
+    damaged: a line for each damage, at most `LISTED_MAX`.
+    captures_with_gaps: captures that lack rows or whose status is not `ok`.
+    dropped: dropped rows by reason.
+    gaps: at most `LISTED_MAX`.
     """
 
     path: str
@@ -95,7 +103,11 @@ class Survey(msgspec.Struct):
 
 
 class Surveyor:
-    """Looks through a data set; `survey()` is what it found and `norms` the norms of each site."""
+    """Surveys a data set.
+
+    check: whether to read rows.
+    norms: the norms of each site, complete once `survey` returns.
+    """
 
     def __init__(self, dataset: Dataset, *, check: bool = True) -> None:
         self.norms: dict[Site, NormStats] = {}
@@ -109,43 +121,44 @@ class Surveyor:
         self._damaged: set[Path] = set()
 
     def survey(self, on_capture: Callable[[], object] = lambda: None) -> Survey:
-        """Look at every capture, and return what was found.
+        """Read every capture; return the survey.
 
-        on_capture: called after each.
+        on_capture: called after each capture.
         """
-        found = self._survey
+        survey = self._survey
         for capture in self._dataset.walk():
             if isinstance(capture, Damage):
-                found.captures += capture.of_capture
+                survey.captures += capture.of_capture
                 self._damage(str(capture.error), capture.path)
             else:
                 self._look(capture)
             on_capture()
-        for damage in self._dataset.verify_shards() if found.checked else ():
-            if damage.path not in self._damaged:  # in what no capture is read from
+        for damage in self._dataset.verify_shards() if survey.checked else ():
+            # Damage that no capture has shown.
+            if damage.path not in self._damaged:
                 self._damage(str(damage.error), damage.path)
-        found.bytes_on_disk = _size(self._dataset.path)
+        survey.bytes_on_disk = sum(_sizes(self._dataset.path))
         for counts, name in (
             (self._models, "models"),
             (self._ended, "ended"),
             (self._statuses, "statuses"),
             (self._dropped, "dropped"),
         ):
-            setattr(found, name, dict(counts.most_common()))
-        found.sites = [self._sites[site] for site in in_order(self._sites)]
+            setattr(survey, name, dict(counts.most_common()))
+        survey.sites = [self._sites[site] for site in in_order(self._sites)]
         for site, norms in self.norms.items():
-            _tell_norms(self._sites[site], norms)
-        return found
+            _set_norms(self._sites[site], norms)
+        return survey
 
     def _look(self, capture: RequestCapture) -> None:
-        found, sidecar = self._survey, capture.sidecar
-        found.captures += 1
-        found.prompt_tokens += capture.prompt_length
+        survey, sidecar = self._survey, capture.sidecar
+        survey.captures += 1
+        survey.prompt_tokens += capture.prompt_length
         self._models[sidecar.model or "unknown"] += 1
         self._ended[sidecar.status] += 1
         self._statuses[capture.status] += 1
         try:
-            if found.checked:
+            if survey.checked:
                 capture.verify()
             positions = {site: self._look_at(capture, site) for site in capture.sites}
         except CapflowError as e:
@@ -154,7 +167,7 @@ class Surveyor:
         self._look_for_gaps(capture, positions)
 
     def _look_at(self, capture: RequestCapture, site: Site) -> npt.NDArray[np.int64]:
-        """Count and measure the rows of a site; return their positions."""
+        """Count the rows of a site and add their norms; return their positions."""
         every = np.zeros(0, np.int64)
         for part in capture.in_batches(site):
             every = np.concatenate([every, part.positions])
@@ -165,16 +178,16 @@ class Surveyor:
 
     def _count(self, site: Site, part: Rows) -> None:
         rows, positions, _ = part
-        told, found = self._sites.setdefault(site, SiteSurvey(str(site))), self._survey
-        told.rows += len(rows)
-        told.bytes += rows.nbytes
-        told.dtypes = sorted({*told.dtypes, rows.dtype.name})
-        told.hidden_sizes = sorted({*told.hidden_sizes, rows.shape[1]})
-        found.rows += len(rows)
-        found.bytes += rows.nbytes
+        entry, survey = self._sites.setdefault(site, SiteSurvey(str(site))), self._survey
+        entry.rows += len(rows)
+        entry.bytes += rows.nbytes
+        entry.dtypes = sorted({*entry.dtypes, rows.dtype.name})
+        entry.hidden_sizes = sorted({*entry.hidden_sizes, rows.shape[1]})
+        survey.rows += len(rows)
+        survey.bytes += rows.nbytes
         if len(positions):
-            found.positions = max(found.positions, int(positions[-1]) + 1)
-        if found.checked:
+            survey.positions = max(survey.positions, int(positions[-1]) + 1)
+        if survey.checked:
             self.norms.setdefault(site, NormStats()).add(rows, positions)
 
     def _look_for_gaps(self, capture: RequestCapture, positions: dict[Site, npt.NDArray[np.int64]]) -> None:
@@ -198,26 +211,22 @@ class Surveyor:
             if len(self._survey.gaps) < LISTED_MAX:
                 self._survey.gaps.append(CaptureGap(capture.id, capture.status, capture.error, missing, dict(dropped)))
 
-    def _damage(self, what: str, path: Path) -> None:
+    def _damage(self, line: str, path: Path) -> None:
         self._damaged.add(path)
         self._survey.captures_damaged += 1
         if len(self._survey.damaged) < LISTED_MAX:
-            self._survey.damaged.append(what)
+            self._survey.damaged.append(line)
 
 
-def _tell_norms(told: SiteSurvey, norms: NormStats) -> None:
-    told.rows_not_finite = norms.rows_not_finite
+def _set_norms(entry: SiteSurvey, norms: NormStats) -> None:
+    entry.rows_not_finite = norms.rows_not_finite
     if norms.rows > norms.rows_not_finite:
-        told.norm_mean, told.norm_median = norms.mean, norms.median
-        told.norm_min, told.norm_max = norms.min, norms.max
-
-
-def _size(root: Path) -> int:
-    return sum(_sizes(root))
+        entry.norm_mean, entry.norm_median = norms.mean, norms.median
+        entry.norm_min, entry.norm_max = norms.min, norms.max
 
 
 def _sizes(directory: Path) -> Iterator[int]:
-    """Yield the sizes of the files below a directory; what goes away meanwhile has none."""
+    """Yield the sizes of the files below a directory; files that are removed meanwhile are skipped."""
     try:
         for path in directory.iterdir():
             if path.is_dir() and not path.is_symlink():

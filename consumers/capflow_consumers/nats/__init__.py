@@ -1,5 +1,5 @@
-"""The nats consumer: scores, locations of rows, and results, in a NATS JetStream stream.
+"""The nats consumer: publishes scores, the places of rows, and results to a NATS JetStream stream.
 
 The plugin loader imports `consumer`.
-Invariant: every message has an id that the stream uses to drop duplicates.
+Invariant: every message has an id by which the server drops a duplicate.
 """

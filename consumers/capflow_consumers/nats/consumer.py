@@ -1,13 +1,15 @@
-"""The nats consumer: what rows score, where they lie, and what became of requests, in a NATS JetStream stream.
+"""The nats consumer: publishes scores, the places of rows, and results to a NATS JetStream stream.
 
     capflow run --consumer nats:stream=CAPFLOW,create=true,probes=happy.safetensors,rows=/mnt/nas/rows
 
-`capflow_consumers.nats.messages` says what the messages are. A frame counts as handled when the server acknowledged every message of it. Before
-the first message of a worker is sent, the last one that the stream has of it is looked at: what is there is not sent again, however long ago
-the hub that sent it was killed.
+`capflow_consumers.nats.messages` defines the messages. A frame is handled once the server has acknowledged all of its
+messages. Before the first message of a worker is sent, the consumer reads the worker's last message in the stream:
+messages up to that one are not sent again, however long ago the hub that sent them was killed.
 
-Invariant: of each worker the stream has its first frames, all of them up to some frame. While the server is away or the stream is full, methods raise
-RetryError and are called again. A frame that cannot be stored is the last that is tried of its worker; the next hub goes on with it.
+Invariant: the stream has the frames of each worker without a gap, from the first up to some frame.
+
+While the server is away or the stream is full, methods raise RetryError and are called again. After a frame that cannot
+be stored, no further frame of its worker is sent; the next hub continues with that frame.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ from capflow_consumers.nats.messages import (
     vector_messages,
 )
 
-_SUBJECTS_MAX = 1024  # whose last message is remembered; it is looked up again when it is not
+# Subjects whose last place is remembered; the stream is asked for the others.
+_SUBJECTS_MAX = 1024
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,7}")
 _STREAM = re.compile(r"[A-Za-z0-9_-]{1,255}")
 
@@ -54,18 +57,20 @@ _STREAM = re.compile(r"[A-Za-z0-9_-]{1,255}")
 class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer nats:`.
 
-    stream: the JetStream stream; `create` makes it when it is missing.
-    servers: of one cluster, as nats://[user:password@]host:port, or tls://.
+    stream: the JetStream stream.
+    servers: servers of one cluster, each nats://[user:password@]host:port or tls://….
     creds: a credentials file, as `nsc` writes it.
-    tls_ca: certificates that may vouch for the servers, the system's unless given.
-    tls_cert, tls_key: capflow's own, for servers that ask for one.
-    prefix: what every subject begins with.
-    probes: probe files, whose scores are sent.
-    sites: also capture these of every request.
-    positions: which tokens.
-    vectors: also send the rows themselves.
-    rows: what `capflow.open` takes to find them, the root of a `filesystem` consumer beside this one.
-    give_up_s: for how long a call is retried while the server is away; None: for ever.
+    tls_ca: PEM file of the certificates that may sign the servers' ones; the system's if empty.
+    tls_cert: PEM file of capflow's own certificate, for servers that ask for one.
+    tls_key: PEM file of its key.
+    create: whether to create the stream if it is missing.
+    prefix: the beginning of every subject.
+    probes: probe files whose scores are sent.
+    sites: further sites to capture for every request.
+    positions: which tokens to capture.
+    vectors: whether to send the rows themselves too.
+    rows: the path with which `capflow.open` finds the rows: the root of a `filesystem` consumer of the same hub.
+    give_up_s: seconds for which a call is retried while the server is away; None for ever.
     """
 
     stream: str
@@ -90,15 +95,15 @@ class _Request:
     __slots__ = ("error", "latest", "rows")
 
     def __init__(self) -> None:
-        # Its last frame of each worker.
+        # Its last frame, by worker.
         self.latest: dict[Rank, RowsPlace] = {}
         self.rows = 0
-        # Why some of it was not sent.
+        # Why some of its messages were not sent.
         self.error: str | None = None
 
 
 class NatsConsumer(Consumer):
-    """Forwards scores, references and ends of requests to NATS JetStream."""
+    """Forwards scores, places of rows, and results to NATS JetStream."""
 
     name: ClassVar[str] = "nats"
     Config: ClassVar[type[msgspec.Struct]] = NatsConfig
@@ -108,18 +113,18 @@ class NatsConsumer(Consumer):
         super().__init__(config)
         self.config: NatsConfig = config
         self._requests: dict[tuple[str, str], _Request] = {}
-        # Why no rows of an engine can be scored.
+        # Why the rows of an engine cannot be scored, by engine.
         self._unfit: dict[str, str] = {}
-        # Of the last message that the stream has, by subject.
+        # Place of the last message in the stream, by subject.
         self._last: dict[str, RowsPlace | None] = {}
-        # Why nothing more is sent, by subject.
+        # Why no more messages are sent, by subject.
         self._stuck: dict[str, str] = {}
-        # Identifies this opening in the ids of messages.
+        # Unique for each `open`; part of message ids.
         self._opening = ""
-        # Messages of sessions that were sent in this opening.
+        # Sessions that were sent since `open`.
         self._sessions = 0
         self._context: Context | None = None
-        # From `open` to `close`.
+        # Set from `open` to `close`.
         self._link: Any = None
 
     @property
@@ -136,7 +141,7 @@ class NatsConsumer(Consumer):
         return probes
 
     def spec(self) -> CaptureSpec | None:
-        """Return the sites of the probes and the option `sites`; None when there are none."""
+        """Return a spec of the probes' sites and those of the option `sites`; None without either."""
         hooks = layers_by_hook(sorted({*self._probes, *map(Site.parse, self.config.sites)}))
         if not hooks:
             return None
@@ -145,7 +150,7 @@ class NatsConsumer(Consumer):
         )
 
     def check(self) -> None:
-        """Raise UsageError for options that cannot work, and when nats-py is not installed."""
+        """Raise UsageError for invalid options, and when nats-py is not installed."""
         try:
             import cryptography  # noqa: F401
             import nats  # noqa: F401
@@ -172,12 +177,16 @@ class NatsConsumer(Consumer):
             raise self._wrong("give_up_s", str(self.config.give_up_s), "above 0; remove it to wait for ever")
 
     def claim(self) -> tuple[str, str]:
-        """Return the stream and the prefix: two writers of the same subjects would repeat each other's message ids."""
+        """Return the stream and the prefix: two writers of one subject would use the same message ids."""
         return "prefix", f"{self.config.prefix} in stream {self.config.stream}"
 
     def open(self, context: Context) -> None:
-        """Connect; see that the stream is there, and that it may be written."""
-        from capflow_consumers.nats.link import NatsLink  # needs nats-py
+        """Connect, check or create the stream, and send the first message.
+
+        Raises UsageError for a stream that cannot be used, CapflowError when the server does not answer.
+        """
+        # Needs nats-py.
+        from capflow_consumers.nats.link import NatsLink
 
         self._context = context
         self._requests, self._unfit, self._last, self._stuck = {}, {}, {}, {}
@@ -195,7 +204,7 @@ class NatsConsumer(Consumer):
             raise CapflowError(f"{where}.stream: {e}") from e
 
     def on_session(self, engine: str, model: ModelInfo) -> None:
-        """Send what the engine runs. Raise UsageError unless every probe fits it; if not, every frame of the engine is refused."""
+        """Send the engine's model. Raise UsageError unless every probe fits; an unfit engine's frames are refused."""
         self._unfit.pop(engine, None)
         for subject in list(self._last)[:-_SUBJECTS_MAX]:
             del self._last[subject]
@@ -211,13 +220,14 @@ class NatsConsumer(Consumer):
             self._sessions += 1
 
     def on_engine_gone(self, engine: str) -> None:
-        """Forget why its frames are refused."""
+        """Forget why the engine's frames are refused."""
         self._unfit.pop(engine, None)
 
     def on_frame(self, frame: Frame) -> None:
-        """Send the frame's messages that the stream does not have, and wait until it has them.
+        """Send the frame's messages that the stream lacks; return when the server has acknowledged them.
 
-        Raises RetryError while the server is away or the stream is full: the next call asks the stream anew what it has.
+        Raises RetryError while the server is away or the stream is full; the next call asks the stream again for its
+        last message.
         """
         header = frame.header
         if header.engine in self._unfit:
@@ -245,7 +255,7 @@ class NatsConsumer(Consumer):
                 request.error = request.error or errors[0]
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:
-        """Send what became of the request, and wait until the stream has it. Raises RetryError as `on_frame` does."""
+        """Send the result; return when the server has acknowledged it. Raises RetryError as `on_frame` does."""
         request = self._requests.get((done.engine, done.request)) or _Request()
         problems = done.problems
         if request.error is not None:
@@ -253,8 +263,8 @@ class NatsConsumer(Consumer):
         status: Status = "ok" if not problems else "partial_error" if request.rows and not request.error else "error"
         place = request.latest[min(request.latest)] if request.latest else None
         error = "; ".join(problems) or None
-        became = {"rows": request.rows, "capture_status": status, "error": error}
-        end = done_message(self.config.prefix, done, became, place, self.config.rows)
+        outcome = {"rows": request.rows, "capture_status": status, "error": error}
+        end = done_message(self.config.prefix, done, outcome, place, self.config.rows)
         try:
             last = self._link.last(end.subject)
             self._send(end, again=last is not None and last.get(ID_HEADER) == end.headers[ID_HEADER])
@@ -268,25 +278,27 @@ class NatsConsumer(Consumer):
         return CaptureResult(status, error, payload)
 
     def on_action(self, answered: Answered) -> None:
-        """Send what came of an action, once, and wait until the stream has it."""
+        """Send the outcome of an action, once; return when the server has acknowledged it."""
         sent = action_message(self.config.prefix, answered)
         self._send(sent, again=self._link.last(sent.subject) is not None)
 
     def look(self) -> tuple[str, str]:
-        """Return the stream, and a command that lists what is in it."""
+        """Return the stream, and a command that lists its messages."""
         return self.config.stream, f"nats stream view {self.config.stream}"
 
     def close(self) -> None:
-        """Leave the server."""
+        """Disconnect."""
         if self._link is not None:
             self._count("reconnects", self._link.reconnects)
             self._link.close()
             self._link = None
 
     def _send(self, sent: Message, *, again: bool = False) -> None:
-        """Send a message and wait until the stream has it.
+        """Send a message; return when the server has acknowledged it.
 
-        again: it has. Raises RetryError, and CapflowError when it never will.
+        again: whether the stream already has it; then it is only counted.
+
+        Raises RetryError while the server is away or the stream is full, CapflowError when the server refuses it.
         """
         if again:
             self._count("messages_again")
@@ -294,7 +306,7 @@ class NatsConsumer(Consumer):
             raise CapflowError(refused[sent.subject])
 
     def _store(self, messages: list[Message]) -> dict[str, str]:
-        """Store messages as `NatsLink.store` does, and count those that the server acknowledged."""
+        """Store messages as `NatsLink.store` does; count those that the server acknowledged."""
         before = self._link.stored
         try:
             return cast("dict[str, str]", self._link.store(messages))
@@ -307,34 +319,34 @@ class NatsConsumer(Consumer):
         return [subject_of(self.config.prefix, kind, header) for kind in kinds]
 
     def _new(self, header: FrameHeader, chunks: list[Chunk]) -> Iterator[Message]:
-        """Yield the messages of a frame that the stream does not have and may still take."""
+        """Yield the messages of a frame that the stream lacks and still takes."""
         for subject in self._subjects(header):
             if subject in self._last or subject in self._stuck:
                 continue
             try:
-                found = self._link.last(subject)
+                headers = self._link.last(subject)
             except RetryError:
                 raise
             except CapflowError as e:
                 self._stuck[subject] = str(e)
             else:
-                self._last[subject] = place_of(found) if found is not None else None
+                self._last[subject] = place_of(headers) if headers is not None else None
         messages = rows_messages(self.config.prefix, header, chunks, self._scores, self.config.rows)
         if self.config.vectors:
             messages += vector_messages(self.config.prefix, header, chunks)
-        for made in messages:
-            if made.place is not None and made.place.is_behind(self._last.get(made.subject)):
+        for message in messages:
+            if message.place is not None and message.place.is_behind(self._last.get(message.subject)):
                 self._count("messages_again")
-            elif made.subject not in self._stuck:
-                yield made
+            elif message.subject not in self._stuck:
+                yield message
 
     def _scores(self, chunk: Chunk) -> dict[str, list[float]]:
-        """Return what the probes score on a chunk's tokens, by name."""
-        found: dict[str, list[float]] = {}
+        """Return the scores of a chunk's tokens, by probe."""
+        scores: dict[str, list[float]] = {}
         for site, rows in zip(chunk.sites, chunk.rows, strict=True):
             for probe in self._probes.get(site, []):
-                found |= dict(zip(probe.names, probe.scores(rows).T.tolist(), strict=True))
-        return found
+                scores |= dict(zip(probe.names, probe.scores(rows).T.tolist(), strict=True))
+        return scores
 
     def _count(self, name: str, amount: int = 1) -> None:
         if self._context is not None and amount:
@@ -346,5 +358,5 @@ class NatsConsumer(Consumer):
 
 @hookimpl
 def capflow_consumers() -> list[type[Consumer]]:
-    """Bring the nats consumer."""
+    """Return the nats consumer."""
     return [NatsConsumer]

@@ -1,10 +1,11 @@
-"""The link to NATS: a connection with an event loop and a thread of its own, which stores messages in one JetStream stream.
+"""The link to NATS: stores messages in one JetStream stream, with an event loop and thread of its own.
 
-Invariant: when `store` returns, the server has acknowledged every message of it. Messages on one subject are stored in
-their order, each when the one before is; on different subjects together, at most `UNDER_WAY_MAX` at a time.
+Invariant: when `store` returns, the server has acknowledged every message, but those that it refused. The messages of
+one subject are stored in order, each after the one before it is acknowledged; up to `SUBJECTS_MAX` subjects are
+stored at the same time.
 
-No method waits for a server that is away: it raises RetryError, at the latest `ACK_S` after it asked. A message that is sent again has the
-same id, by which the server takes it once.
+No method waits for a server that is away: it raises RetryError at most `ACK_S` after it asked, or `CONNECT_S` after it
+began to connect. A message that is sent again has the same id, so the server stores it once.
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ logger = logging.getLogger("capflow.consumer.nats")
 
 CONNECT_S = 5.0
 ACK_S = 5.0
-UNDER_WAY_MAX = 16  # messages
-_PAUSE_S = 0.1  # between attempts of the client to connect
+# Subjects that are stored at the same time, with one message each.
+SUBJECTS_MAX = 16
+# Between attempts of the client to connect.
+_PAUSE_S = 0.1
 _CANCELS_MAX = 20
-_BUFFER_BYTES = 2 * UNDER_WAY_MAX * (PART_BYTES_MAX + OVERHEAD_BYTES)  # the client's, while the server is away
-_DUPLICATES_S = 600.0  # of a stream that is made here
+# The client's buffer while the server is away.
+_BUFFER_BYTES = 2 * SUBJECTS_MAX * (PART_BYTES_MAX + OVERHEAD_BYTES)
+# Of a stream that is created here: for how long the server remembers message ids.
+_DUPLICATES_S = 600.0
 
 _AWAY = (
     nats.errors.TimeoutError,
@@ -56,11 +61,14 @@ _T = TypeVar("_T")
 
 
 class NatsRefusedError(CapflowError):
-    """The server will not store a message."""
+    """The server refuses a message."""
 
 
 class _AwayError(Exception):
-    """The server does not answer, or has no room: it may later. errno: the reason in the words of the system."""
+    """The server does not answer or the stream has no room; it may later.
+
+    errno: the reason, as one of the `errno` constants.
+    """
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -68,9 +76,12 @@ class _AwayError(Exception):
 
 
 class NatsLink:
-    """One connection, from `open` to `close`; its methods block, and are called on one thread.
+    """One connection, from `open` to `close`. Its methods block and must be called on one thread.
 
-    give_up_s: for how long after the first RetryError a server that is away raises more of them; None for ever.
+    servers: URLs of the servers of one cluster.
+    stream: the JetStream stream.
+    give_up_s: for how long after the first RetryError further ones are raised; then CapflowError. None for ever.
+    where: the consumer's name, for errors.
     """
 
     def __init__(
@@ -83,21 +94,27 @@ class NatsLink:
         self._where = where
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="capflow-nats-link", daemon=True)
-        # Replaced when it gave up; the loop's, like everything below.
+        # Replaced when it has given up. This and the fields below are used on the loop's thread only.
         self._client = Client()
         self._js: JetStreamContext | None = None
-        # What the server said last that was wrong.
-        self._said = ""
-        # That a right is missing, or that capflow may not in.
+        # The server's last error.
+        self._error = ""
+        # The server's last error of permissions or authorization.
         self._denied = ""
-        # When the call that is made again raised RetryError first, on the monotonic clock.
+        # When the call that is being repeated first raised RetryError, on the monotonic clock.
         self._away_since: float | None = None
         self.reconnects = 0
         # Messages that the server acknowledged.
         self.stored = 0
 
     def open(self, subjects: str, *, create: bool) -> None:
-        """Connect, and see to the stream; raises UsageError, or CapflowError when the server does not answer."""
+        """Connect, and check or create the stream.
+
+        subjects: `PREFIX.>`, which the stream must cover.
+        create: whether to create the stream if it is missing.
+
+        Raises UsageError for a stream that cannot be used, CapflowError when the server does not answer.
+        """
         self._thread.start()
         try:
             self._call(self._open(subjects, create=create))
@@ -106,22 +123,24 @@ class NatsLink:
             raise
 
     def store(self, messages: Iterable[Message]) -> dict[str, str]:
-        """Store messages; return, by subject, why a message will never be stored. The messages behind it on that subject are not sent.
+        """Store messages; return, by subject, why a message will never be stored.
 
-        Raises RetryError while the server is away or the stream is full; some of the messages may be stored then. A call that returns, if
-        only of no messages, ends what `give_up_s` counts.
+        After such a message, the later messages of its subject are not sent. A call that returns ends the time that
+        `give_up_s` counts, also a call without messages.
+
+        Raises RetryError while the server is away or the stream is full; some messages may be stored then.
         """
         return self._call(self._store(messages))
 
     def last(self, subject: str) -> dict[str, str] | None:
-        """Return the headers of the last message on a subject; None when there is none.
+        """Return the headers of the last message on a subject; None if there is none.
 
-        Raises RetryError while the server is away, and CapflowError when it refuses or has been away for `give_up_s`.
+        Raises RetryError while the server is away, CapflowError when it refuses or has been away for `give_up_s`.
         """
         return self._call(self._last(subject))
 
     def close(self) -> None:
-        """Leave the server and end the thread."""
+        """Disconnect and end the thread."""
         with contextlib.suppress(Exception):
             self._call(_within(self._client.close(), CONNECT_S))
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -131,25 +150,25 @@ class NatsLink:
     def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    # The loop's thread.
+    # The rest runs on the loop's thread.
 
     async def _open(self, subjects: str, *, create: bool) -> None:
         await self._connect()
-        config = await self._found(create, subjects)
+        config = await self._stream_config(create, subjects)
         if not any(_covers(pattern, subjects) for pattern in config.subjects or []):
             raise self._wrong(
                 "stream", f"{self._stream} with {', '.join(config.subjects or [])}", f"one with {subjects}"
             )
         if config.no_ack:
-            raise self._wrong("stream", f"{self._stream}, which acknowledges nothing", "one without no_ack")
+            raise self._wrong("stream", f"{self._stream}, which acknowledges no message", "one without no_ack")
         if config.storage == api.StorageType.MEMORY:
-            logger.warning("stream %s is in memory: what it holds is gone when the server is", self._stream)
+            logger.warning("stream %s is in memory: its messages are lost when the server ends", self._stream)
         if self._client.max_payload < PART_BYTES_MAX + OVERHEAD_BYTES:
             expected = f"{PART_BYTES_MAX + OVERHEAD_BYTES} or more"
             raise self._wrong("servers", f"a server with max_payload {self._client.max_payload}", expected)
 
     async def _connect(self) -> None:
-        self._denied = self._said = ""
+        self._denied = self._error = ""
         try:
             self._client = await _within(
                 nats.connect(
@@ -166,35 +185,35 @@ class NatsLink:
                 CONNECT_S,
             )
         except (TimeoutError, nats.errors.Error, OSError, ValueError) as e:
-            got = self._denied or self._said or str(e) or "no answer"
+            got = self._denied or self._error or str(e) or "no answer"
             servers = ", ".join(map(_shown, self._servers))
-            what = f"{self._where}.servers: {servers}"
-            raise CapflowError(explain(what, got=got, expected="a NATS server that lets capflow in")) from e
+            where = f"{self._where}.servers: {servers}"
+            raise CapflowError(explain(where, got=got, expected="a NATS server that admits capflow")) from e
         self._js = self._client.jetstream(timeout=ACK_S)
 
-    async def _found(self, create: bool, subjects: str) -> api.StreamConfig:
-        """Return the stream's configuration, of one made here if need be."""
+    async def _stream_config(self, create: bool, subjects: str) -> api.StreamConfig:
+        """Return the configuration of the stream, creating it if it is missing and `create` is set."""
         js = self._stream_api()
-        found = None
+        info = None
         try:
             with contextlib.suppress(js_errors.NotFoundError):
-                found = await js.stream_info(self._stream)
-            if found is None and create:
-                found = await js.add_stream(name=self._stream, subjects=[subjects], duplicate_window=_DUPLICATES_S)
+                info = await js.stream_info(self._stream)
+            if info is None and create:
+                info = await js.add_stream(name=self._stream, subjects=[subjects], duplicate_window=_DUPLICATES_S)
         except js_errors.ServiceUnavailableError as e:
             expected = "a server with JetStream (nats-server --jetstream)"
-            raise self._wrong("servers", _of(e), expected) from e
+            raise self._wrong("servers", _text_of(e), expected) from e
         except (nats.errors.Error, ValueError) as e:
-            raise self._wrong("stream", f"{self._stream}: {self._denied or _of(e)}", "one that can be used") from e
-        if found is None:
-            raise self._wrong("stream", self._stream, "a stream that is there; make it, or add create=true")
-        return found.config
+            raise self._wrong("stream", f"{self._stream}: {self._denied or _text_of(e)}", "a usable stream") from e
+        if info is None:
+            raise self._wrong("stream", self._stream, "an existing stream; create it, or add create=true")
+        return info.config
 
     async def _store(self, messages: Iterable[Message]) -> dict[str, str]:
         by_subject: dict[str, list[Message]] = {}
         for message in messages:
             by_subject.setdefault(message.subject, []).append(message)
-        room = asyncio.Semaphore(UNDER_WAY_MAX)
+        room = asyncio.Semaphore(SUBJECTS_MAX)
 
         async def store_all(subject: str) -> Exception | None:
             async with room:
@@ -216,7 +235,7 @@ class NatsLink:
         }
 
     async def _store_one(self, message: Message) -> None:
-        """Return when the message is acknowledged. Raises _AwayError, and CapflowError when it never will be."""
+        """Send a message; return when it is acknowledged. Raises _AwayError; CapflowError when it is refused."""
         await self._ask(
             lambda js: js.publish(message.subject, message.body, stream=self._stream, headers={**message.headers}),
             message.subject,
@@ -225,52 +244,57 @@ class NatsLink:
 
     async def _last(self, subject: str) -> dict[str, str] | None:
         try:
-            found = await self._ask(lambda js: js.get_last_msg(self._stream, subject), subject)
+            message = await self._ask(lambda js: js.get_last_msg(self._stream, subject), subject)
         except js_errors.NotFoundError:
             return None
         except _AwayError as e:
             raise self._give_up(e) from e
-        return dict(found.headers or {})
+        return dict(message.headers or {})
 
     async def _ask(self, ask: Callable[[JetStreamContext], Awaitable[_T]], subject: str) -> _T:
-        """Ask the server once. Raises _AwayError when it may answer later, RefusedError when it refuses, and NotFoundError."""
+        """Ask the server once.
+
+        Raises _AwayError when it may answer later, NatsRefusedError when it refuses, NotFoundError for what it lacks.
+        """
         self._denied = ""
         if self._client.is_closed:
             try:
                 await self._connect()
             except CapflowError as e:
                 raise _AwayError(str(e), errno.ENOTCONN) from e
-        if not self._client.is_connected:  # or the client would keep a copy of the message at each attempt
-            raise _AwayError(self._said or "no connection", errno.ENOTCONN)
+        # Without a connection the client would keep a copy of the message for each attempt.
+        if not self._client.is_connected:
+            raise _AwayError(self._error or "no connection", errno.ENOTCONN)
         try:
             return await ask(self._stream_api())
         except js_errors.NotFoundError:
             raise
         except _AWAY as e:
             if self._denied:
-                raise NatsRefusedError(explain(subject, got=self._denied, expected="the right to use it")) from e
-            is_full = _of(e).startswith("maximum ")
+                raise NatsRefusedError(explain(subject, got=self._denied, expected="the permission to use it")) from e
+            is_full = _text_of(e).startswith("maximum ")
             late = isinstance(e, TimeoutError | nats.errors.TimeoutError)
             code = errno.ENOSPC if is_full else errno.ETIMEDOUT if late else errno.ENOTCONN
-            raise _AwayError(_of(e), code) from e
+            raise _AwayError(_text_of(e), code) from e
         except js_errors.APIError as e:
-            raise NatsRefusedError(explain(f"stream {self._stream}", got=_of(e))) from e
+            raise NatsRefusedError(explain(f"stream {self._stream}", got=_text_of(e))) from e
 
     def _give_up(self, away: _AwayError) -> CapflowError:
-        """Return the error of a server that was away for `give_up_s`. Raises RetryError before."""
+        """Return the error of a server that has been away for `give_up_s`. Raises RetryError before that."""
         now = time.monotonic()
         self._away_since = now if self._away_since is None else self._away_since
         away_s = now - self._away_since
-        full = "give the stream room, or have it discard old messages"
-        do = full if away.errno == errno.ENOSPC else ""
-        why = explain(f"stream {self._stream} took nothing for {away_s:.1f} s", got=str(away), do=do)
+        room = "raise the stream's limits, or let it discard old messages"
+        do = room if away.errno == errno.ENOSPC else ""
+        why = explain(f"stream {self._stream} took no message for {away_s:.1f} s", got=str(away), do=do)
         if self._give_up_s is None or away_s < self._give_up_s:
             raise RetryError(why) from OSError(away.errno, os.strerror(away.errno))
-        self._over()  # what comes next is tried for as long
+        # The next call has as much time.
+        self._over()
         return CapflowError(why)
 
     def _over(self) -> None:
-        """Note that the call in hand is not made again."""
+        """Note that this call will not be repeated."""
         self._away_since = None
 
     def _stream_api(self) -> JetStreamContext:
@@ -278,36 +302,38 @@ class NatsLink:
         return self._js
 
     async def _on_error(self, error: Exception) -> None:
-        self._said = _of(error)
-        if "violation" in self._said.lower():  # of permissions, or of authorization
-            self._denied = self._said
+        self._error = _text_of(error)
+        # A violation of permissions or authorization.
+        if "violation" in self._error.lower():
+            self._denied = self._error
 
     async def _on_reconnected(self) -> None:
         self.reconnects += 1
-        self._said = ""
+        self._error = ""
 
     def _wrong(self, field: str, got: str, expected: str) -> UsageError:
         return UsageError(explain(f"{self._where}.{field}", got=got, expected=expected))
 
 
-def _of(error: Exception) -> str:
-    """Return what an error of the client's says."""
-    said = getattr(error, "description", None) or str(error)
-    return str(said) or type(error).__name__
+def _text_of(error: Exception) -> str:
+    """Return the text of an error of the client."""
+    text = getattr(error, "description", None) or str(error)
+    return str(text) or type(error).__name__
 
 
 def _shown(server: str) -> str:
-    """Return a server's address without the password in it."""
+    """Return a server's URL without user and password."""
     parts = urlsplit(server)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-async def _within(doing: Coroutine[Any, Any, _T], seconds: float) -> _T:
-    """Return what a coroutine does; raise TimeoutError when it takes longer.
+async def _within(coroutine: Coroutine[Any, Any, _T], seconds: float) -> _T:
+    """Return a coroutine's result; raise TimeoutError when it takes longer.
 
-    `asyncio.wait_for` waits on for one that takes no notice of its end, and the client, which tries for ever, may not (https://github.com/python/cpython/issues/86296).
+    `asyncio.wait_for` waits until a cancelled coroutine has ended (https://github.com/python/cpython/issues/86296). The
+    client retries for ever and may ignore the cancellation.
     """
-    task = asyncio.ensure_future(doing)
+    task = asyncio.ensure_future(coroutine)
     await asyncio.wait({task}, timeout=seconds)
     if task.done():
         return task.result()
@@ -320,7 +346,7 @@ async def _within(doing: Coroutine[Any, Any, _T], seconds: float) -> _T:
 
 
 def _covers(pattern: str, subjects: str) -> bool:
-    """Return whether a stream's subject takes every one of `PREFIX.>`."""
+    """Return whether a stream's subject pattern covers all subjects of `PREFIX.>`."""
     have, want = pattern.split("."), subjects.split(".")
     for index, part in enumerate(have):
         if part == ">":

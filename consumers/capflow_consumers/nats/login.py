@@ -1,4 +1,4 @@
-"""How capflow shows a NATS server who it is, and makes sure of whom it talks to."""
+"""Authentication of capflow at a NATS server, and of the server: credentials and TLS."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class NatsLogin(NamedTuple):
     """Paths of files, empty for none; all but `creds` are PEM.
 
     creds: a JWT and a seed (https://docs.nats.io/using-nats/developer/connecting/creds).
-    tls_ca: certificates that may vouch for a server.
-    tls_cert, tls_key: capflow's own.
+    tls_ca: certificates that may sign a server's certificate.
+    tls_cert: capflow's own certificate.
+    tls_key: its key.
     """
 
     creds: str = ""
@@ -32,21 +33,23 @@ class NatsLogin(NamedTuple):
     tls_key: str = ""
 
     def options(self, where: str) -> dict[str, Any]:
-        """Return what `nats.connect` is given; raises UsageError naming the option whose file is not what it should be."""
-        given: dict[str, Any] = {}
+        """Return the arguments of `nats.connect`. Raises UsageError that names the option with an invalid file.
+
+        where: the consumer's name, for errors.
+        """
+        arguments: dict[str, Any] = {}
         if self.creds:
             self._credentials(where)
-            given["user_jwt_cb"] = lambda: self._credentials(where)[0]
-            given["signature_cb"] = lambda nonce: base64.b64encode(self._credentials(where)[1].sign(nonce.encode()))
+            arguments["user_jwt_cb"] = lambda: self._credentials(where)[0]
+            arguments["signature_cb"] = lambda nonce: base64.b64encode(self._credentials(where)[1].sign(nonce.encode()))
         if self.tls_ca or self.tls_cert or self.tls_key:
-            given["tls"] = self._context(where)
-        return given
+            arguments["tls"] = self._context(where)
+        return arguments
 
     def _credentials(self, where: str) -> tuple[bytes, Ed25519PrivateKey]:
-        """Return the JWT and the key in the credentials file, as it is now: they are renewed while it runs."""
+        """Read the JWT and the key. The file is read at each use: it may be renewed while the consumer runs."""
         text = _text(self.creds, f"{where}.creds")
-        found = [_SECTION.format(name) for name in ("NATS USER JWT", "USER NKEY SEED")]
-        jwt, seed = (re.search(pattern, text) for pattern in found)
+        jwt, seed = (re.search(_SECTION.format(name), text) for name in ("NATS USER JWT", "USER NKEY SEED"))
         if jwt is None or seed is None or (key := _key(seed[1])) is None:
             expected = "a credentials file with a JWT and a seed, as nsc writes it"
             raise UsageError(explain(f"{where}.creds", got=self.creds, expected=expected))
@@ -61,8 +64,8 @@ class NatsLogin(NamedTuple):
             except (ssl.SSLError, ValueError) as e:
                 raise UsageError(explain(f"{where}.tls_ca", got=self.tls_ca, expected="certificates in PEM")) from e
         if bool(self.tls_cert) != bool(self.tls_key):
-            missing, there = ("tls_key", "tls_cert") if self.tls_cert else ("tls_cert", "tls_key")
-            raise UsageError(explain(f"{where}.{missing}", got="nothing", expected=f"a file, as there is a {there}"))
+            missing, other = ("tls_key", "tls_cert") if self.tls_cert else ("tls_cert", "tls_key")
+            raise UsageError(explain(f"{where}.{missing}", got="nothing", expected=f"a file, as {other} is given"))
         if self.tls_cert:
             for name, path in (("tls_cert", self.tls_cert), ("tls_key", self.tls_key)):
                 _text(path, f"{where}.{name}")
@@ -75,8 +78,9 @@ class NatsLogin(NamedTuple):
 
 
 def _key(seed: str) -> Ed25519PrivateKey | None:
-    """Return the key of a seed as NATS writes it: base32 of two bytes that say what it is of, the key, and a CRC-16."""
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey  # comes with the extra `nats`
+    """Return the key of a NATS seed: base32 of a two-byte prefix, the key and a CRC-16. None if it is invalid."""
+    # Installed by the extra `nats`.
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     try:
         raw = base64.b32decode(seed + "=" * (-len(seed) % 8))
@@ -92,4 +96,4 @@ def _text(path: str, where: str) -> str:
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as e:
         got = f"{path}: {e.strerror if isinstance(e, OSError) else 'not text'}"
-        raise UsageError(explain(where, got=got, expected="a file that can be read")) from e
+        raise UsageError(explain(where, got=got, expected="a readable text file")) from e

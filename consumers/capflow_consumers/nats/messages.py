@@ -1,18 +1,19 @@
-"""What the nats consumer publishes: which messages frames and events become, on which subjects.
+"""The messages of the nats consumer: their subjects, bodies and ids.
 
 | subject | body | one for each |
 |---|---|---|
-| `PREFIX.rows.ENGINE.BOOT.RANK` | JSON: which rows came, what they score, where they lie | frame, or part of a large one |
-| `PREFIX.vectors.ENGINE.BOOT.RANK` | the rows, little-endian, as the header `Capflow-Rows` lists them | frame, or part of a large one |
-| `PREFIX.done.ENGINE.REQUEST` | JSON: what became of the request | request |
-| `PREFIX.actions.ENGINE.REQUEST.ID` | JSON: what was asked for, and what came of it | action, asked for through the hub or done inside a worker |
-| `PREFIX.sessions.ENGINE` | JSON: the model that it runs | engine that the consumer meets, or that comes back with another model |
+| `PREFIX.rows.ENGINE.BOOT.RANK` | JSON: rows, their scores and their place | frame, or part of a large one |
+| `PREFIX.vectors.ENGINE.BOOT.RANK` | rows, little-endian, listed by the header `Capflow-Rows` | same |
+| `PREFIX.done.ENGINE.REQUEST` | JSON: the result of the request | request |
+| `PREFIX.actions.ENGINE.REQUEST.ID` | JSON: the action and its outcome | action, asked of the hub or done by a worker |
+| `PREFIX.sessions.ENGINE` | JSON: the engine's model | engine that connects, or returns with another model |
 | `PREFIX.opened` | JSON: probes and version | start of the consumer |
 
-BOOT is new at every start of the engine, RANK its worker: pipeline stage, replica and tensor rank, as `0-0-0`. ENGINE, BOOT and REQUEST are
-`token`s of the names; the JSON has the names themselves. ENGINE is `-` where the hub does not know which one was meant.
+BOOT is new at every start of the engine. RANK is the worker: pipeline stage, replica and tensor rank, as `0-0-0`.
+ENGINE, BOOT, REQUEST and ID are `token`s of the names; the JSON has the names themselves. ENGINE is `-` if the hub does
+not know the engine.
 
-What always holds: a frame becomes the same messages, in the same parts, whenever it is given.
+Invariant: a frame always becomes the same messages, in the same parts.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from capflow.steering.action import Answered
 from capflow_consumers.dataset.names import slug
 
 PART_BYTES_MAX = 256 * limits.KIB
-OVERHEAD_BYTES = 256 * limits.KIB  # of headers, and of one token with its text
-_PIECES_MAX = 256  # in a message; the header lists them
+# For headers, and for one token with its text.
+OVERHEAD_BYTES = 256 * limits.KIB
+# In a message, whose header lists them.
+_PIECES_MAX = 256
 
 PLACE_HEADER = "Capflow-Place"
 ROWS_HEADER = "Capflow-Rows"
@@ -48,7 +51,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 class RowsPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Which part of which frame of which worker a message is of."""
+    """The place of a message: worker, frame and part of the frame.
+
+    boot, rank: the worker.
+    seq: the frame's number.
+    part: the part's number, from 0.
+    """
 
     boot: str
     rank: Rank
@@ -61,12 +69,17 @@ class RowsPlace(msgspec.Struct, frozen=True, array_like=True):
         return cls(header.boot, header.rank, header.seq, part)
 
     def is_behind(self, last: RowsPlace | None) -> bool:
-        """Return whether a message of the same worker at `last` says that this one is there too."""
+        """Return whether the stream has this place, when `last` is the worker's last place in it."""
         return last is not None and (self.seq, self.part) <= (last.seq, last.part)
 
 
 class Message(NamedTuple):
-    """One message; `body` is bytes-like. Its id is made of what it is, not of when it is sent."""
+    """One message. Its id depends on its content, not on when it is sent.
+
+    place: None if it belongs to no frame.
+    headers: include the id.
+    body: bytes-like.
+    """
 
     subject: str
     place: RowsPlace | None
@@ -75,14 +88,18 @@ class Message(NamedTuple):
 
 
 def token(name: str) -> str:
-    """Return a name as one token of a subject; different names have different ones."""
+    """Return a name as one token of a subject; different names have different tokens."""
     return slug(name).replace(".", "%2E")
 
 
 def message(subject: str, place: RowsPlace | None, body: Any, *, rows: Any = None, identity: Any = None) -> Message:
-    """Return a message whose id is made of its subject and place, or of `identity`."""
-    said = _encode([subject, place if identity is None else identity])
-    headers = {ID_HEADER: xxhash.xxh3_128_hexdigest(said)}
+    """Return a message.
+
+    rows: what the header `Capflow-Rows` says, as JSON; None without that header.
+    identity: what the id is made of, with the subject; the place if None.
+    """
+    source = _encode([subject, place if identity is None else identity])
+    headers = {ID_HEADER: xxhash.xxh3_128_hexdigest(source)}
     if place is not None:
         headers[PLACE_HEADER] = _ascii(place)
     if rows is not None:
@@ -91,7 +108,7 @@ def message(subject: str, place: RowsPlace | None, body: Any, *, rows: Any = Non
 
 
 def place_of(headers: dict[str, str]) -> RowsPlace | None:
-    """Return the place that a stored message says it is of; None when it says none."""
+    """Return the place of a stored message by its headers; None if they have none."""
     try:
         return msgspec.json.decode(headers.get(PLACE_HEADER, ""), type=RowsPlace)
     except msgspec.MsgspecError:
@@ -99,18 +116,20 @@ def place_of(headers: dict[str, str]) -> RowsPlace | None:
 
 
 def opened_message(prefix: str, probes: list[str], identity: str, *, vectors: bool) -> Message:
-    """Return the message that the consumer has started, and with what.
+    """Return the message of the consumer's start.
 
-    identity: of this start.
+    probes: names of the probes.
+    identity: unique for this start.
+    vectors: whether the rows themselves are sent.
     """
     body = _encode({"capflow": capflow.__version__, "probes": probes, "vectors": vectors})
     return message(f"{prefix}.opened", None, body, identity=identity)
 
 
 def session_message(prefix: str, engine: str, model: ModelInfo, identity: str) -> Message:
-    """Return the message that an engine is there.
+    """Return the message of an engine's session.
 
-    identity: of this session; the same when the message is sent again.
+    identity: unique for this session; the same when the message is sent again.
     """
     about = {name: getattr(model, name) for name in ("num_layers", "hidden_size", "dtype", "stages")}
     body = _encode({"engine": engine, "model": model.name, **about, "sites": [str(site) for site in model.sites]})
@@ -118,35 +137,41 @@ def session_message(prefix: str, engine: str, model: ModelInfo, identity: str) -
 
 
 def action_message(prefix: str, answered: Answered) -> Message:
-    """Return the message of an action that was answered; no other action has its subject."""
-    said = {name: getattr(answered, name) for name in ("id", "engine", "request", "kind", "asked_by", "time_ns")}
-    said["sites"] = [str(site) for site in answered.sites]
-    said["outcome"] = "rejected" if answered.step is None else "applied"
-    said |= {"step": answered.step, "reason": answered.reason or None}
+    """Return the message of an answered action. Its subject is unique."""
+    about = {name: getattr(answered, name) for name in ("id", "engine", "request", "kind", "asked_by", "time_ns")}
+    about["sites"] = [str(site) for site in answered.sites]
+    about["outcome"] = "rejected" if answered.step is None else "applied"
+    about |= {"step": answered.step, "reason": answered.reason or None}
     engine = token(answered.engine) if answered.engine else "-"
     subject = f"{prefix}.actions.{engine}.{token(answered.request)}.{token(answered.id)}"
-    return message(subject, None, _encode(said), identity=answered.id)
+    return message(subject, None, _encode(about), identity=answered.id)
 
 
-def done_message(prefix: str, done: RequestDone, became: dict[str, Any], place: RowsPlace | None, root: str) -> Message:
-    """Return the message that a request is over.
+def done_message(prefix: str, done: RequestDone, result: dict[str, Any], place: RowsPlace | None, root: str) -> Message:
+    """Return the message of a finished request.
 
-    became: `rows`, `capture_status` and `error`.
-    place: its last frame's, None without rows.
+    result: `rows`, `capture_status` and `error`.
+    place: the place of its last frame; None without rows.
+    root: the path with which `capflow.open` finds the rows; empty if there is none.
     """
     about = {name: getattr(done, name) for name in ("engine", "request", "status", "prompt_length", "computed_length")}
     extra = {name: value for name, value in {"root": root, "tag": done.tag}.items() if value}
-    body = _encode({**about, **became, "dropped": done.dropped, **extra})
+    body = _encode({**about, **result, "dropped": done.dropped, **extra})
     subject = f"{prefix}.done.{token(done.engine)}.{token(done.request)}"
-    unplaced = [subject, done.status, done.computed_length]  # without rows there is no frame to know it by
-    return message(subject, place, body, identity=None if place else unplaced)
+    # Without rows there is no place to make the id of.
+    identity = None if place else [subject, done.status, done.computed_length]
+    return message(subject, place, body, identity=identity)
 
 
 Scores = Callable[[Chunk], dict[str, list[float]]]
+"""The scores of a chunk's tokens, by probe."""
 
 
 def subject_of(prefix: str, kind: str, header: FrameHeader) -> str:
-    """Return the subject of a worker's messages of a kind."""
+    """Return the subject of a worker's messages.
+
+    kind: `rows` or `vectors`.
+    """
     rank = "-".join(map(str, header.rank))
     return f"{prefix}.{kind}.{token(header.engine)}.{token(header.boot)}.{rank}"
 
@@ -167,10 +192,10 @@ def rows_messages(prefix: str, header: FrameHeader, chunks: list[Chunk], scores:
 
 
 def vector_messages(prefix: str, header: FrameHeader, chunks: list[Chunk]) -> list[Message]:
-    """Return the messages with the rows of a frame's chunks."""
+    """Return the messages with the rows of a frame's chunks, little-endian."""
     subject = subject_of(prefix, "vectors", header)
-    small = (small for chunk in chunks for small in _small(chunk))
-    pieces = ((chunk, chunk.rows.nbytes + len(_ascii(_description(chunk)))) for chunk in small)
+    split = (part for chunk in chunks for part in _split_rows(chunk))
+    pieces = ((chunk, chunk.rows.nbytes + len(_ascii(_description(chunk)))) for chunk in split)
     return [
         message(
             subject,
@@ -183,7 +208,10 @@ def vector_messages(prefix: str, header: FrameHeader, chunks: list[Chunk]) -> li
 
 
 def _packed(pieces: Iterable[tuple[_T, int]]) -> list[list[_T]]:
-    """Return pieces, given with their bytes, in parts that are small enough."""
+    """Group pieces into parts of at most `PART_BYTES_MAX` and `_PIECES_MAX`.
+
+    pieces: each with its size in bytes.
+    """
     parts: list[list[_T]] = []
     size = 0
     for piece, nbytes in pieces:
@@ -196,8 +224,8 @@ def _packed(pieces: Iterable[tuple[_T, int]]) -> list[list[_T]]:
 
 
 def _pieces(chunk: Chunk, scores: Scores) -> Iterator[bytes]:
-    """Yield a chunk as JSON, in runs of tokens that are small enough."""
-    said: dict[str, Any] = {
+    """Yield a chunk as JSON, split by tokens into pieces of at most `PART_BYTES_MAX` or one token."""
+    fields: dict[str, Any] = {
         "request": chunk.request.id,
         "prompt_length": chunk.request.prompt_length,
         "sites": [str(site) for site in chunk.sites],
@@ -205,9 +233,9 @@ def _pieces(chunk: Chunk, scores: Scores) -> Iterator[bytes]:
         "token_ids": chunk.token_ids,
     }
     if chunk.texts:
-        said["texts"] = chunk.texts
-    said["scores"] = scores(chunk)
-    piece = _encode(said)
+        fields["texts"] = chunk.texts
+    fields["scores"] = scores(chunk)
+    piece = _encode(fields)
     if len(piece) <= PART_BYTES_MAX or chunk.rows.shape[1] == 1:
         yield piece
     else:
@@ -215,14 +243,14 @@ def _pieces(chunk: Chunk, scores: Scores) -> Iterator[bytes]:
             yield from _pieces(half, scores)
 
 
-def _small(chunk: Chunk) -> Iterator[Chunk]:
-    """Yield a chunk in parts whose rows are small enough: fewer tokens first, then fewer sites."""
+def _split_rows(chunk: Chunk) -> Iterator[Chunk]:
+    """Yield a chunk in parts whose rows have at most `PART_BYTES_MAX`: split by tokens first, then by sites."""
     sites, tokens, _ = chunk.rows.shape
     if chunk.rows.nbytes <= PART_BYTES_MAX or (sites, tokens) == (1, 1):
         yield chunk
     else:
         for half in _halves(chunk, axis=1 if tokens > 1 else 0):
-            yield from _small(half)
+            yield from _split_rows(half)
 
 
 def _halves(chunk: Chunk, axis: int) -> tuple[Chunk, Chunk]:
@@ -244,6 +272,7 @@ def _description(chunk: Chunk) -> dict[str, Any]:
 
 
 def _bytes_of(rows: np.ndarray[Any, Any]) -> bytes:
+    """Return rows as bytes, little-endian."""
     whole = np.ascontiguousarray(rows)
     if sys.byteorder == "big":
         whole = whole.byteswap()
@@ -251,5 +280,5 @@ def _bytes_of(rows: np.ndarray[Any, Any]) -> bytes:
 
 
 def _ascii(value: Any) -> str:
-    """Return a value as JSON of ASCII only, without line ends, as a header holds it."""
+    """Return a value as JSON for a header: ASCII, one line."""
     return json.dumps(msgspec.to_builtins(value))

@@ -52,7 +52,7 @@ print(json.dumps(filled(Path(sys.argv[1]), lambda: limit(1_000_000), lambda: lim
 """
     run = [sys.executable, "-c", script, tmp_path]
     child = subprocess.run(run, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    check_filled(tmp_path, json.loads(child.stdout), "File too large; let files be larger (ulimit -f)")
+    check_filled(tmp_path, json.loads(child.stdout), "File too large; allow larger files (ulimit -f)")
 
 
 def remove_directory(path):
@@ -71,16 +71,16 @@ def test_a_file_that_somebody_took_away_is_an_error_from_then_on(tmp_path, take_
     consumer = vectors(root)
     assert give(consumer, "r1").status == "ok"
     take_away(root / "scores.duckdb")
-    said = (
+    message = (
         r"scores\.duckdb cannot be written: got .*No such file or directory; put the file back where it was, or start"
     )
     for request in ("r2", "r3"):
-        with pytest.raises(RetryError, match=said):
+        with pytest.raises(RetryError, match=message):
             give(consumer, request)
     action = Answered.of(Abort("r1"), ActionApplied("x", 7), engine="engine-1", asked_by="client")
-    with pytest.raises(RetryError, match=said):
+    with pytest.raises(RetryError, match=message):
         consumer.on_action(action)
-    with pytest.raises(CapflowError, match=said):
+    with pytest.raises(CapflowError, match=message):
         consumer.close()
 
 

@@ -142,7 +142,7 @@ def test_an_id_that_comes_again_does_not_mix_with_the_first(tmp_path):
 
 
 def test_what_is_given_again_after_a_kill_is_in_the_tables_once(tmp_path):
-    """The first is killed with one request finished, and one of which half is committed, a bit is not, and a bit was never given."""
+    """The first consumer is killed with one request finished, and one partly committed, pending and not sent."""
     probe_file(tmp_path, "p")
 
     def give(consumer, steps):
@@ -314,7 +314,7 @@ def test_a_write_that_fails_is_tried_again_and_nothing_is_lost_by_it(tmp_path):
 
 
 def test_a_restart_while_frames_could_not_be_written_loses_none_of_them(tmp_path):
-    """The file has the first and the last frames of a running request, and not those between: only these are written when all come again."""
+    """The file lacks the middle frames of a running request; only these are written when all frames come again."""
     probe_file(tmp_path, "p")
     frames = [make_frame([("r1", 4, 4 * n, 4)], SITES, seq=n + 1) for n in range(6)]
     consumer = opened(tmp_path, "p")
@@ -425,7 +425,8 @@ def test_frames_of_a_model_that_does_not_fit_are_refused_with_the_reason(tmp_pat
 
 def test_a_file_that_is_no_database_is_refused(tmp_path):
     (tmp_path / "scores.duckdb").write_bytes(b"not a database" * 1000)
-    with pytest.raises(UsageError, match=r"consumers\.duckdb\.path: got /.* expected a DuckDB database or no file yet"):
+    message = r"consumers\.duckdb\.path: got /.* expected a DuckDB database, or a path without a file"
+    with pytest.raises(UsageError, match=message):
         opened(tmp_path)
 
 

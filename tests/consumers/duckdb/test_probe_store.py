@@ -66,9 +66,9 @@ def test_a_request_has_one_score_of_each_pooled_probe_however_its_rows_came(data
         result = consumer.on_request_done(done(name, 2, length, rows=2 * length))
         assert (result.status, result.payload["scores"]) == ("ok", 8 * length)
     consumer.close()
-    found = query(tmp_path, "SELECT request_id, probe, rows, mean, highest, last, score, pool FROM request_scores")
-    assert len(found) == 8 * len(lengths)
-    for request, name, rows, mean, highest, last, score, pool in found:
+    stored = query(tmp_path, "SELECT request_id, probe, rows, mean, highest, last, score, pool FROM request_scores")
+    assert len(stored) == 8 * len(lengths)
+    for request, name, rows, mean, highest, last, score, pool in stored:
         scores = scores_of(probes[pool], request, lengths[request], "bfloat16")[:, probes[pool].names.index(name), None]
         assert rows == lengths[request]
         expected = [pooled(p, scores)[0] for p in ("mean", "max", "last")]
@@ -92,8 +92,8 @@ def test_pooled_scores_and_vectors_have_every_row_once_after_a_kill(tmp_path):
     consumer.close()
     for pool in ("mean", "max", "last"):
         expected = pooled(pool, scores_of(probes[pool], "r1", 16))
-        (found,) = query(tmp_path, f"SELECT list(score ORDER BY probe) FROM request_scores WHERE pool = '{pool}'")
-        np.testing.assert_allclose(found[0], expected, rtol=1e-4)
+        (stored,) = query(tmp_path, f"SELECT list(score ORDER BY probe) FROM request_scores WHERE pool = '{pool}'")
+        np.testing.assert_allclose(stored[0], expected, rtol=1e-4)
     vectors = query(tmp_path, "SELECT position, layer, hook, vector FROM vectors ORDER BY position")
     assert [row[:3] for row in vectors] == [(p, 1, "post_block") for p in range(16)]
     np.testing.assert_array_equal([row[3] for row in vectors], [row_of("r1", SITE, p) for p in range(16)])
@@ -105,11 +105,11 @@ def test_vectors_are_kept_exactly_and_only_when_asked_for(tmp_path):
         consumer.on_frame(make_frame([("r1", 4, 0, 7)], SITES, dtype="bfloat16", boot=f"b{vectors}"))
         consumer.on_request_done(done(computed_length=7, rows=21))
         consumer.close()
-        found = query(tmp_path, "SELECT layer, hook, vector FROM vectors ORDER BY position")
-        assert len(found) == 7 * vectors
+        stored = query(tmp_path, "SELECT layer, hook, vector FROM vectors ORDER BY position")
+        assert len(stored) == 7 * vectors
     expected = [row_of("r1", SITES[0], p, dtype="bfloat16").astype(np.float32) for p in range(7)]
-    assert {row[:2] for row in found} == {(0, "post_block")}
-    np.testing.assert_array_equal([row[2] for row in found], expected)
+    assert {row[:2] for row in stored} == {(0, "post_block")}
+    np.testing.assert_array_equal([row[2] for row in stored], expected)
 
 
 def test_networks_and_features_are_scored_beside_linear_probes(tmp_path):
@@ -118,8 +118,8 @@ def test_networks_and_features_are_scored_beside_linear_probes(tmp_path):
     net = {"weight.0": rng.normal(size=(3, 8)), "weight.1": rng.normal(size=(1, 3))}
     save_file(net, tmp_path / "net.safetensors", {"site": str(SITE), "kind": "mlp", "activation": "tanh"})
     sae = {"W_enc": rng.normal(size=(8, 20)), "b_enc": rng.normal(size=20)}
-    said = {"site": str(SITE), "kind": "sae", "activation": "topk", "k": "4", "features": "3,11", "pool": "max"}
-    save_file(sae, tmp_path / "sae.safetensors", said)
+    metadata = {"site": str(SITE), "kind": "sae", "activation": "topk", "k": "4", "features": "3,11", "pool": "max"}
+    save_file(sae, tmp_path / "sae.safetensors", metadata)
     consumer = opened(tmp_path, "plain", "net", "sae")
     consumer.on_frame(make_frame([("r1", 4, 0, 9)], SITES))
     result = consumer.on_request_done(done(computed_length=9, rows=27))
@@ -127,13 +127,13 @@ def test_networks_and_features_are_scored_beside_linear_probes(tmp_path):
     consumer.close()
     for name in ("plain", "net"):
         expected = scores_of(load_probe(tmp_path / f"{name}.safetensors"), "r1", 9)
-        found = query(tmp_path, f"SELECT score FROM scores WHERE probe LIKE '{name}%' ORDER BY position, probe")
-        np.testing.assert_allclose(np.ravel(found), expected.ravel(), rtol=1e-4, atol=1e-4)
+        stored = query(tmp_path, f"SELECT score FROM scores WHERE probe LIKE '{name}%' ORDER BY position, probe")
+        np.testing.assert_allclose(np.ravel(stored), expected.ravel(), rtol=1e-4, atol=1e-4)
     expected = scores_of(load_probe(tmp_path / "sae.safetensors"), "r1", 9).max(axis=0)
-    found = query(
+    stored = query(
         tmp_path, "SELECT score FROM request_scores WHERE probe IN ('sae.3', 'sae.11') ORDER BY probe = 'sae.11'"
     )
-    np.testing.assert_allclose(np.ravel(found), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.ravel(stored), expected, rtol=1e-4, atol=1e-4)
     kinds = query(tmp_path, "SELECT kind, pool, count(*) FROM probes GROUP BY ALL ORDER BY ALL")
     assert kinds == [("linear", "token", 2), ("mlp", "token", 1), ("sae", "max", 2)]
 

@@ -1,4 +1,4 @@
-"""`capflow query` and what answers it: a consumer that runs, or its file."""
+"""`capflow query`, answered by a running consumer or from its file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from capflow import limits
 from capflow.errors import CapflowError, UsageError
 from capflow.transport.hub_process import HubProcess
-from capflow_consumers.duckdb.port import asked, port_path, running_ports
+from capflow_consumers.duckdb.port import port_path, run_query, running_ports
 from capflow_consumers.duckdb.query import SqlQuery
 from tests.kit.databases import OPENER, SITES, done, opened, probe_file
 from tests.kit.frames import make_frame
@@ -44,14 +44,18 @@ def store(tmp_path):
 
 
 def ask(path, sql, rows=100):
-    with asked(port_path(path), sql, rows) as batches:
+    with run_query(port_path(path), sql, rows) as batches:
         assert batches is not None, "nobody answers"
         return pa.Table.from_batches(batches)
 
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "capflow", "query", *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "capflow", "query", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )  # fmt: skip
 
 
@@ -76,7 +80,9 @@ def test_the_running_store_answers_and_the_file_after_it(store, tmp_path):
     table = run(sql, "--path", path).stdout
     assert "│ r1" in table
     stream = subprocess.run(
-        [sys.executable, "-m", "capflow", "query", sql, "--path", str(path), "--format", "arrow"], capture_output=True, check=True
+        [sys.executable, "-m", "capflow", "query", sql, "--path", str(path), "--format", "arrow"],
+        capture_output=True,
+        check=True,
     )  # fmt: skip
     assert pa.ipc.open_stream(io.BytesIO(stream.stdout)).read_all().to_pylist() == expected
 
@@ -104,7 +110,8 @@ def test_an_answer_is_bounded_and_says_so(store, tmp_path):
     exact = run("FROM range(3)", "--path", path, "--rows", 3, "--format", "csv")
     assert (exact.stdout.split(), exact.stderr) == (['"range"', "0", "1", "2"], "")
     more = run("FROM range(4)", "--path", path, "--rows", 3, "--format", "csv")
-    assert (more.stdout, more.stderr) == (exact.stdout, "capflow: there are more than 3 rows; --rows N prints more\n")
+    assert more.stdout == exact.stdout
+    assert more.stderr == "capflow: the answer has more than 3 rows; --rows N prints more\n"
 
 
 def test_an_answer_that_is_too_large_names_the_limit_wherever_it_is(store, tmp_path, monkeypatch):
@@ -115,9 +122,10 @@ def test_an_answer_that_is_too_large_names_the_limit_wherever_it_is(store, tmp_p
     for sql in ("SELECT repeat('x', 100_001) AS t", late):
         with pytest.raises(UsageError, match=r"too large: got \S+ bytes, expected at most 100,000 bytes"):
             ask(path, sql, rows=9_000)
-    assert ask(path, late, rows=4_000).num_rows == 4_000, "what is asked for is not too large"
+    assert ask(path, late, rows=4_000).num_rows == 4_000, "the rows that are asked for are not too large"
     store.close()
-    with contextlib.closing(SqlQuery.on_file(path, "SELECT repeat('x', 100_001) AS t").batches()) as batches:  # noqa: SIM117
+    query = SqlQuery.on_file(path, "SELECT repeat('x', 100_001) AS t")
+    with contextlib.closing(query.batches()) as batches:  # noqa: SIM117
         with pytest.raises(UsageError, match="too large"):
             next(batches)
 
@@ -129,7 +137,7 @@ def test_text_that_no_column_holds_is_refused_as_too_large(store, tmp_path):
 
 
 def test_a_query_that_fails_behind_its_first_rows_says_why(store, tmp_path):
-    """DuckDB raises OSError there, which is also what a client that went raises."""
+    """DuckDB raises OSError there, as the socket does when its client has gone."""
     with pytest.raises(CapflowError, match="query: got Invalid Input Error: late"):
         ask(tmp_path / "scores.duckdb", LATE_ERROR, rows=1_000_000)
     assert ask(tmp_path / "scores.duckdb", LATE_ERROR, rows=1_000).num_rows == 1_000
@@ -178,16 +186,16 @@ def test_sql_that_is_none_or_would_write_is_refused_by_the_store_and_on_the_file
 def test_a_path_that_is_no_database_is_refused(tmp_path):
     (tmp_path / "text").write_text("not a database" * 1000)
     for path, message in (
-        (tmp_path / "missing", "where nothing is, expected a DuckDB database"),
+        (tmp_path / "missing", "which does not exist, expected a DuckDB database"),
         (tmp_path, "a directory, expected a DuckDB database"),
         (tmp_path / "text", "expected a DuckDB database"),
     ):
-        said = run("SELECT 1", "--path", path)
-        assert (said.returncode, said.stdout) == (2, "")
-        assert message in said.stderr
-    said = run("SELECT 1")
-    assert said.returncode == 2
-    assert "got 0 stores that run, expected one; name the database with --path FILE" in said.stderr
+        done = run("SELECT 1", "--path", path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert message in done.stderr
+    done = run("SELECT 1")
+    assert done.returncode == 2
+    assert "got 0 running duckdb consumers, expected one; name the database with --path FILE" in done.stderr
 
 
 def test_a_database_that_another_program_writes_is_named(tmp_path):
@@ -196,10 +204,10 @@ def test_a_database_that_another_program_writes_is_named(tmp_path):
         [sys.executable, "-c", OPENER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         other.stdout.readline()
-        said = run("SELECT 1", "--path", path)
+        done = run("SELECT 1", "--path", path)
         other.communicate("\n")
-    assert said.returncode == 1
-    assert f"{path} is open in another process" in said.stderr
+    assert done.returncode == 1
+    assert f"{path} is open in another process" in done.stderr
 
 
 def test_only_its_user_reaches_the_socket(store, tmp_path):
@@ -230,7 +238,7 @@ def test_a_store_without_a_place_for_its_socket_records_all_the_same(tmp_path, m
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     probe_file(tmp_path, "p")
     consumer = opened(tmp_path, "p")
-    assert "consumer duckdb: nobody can query it while it runs: socket for queries" in caplog.text
+    assert "consumer duckdb: its database cannot be queried while it runs: socket for queries" in caplog.text
     consumer.on_frame(make_frame(sites=SITES))
     assert consumer.on_request_done(done(rows=12)).status == "ok"
     consumer.close()

@@ -26,7 +26,7 @@ __all__ = ["root"]
 def read(file):
     """Return a file's metadata and its tensors, as torch reads them; numpy has no bfloat16."""
     with safe_open(file, "pt") as opened:
-        return opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+        return opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
 def name_of(site):
@@ -43,9 +43,9 @@ def test_each_request_becomes_a_file_with_all_that_it_has(tmp_path, dtype, layou
         slug(name) for name in REQUESTS
     }
     for name, (prompt, computed) in REQUESTS.items():
-        told, tensors = read(tmp_path / "out" / f"{slug(name)}.safetensors")
-        assert (told["request"], told["model"], told["capture_status"]) == (name, "test-model", "ok")
-        assert (int(told["prompt_length"]), int(told["computed_length"])) == (prompt, computed)
+        metadata, tensors = read(tmp_path / "out" / f"{slug(name)}.safetensors")
+        assert (metadata["request"], metadata["model"], metadata["capture_status"]) == (name, "test-model", "ok")
+        assert (int(metadata["prompt_length"]), int(metadata["computed_length"])) == (prompt, computed)
         assert len(tensors) == 3 * len(SITES)
         for site in SITES:
             rows = np.stack([row_of(name, site, p, dtype=dtype) for p in range(computed)])
@@ -71,8 +71,8 @@ def test_every_capture_of_an_id_has_a_file(tmp_path, layout):
     for computed in (4, 5, 6):
         write(tmp_path / "rows", {"r": (2, computed)}, on_collision="suffix", layout=layout)
     assert export(tmp_path / "rows", tmp_path / "out", "safetensors").returncode == 0
-    found = {path.stem: len(read(path)[1]["mlp_out.003.rows"]) for path in (tmp_path / "out").glob("*.safetensors")}
-    assert found == {"r": 4, "r~2": 5, "r~3": 6}
+    rows = {path.stem: len(read(path)[1]["mlp_out.003.rows"]) for path in (tmp_path / "out").glob("*.safetensors")}
+    assert rows == {"r": 4, "r~2": 5, "r~3": 6}
 
 
 def test_what_is_there_is_not_written_again_and_what_came_since_is_added(root, tmp_path):
@@ -81,7 +81,7 @@ def test_what_is_there_is_not_written_again_and_what_came_since_is_added(root, t
     os.utime(file, (1, 1))
     (tmp_path / "out" / ".partial-x.safetensors").write_bytes(b"left by a kill")
     write(root, {"new": (2, 3)})
-    assert export(root, tmp_path / "out", "safetensors").stdout.endswith("1 files written, 3 were there\n")
+    assert export(root, tmp_path / "out", "safetensors").stdout.endswith("1 files written, 3 already there\n")
     assert file.stat().st_mtime == 1
     assert sorted(path.name for path in (tmp_path / "out").glob(".*")) == [".capflow-export.json"]
 
@@ -106,7 +106,7 @@ def test_an_export_that_was_killed_goes_on_and_is_whole(tmp_path):
     assert died.returncode == -9
     assert len(list(out.glob("r*.safetensors"))) == 3
     assert len(list(out.glob(".partial-*"))) == 1
-    assert export(root, out, "safetensors").stdout.endswith("3 files written, 3 were there\n")
+    assert export(root, out, "safetensors").stdout.endswith("3 files written, 3 already there\n")
     assert not list(out.glob(".partial-*"))
     for name in requests:
         assert len(read(out / f"{name}.safetensors")[1]["mlp_out.003.rows"]) == 5
@@ -232,7 +232,7 @@ def test_without_verify_what_cannot_be_read_is_still_refused(root, tmp_path):
 def test_a_destination_with_anything_else_is_not_touched(root, tmp_path, to):
     out = tmp_path / "out"
     out.write_text("mine")
-    assert "got a file; choose a name that is not taken" in export(root, out, to).stderr
+    assert "got a file; choose a new name" in export(root, out, to).stderr
     out.unlink()
     out.mkdir()
     (out / "mine").write_text("mine")
@@ -304,7 +304,7 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(root, tmp_path):
         assert done.returncode == 1
         assert "cannot be written: got " in done.stderr
         assert "File too large" in done.stderr
-        assert "make room, and run the same command again: it goes on from here" in done.stderr
+        assert "make room, and run the same command again: it continues from here" in done.stderr
         assert not list((tmp_path / to).glob(".partial-*"))
         assert export(root, tmp_path / to, to, *(("--context-size", 64) if to == "saelens" else ())).returncode == 0
 

@@ -42,31 +42,31 @@ def test_everything_is_counted(any_root):
     root = any_root
     done = inspect(root, "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    survey = json.loads(done.stdout)
     tokens = sum(computed for _, computed in REQUESTS.values())
-    assert (told["captures"], told["rows"], told["bytes"]) == (3, tokens * 3, tokens * 3 * 8 * 2)
-    assert told["bytes_on_disk"] == sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-    assert (told["positions"], told["prompt_tokens"]) == (150, 47)
-    assert told["models"] == {"test-model": 3}
-    assert (told["ended"], told["statuses"]) == ({"stop": 3}, {"ok": 3})
-    assert [site["site"] for site in told["sites"]] == ["post_block:2", "post_block:3", "mlp_out:3"]
-    assert (told["damaged"], told["gaps"], told["dropped"]) == ([], [], {})
+    assert (survey["captures"], survey["rows"], survey["bytes"]) == (3, tokens * 3, tokens * 3 * 8 * 2)
+    assert survey["bytes_on_disk"] == sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    assert (survey["positions"], survey["prompt_tokens"]) == (150, 47)
+    assert survey["models"] == {"test-model": 3}
+    assert (survey["ended"], survey["statuses"]) == ({"stop": 3}, {"ok": 3})
+    assert [site["site"] for site in survey["sites"]] == ["post_block:2", "post_block:3", "mlp_out:3"]
+    assert (survey["damaged"], survey["gaps"], survey["dropped"]) == ([], [], {})
 
 
 def test_norms_are_those_of_the_rows(any_root):
-    told = json.loads(inspect(any_root, "--json").stdout)
+    survey = json.loads(inspect(any_root, "--json").stdout)
     for site in SITES:
         rows = [row_of(name, site, p, dtype="bfloat16") for name, (_, n) in REQUESTS.items() for p in range(n)]
         norms = np.linalg.norm(np.stack(rows).astype(np.float64), axis=1)
-        (found,) = [one for one in told["sites"] if one["site"] == str(site)]
-        assert (found["rows"], found["dtypes"], found["hidden_sizes"]) == (len(rows), ["bfloat16"], [8])
-        assert found["norm_mean"] == pytest.approx(norms.mean())
-        assert (found["norm_min"], found["norm_max"]) == pytest.approx((norms.min(), norms.max()))
-        assert found["norm_median"] == pytest.approx(np.median(norms), rel=0.02)
+        (stats,) = [one for one in survey["sites"] if one["site"] == str(site)]
+        assert (stats["rows"], stats["dtypes"], stats["hidden_sizes"]) == (len(rows), ["bfloat16"], [8])
+        assert stats["norm_mean"] == pytest.approx(norms.mean())
+        assert (stats["norm_min"], stats["norm_max"]) == pytest.approx((norms.min(), norms.max()))
+        assert stats["norm_median"] == pytest.approx(np.median(norms), rel=0.02)
 
 
 def test_people_are_shown_the_same(root):
-    said = inspect(root).stdout
+    output = inspect(root).stdout
     for words in (
         "3 ok 3; requests ended stop 3",
         "test-model 3",
@@ -75,15 +75,15 @@ def test_people_are_shown_the_same(root):
         "bfloat16",
         "all right",
     ):
-        assert words in said
+        assert words in output
 
 
 def test_quick_reads_no_rows(root):
     flip(next(root.glob("a/*.safetensors")))
     done = inspect(root, "--quick", "--json")
     assert done.returncode == 0
-    told = json.loads(done.stdout)
-    assert (told["rows"], told["checked"], told["sites"][0]["norm_mean"]) == (486, False, None)
+    survey = json.loads(done.stdout)
+    assert (survey["rows"], survey["checked"], survey["sites"][0]["norm_mean"]) == (486, False, None)
 
 
 def test_rows_that_are_not_finite_are_counted_and_have_no_norm():
@@ -113,16 +113,16 @@ def test_gaps_name_positions_and_reasons(tmp_path):
     root = write(tmp_path / "rows", dropped=dropped, lost={"long": (20, 27)})
     done = inspect(root, "--json")
     assert done.returncode == 0
-    told = json.loads(done.stdout)
-    (gap,) = told["gaps"]
+    survey = json.loads(done.stdout)
+    (gap,) = survey["gaps"]
     assert (gap["request"], gap["status"]) == ("long", "partial_error")
-    assert gap["dropped"] == told["dropped"] == {"queue_full": 23, "spool_full": 4}
+    assert gap["dropped"] == survey["dropped"] == {"queue_full": 23, "spool_full": 4}
     assert gap["missing"] == {str(site): "7 rows" for site in SITES}  # no site has them, so which is in `error`
     assert "got 0..20 27..150, expected 0..150" in gap["error"]
-    assert told["rows_missing"] == 21
-    said = inspect(root).stdout
-    assert "'long' partial_error" in said
-    assert "1 captures, 21 rows missing, dropped queue_full 23, spool_full 4" in said
+    assert survey["rows_missing"] == 21
+    output = inspect(root).stdout
+    assert "'long' partial_error" in output
+    assert "1 captures, 21 rows missing, dropped queue_full 23, spool_full 4" in output
 
 
 def test_positions_are_shown_in_runs():
@@ -137,8 +137,8 @@ def test_one_flipped_bit_is_found_named_and_left_out_of_the_norms(root, index):
     assert done.returncode == 1
     assert done.stderr.startswith(f"capflow: {root}: 1 of 3 captures are damaged; the first: request 'long'")
     assert "mlp_out.003.safetensors: got checksum" in done.stderr
-    told = json.loads(done.stdout)
-    assert (told["captures_damaged"], told["rows"]) == (1, 36)
+    survey = json.loads(done.stdout)
+    assert (survey["captures_damaged"], survey["rows"]) == (1, 36)
     assert "damaged   request 'long'" in inspect(root).stdout
 
 
@@ -189,11 +189,11 @@ def test_all_damage_is_named_and_the_rest_is_surveyed_and_drawn(tmp_path):
         flip(path, (-200, 1)[number])
     done = inspect(root, "--json", "--png", tmp_path / "norms.png")
     assert done.returncode == 1
-    told = json.loads(done.stdout)
-    assert (told["captures"], told["captures_damaged"], told["statuses"]) == (6, 4, {"ok": 5})
-    for what in ("a/request.json", "b/post_block.002.safetensors", "/shard~000001", "/shard~000002"):
-        assert sum(what in damage for damage in told["damaged"]) == 1, what
-    assert told["rows"] == 3 * (4 + 6 * 3)
+    survey = json.loads(done.stdout)
+    assert (survey["captures"], survey["captures_damaged"], survey["statuses"]) == (6, 4, {"ok": 5})
+    for words in ("a/request.json", "b/post_block.002.safetensors", "/shard~000001", "/shard~000002"):
+        assert sum(words in damage for damage in survey["damaged"]) == 1, words
+    assert survey["rows"] == 3 * (4 + 6 * 3)
     assert (drawn(tmp_path / "norms.png")[..., :3] < 0.8).any()
 
 
@@ -221,9 +221,9 @@ def test_a_capture_whose_engine_died_is_a_gap_and_no_damage(tmp_path):
         root = write(tmp_path / layout, layout=layout, died=["long"])
         done = inspect(root, "--json")
         assert done.returncode == 0, done.stderr
-        told = json.loads(done.stdout)
-        assert (told["rows"], told["damaged"], told["ended"]) == (486, [], {"stop": 2, "error": 1})
-        assert [(gap["request"], gap["status"]) for gap in told["gaps"]] == [("long", "partial_error")]
+        survey = json.loads(done.stdout)
+        assert (survey["rows"], survey["damaged"], survey["ended"]) == (486, [], {"stop": 2, "error": 1})
+        assert [(gap["request"], gap["status"]) for gap in survey["gaps"]] == [("long", "partial_error")]
         assert capflow.open(root).damaged() == []
         capflow.open(root).verify()
         assert run("export", root, tmp_path / f"out-{layout}", "--to", "safetensors").returncode == 0
@@ -334,8 +334,8 @@ def test_without_matplotlib_the_extra_is_named(root, tmp_path, monkeypatch):
     from capflow.errors import UsageError
     from capflow_consumers.inspect import norms_plot as normsplot
 
-    found = importlib.util.find_spec
-    monkeypatch.setattr(normsplot, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(normsplot, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
     with pytest.raises(UsageError, match=r"matplotlib is not installed; pip install 'capflow\[plot\]'"):
         normsplot.check_plot(tmp_path / "x.png")
 

@@ -40,8 +40,8 @@ def test_probes_of_any_kind_are_scored(server, stream, tmp_path):
         consumer.on_frame(frame)
     (message,) = [message for message in server.messages(stream) if ".rows." in message.subject]
     (chunk,) = frame.chunks()
-    (said,) = json.loads(message.data)["chunks"]
-    (scores,) = said["scores"].values()
+    (sent,) = json.loads(message.data)["chunks"]
+    (scores,) = sent["scores"].values()
     np.testing.assert_allclose(scores, load_probe(path).scores(chunk.rows[0])[:, 0], rtol=1e-6)
 
 
@@ -54,9 +54,9 @@ def test_a_message_says_which_rows_came_what_they_score_and_where_they_lie(serve
     assert started.subject == f"{stream}.opened"
     assert json.loads(started.data)["probes"] == ["glad", "sad"]
     assert first.subject == f"{stream}.rows.engine-1.boot-1.0-0-0"
-    said = json.loads(first.data)
-    chunk, other = said.pop("chunks")
-    assert said == {
+    body = json.loads(first.data)
+    chunk, other = body.pop("chunks")
+    assert body == {
         "engine": "engine-1",
         "boot": "boot-1",
         "rank": [0, 0, 0],
@@ -193,8 +193,8 @@ def test_what_came_of_an_action_is_sent_once_however_long_ago_it_was(server, str
         "reason": None,
     }
     assert second.subject == f"{stream}.actions.-.gone.{abort.id}"
-    said = json.loads(second.data)
-    assert (said["outcome"], said["step"], said["reason"], said["sites"]) == ("rejected", None, "not running", [])
+    body = json.loads(second.data)
+    assert (body["outcome"], body["step"], body["reason"], body["sites"]) == ("rejected", None, "not running", [])
 
 
 def test_a_hub_brings_engines_and_actions_to_the_stream(server, stream, address, tmp_path):
@@ -210,10 +210,10 @@ def test_a_hub_brings_engines_and_actions_to_the_stream(server, stream, address,
         thread = answering(link, [lambda act: ActionApplied(act.id, 7)])
         assert client.act(Abort("r1"), 20).step == 7
         thread.join(20)
-    said = {message.subject.split(".")[1]: json.loads(message.data) for message in server.messages(stream)}
-    assert (said["actions"]["request"], said["actions"]["kind"], said["actions"]["step"]) == ("r1", "abort", 7)
+    bodies = {message.subject.split(".")[1]: json.loads(message.data) for message in server.messages(stream)}
+    assert (bodies["actions"]["request"], bodies["actions"]["kind"], bodies["actions"]["step"]) == ("r1", "abort", 7)
     model = make_model()
-    assert said["sessions"] == {
+    assert bodies["sessions"] == {
         "engine": "engine-1",
         "model": "test-model",
         "num_layers": 4,

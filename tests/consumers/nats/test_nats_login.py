@@ -27,7 +27,7 @@ from tests.kit.streams import SITE, done, kinds, opened
 
 
 def certificate(directory, name, authority=None):
-    """Write a certificate and its key, signed by an authority or by itself; return the paths and what signs with them."""
+    """Write a certificate and its key, signed by an authority or by itself; return the paths and the signer."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     signer, issuer = authority or (key, subject)
@@ -73,11 +73,14 @@ def key_pair(kind):
 
 
 def token(signer, issuer, subject, claims):
-    """Return a JWT as NATS has them (https://docs.nats.io/running-a-nats-service/configuration/securing_nats/auth_intro/jwt)."""
+    """Return a JWT of NATS.
+
+    https://docs.nats.io/running-a-nats-service/configuration/securing_nats/auth_intro/jwt defines them.
+    """
     body = {"jti": subject, "iat": int(time.time()), "iss": issuer, "sub": subject, "name": subject[:4]}
     parts = [{"typ": "JWT", "alg": "ed25519-nkey"}, body | {"nats": claims | {"version": 2}}]
-    said = b".".join(base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=") for part in parts)
-    return (said + b"." + base64.urlsafe_b64encode(signer.sign(said)).rstrip(b"=")).decode()
+    signed = b".".join(base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=") for part in parts)
+    return (signed + b"." + base64.urlsafe_b64encode(signer.sign(signed)).rstrip(b"=")).decode()
 
 
 @pytest.fixture
@@ -125,7 +128,7 @@ def test_tls_on_both_sides(tls):
 def test_without_its_certificates_it_is_not_let_in_or_does_not_go_in(tls, missing):
     server, options = tls
     given = {k: v for k, v in options.items() if k != missing and (missing, k) != ("tls_cert", "tls_key")}
-    with pytest.raises(CapflowError, match="expected a NATS server that lets capflow in"):
+    with pytest.raises(CapflowError, match="expected a NATS server that admits capflow"):
         forward(server, "UNSAFE", **given)
 
 
@@ -136,13 +139,13 @@ def test_credentials(accounts):
 
 def test_without_credentials_or_with_others_it_is_not_let_in(accounts, tmp_path):
     server, path = accounts
-    with pytest.raises(CapflowError, match="expected a NATS server that lets capflow in"):
+    with pytest.raises(CapflowError, match="expected a NATS server that admits capflow"):
         forward(server, "OURS")
     _, _, stranger = key_pair(USER)
     text = path.read_text()
     seed = next(line for line in text.splitlines() if line.startswith("SU"))
     path.write_text(text.replace(seed, stranger))
-    with pytest.raises(CapflowError, match="expected a NATS server that lets capflow in") as raised:
+    with pytest.raises(CapflowError, match="expected a NATS server that admits capflow") as raised:
         forward(server, "OURS", creds=str(path))
     assert stranger not in str(raised.value)
 
@@ -155,14 +158,17 @@ def test_without_credentials_or_with_others_it_is_not_let_in(accounts, tmp_path)
         ({"creds": "torn"}, "creds: got .*torn, expected a credentials file with a JWT and a seed"),
         ({"tls_ca": "text"}, "tls_ca: got .*text, expected certificates in PEM"),
         ({"tls_ca": "bytes"}, "tls_ca: got .*bytes: not text"),
-        ({"tls_cert": "text"}, "tls_key: got nothing, expected a file, as there is a tls_cert"),
-        ({"tls_key": "text"}, "tls_cert: got nothing, expected a file, as there is a tls_key"),
+        ({"tls_cert": "text"}, "tls_key: got nothing, expected a file, as tls_cert is given"),
+        ({"tls_key": "text"}, "tls_cert: got nothing, expected a file, as tls_key is given"),
         ({"tls_cert": "text", "tls_key": "text"}, "tls_cert: got .*, expected a certificate and its key in PEM"),
     ],
 )
 def test_files_that_are_none_are_named_before_anything_starts(tmp_path, options, message):
     (tmp_path / "text").write_text("hello\n")
-    sections = "-----BEGIN NATS USER JWT-----\na.b.c\n------END NATS USER JWT------\n-----BEGIN USER NKEY SEED-----\n{}\n------END USER"
+    sections = (
+        "-----BEGIN NATS USER JWT-----\na.b.c\n------END NATS USER JWT------\n"
+        "-----BEGIN USER NKEY SEED-----\n{}\n------END USER"
+    )
     (tmp_path / "torn").write_text(sections.format(key_pair(USER)[2][:-9] + "AAAAAAAAA"))
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     paths = {name: str(tmp_path / file) for name, file in options.items()}

@@ -80,7 +80,7 @@ def test_a_frame_that_was_stored_in_part_is_stored_once(tmp_path, stream, monkey
         server.js(make)
         with opened(server, stream, sites=["post_block:0"], create=False) as consumer:
             for _ in range(2):
-                with pytest.raises(RetryError, match="maximum messages exceeded; give the stream room") as raised:
+                with pytest.raises(RetryError, match="maximum messages exceeded; raise the stream's limits") as raised:
                     consumer.on_frame(frame)
                 assert raised.value.__cause__.errno == errno.ENOSPC
                 time.sleep(0.2)
@@ -107,7 +107,7 @@ def test_calls_that_a_server_does_not_answer_are_made_again_without_trace(tmp_pa
             (consumer.on_request_done, done("r1", 5)),
         ]
         for call, *args in calls:
-            with pytest.raises(RetryError, match=f"stream {stream} took nothing for"):
+            with pytest.raises(RetryError, match=f"stream {stream} took no message for"):
                 call(*args)
         server.start()
         *_, result = [again(call, *args) for call, *args in calls]
@@ -125,7 +125,7 @@ def test_a_server_that_stays_away_is_given_up_when_asked_to(tmp_path, stream):
         consumer.on_frame(make_frame([("r1", 4, 5, 1)], [SITE], seq=3))  # not without the one before
         result = consumer.on_request_done(done("r1", 6))
         assert result.status == "error"
-        assert "took nothing for" in result.error
+        assert "took no message for" in result.error
         with opened(server, stream, sites=["post_block:0"]) as following:  # which is given them again
             for seq, (start, length) in enumerate([(0, 4), (4, 1), (5, 1)], 1):
                 following.on_frame(make_frame([("r1", 4, start, length)], [SITE], seq=seq))
@@ -151,7 +151,7 @@ def test_a_stream_that_stays_full_is_the_requests_error_when_asked_to(server, st
     [
         (
             {"create": False},
-            "^consumers.nats.stream: got t[0-9a-f]+, expected a stream that is there; make it, or add create=true",
+            "^consumers.nats.stream: got t[0-9a-f]+, expected an existing stream; create it, or add create=true",
         ),
         ({"stream": "a.b"}, "consumers.nats.stream: got a.b, expected letters"),
         ({"prefix": "a.>"}, "consumers.nats.prefix: got a.>, expected letters"),
@@ -182,9 +182,9 @@ def test_a_server_that_cannot_be_reached_is_said_without_its_password(stream, mo
     consumer = NatsConsumer(NatsConfig(stream=stream, servers=[url]))
     with pytest.raises(
         CapflowError, match=r"consumers.nats.servers: nats://127.0.0.1:.* expected a NATS server"
-    ) as said:
+    ) as raised:
         consumer.open(Counts())
-    assert "secret" not in str(said.value)
+    assert "secret" not in str(raised.value)
 
 
 def test_rights_that_are_missing_are_said(tmp_path, stream, monkeypatch):
@@ -202,11 +202,11 @@ def test_rights_that_are_missing_are_said(tmp_path, stream, monkeypatch):
             pass
         monkeypatch.setattr(natslink, "CONNECT_S", 2.0)
         with (
-            pytest.raises(CapflowError, match=r"[Aa]uthorization [Vv]iolation") as said,
+            pytest.raises(CapflowError, match=r"[Aa]uthorization [Vv]iolation") as raised,
             opened(server, stream, servers=[f"nats://bob:wrong@{host}"]),
         ):
             pass
-        assert "wrong" not in str(said.value)
+        assert "wrong" not in str(raised.value)
 
 
 def test_a_server_without_jetstream_is_said(tmp_path, stream):
