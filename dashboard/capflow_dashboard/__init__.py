@@ -1,5 +1,5 @@
 """The dashboard: a consumer that serves a live page and its websocket.
 
-The plugin loader imports `consumer`. The page's files lie in `web`.
-Invariant: a browser that is slow or gone delays neither the hub nor another browser.
+The plugin loader imports `consumer`. `web` has the page's files.
+Invariant: a slow or absent browser delays neither the hub nor another browser.
 """

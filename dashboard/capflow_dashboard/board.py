@@ -1,8 +1,8 @@
-"""The board: everything that pages show. The consumer's thread writes it, the server's thread reads it.
+"""The board: everything that the pages show. The consumer's thread writes it, the server's thread reads it.
 
-What always holds: at most `requests_max` records are kept, each with at most `tokens_max` tokens. A full board
-forgets the oldest request that is over, sparing those that someone looks at; when every one is still running, new
-requests are counted but not kept. `version` grows with every change.
+Invariant: the board has at most `requests_max` records, each with at most `tokens_max` tokens, and its version grows
+with every change. A full board drops the oldest finished request, preferably one that no page shows. If all requests
+are running, new ones are counted but not kept.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from capflow_dashboard.series import Measures, Values
 
 
 @dataclass
-class Seen:
-    """What one page has, and what it wants to see; the server's thread keeps one for each.
+class PageState:
+    """What one page has received and shows. The server's thread keeps one for each page.
 
-    selected: the key of the request that the page shows, 0 for none.
+    selected: the key of the request that the page shows; 0 for none.
+    version: the board's version when it last received changes.
+    second: the last second of the rates that it has.
+    detail: the key and the base of the tokens that it has.
+    keys: the keys of the requests that it has.
     """
 
     selected: int = 0
     version: int = -1
-    # The last one of the rates.
     second: int = -1
-    # The key and base of the tokens that it has.
     detail: tuple[int, int] = (0, -1)
     keys: frozenset[int] = frozenset()
 
@@ -45,15 +47,17 @@ class Seen:
 class _Engine:
     measures: Measures
     tokens_max: int
-    # The last step counted, by data-parallel replica.
+    # The last counted step, by data-parallel replica.
     step_last: dict[int, int] = field(default_factory=dict)
 
 
 class Board:
-    """Holds records and counts.
+    """The records of requests, and the counts.
 
-    clock: monotonic seconds.
-    wall: seconds since 1970.
+    requests_max: how many records are kept.
+    tokens_max: how many tokens of each, the latest ones.
+    clock: returns monotonic seconds.
+    wall: returns seconds since 1970.
     """
 
     def __init__(
@@ -67,34 +71,39 @@ class Board:
         self.requests_max = requests_max
         self.tokens_max = tokens_max
         self._wall = wall
-        # Over all below; held for copies, never for computing or sending.
+        # Guards the fields below. Held for copies, never while computing or sending.
         self._lock = threading.Lock()
         self._version = 0
         self._counts_version = 0
         self._engines: dict[str, _Engine] = {}
         self._engines_version = -1
-        # Of `_engines`, those that are gone and have records.
+        # Engines that have disconnected and still have records.
         self._gone: set[str] = set()
         # By key, oldest first.
         self._records: dict[int, RequestRecord] = {}
-        # Of `_records`, those that run, by engine and request.
+        # Records of running requests, by engine and request.
         self._open: dict[tuple[str, str], RequestRecord] = {}
-        # Requests that run and are not kept, until they are over.
-        self._turned_away: set[tuple[str, str]] = set()
+        # Running requests without a record.
+        self._not_kept: set[tuple[str, str]] = set()
         self._key = 0
         self._done = 0
-        # Rows, by reason.
+        # Dropped rows by reason.
         self._dropped: Counter[str] = Counter()
         # Tokens, rows, bytes.
         self._totals = [0, 0, 0]
         self._rates = RateSeries(clock)
-        # Keys that pages show.
-        self._looked_at: Counter[int] = Counter()
+        # How many pages show a request, by key.
+        self._viewers: Counter[int] = Counter()
 
-    # The consumer's thread.
+    # Called on the consumer's thread.
 
     def greet(self, engine: str, model: ModelInfo, sites: Sequence[Site], probes: Sequence[Scorer]) -> list[str]:
-        """An engine connected, or came back with its requests; return what of the probes does not fit its model."""
+        """Add an engine, or continue one that has reconnected.
+
+        sites: the sites whose norms are shown.
+
+        Return an error for each probe that does not fit the model.
+        """
         measures = Measures(model, sites, probes)
         with self._lock:
             before = self._engines.get(engine)
@@ -109,7 +118,7 @@ class Board:
         return measures.problems
 
     def forget(self, engine: str) -> None:
-        """An engine is gone; it is shown as long as a request of it is."""
+        """Note that an engine has disconnected. It is shown as long as one of its requests is."""
         with self._lock:
             shown = {record.engine for record in self._records.values()}
             self._gone.add(engine)
@@ -119,7 +128,7 @@ class Board:
             self._engines_version = self._next()
 
     def count(self, header: FrameHeader) -> None:
-        """Count a frame into totals and rates, a step that several pipeline stages tell of once."""
+        """Count a frame in totals and rates. The tokens of a step that several pipeline stages send count once."""
         rows = sum(len(block.sites) * block.rows for block in header.blocks)
         with self._lock:
             engine = self._engines[header.engine]
@@ -127,13 +136,13 @@ class Board:
             if header.step > engine.step_last.get(header.rank.dp, -1):
                 engine.step_last[header.rank.dp] = header.step
                 tokens = header.step_tokens
-            came = (tokens, rows, header.payload_bytes)
-            self._totals = [total + new for total, new in zip(self._totals, came, strict=True)]
-            self._rates.add(*came)
+            amounts = (tokens, rows, header.payload_bytes)
+            self._totals = [total + amount for total, amount in zip(self._totals, amounts, strict=True)]
+            self._rates.add(*amounts)
             self._counts_version = self._next()
 
     def put(self, engine: str, chunk: Chunk) -> None:
-        """Note one request's new rows."""
+        """Add the rows of one request."""
         with self._lock:
             measures = self._engines[engine].measures
         indices, values = measures.of(chunk.sites, chunk.rows)
@@ -143,9 +152,9 @@ class Board:
                 record.put(self._next(), chunk.start, chunk.token_ids, chunk.texts, indices, values)
 
     def finish(self, done: RequestDone) -> None:
-        """A request is over."""
+        """Mark a request as finished."""
         with self._lock:
-            self._turned_away.discard((done.engine, done.request))
+            self._not_kept.discard((done.engine, done.request))
             self._done += 1
             lost = sum(dropped.rows for dropped in done.dropped)
             for dropped in done.dropped:
@@ -155,115 +164,116 @@ class Board:
             if record is not None:
                 record.end(self._version, done.status, done.prompt_length, lost)
 
-    # The server's thread.
+    # Called on the server's thread.
 
-    def look(self, seen: Seen, key: int) -> None:
-        """A page shows another request now; 0 for none."""
+    def look(self, page: PageState, key: int) -> None:
+        """Note that a page shows another request; 0 for none."""
         with self._lock:
-            self._looked_at[seen.selected] -= 1
-            seen.selected = key
-            self._looked_at[key] += 1
-            self._looked_at += Counter()  # keeps what is above 0
+            self._viewers[page.selected] -= 1
+            page.selected = key
+            self._viewers[key] += 1
+            # Removes the keys without viewers.
+            self._viewers += Counter()
 
-    def leave(self, seen: Seen) -> None:
-        """A page is gone."""
-        self.look(seen, 0)
+    def leave(self, page: PageState) -> None:
+        """Note that a page was closed."""
+        self.look(page, 0)
 
-    def news(self, seen: Seen) -> tuple[dict[str, Any], Values | None] | None:
-        """Return what a page has not seen, and note that it has; None when there is nothing.
+    def news(self, page: PageState) -> tuple[dict[str, Any], Values | None] | None:
+        """Return what a page has not received yet, and note that it has; None if there is nothing.
 
-        The values are those of `detail`: float32, `[series, count]` of its request.
+        The result is the head and the values of `capflow_dashboard.wire`: float32 `[series, count]`, or None.
         """
         with self._lock:
-            told: dict[str, Any] = {}
+            head: dict[str, Any] = {}
             values = None
-            rates = self._rates.since(seen.second)
+            rates = self._rates.since(page.second)
             if rates is not None:
-                told["rates"] = rates
-                seen.second = rates["last"]
-            if self._version > seen.version:
-                self._tell_changes(seen, told)
-                values = self._tell_detail(seen, told)
-                seen.version = self._version
-            elif seen.detail[0] != seen.selected:
-                values = self._tell_detail(seen, told)
-        return (told, values) if told else None
+                head["rates"] = rates
+                page.second = rates["last"]
+            if self._version > page.version:
+                self._add_changes(page, head)
+                values = self._add_detail(page, head)
+                page.version = self._version
+            elif page.detail[0] != page.selected:
+                values = self._add_detail(page, head)
+        return (head, values) if head else None
 
-    def _tell_changes(self, seen: Seen, told: dict[str, Any]) -> None:
-        if self._engines_version > seen.version:
-            told["engines"] = [_engine_told(name, engine) for name, engine in self._engines.items()]
-        if self._counts_version > seen.version or seen.version < 0:
+    # Called with the lock held.
+
+    def _add_changes(self, page: PageState, head: dict[str, Any]) -> None:
+        if self._engines_version > page.version:
+            head["engines"] = [_engine_fields(name, engine) for name, engine in self._engines.items()]
+        if self._counts_version > page.version or page.version < 0:
             tokens, rows, nbytes = self._totals
-            told["counts"] = {
-                "open": len(self._open) + len(self._turned_away),
+            head["counts"] = {
+                "open": len(self._open) + len(self._not_kept),
                 "done": self._done,
-                "not_kept": len(self._turned_away),
+                "not_kept": len(self._not_kept),
                 "dropped": dict(self._dropped),
                 "tokens": tokens,
                 "rows": rows,
                 "bytes": nbytes,
             }
-        changed = [record.summary() for record in self._records.values() if record.version > seen.version]
+        changed = [record.summary() for record in self._records.values() if record.version > page.version]
         if changed:
-            told["requests"] = changed
-        gone = sorted(seen.keys - self._records.keys())
+            head["requests"] = changed
+        gone = sorted(page.keys - self._records.keys())
         if gone:
-            told["gone"] = gone
-        seen.keys = frozenset(self._records)
+            head["gone"] = gone
+        page.keys = frozenset(self._records)
 
-    def _tell_detail(self, seen: Seen, told: dict[str, Any]) -> Values | None:
-        record = self._records.get(seen.selected)
+    def _add_detail(self, page: PageState, head: dict[str, Any]) -> Values | None:
+        record = self._records.get(page.selected)
         if record is None:
             return None
-        fresh = seen.detail != (record.key, record.base)
-        found = record.since(-1 if fresh else seen.version)
-        if found is None:
+        fresh = page.detail != (record.key, record.base)
+        columns = record.since(-1 if fresh else page.version)
+        if columns is None:
             return None
-        seen.detail = (record.key, record.base)
-        detail, values = found
-        told["detail"] = detail | {"fresh": fresh}
+        page.detail = (record.key, record.base)
+        detail, values = columns
+        head["detail"] = detail | {"fresh": fresh}
         if fresh:
-            told["detail"]["series"] = [series.told() for series in record.measures.series]
+            head["detail"]["series"] = [series.fields() for series in record.measures.series]
         return values
-
-    # Under the lock.
 
     def _next(self) -> int:
         self._version += 1
         return self._version
 
     def _record(self, engine: str, chunk: Chunk) -> RequestRecord | None:
-        """Return the record of a chunk's request, a new one if need be; None when the board is full."""
-        which = (engine, chunk.request.id)
-        record = self._open.get(which)
-        if record is not None or which in self._turned_away:
+        """Return the record of a chunk's request, created if missing; None when the board is full."""
+        name = (engine, chunk.request.id)
+        record = self._open.get(name)
+        if record is not None or name in self._not_kept:
             return record
         if len(self._records) >= self.requests_max and not self._make_room():
-            self._turned_away.add(which)
+            self._not_kept.add(name)
             return None
         self._key += 1
-        known = self._engines[engine]
+        owner = self._engines[engine]
         record = RequestRecord(
             self._key,
             engine,
             chunk.request.id,
-            known.measures,
+            owner.measures,
             prompt_length=chunk.request.prompt_length,
             base=chunk.start,
-            tokens_max=known.tokens_max,
+            tokens_max=owner.tokens_max,
             started_s=self._wall(),
         )
-        self._records[record.key] = self._open[which] = record
+        self._records[record.key] = self._open[name] = record
         return record
 
     def _make_room(self) -> bool:
-        over = [key for key, record in self._records.items() if record.status != LIVE]
-        if over:
-            del self._records[next((key for key in over if not self._looked_at[key]), over[0])]
-        return bool(over)
+        finished = [key for key, record in self._records.items() if record.status != LIVE]
+        if finished:
+            del self._records[next((key for key in finished if not self._viewers[key]), finished[0])]
+        return bool(finished)
 
 
-def _engine_told(name: str, engine: _Engine) -> dict[str, Any]:
+def _engine_fields(name: str, engine: _Engine) -> dict[str, Any]:
     model = engine.measures.model
     return {
         "name": name,

@@ -1,4 +1,4 @@
-"""The dashboard consumer: puts what it is given on a board, and serves the page that shows it."""
+"""The dashboard consumer: writes frames and results to a board, and serves the page that shows it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ logger = logging.getLogger("capflow.consumer.dashboard")
 class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer dashboard:`.
 
-    port: 0 for any free one.
-    host: a loopback one.
-    hook, layers, positions: what is captured of every request.
+    port: the port to listen on; 0 for any free one.
+    host: a loopback address.
+    hook: the hook to capture for every request.
+    layers: the layers to capture.
+    positions: the positions to capture.
     probes: probe files whose scores can be shown.
-    token: what the address must hold to be let in; a new random one at each start unless given.
+    token: the secret in the page's address; a new random one at each start unless given.
     requests_max: how many requests are kept.
-    tokens_max: how many tokens of each, the latest.
+    tokens_max: how many tokens of each request are kept, the latest ones.
     """
 
     port: int = 8765
@@ -49,7 +51,10 @@ class DashboardConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Dashboard(Consumer):
-    """Shows the norms of rows and the scores of probes, live. `address` is the page's, token included, once open."""
+    """Shows the norms of rows and the scores of probes live.
+
+    address: the page's address with its token; None until `open`.
+    """
 
     name = "dashboard"
     Config = DashboardConfig
@@ -60,26 +65,26 @@ class Dashboard(Consumer):
         super().__init__(config)
         self.config: DashboardConfig = config
         self.address: str | None = None
-        # Once read.
+        # None until they are read.
         self._probes: list[Scorer] | None = None
         self._board = Board(config.requests_max, config.tokens_max)
-        # From `open` to `close`.
+        # Set from `open` to `close`.
         self._server: PageServer | None = None
-        # The address without the token, which results may tell anyone.
+        # The address without the token, for results, which are public.
         self._url = ""
 
     def spec(self) -> CaptureSpec:
-        """Ask for the configured sites, and for those of the probes, of every request."""
+        """Return a spec of the configured sites and those of the probes, for every request."""
         hook = hook_named(self.config.hook) or self.config.hook
         hooks = {hook: read_layers(self.config.layers, "consumers.dashboard.layers")}
         for probe in self._read_probes():
-            asked = hooks.get(probe.site.hook, [])
-            if not isinstance(asked, str):
-                hooks[probe.site.hook] = [*asked, probe.site.layer]
+            layers = hooks.get(probe.site.hook, [])
+            if not isinstance(layers, str):
+                hooks[probe.site.hook] = [*layers, probe.site.layer]
         return CaptureSpec.parse({"hooks": hooks, "positions": self.config.positions}, where="consumers.dashboard")
 
     def check(self) -> None:
-        """Raise UsageError when an option is wrong, a probe cannot be read or the port is taken."""
+        """Raise UsageError when an option is invalid, a probe cannot be read or the port cannot be used."""
         config = self.config
         if config.host not in LOOPBACK_NAMES:
             do = "reach it from elsewhere through ssh -L"
@@ -99,13 +104,14 @@ class Dashboard(Consumer):
         self._try_port()
 
     def claim(self) -> tuple[str, str] | None:
-        """Return the port, unless any free one is taken."""
+        """Return the port; None for any free port."""
         return ("port", str(self.config.port)) if self.config.port else None
 
     def open(self, context: Context) -> None:
-        """Begin to serve the page."""
+        """Serve the page."""
         token = self.config.token or secrets.token_urlsafe(24)
-        listen_at = "127.0.0.1" if self.config.host == "localhost" else self.config.host  # not two ports, one a family
+        # "localhost" may be two addresses, IPv4 and IPv6, which would get different free ports.
+        listen_at = "127.0.0.1" if self.config.host == "localhost" else self.config.host
         server = PageServer(listen_at, self.config.port, self._board, PageFiles(token), context.count)
         server.start()
         self._server = server
@@ -115,33 +121,33 @@ class Dashboard(Consumer):
         logger.info("dashboard at %s", self.address)
 
     def on_session(self, engine: str, model: ModelInfo) -> None:
-        """Make room for what the engine's requests bring."""
+        """Add the engine to the board; log the probes that do not fit its model."""
         sites = list(self.spec().resolve(model.sites, num_layers=model.num_layers))
         for problem in self._board.greet(engine, model, sites, self._read_probes()):
             logger.error("%s", problem)
 
     def on_engine_gone(self, engine: str) -> None:
-        """Show the engine no more once no request of it is shown."""
+        """Remove the engine from the board, once none of its requests is shown."""
         self._board.forget(engine)
 
     def on_frame(self, frame: Frame) -> None:
-        """Compute norms and scores, and let the rows go."""
+        """Compute norms and scores; the rows are not kept."""
         chunks = list(frame.chunks())
         self._board.count(frame.header)
         for chunk in chunks:
             self._board.put(frame.header.engine, chunk)
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:
-        """Show that the request is over."""
+        """Show the request as finished."""
         self._board.finish(done)
         return CaptureResult("partial_error" if done.dropped else "ok", payload={"address": self._url})
 
     def look(self) -> tuple[str, str]:
-        """Say that nothing is kept."""
+        """Return that nothing is stored."""
         return "shown live, not kept", ""
 
     def close(self) -> None:
-        """Tell the pages that it is over, and stop serving."""
+        """Close the pages' connections and stop serving."""
         if self._server is not None:
             self._server.stop()
             self._server = None
@@ -151,12 +157,12 @@ class Dashboard(Consumer):
             self._probes = [load_probe(path) for path in self.config.probes]
             names = [name for probe in self._probes for name in probe.names]
             if twice := sorted({name for name in names if names.count(name) > 1}):
-                expected = "probes with names of their own"
+                expected = "probes with different names"
                 raise UsageError(explain("consumers.dashboard.probes", got=f"{twice[0]} twice", expected=expected))
         return self._probes
 
     def _try_port(self) -> None:
-        """Raise UsageError when the port cannot be had, before an engine is started for nothing."""
+        """Raise UsageError when the port cannot be used, before an engine is started."""
         family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
         with socket.socket(family) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -174,5 +180,5 @@ def _check_range(option: str, value: int, low: int, high: int) -> None:
 
 @hookimpl
 def capflow_consumers() -> list[type[Consumer]]:
-    """Bring the dashboard."""
+    """Return the dashboard."""
     return [Dashboard]

@@ -1,34 +1,41 @@
-"""Every bound of the dashboard, with the relations between them asserted.
+"""Every bound of the dashboard; assertions check the relations between them.
 
-Sizes are bytes unless the name says otherwise; units stand last in names.
+Units stand last in names: `_BYTES`, `_S` for seconds.
 """
 
 from __future__ import annotations
 
 MIB = 1024 * 1024
 
-# What is kept of requests.
+# Requests that are kept.
 REQUESTS_MAX = 512
 TOKENS_MIN = 16
 TOKENS_MAX = 32_768
-VALUES_BYTES_MAX = 512 * MIB  # of one engine's requests; `tokens_max` is lowered for models with many sites
-TEXT_LENGTH_MAX = 80  # characters of one token
+# Values of one engine's requests; `tokens_max` is lowered for models with many sites.
+VALUES_BYTES_MAX = 512 * MIB
+# Characters of one token.
+TEXT_LENGTH_MAX = 80
 
-# The charts of rates, seconds.
+# The charts of rates.
 RATES_S = 120
 
-# Pages that are open.
+# Open pages.
 CLIENTS_MAX = 16
-VISITORS_MAX = 32  # connections that are no pages: they load a file, have not shown a token, or have a wrong one
-BACKLOG = 16  # connections that wait to be accepted; so many are accepted at once
+# Other connections: they load a file, have not sent a token yet, or have sent a wrong one.
+VISITORS_MAX = 32
+# Connections that wait to be accepted; as many are accepted at once.
+BACKLOG = 16
 UPDATES_PER_S_MAX = 8
-MESSAGE_BYTES_MAX = 1024  # of what a page sends
-WRITE_BUFFER_BYTES = 256 * 1024  # of one page's socket; past it, nothing is sent until the page has read
-STALL_S_MAX = 60.0  # a page that reads nothing for so long is cut off
+# A message from a page.
+MESSAGE_BYTES_MAX = 1024
+# Of one page's socket; above it, nothing is sent until the page has read.
+WRITE_BUFFER_BYTES = 256 * 1024
+# A page that reads nothing for so long is disconnected.
+STALL_S_MAX = 60.0
 PING_S = 20.0
 OPEN_S_MAX = 10.0
 
-# Numbers that options give.
+# Values of options.
 PORT_MAX = 65_535
 TOKEN_LENGTH_MIN = 16
 

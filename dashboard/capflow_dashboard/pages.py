@@ -1,8 +1,8 @@
-"""Pages: answers HTTP requests with the files of the page, or says why not. It does no I/O after `PageFiles` is made.
+"""Pages: answers HTTP requests with the page's files, or refuses them. It does no I/O once `PageFiles` is made.
 
-Who may come in: a request must name a loopback host in its Host header, which shuts out other people's names that
-resolve to this machine; the page and the live socket want the token, compared in constant time; the live socket wants
-the Origin of this very page. The other files hold nothing that is not in the package.
+A request is admitted by these rules. Its Host header must name a loopback address: this refuses foreign names that
+resolve to this machine. The page and the live socket need the token, which is compared in constant time. The live
+socket needs this page's Origin. The other files need no token: they are public parts of the package.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _FILES = {
     for name in ("app", "charts", "feed", "keys", "requests", "scale", "tokens")
 }
 _PLOTLY_PATH = "/plotly.js"
-_POLICY = (  # plotly.js writes style attributes; scripts are files of ours only
-    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+# plotly.js writes style attributes. Scripts come only from this server's files.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _SECURITY = {
     "Content-Security-Policy": _POLICY,
@@ -42,7 +43,10 @@ _SECURITY = {
 
 
 class PageFiles:
-    """The files, read once, and the token that the page wants."""
+    """The page's files, read once.
+
+    token: what the page and the live socket need.
+    """
 
     def __init__(self, token: str) -> None:
         self._token = token.encode()
@@ -52,24 +56,23 @@ class PageFiles:
         self._bodies[_PLOTLY_PATH] = (plotly.read_bytes(), "text/javascript; charset=utf-8")
 
     def answer(self, request: Request) -> Response | None:
-        """Return the response to a request; None for the live socket, when it may be opened."""
+        """Return the response to a request; None for the live socket if it is admitted."""
         try:
             host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         except MultipleValuesError:
-            return _refusal(HTTPStatus.BAD_REQUEST, "a header came twice")
+            return _refusal(HTTPStatus.BAD_REQUEST, "the Host or Origin header is repeated")
         url = urlsplit(request.path)
         if not is_loopback(host):
-            return _refusal(HTTPStatus.FORBIDDEN, "this page is for loopback addresses only")
+            return _refusal(HTTPStatus.FORBIDDEN, "this page is served to loopback addresses only")
         if url.path in ("/", LIVE_PATH) and not self._is_allowed(url.query):
-            return _refusal(HTTPStatus.FORBIDDEN, "no or another token; open the address that capflow prints")
+            return _refusal(HTTPStatus.FORBIDDEN, "the token is missing or wrong; open the address that capflow prints")
         if url.path == LIVE_PATH:
             if origin != f"http://{host}":
-                return _refusal(HTTPStatus.FORBIDDEN, "another page's Origin")
+                return _refusal(HTTPStatus.FORBIDDEN, "the Origin is not this page")
             return None
-        found = self._bodies.get(url.path)
-        if found is None:
+        if url.path not in self._bodies:
             return _refusal(HTTPStatus.NOT_FOUND, "no such page")
-        body, kind = found
+        body, kind = self._bodies[url.path]
         caching = "private, max-age=3600" if url.path == _PLOTLY_PATH else "no-store"
         return _response(HTTPStatus.OK, kind, body, caching)
 
@@ -82,10 +85,11 @@ class PageFiles:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a Host header, with any port, names this machine for itself."""
+    """Return whether a Host header names a loopback address, with any port or none."""
     try:
         parts = urlsplit(f"//{host}")
-        _ = parts.port  # raises unless it is a number or absent
+        # Raises ValueError for a port that is no number.
+        _ = parts.port
     except ValueError:
         return False
     return parts.hostname in LOOPBACK_NAMES and "@" not in host and not (parts.path or parts.query or parts.fragment)

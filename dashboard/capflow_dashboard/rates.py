@@ -10,27 +10,27 @@ from capflow_dashboard import limits
 
 
 class RateSeries:
-    """Counts by whole second of a clock; a second is told when it is over.
+    """Counts for each whole second of a clock. A second is reported once it has passed.
 
-    clock: monotonic, seconds.
+    clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # The one that is counted now; everything before is in `_past`.
+        # The current second; `_past` has those before it.
         self._second = int(clock())
         self._now = [0, 0, 0]
         self._past: deque[list[int]] = deque(maxlen=limits.RATES_S)
 
     def add(self, tokens: int, rows: int, nbytes: int) -> None:
-        """Count what came just now."""
+        """Add to the current second."""
         self._advance()
         self._now[0] += tokens
         self._now[1] += rows
         self._now[2] += nbytes
 
     def since(self, second: int) -> dict[str, Any] | None:
-        """Return the seconds after one that was told, at most `limits.RATES_S`; None when there is none."""
+        """Return the counts of the seconds after `second`, at most `limits.RATES_S`; None if none has passed."""
         self._advance()
         new = list(self._past)[-(self._second - 1 - second) :] if second < self._second - 1 else []
         if not new:

@@ -1,8 +1,7 @@
 """The record of one request: its latest tokens, and the values of every series at them.
 
-Tokens stand at columns; column c is position `base + c`. A record that is full forgets its oldest quarter, and
-`base` moves. `changed[c]` is the version of the board at which anything in a column changed, so that a page is sent
-only what it has not seen.
+Each token has a column; column c is position `base + c`. A full record drops its oldest quarter and moves `base`. Each
+column has the board's version at which it last changed, so that a page receives only the columns that it lacks.
 """
 
 from __future__ import annotations
@@ -16,15 +15,18 @@ from capflow_dashboard import limits
 from capflow_dashboard.series import MISSING, Measures, Values
 
 LIVE = "live"
-_COLUMNS_FIRST = 64  # room that a new record has; it doubles up to `tokens_max`
+# Columns of a new record; they double up to `tokens_max`.
+_COLUMNS_FIRST = 64
 
 
 class RequestRecord:
     """One request.
 
-    key: names it to pages; ids of requests come again, keys do not.
-
-    started_s: wall clock, seconds. status: `live`, or how it ended. rows_lost: rows that did not come.
+    key: its number on the board. Request ids may return, keys never do.
+    base: the position of the first column.
+    started_s: wall clock, seconds since 1970.
+    status: `live`, or how the request ended.
+    rows_lost: dropped rows.
     """
 
     def __init__(
@@ -67,7 +69,12 @@ class RequestRecord:
         indices: Sequence[int],
         values: Values,
     ) -> None:
-        """Note values of the tokens from position `start` on; of what lies before `base`, nothing."""
+        """Set the tokens from position `start` on; tokens before `base` are skipped.
+
+        version: the board's new version.
+        indices: the series that have values.
+        values: `[len(indices), tokens]`.
+        """
         self.version = version
         stop = start + len(token_ids)
         self._reach(stop)
@@ -84,14 +91,14 @@ class RequestRecord:
         self.count = max(self.count, end)
 
     def end(self, version: int, status: str, prompt_length: int, rows_lost: int) -> None:
-        """The request is over."""
+        """Mark the request as finished."""
         self.version = version
         self.status = status
         self.prompt_length = prompt_length or self.prompt_length
         self.rows_lost = rows_lost
 
     def summary(self) -> dict[str, Any]:
-        """Return what the list of requests shows."""
+        """Return the request's fields for the list of requests."""
         return {
             "key": self.key,
             "id": self.id,
@@ -104,12 +111,15 @@ class RequestRecord:
         }
 
     def since(self, version: int) -> tuple[dict[str, Any], Values] | None:
-        """Return the columns from the first to the last that changed after a version; None when none did."""
+        """Return the columns from the first to the last that changed after a version, and their values.
+
+        The values are float32 `[series, count]`. None if no column changed.
+        """
         changed = np.flatnonzero(self._changed[: self.count] > version)
         if not changed.size:
             return None
         first, end = int(changed[0]), int(changed[-1]) + 1
-        told = {
+        columns = {
             "key": self.key,
             "base": self.base,
             "first": first,
@@ -117,10 +127,10 @@ class RequestRecord:
             "ids": self._ids[first:end].tolist(),
             "texts": self._texts[first:end],
         }
-        return told, self._values[:, first:end].copy()
+        return columns, self._values[:, first:end].copy()
 
     def _reach(self, stop: int) -> None:
-        """Make room for positions below `stop`, forgetting old ones when there are `tokens_max`."""
+        """Make room for positions below `stop`; drop old ones above `tokens_max`."""
         needed = stop - self.base
         if needed > self._tokens_max:
             self._forget(max(needed - self._tokens_max, self._tokens_max // 4))

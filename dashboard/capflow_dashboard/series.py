@@ -1,8 +1,8 @@
-"""Series: the numbers that a row becomes. Each series has one value for each token of a request.
+"""Series: the numbers that are computed from rows. A series has one value for each token of a request.
 
-The norm of the row at each site is a series, and so is the score of each probe. They are computed in float32, for
-every row, whether or not anyone looks: that costs about 0.2 ms for each MiB of bfloat16 rows and 45 µs for each request in a
-frame, and so a page that is opened late shows the requests that are kept as a page opened early does.
+Each site has a series of its rows' norms, and each probe a series of its scores. They are computed in float32 for every
+row, also while no page is open, so that a page that is opened later shows earlier requests too. This costs about
+0.2 ms for each MiB of bfloat16 rows, and 45 µs for each request in a frame.
 """
 
 from __future__ import annotations
@@ -20,23 +20,28 @@ from capflow.errors import UsageError
 from capflow.probes.probe import Scorer
 
 Values = npt.NDArray[np.float32]
-"""`[series, tokens]` float32; NaN and infinity where rows hold them, `MISSING` where there is no row."""
+"""`[series, tokens]` float32; NaN or infinity where the row has such numbers, `MISSING` where there is no row."""
 
 MISSING = np.float32(-np.inf)
-"""The value of a token whose row did not come. No norm is negative; a score that is becomes NaN."""
+"""The value of a token without a row. No norm is negative; a score of this value becomes NaN."""
 
-_TILE_NUMBERS = 256 * 1024  # converted at a time: 1 MiB as float32, which stays in the cache
+# Numbers that are converted at a time: 1 MiB of float32, which stays in the cache.
+_TILE_NUMBERS = 256 * 1024
 
 
 class Series(NamedTuple):
-    """One number for each token. probe is empty for a norm; threshold is where the probe fires."""
+    """One number for each token.
+
+    probe: the probe's name; empty for a norm.
+    threshold: the score from which the probe fires.
+    """
 
     site: Site
     probe: str = ""
     threshold: float = 0.0
 
-    def told(self) -> dict[str, Any]:
-        """Return the series as the page is told of it."""
+    def fields(self) -> dict[str, Any]:
+        """Return the series as the page receives it."""
         return {
             "layer": self.site.layer,
             "hook": self.site.hook,
@@ -47,11 +52,13 @@ class Series(NamedTuple):
 
 
 class Measures:
-    """The series of one engine: the norms of its sites, by layer, and then the probes that fit its model."""
+    """The series of one engine: the norms of its sites by hook and layer, then the probes that fit its model.
+
+    problems: an error for each probe that does not fit.
+    """
 
     def __init__(self, model: ModelInfo, sites: Sequence[Site], probes: Sequence[Scorer]) -> None:
         self.model = model
-        # Probes that do not fit.
         self.problems: list[str] = []
         self.series = [Series(site) for site in sorted(sites, key=lambda site: (site.hook, site.layer))]
         self.norms_count = len(self.series)
@@ -73,17 +80,17 @@ class Measures:
         return len(self.series)
 
     def is_like(self, other: Measures) -> bool:
-        """Return whether the other's values can stand beside these."""
+        """Return whether both have the same model, series and problems."""
         return (self.model, self.series, self.problems) == (other.model, other.series, other.problems)
 
     def of(self, sites: Sequence[Site], rows: Rows) -> tuple[list[int], Values]:
-        """Return which series rows `[sites, tokens, hidden_size]` give, and their values `[series, tokens]`."""
+        """Return the indices and the values `[series, tokens]` of the series of rows `[sites, tokens, hidden_size]`."""
         indices, parts = [], []
-        known = [number for number, site in enumerate(sites) if site in self._rows]
-        if known:
-            indices = [self._rows[sites[number]] for number in known]
-            parts = [norms(rows if len(known) == len(sites) else rows[known])]
-        for number in known:
+        shown = [number for number, site in enumerate(sites) if site in self._rows]
+        if shown:
+            indices = [self._rows[sites[number]] for number in shown]
+            parts = [norms(rows if len(shown) == len(sites) else rows[shown])]
+        for number in shown:
             for first, probe in self._probes.get(sites[number], ()):
                 with np.errstate(all="ignore"):
                     scores = probe.scores(rows[number]).T
@@ -93,11 +100,12 @@ class Measures:
 
 
 def norms(rows: Rows) -> Values:
-    """Return the 2-norm `[sites, tokens]`, computed in float32, of rows `[sites, tokens, hidden_size]`."""
+    """Return the 2-norms `[sites, tokens]` of rows `[sites, tokens, hidden_size]`, computed in float32."""
     sites, tokens, hidden_size = rows.shape
     result = np.empty((sites, tokens), np.float32)
     step = max(1, _TILE_NUMBERS // max(1, sites * hidden_size))
-    with np.errstate(all="ignore"):  # what comes of NaN and infinity is shown
+    # NaN and infinity are shown as they are.
+    with np.errstate(all="ignore"):
         for start in range(0, tokens, step):
             tile = rows[:, start : start + step].astype(np.float32)
             squares = np.matmul(tile[..., None, :], tile[..., :, None])

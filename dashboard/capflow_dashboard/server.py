@@ -1,11 +1,11 @@
-"""The server: one thread with one event loop, which serves the page and keeps open pages up to date.
+"""The server: one thread with one event loop, which serves the page and updates open pages.
 
-Nothing is queued for a page. Each has its own task, which asks the board what is new for it, sends that, and does not
-ask again before the page's socket has taken it: a slow page gets fewer and larger updates, a dead one none, and neither
-costs more memory than one update. The consumer's thread never waits for any of this.
+Nothing is queued for a page. Each page has a task of its own, which asks the board for changes, sends them, and asks
+again once the page's socket has taken them. A slow page gets fewer and larger updates, a dead page none; neither uses
+more memory than one update. The consumer's thread never waits for the server.
 
-The process is the hub's, and so are its descriptors. At most `limits.VISITORS_MAX` connections are open that are no pages: another one
-cuts the oldest of them off, so that a page which is opened during a flood gets in.
+The server shares the hub's file descriptors. At most `limits.VISITORS_MAX` connections that are not open pages are
+kept: a further one closes the oldest of them, so that a page can be opened during a flood of connections.
 """
 
 from __future__ import annotations
@@ -26,45 +26,46 @@ from websockets.http11 import Request, Response
 
 from capflow.errors import CapflowError, RemoteProtocolError, UsageError, explain
 from capflow_dashboard import limits, wire
-from capflow_dashboard.board import Board, Seen
+from capflow_dashboard.board import Board, PageState
 from capflow_dashboard.pages import PageFiles
 
 logger = logging.getLogger("capflow.consumer.dashboard")
 
 _quiet = logging.getLogger("capflow.consumer.dashboard.websockets")
-_quiet.setLevel(logging.CRITICAL + 1)  # what clients get wrong is counted, not logged
+# Errors of clients are counted, not logged.
+_quiet.setLevel(logging.CRITICAL + 1)
 
 
 class PageServer:
-    """Serves a board, from `start` to `stop`. `port` is the one it listens on, once started.
+    """Serves a board from `start` to `stop`.
 
-    on_count is called, on the server's thread, with the name of a counter.
+    port: 0 for any free port; the port in use once started.
+    on_count: called on the server's thread with the name of a counter.
     """
 
     def __init__(self, host: str, port: int, board: Board, pages: PageFiles, on_count: Callable[[str], None]) -> None:
         self.host = host
         self.port = port
-        # Of open pages; the server's thread's, as all below.
+        # Connections of open pages. This and the fields below are used on the server's thread.
         self.connections: set[ServerConnection] = set()
-        # Connections that are no pages, oldest first.
+        # Connections that are not open pages, oldest first.
         self.visitors: dict[ServerConnection, None] = {}
         self._board = board
         self._pages = pages
         self._on_count = on_count
-        # Set by the thread when it listens, or cannot.
+        # Set by the thread once it listens or has failed, after `_error`, `_loop` and `_stop`.
         self._ready = threading.Event()
-        # Why it does not listen; set by the thread before `_ready`.
+        # Why it does not listen.
         self._error: Exception | None = None
-        # Set by the thread before `_ready`.
         self._loop: asyncio.AbstractEventLoop | None = None
-        # The same; set by `stop`.
+        # Set when the server is to end.
         self._stop: asyncio.Event | None = None
         # Whether a failure was logged.
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="capflow-dashboard", daemon=True)
 
     def start(self) -> None:
-        """Listen; raises UsageError when the port is taken, CapflowError when it cannot be had."""
+        """Start to listen. Raises UsageError when the port cannot be used, CapflowError for any other failure."""
         self._thread.start()
         self._ready.wait()
         if isinstance(self._error, OSError):
@@ -73,14 +74,15 @@ class PageServer:
             raise CapflowError(explain("the dashboard cannot be served", got=repr(self._error))) from self._error
 
     def stop(self) -> None:
-        """Tell the pages that it is over, and end."""
+        """Close the pages' connections and end."""
         if self._loop is not None and self._stop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed already
+            # The loop may be closed already.
+            with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stop.set)
         if self._thread.is_alive():
             self._thread.join(limits.OPEN_S_MAX)
 
-    # The server's thread.
+    # The rest runs on the server's thread.
 
     def _run(self) -> None:
         asyncio.run(self._serve())
@@ -90,7 +92,8 @@ class PageServer:
         self._loop.set_exception_handler(self._fail)
         try:
             server = await self._listen()
-        except Exception as e:  # noqa: BLE001  told to whoever waits in `start`
+        # `start` raises it.
+        except Exception as e:  # noqa: BLE001
             self._error = e
             self._ready.set()
             return
@@ -124,7 +127,7 @@ class PageServer:
         )
 
     def enter(self, connection: ServerConnection) -> None:
-        """Take a new connection, which may have to take another one's place. Called by the connection."""
+        """Add a new connection; close the oldest visitor if there are too many. Called by the connection."""
         if len(self.visitors) >= limits.VISITORS_MAX:
             oldest = next(iter(self.visitors))
             del self.visitors[oldest]
@@ -133,16 +136,16 @@ class PageServer:
         self.visitors[connection] = None
 
     def leave(self, connection: ServerConnection) -> None:
-        """Forget a connection that is over. Called by the connection."""
+        """Remove a visitor: its connection was closed, or is an open page now."""
         self.visitors.pop(connection, None)
 
     def _fail(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Count what goes wrong in the event loop, such as a connection for which there is no descriptor; log the first one."""
+        """Count failures in the event loop, such as a connection without a file descriptor left; log the first."""
         self._on_count("failures")
         if not self._failed:
             self._failed = True
             event = {"event": "dashboard_failed", "reason": str(context.get("exception"))}
-            text = "the dashboard failed at a connection; more failures are counted only: %s: %s"
+            text = "the dashboard failed at a connection; further failures are only counted: %s: %s"
             logger.error(text, context.get("message"), context.get("exception"), extra=event)
 
     def _answer(self, _: ServerConnection, request: Request) -> Response | None:
@@ -156,13 +159,13 @@ class PageServer:
             self._on_count("pages_refused")
             await connection.close(CloseCode.TRY_AGAIN_LATER, f"{limits.CLIENTS_MAX} pages are open already")
             return
-        seen = Seen()
+        page = PageState()
         listening: asyncio.Task[Any] | None = None
         self.connections.add(connection)
         self.leave(connection)
         try:
-            listening = asyncio.create_task(self._hear(connection, seen))
-            await self._tell(connection, seen)
+            listening = asyncio.create_task(self._receive(connection, page))
+            await self._update(connection, page)
         except ConnectionClosed:
             pass
         except TimeoutError:
@@ -170,14 +173,14 @@ class PageServer:
             connection.transport.abort()
         finally:
             self.connections.discard(connection)
-            self._board.leave(seen)
+            self._board.leave(page)
             if listening is not None:
                 listening.cancel()
 
-    async def _tell(self, connection: ServerConnection, seen: Seen) -> None:
-        """Send what is new, for as long as the page is there."""
+    async def _update(self, connection: ServerConnection, page: PageState) -> None:
+        """Send changes until the page is closed. Raises TimeoutError when the page does not read them."""
         while True:
-            news = self._board.news(seen)
+            news = self._board.news(page)
             if news is not None:
                 async with asyncio.timeout(limits.STALL_S_MAX):
                     await connection.send(wire.encode(*news))
@@ -185,11 +188,11 @@ class PageServer:
             if connection.close_code is not None:
                 return
 
-    async def _hear(self, connection: ServerConnection, seen: Seen) -> None:
-        """Take what the page says, until it is gone or says what it may not."""
+    async def _receive(self, connection: ServerConnection, page: PageState) -> None:
+        """Handle the page's messages until it is closed or sends an invalid one."""
         try:
             async for message in connection:
-                self._board.look(seen, wire.decode(message).select)
+                self._board.look(page, wire.decode(message).select)
         except RemoteProtocolError as e:
             self._on_count("requests_refused")
             await connection.close(CloseCode.POLICY_VIOLATION, str(e)[:100])
@@ -198,7 +201,7 @@ class PageServer:
 
 
 class _Connection(ServerConnection):
-    """A connection that its server counts."""
+    """A connection that the server lists as a visitor."""
 
     def __init__(self, pages: PageServer, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -214,9 +217,9 @@ class _Connection(ServerConnection):
 
 
 def port_error(host: str, port: int, error: OSError) -> UsageError:
-    """Return what to raise when a port cannot be had."""
+    """Return the error to raise when a port cannot be used."""
     if error.errno == errno.EADDRINUSE:
-        do = "close what listens there, or use port=0 for any free one"
+        do = "end the program that uses it, or use port=0 for any free port"
         return UsageError(explain("consumers.dashboard.port", got=f"{port}, in use", expected="a free port", do=do))
     got = f"{host}:{port}, {error.strerror or error}"
-    return UsageError(explain("consumers.dashboard.port", got=got, expected="a port that may be listened on"))
+    return UsageError(explain("consumers.dashboard.port", got=got, expected="a port that this user may listen on"))

@@ -1,20 +1,20 @@
-"""What goes between the server and a page.
+"""The messages between the server and a page.
 
-To the page: binary messages. A message is the length of its head in bytes (uint32), the head, JSON padded with spaces
-to a multiple of 4, and then numbers: float32, which carry NaN and infinity as they are. All are little-endian. The head's
-keys, each left out when there is nothing new:
+The server sends binary messages. A message is the length of its head in bytes (uint32), the head (JSON, padded with
+spaces to a multiple of 4 bytes), and numbers (float32, which hold NaN and infinity). All are little-endian. The head
+has these keys; a key without news is left out:
 
 | key | meaning |
 |---|---|
-| engines | the engines that were seen: name, model, problems |
+| engines | the engines on the board: name, model, number of sites, problems |
 | counts | requests open, done and not kept; rows dropped by reason; totals |
 | rates | tokens, rows and bytes in each second up to `last` |
 | requests | summaries of requests that are new or changed, each with its `key` |
-| gone | keys of requests that are kept no more |
+| gone | keys of requests that were dropped from the board |
 | detail | tokens of the selected request: columns `first .. first+count`, at positions `base + column` |
 
-The numbers are those of `detail`, `[series, count]`. With `fresh`, `detail` replaces what the page has and names the series.
-From the page: the text `{"select": KEY}`, which says what request it shows, 0 for none.
+The numbers are the values of `detail`, `[series, count]`. With `fresh`, `detail` replaces the tokens that the page has
+and lists the series. The page sends the text `{"select": KEY}`: the request that it shows, 0 for none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from capflow_dashboard.series import Values
 
 
 class Select(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A page shows another request now."""
+    """A page's message that it shows another request.
+
+    select: the request's key; 0 for none.
+    """
 
     select: int
 
@@ -39,7 +42,10 @@ _decoder = msgspec.json.Decoder(Select)
 
 
 def encode(head: dict[str, Any], values: Values | None = None) -> bytes:
-    """Return the message."""
+    """Return a message to a page.
+
+    values: float32 `[series, count]`.
+    """
     text = _encoder.encode(head)
     text += b" " * (-len(text) % 4)
     numbers = b"" if values is None else values.astype("<f4", copy=False).tobytes()
@@ -47,7 +53,7 @@ def encode(head: dict[str, Any], values: Values | None = None) -> bytes:
 
 
 def decode(message: str | bytes) -> Select:
-    """Return what a page says; raises RemoteProtocolError when it is not that."""
+    """Return a page's message. Raises RemoteProtocolError when it is invalid."""
     try:
         return _decoder.decode(message)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:

@@ -31,7 +31,7 @@ from capflow.errors import UsageError
 from capflow.plugins.configure import configure, load_plugins
 from capflow.probes.probe import Probe
 from capflow_dashboard import limits
-from capflow_dashboard.board import Board, Seen
+from capflow_dashboard.board import Board, PageState
 from capflow_dashboard.consumer import Dashboard, DashboardConfig
 from capflow_dashboard.pages import is_loopback
 from capflow_dashboard.rates import RateSeries
@@ -147,7 +147,7 @@ def test_a_full_board_forgets_the_oldest_that_is_over_and_not_looked_at():
     made = board(requests_max=3)
     for number, request in enumerate(("a", "b", "c")):
         feed(made, make_frame([(request, 2, 0, 2)], SITES, seq=number + 1))
-    seen = Seen()
+    seen = PageState()
     made.look(seen, keys_of(made)["a"])
     for request in ("a", "b", "c"):
         made.finish(done(request))
@@ -155,15 +155,15 @@ def test_a_full_board_forgets_the_oldest_that_is_over_and_not_looked_at():
     gone = keys_of(made)["b"]
     feed(made, make_frame([("d", 2, 0, 2)], SITES, seq=4))
     assert set(keys_of(made)) == {"a", "c", "d"}
-    told, _ = made.news(seen)
-    assert told["gone"] == [gone]
-    assert [request["id"] for request in told["requests"]] == ["d"]
+    head, _ = made.news(seen)
+    assert head["gone"] == [gone]
+    assert [request["id"] for request in head["requests"]] == ["d"]
 
 
 def test_when_all_run_new_ones_are_counted_and_never_half_kept():
     made = board(requests_max=2)
     feed(made, make_frame([("a", 2, 0, 2), ("b", 2, 0, 2), ("c", 2, 0, 2)], SITES))
-    assert made.news(Seen())[0]["counts"] | {"bytes": 0} == {
+    assert made.news(PageState())[0]["counts"] | {"bytes": 0} == {
         "open": 3,
         "done": 0,
         "not_kept": 1,
@@ -176,13 +176,13 @@ def test_when_all_run_new_ones_are_counted_and_never_half_kept():
     feed(made, make_frame([("c", 2, 2, 1)], SITES, seq=2))
     assert set(keys_of(made)) == {"a", "b"}
     made.finish(done("c"))
-    assert made.news(Seen())[0]["counts"]["not_kept"] == 0
-    assert not made._turned_away
+    assert made.news(PageState())[0]["counts"]["not_kept"] == 0
+    assert not made._not_kept
 
 
 def test_an_engine_that_is_gone_is_shown_as_long_as_a_request_of_it_is():
     made = board(requests_max=1)
-    seen = Seen()
+    seen = PageState()
     for number in range(3):
         name = f"e{number}"
         made.greet(name, make_model(), SITES, ())
@@ -203,22 +203,22 @@ def test_an_id_that_comes_again_is_another_request():
     feed(made, make_frame([("a", 2, 0, 2)], SITES))
     made.finish(done("a", status="abort", dropped=[Dropped(3, "consumer_queue_full")]))
     feed(made, make_frame([("a", 2, 0, 1)], SITES, seq=2))
-    told = made.news(Seen())[0]
-    assert [(r["key"], r["status"], r["tokens"], r["rows_lost"]) for r in told["requests"]] == [
+    head = made.news(PageState())[0]
+    assert [(r["key"], r["status"], r["tokens"], r["rows_lost"]) for r in head["requests"]] == [
         (1, "abort", 2, 3),
         (2, "live", 1, 0),
     ]
-    assert told["counts"]["dropped"] == {"consumer_queue_full": 3}
+    assert head["counts"]["dropped"] == {"consumer_queue_full": 3}
 
 
 def test_a_step_of_several_stages_counts_once_and_a_new_boot_anew():
     made = board()
     for _ in range(2):
         made.count(make_frame([("a", 2, 0, 2)], SITES, step=5, step_tokens=7).header)
-    assert made.news(Seen())[0]["counts"]["tokens"] == 7
+    assert made.news(PageState())[0]["counts"]["tokens"] == 7
     made.greet("engine-1", make_model(), SITES, ())
     made.count(make_frame([("a", 2, 0, 2)], SITES, step=1, step_tokens=2).header)
-    assert made.news(Seen())[0]["counts"]["tokens"] == 9
+    assert made.news(PageState())[0]["counts"]["tokens"] == 9
 
 
 def test_an_engine_that_comes_back_goes_on_with_its_requests():
@@ -234,7 +234,7 @@ def test_an_engine_that_comes_back_goes_on_with_its_requests():
 
 
 def test_a_page_with_nothing_new_is_told_nothing():
-    made, seen = board(), Seen()
+    made, seen = board(), PageState()
     feed(made, make_frame([("a", 2, 0, 2)], SITES))
     made.look(seen, 1)
     assert made.news(seen) is not None
@@ -245,13 +245,13 @@ def test_a_page_with_nothing_new_is_told_nothing():
 
 
 def test_choosing_another_request_brings_all_of_it():
-    made, seen = board(), Seen()
+    made, seen = board(), PageState()
     feed(made, make_frame([("a", 2, 0, 2), ("b", 3, 0, 3)], SITES))
     for key in (1, 2, 1):
         made.look(seen, key)
-        told, values = made.news(seen)
-        assert told["detail"]["fresh"]
-        assert told["detail"]["key"] == key
+        head, values = made.news(seen)
+        assert head["detail"]["fresh"]
+        assert head["detail"]["key"] == key
         assert values.shape == (4, key + 1)
 
 
@@ -282,15 +282,15 @@ def test_what_a_page_merges_is_what_came(tokens_max, puts):
         expected |= {(row, start + i): values[0, i] for i in range(length)}
         if looks or version == len(puts):
             fresh = page is None or page[0] != record.base
-            found = record.since(-1 if fresh else seen)
+            change = record.since(-1 if fresh else seen)
             seen = version
-            if found is not None:
-                told, news = found
+            if change is not None:
+                columns, news = change
                 if fresh:
-                    page = (told["base"], {})
-                for column in range(told["count"]):
+                    page = (columns["base"], {})
+                for column in range(columns["count"]):
                     for series in range(4):
-                        page[1][series, told["base"] + told["first"] + column] = news[series, column]
+                        page[1][series, columns["base"] + columns["first"] + column] = news[series, column]
     assert record.count <= tokens_max
     if page is None:
         return
@@ -321,12 +321,12 @@ def test_rates_are_told_by_whole_seconds_and_bounded():
 
 
 def test_the_plugin_brings_it_and_its_options_are_as_described():
-    known = load_plugins()
-    made = configure("dashboard", {"port": "0", "layers": "0+2", "probes": ""}, known)
+    plugins = load_plugins()
+    made = configure("dashboard", {"port": "0", "layers": "0+2", "probes": ""}, plugins)
     assert isinstance(made.consumer, Dashboard)
     assert made.policy.value == "skip"
     assert made.consumer.spec().hooks == {"post_block": [0, 2]}
-    assert configure("dashboard", {"port": "0", "layers": "3"}, known).consumer.spec().hooks == {"post_block": [3]}
+    assert configure("dashboard", {"port": "0", "layers": "3"}, plugins).consumer.spec().hooks == {"post_block": [3]}
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,7 @@ def test_probes_are_read_and_their_sites_asked_for(tmp_path):
         "mlp_in": [2],
     }
     assert Dashboard(DashboardConfig(probes=paths, layers=[0])).spec().hooks == {"post_block": [0, 3], "mlp_in": [2]}
-    with pytest.raises(UsageError, match="probes: got a twice, expected probes with names of their own"):
+    with pytest.raises(UsageError, match="probes: got a twice, expected probes with different names"):
         Dashboard(DashboardConfig(port=0, probes=[paths[0], paths[0]])).check()
     with pytest.raises(UsageError, match="no such file"):
         Dashboard(DashboardConfig(port=0, probes=("nowhere.safetensors",))).check()
@@ -383,7 +383,7 @@ def test_a_port_in_use_is_one_line_before_anything_starts():
                 attempt()
             assert str(raised.value) == (
                 f"consumers.dashboard.port: got {port}, in use, expected a free port; "
-                "close what listens there, or use port=0 for any free one"
+                "end the program that uses it, or use port=0 for any free port"
             )
 
 

@@ -46,13 +46,16 @@ def chromium():
 
 
 class Opened:
-    """A page that is open on a dashboard; `complaints` is what its console said that it should not."""
+    """A page that is open on a dashboard.
+
+    complaints: warnings and errors of its console.
+    """
 
     def __init__(self, page, consumer):
         self.page = page
         self.consumer = consumer
         self.complaints = []
-        page.on("console", self._said)
+        page.on("console", self._on_console)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
         page.set_default_timeout(LIMIT_MS)
@@ -61,7 +64,7 @@ class Opened:
         page.goto(consumer.address)
         expect(page.locator("#link")).to_have_text("connected", timeout=LIMIT_MS)
 
-    def _said(self, message):
+    def _on_console(self, message):
         gone = self.consumer.closed and "ERR_CONNECTION_REFUSED" in message.text
         if message.type in ("error", "warning") and not gone:
             self.complaints.append(message.text)
@@ -180,7 +183,7 @@ def test_a_request_is_shown_while_it_runs(opened):
         assert page.locator("#tokens-generated .token").all_text_contents() == WORDS["r1"][4:7]
         expect(page.locator("#shown-facts")).to_have_text("4 prompt tokens, 3 generated")
         consumer.on_request_done(done("r1", "length", [Dropped(5, "consumer_queue_full")]))
-        expect(page.locator("#shown-status")).to_have_text("✓ done, at its length")
+        expect(page.locator("#shown-status")).to_have_text("✓ done, at its length limit")
         expect(page.locator("#count-done")).to_have_text("1")
         expect(page.locator("#count-dropped")).to_have_text("5")
         expect(page.locator("#measure option")).to_have_count(1)
@@ -249,8 +252,8 @@ def test_pointing_at_a_token_says_what_it_is(opened):
         expect(tip).to_contain_text("token  France")
         expect(tip).to_contain_text("position 4, generated")
         expect(tip).to_contain_text(f"token id {token_of('r1', 4)}")
-        said = re.search(r"norm at post_block:2 ([\d.]+)", tip.inner_text())[1]
-        assert float(said) == pytest.approx(norm_of("r1", SITES[2], 4), rel=1e-3)
+        norm = re.search(r"norm at post_block:2 ([\d.]+)", tip.inner_text())[1]
+        assert float(norm) == pytest.approx(norm_of("r1", SITES[2], 4), rel=1e-3)
         window.page.locator("#shown-id").hover()
         expect(tip).to_be_hidden()
 
@@ -363,21 +366,21 @@ def test_nan_infinity_and_missing_rows_are_said_to_be(opened):
             expect(window.page.locator("#tip")).to_contain_text(f"norm at post_block:3 {text}")
         assert window.page.locator(".token.odd").count() == 2
         assert window.page.locator(".token.missing").all_text_contents() == ["·"]
-        expect(window.page.locator("#tip")).to_contain_text("token id not known")
+        expect(window.page.locator("#tip")).to_contain_text("token id unknown")
 
 
 def test_rates_move(opened):
     with open_dashboard() as consumer:
         window = opened(consumer)
         consumer.on_session("engine-1", make_model())
-        told = window.page.locator("#rate-tokens")
+        rate = window.page.locator("#rate-tokens")
         seq = 0
 
         def moves():
             nonlocal seq
             seq += 1
             consumer.on_frame(make_frame([("r1", 4, seq, 1)], SITES, seq=seq, step_tokens=3))
-            return told.inner_text() != "0"
+            return rate.inner_text() != "0"
 
         eventually(moves)
         values = window.page.evaluate("document.getElementById('chart-tokens').data[0].y")
@@ -417,7 +420,7 @@ def test_a_server_that_goes_away_is_seen_and_found_again(chromium):
         consumer.on_frame(make_frame([("r1", 4, 0, 4)], SITES))
         window.wait_tokens(4)
     expect(page.locator("#link")).to_have_text("stopped", timeout=LIMIT_MS)
-    expect(page.locator("#notice")).to_contain_text("This is the last that it showed")
+    expect(page.locator("#notice")).to_contain_text("This is its last state")
     assert window.tokens().count() == 4
     with open_dashboard(token=token, port=port) as consumer:
         expect(page.locator("#link")).to_have_text("connected", timeout=LIMIT_MS)
@@ -427,7 +430,7 @@ def test_a_server_that_goes_away_is_seen_and_found_again(chromium):
         expect(page.locator("#notice")).to_be_hidden()
     with open_dashboard(port=port):
         expect(page.locator("#link")).to_have_text("disconnected", timeout=LIMIT_MS)
-        expect(page.locator("#notice")).to_contain_text("open the address that it prints")
+        expect(page.locator("#notice")).to_contain_text("Open the address that it prints")
     context.close()
 
 

@@ -95,9 +95,9 @@ class Pageless:
     def until(self, condition, limit_s=20.0):
         """Take messages until the condition holds of this; return what it gave."""
         deadline = time.monotonic() + limit_s
-        while not (found := condition(self)):
+        while not (result := condition(self)):
             self.take(self.socket.recv(timeout=max(0.0, deadline - time.monotonic())))
-        return found
+        return result
 
     def drain(self, limit_s):
         """Take messages until the connection is closed, which raises ConnectionClosed."""
@@ -120,17 +120,17 @@ class Pageless:
         else:
             assert not numbers.size
 
-    def _merge(self, told, numbers):
+    def _merge(self, detail, numbers):
         self.merged += 1
-        if told["fresh"]:
+        if detail["fresh"]:
             self.fresh += 1
-            self.base, self.series, self.ids, self.texts = told["base"], told["series"], [], []
+            self.base, self.series, self.ids, self.texts = detail["base"], detail["series"], [], []
             self.values = np.empty((len(self.series), 0), np.float32)
-        first, end = told["first"], told["first"] + told["count"]
+        first, end = detail["first"], detail["first"] + detail["count"]
         assert first <= len(self.ids)
-        self.ids[first:end] = told["ids"]
-        self.texts[first:end] = told["texts"]
+        self.ids[first:end] = detail["ids"]
+        self.texts[first:end] = detail["texts"]
         if end > self.values.shape[1]:
             room = np.full((len(self.series), end - self.values.shape[1]), np.nan, np.float32)
             self.values = np.concatenate([self.values, room], axis=1)
-        self.values[:, first:end] = numbers.reshape(len(self.series), told["count"])
+        self.values[:, first:end] = numbers.reshape(len(self.series), detail["count"])

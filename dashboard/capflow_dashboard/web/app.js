@@ -1,4 +1,4 @@
-// The page: keeps what the server told, decides what is shown, and has it drawn.
+// The page: keeps what the server sends, decides what is shown, and draws it.
 
 import { drawRate, Heatmap } from "./charts.js";
 import { Feed } from "./feed.js";
@@ -16,15 +16,19 @@ const $ = (id) => document.getElementById(id);
 const state = {
   engines: [],
   rates: { tokens: [], rows: [], bytes: [] },
-  detail: null, // {key, base, series, ids, texts, values: one array for each series}
+  // The shown request: {key, base, series, ids, texts, values: one array for each series}.
+  detail: null,
   selected: 0,
-  wantedSite: "", // chosen by the user; kept from request to request
-  measure: "norm", // or the name of a probe
-  column: null, // of the token that is pointed at
+  // The site that the user has chosen; kept from request to request.
+  wantedSite: "",
+  // "norm", or `probe:` and the name of a probe.
+  measure: "norm",
+  // The column of the token under the pointer or the focus.
+  column: null,
   stale: { tokens: false, heat: false },
 };
 
-// What the server says.
+// Messages from the server.
 
 const feed = new Feed({
   onOpen() {
@@ -43,7 +47,8 @@ const feed = new Feed({
   },
   onState(name, why) {
     $("link").dataset.state = name;
-    $("link").textContent = { live: "connected", lost: "reconnecting", ended: "stopped", refused: "disconnected" }[name];
+    const words = { live: "connected", lost: "reconnecting", ended: "stopped", refused: "disconnected" };
+    $("link").textContent = words[name];
     $("notice").hidden = !why;
     $("notice").textContent = why;
     document.body.classList.toggle("stale", name !== "live");
@@ -60,7 +65,8 @@ function showEngines(engines) {
     const model = document.createElement("strong");
     model.textContent = engine.model;
     const facts = document.createElement("span");
-    facts.textContent = ` ${engine.num_layers} layers × ${engine.hidden_size}, ${engine.dtype}, ${engine.sites} sites · engine ${engine.name}`;
+    const size = `${engine.num_layers} layers × ${engine.hidden_size}`;
+    facts.textContent = ` ${size}, ${engine.dtype}, ${engine.sites} sites · engine ${engine.name}`;
     line.append(model, facts);
     for (const problem of engine.problems) {
       const warning = document.createElement("span");
@@ -88,7 +94,7 @@ function showCounts(counts) {
   $("count-dropped-box").classList.toggle("bad", dropped > 0);
   $("count-dropped-box").title = reasons.map(([reason, rows]) => `${reason}: ${rows}`).join(", ");
   $("not-kept").hidden = !counts.not_kept;
-  $("not-kept").textContent = `${counts.not_kept} more are running and not shown: requests_max is reached.`;
+  $("not-kept").textContent = `${counts.not_kept} more are running. They are not shown: requests_max is reached.`;
 }
 
 function takeRates(rates) {
@@ -113,7 +119,7 @@ function amount(value, bytes) {
   return `${Number(value.toPrecision(3))} ${units[unit]}`;
 }
 
-// Which request is shown.
+// The choice of the shown request.
 
 const requests = new RequestList($("requests"), (key) => {
   $("follow").checked = false;
@@ -161,37 +167,39 @@ const tokens = new TokenView({
   box: $("tokens"),
   prompt: $("tokens-prompt"),
   generated: $("tokens-generated"),
-  onPointed: (column, element) => pointAt(column, column === null ? null : measured().row, element?.getBoundingClientRect()),
+  onPointed: (column, element) =>
+    pointAt(column, column === null ? null : measured().row, element?.getBoundingClientRect()),
 });
 
-function takeDetail(told, numbers) {
-  if (told.key !== state.selected) return;
-  const request = requests.requests.get(told.key);
-  if (told.fresh) {
-    state.detail = { key: told.key, base: told.base, series: told.series, ids: [], texts: [], values: told.series.map(() => []) };
+function takeDetail(news, numbers) {
+  if (news.key !== state.selected) return;
+  const request = requests.requests.get(news.key);
+  if (news.fresh) {
+    const { key, base, series } = news;
+    state.detail = { key, base, series, ids: [], texts: [], values: series.map(() => []) };
     state.column = null;
     tokens.clear();
     $("tip").hidden = true;
     $("empty").hidden = true;
     $("view").hidden = false;
-    $("tokens-before").hidden = told.base === 0;
-    $("tokens-before").textContent = `Positions 0 to ${told.base - 1} are not kept.`;
+    $("tokens-before").hidden = base === 0;
+    $("tokens-before").textContent = `Positions 0 to ${base - 1} are not kept.`;
     showChoices();
   }
   const detail = state.detail;
-  if (!detail || detail.key !== told.key || detail.base !== told.base) return;
-  for (let i = 0; i < told.count; i++) {
-    detail.ids[told.first + i] = told.ids[i];
-    detail.texts[told.first + i] = told.texts[i];
+  if (!detail || detail.key !== news.key || detail.base !== news.base) return;
+  for (let i = 0; i < news.count; i++) {
+    detail.ids[news.first + i] = news.ids[i];
+    detail.texts[news.first + i] = news.texts[i];
     for (let row = 0; row < detail.values.length; row++) {
-      detail.values[row][told.first + i] = numbers[row * told.count + i];
+      detail.values[row][news.first + i] = numbers[row * news.count + i];
     }
   }
-  tokens.write(detail, request?.prompt_length ?? Infinity, told.first, told.first + told.count);
+  tokens.write(detail, request?.prompt_length ?? Infinity, news.first, news.first + news.count);
   redraw();
 }
 
-/** Fill the selects for the shown request's series; hide what there is nothing of. */
+/** Fill the select elements with the series of the shown request. */
 function showChoices() {
   const { series } = state.detail;
   const probes = series.filter((one) => one.probe);
@@ -205,11 +213,14 @@ function showChoices() {
   $("site").value = sites.includes(state.wantedSite) ? state.wantedSite : (sites.at(-1) ?? "");
 }
 
-/** Return which series colours the tokens. */
+/** Return the series that colours the tokens, and its row. */
 function measured() {
   const { series } = state.detail;
   const isProbe = state.measure !== "norm";
-  const row = series.findIndex((one) => (isProbe ? `probe:${one.probe}` === state.measure : !one.probe && one.site === $("site").value));
+  const site = $("site").value;
+  const row = series.findIndex((one) =>
+    isProbe ? `probe:${one.probe}` === state.measure : !one.probe && one.site === site,
+  );
   return { isProbe, row, one: series[row] };
 }
 
@@ -227,7 +238,7 @@ onTheme(() => {
   drawRates();
 });
 
-// Drawing happens when something is stale, once for each picture of the screen, and no oftener than can be borne.
+// Stale parts are drawn at the next frame of the screen; the heatmap waits as long as `heat.wait` says.
 
 let awaited = false;
 
@@ -271,9 +282,9 @@ function paintTokens() {
   $("legend-bar").style.backgroundImage = scale.gradient;
   $("legend-low").textContent = `≤ ${show(scale.low)}`;
   $("legend-high").textContent = `≥ ${show(scale.high)}`;
-  const what = isProbe ? `score, underlined from ${show(one.threshold)} on` : SCALE_TITLES[scaleName];
-  $("legend").title = what;
-  $("legend").setAttribute("aria-label", `Colours from ${show(scale.low)} to ${show(scale.high)}: ${what}`);
+  const title = isProbe ? `score, underlined from ${show(one.threshold)} on` : SCALE_TITLES[scaleName];
+  $("legend").title = title;
+  $("legend").setAttribute("aria-label", `Colours from ${show(scale.low)} to ${show(scale.high)}: ${title}`);
 }
 
 const heat = new Heatmap($("heat"), {
@@ -311,7 +322,7 @@ function drawHeat() {
   });
 }
 
-// What is pointed at, on either picture.
+// The tip at the token or cell under the pointer.
 
 function pointAt(column, row, where) {
   const tip = $("tip");
@@ -329,12 +340,14 @@ function pointAt(column, row, where) {
   const lines = [
     ["token", textOf(detail, column)],
     ["position", `${position}, ${position < (request?.prompt_length ?? 0) ? "prompt" : "generated"}`],
-    ["token id", detail.ids[column] < 0 ? "not known" : String(detail.ids[column])],
+    ["token id", detail.ids[column] < 0 ? "unknown" : String(detail.ids[column])],
     [one.probe ? `${one.probe} at ${one.site}` : `norm at ${one.site}`, show(value)],
   ];
   if (one.probe) lines.push(["fires", value >= one.threshold ? `yes, from ${show(one.threshold)} on` : "no"]);
   else if (value !== MISSING) {
-    for (const name of ["z", "ratio"]) lines.push([SCALE_TITLES[name], show(normalise(detail.values[row], name)[column])]);
+    for (const name of ["z", "ratio"]) {
+      lines.push([SCALE_TITLES[name], show(normalise(detail.values[row], name)[column])]);
+    }
   }
   tip.replaceChildren(
     ...lines.map(([name, text]) => {

@@ -1,4 +1,4 @@
-// The charts, drawn by plotly: the rates, and the heatmap of norms.
+// The charts, drawn with plotly: the rates, and the heatmap of norms.
 
 /* global Plotly */
 
@@ -8,9 +8,10 @@ function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-const sized = new WeakSet(); // elements whose size is watched
+// Elements that are resized with the window.
+const sized = new WeakSet();
 
-/** Draw one rate: values of the latest seconds, the newest last. */
+/** Draw one rate: the values of the latest seconds, the newest last. */
 export function drawRate(element, values, seconds) {
   if (!sized.has(element)) {
     sized.add(element);
@@ -21,7 +22,18 @@ export function drawRate(element, values, seconds) {
   const top = Math.max(...values, 1);
   return Plotly.react(
     element,
-    [{ type: "scatter", mode: "lines", x, y: values, line: { color: accent, width: 1.5 }, fill: "tozeroy", fillcolor: colour("--accent-soft"), hoverinfo: "skip" }],
+    [
+      {
+        type: "scatter",
+        mode: "lines",
+        x,
+        y: values,
+        line: { color: accent, width: 1.5 },
+        fill: "tozeroy",
+        fillcolor: colour("--accent-soft"),
+        hoverinfo: "skip",
+      },
+    ],
     {
       margin: { l: 0, r: 0, t: 2, b: 1 },
       paper_bgcolor: "rgba(0,0,0,0)",
@@ -35,7 +47,10 @@ export function drawRate(element, values, seconds) {
 }
 
 export class Heatmap {
-  /** onPointed(column, row, event) and onChosen(column, row): a cell is hovered (null: none is), or clicked. */
+  /**
+   * onPointed(column, row, event): the pointer is on a cell; all null when it leaves.
+   * onChosen(column, row): a cell was clicked.
+   */
   constructor(element, { onPointed, onChosen }) {
     this.element = element;
     this.onPointed = onPointed;
@@ -43,17 +58,22 @@ export class Heatmap {
     this.base = 0;
     this.listens = false;
     this.drawing = false;
-    this.cost = 0; // how long the last drawing took, ms
+    // Duration of the last drawing, ms.
+    this.cost = 0;
     this.drawnAt = -Infinity;
   }
 
-  /** How long to wait with drawing, ms, so that the page has time for other things; 0 for not at all. */
+  /** How long to wait before the next drawing, ms: drawing takes at most a quarter of the page's time. */
   get wait() {
     const pause = Math.max(200, 3 * this.cost);
     return this.drawing ? pause : Math.max(0, pause - (performance.now() - this.drawnAt));
   }
 
-  /** Draw rows of scaled values; labels: one for each row; row and column: what is marked, null for none. */
+  /**
+   * rows: arrays of scaled values.
+   * labels: one for each row.
+   * row, column: what is marked; null for none.
+   */
   async draw({ rows, labels, base, scale, title, axis, row, column }) {
     this.base = base;
     const begun = performance.now();
@@ -63,9 +83,13 @@ export class Heatmap {
     const shown = labels.map((_, i) => i).filter((i) => i % each === 0);
     const ink = colour("--ink-soft");
     const mark = { type: "rect", layer: "above", line: { color: colour("--mark"), width: 1.5 } };
+    const axes = { showgrid: false, zeroline: false, fixedrange: true };
     const shapes = [];
     if (row !== null) shapes.push({ ...mark, xref: "paper", x0: 0, x1: 1, y0: row - 0.5, y1: row + 0.5 });
-    if (column !== null) shapes.push({ ...mark, yref: "paper", y0: 0, y1: 1, x0: base + column - 0.5, x1: base + column + 0.5 });
+    if (column !== null) {
+      const x = base + column;
+      shapes.push({ ...mark, yref: "paper", y0: 0, y1: 1, x0: x - 0.5, x1: x + 0.5 });
+    }
     await Plotly.react(
       this.element,
       [
@@ -82,7 +106,15 @@ export class Heatmap {
           hoverinfo: "none",
           xgap: count < 120 ? 1 : 0,
           ygap: rows.length < 40 ? 1 : 0,
-          colorbar: { thickness: 10, outlinewidth: 0, len: 1, xpad: 8, ypad: 0, tickfont: { color: ink, size: 11 }, title: { text: title, side: "right", font: { color: ink, size: 11 } } },
+          colorbar: {
+            thickness: 10,
+            outlinewidth: 0,
+            len: 1,
+            xpad: 8,
+            ypad: 0,
+            tickfont: { color: ink, size: 11 },
+            title: { text: title, side: "right", font: { color: ink, size: 11 } },
+          },
         },
       ],
       {
@@ -90,8 +122,20 @@ export class Heatmap {
         paper_bgcolor: "rgba(0,0,0,0)",
         plot_bgcolor: "rgba(0,0,0,0)",
         font: { family: getComputedStyle(document.body).fontFamily, size: 11, color: ink },
-        xaxis: { title: { text: "position", standoff: 4 }, range: [base - 0.5, base + Math.max(count, 16) - 0.5], showgrid: false, zeroline: false, tickformat: "d", fixedrange: true },
-        yaxis: { title: { text: axis, standoff: 4 }, tickmode: "array", tickvals: shown, ticktext: shown.map((i) => labels[i]), range: [-0.5, rows.length - 0.5], showgrid: false, zeroline: false, fixedrange: true },
+        xaxis: {
+          ...axes,
+          title: { text: "position", standoff: 4 },
+          range: [base - 0.5, base + Math.max(count, 16) - 0.5],
+          tickformat: "d",
+        },
+        yaxis: {
+          ...axes,
+          title: { text: axis, standoff: 4 },
+          tickmode: "array",
+          tickvals: shown,
+          ticktext: shown.map((i) => labels[i]),
+          range: [-0.5, rows.length - 0.5],
+        },
         shapes,
         dragmode: false,
       },

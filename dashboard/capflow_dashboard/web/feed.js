@@ -1,9 +1,9 @@
-// The feed: the socket to the server. It reconnects by itself, and tells in which state it is.
+// The feed: the socket to the server. It reconnects automatically and reports its state.
 
 const WAIT_MS_MIN = 500;
 const WAIT_MS_MAX = 5000;
 
-/** Return the head and the numbers of a message; see the server's `wire` for its form. */
+/** Return the head and the numbers of a message; the server's module `wire` defines the format. */
 export function decode(buffer) {
   const length = new DataView(buffer).getUint32(0, true);
   const head = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
@@ -11,14 +11,19 @@ export function decode(buffer) {
 }
 
 export class Feed {
-  /** onOpen: a new connection, everything comes afresh. onState(state, why): live, lost, ended or refused. */
+  /**
+   * onOpen(): there is a new connection; the server sends everything again.
+   * onMessage({head, numbers}): a message has arrived.
+   * onState(state, why): the state is live, lost, ended or refused.
+   */
   constructor({ onOpen, onMessage, onState }) {
     this.onOpen = onOpen;
     this.onMessage = onMessage;
     this.onState = onState;
     this.wait = WAIT_MS_MIN;
     this.socket = null;
-    this.ended = false; // the server said that it ends
+    // Whether the server has announced its end.
+    this.ended = false;
     this.connect();
   }
 
@@ -48,20 +53,20 @@ export class Feed {
       return;
     }
     if (await this.isShutOut()) {
-      this.onState("refused", "capflow was started anew, with a new token: open the address that it prints.");
+      this.onState("refused", "capflow was restarted with a new token. Open the address that it prints.");
       return;
     }
     this.onState(
       this.ended ? "ended" : "lost",
       this.ended
-        ? "capflow has stopped. This is the last that it showed; the page goes on when capflow does, if it has the same token."
-        : "The connection to capflow is lost. This is the last that it showed; trying again.",
+        ? "capflow has stopped. This is its last state. The page reconnects when capflow returns with the same token."
+        : "The connection to capflow is lost. This is its last state. The page is reconnecting.",
     );
     setTimeout(() => this.connect(), this.wait);
     this.wait = Math.min(this.wait * 2, WAIT_MS_MAX);
   }
 
-  /** Whether a server answers, and does not want this page's token. */
+  /** Return whether a server answers and refuses this page's token. */
   async isShutOut() {
     try {
       return (await fetch(location.href, { cache: "no-store" })).status === 403;

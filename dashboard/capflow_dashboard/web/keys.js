@@ -1,8 +1,8 @@
-// Keys: one tab stop for a list; the arrow keys move within it.
+// Keys: a list is one tab stop; the arrow keys move within it.
 
 const STEPS = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, PageDown: 10, PageUp: -10 };
 
-/** Move the focus among the `[role=option]` in a list by keyboard; onChosen(option) is called for Enter and Space. */
+/** Let the keyboard move the focus between the `[role=option]` of a list; Enter and Space call onChosen(option). */
 export function roving(list, onChosen) {
   list.addEventListener("keydown", (event) => {
     if (event.altKey || event.ctrlKey || event.metaKey) return;
@@ -21,7 +21,7 @@ export function roving(list, onChosen) {
   list.addEventListener("focusin", (event) => stopAt(list, event.target.closest("[role=option]")));
 }
 
-/** Make one option the list's tab stop. */
+/** Make an option the only tab stop of its list. */
 export function stopAt(list, option) {
   if (!option) return;
   for (const other of list.querySelectorAll('[role=option][tabindex="0"]')) other.tabIndex = -1;

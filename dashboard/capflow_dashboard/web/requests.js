@@ -3,9 +3,9 @@
 import { roving, stopAt } from "./keys.js";
 
 const MARKS = { live: "●", stop: "✓", length: "✓", abort: "✕", error: "✕" };
-const WORDS = { live: "live", stop: "done", length: "done, at its length", abort: "aborted", error: "error" };
+const WORDS = { live: "live", stop: "done", length: "done, at its length limit", abort: "aborted", error: "error" };
 
-/** Return how a request's state is written. */
+/** Return the mark and the word for a request's status. */
 export function statusOf(request) {
   return { mark: MARKS[request.status] ?? "✓", word: WORDS[request.status] ?? request.status };
 }
@@ -13,8 +13,10 @@ export function statusOf(request) {
 export class RequestList {
   constructor(element, onChosen) {
     this.element = element;
-    this.items = new Map(); // key → option
-    this.requests = new Map(); // key → summary
+    // Options by key.
+    this.items = new Map();
+    // Summaries by key.
+    this.requests = new Map();
     this.shown = 0;
     roving(element, (option) => onChosen(Number(option.dataset.key)));
     element.addEventListener("click", (event) => {
@@ -42,7 +44,7 @@ export class RequestList {
     if (!this.element.querySelector('[tabindex="0"]')) stopAt(this.element, this.element.firstElementChild);
   }
 
-  /** The newest request that runs; else the newest; 0 when there is none. */
+  /** Return the key of the newest running request, or of the newest; 0 if there is none. */
   newest() {
     const keys = [...this.requests.keys()];
     const live = keys.filter((key) => this.requests.get(key).status === "live");

@@ -1,7 +1,7 @@
-// Scales: from values to colours, for the tokens and the heatmap alike.
+// Scales: map values to colours, for the tokens and for the heatmap.
 //
-// A value may be NaN or infinite, when its row held that, and -Infinity where there is no row; none of these
-// takes part in medians or ranges, and none has a place on a scale.
+// A value is NaN or infinite if its row is, and -Infinity if there is no row. Medians, ranges and scales leave these
+// values out.
 
 const STEPS = 64;
 const PALETTES = {
@@ -18,7 +18,7 @@ const PALETTES = {
 export const MISSING = -Infinity;
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
-/** Call when the colours of the page change. */
+/** Call `call` whenever the colours of the page change. */
 export function onTheme(call) {
   dark.addEventListener("change", call);
 }
@@ -37,7 +37,10 @@ function finiteSorted(...arrays) {
   return all.subarray(0, count).sort();
 }
 
-/** Return norms of one site on a scale: z, ratio, log or raw. z is robust: (v - median) / (1.4826 · MAD). */
+/**
+ * Return the norms of one site on a scale: z, ratio, log or raw.
+ * z is robust: (v - median) / (1.4826 · MAD), where MAD is the median absolute deviation.
+ */
 export function normalise(values, scale) {
   const result = new Float64Array(values.length);
   if (scale === "raw") return Float64Array.from(values);
@@ -59,11 +62,14 @@ export function normalise(values, scale) {
 }
 
 /**
- * The range of a scale, and its colours. It ends 1.5 interquartile ranges outside the quartiles, so that one outlier,
- * as the first token often is, does not take all the colours; what lies outside has the end's colour.
+ * The range of a scale, and its colours. The range ends at most 1.5 interquartile ranges outside the quartiles, so that
+ * one outlier, often the first token, does not take all the colours. Values outside the range have the end's colour.
  */
 export class Scale {
-  /** centre: of a diverging scale, null for a sequential one. reach: how far from the centre it goes, if that is fixed. */
+  /**
+   * centre: of a diverging scale; null for a sequential one.
+   * reach: the distance from the centre to the ends; null to compute it from the values.
+   */
   constructor(arrays, { centre = null, reach = null } = {}) {
     const diverging = centre !== null;
     const sorted = reach === null ? finiteSorted(...arrays) : new Float64Array(0);
@@ -91,12 +97,12 @@ export class Scale {
     return Math.round(Math.min(1, Math.max(0, t)) * (STEPS - 1));
   }
 
-  /** The colours as css takes them. */
+  /** The colours as a CSS gradient. */
   get gradient() {
     return `linear-gradient(to right, ${this.stops.join(", ")})`;
   }
 
-  /** The colours as plotly takes them. */
+  /** The colours as plotly's colorscale. */
   get colorscale() {
     return this.stops.map((colour, i) => [i / (this.stops.length - 1), colour]);
   }
@@ -104,7 +110,7 @@ export class Scale {
 
 const ramps = new Map();
 
-/** Return 64 colours `{back, fore}`; fore is what can be read on it. */
+/** Return 64 colours `{back, fore}`; fore is black or white, whichever is readable on back. */
 function ramp(stops) {
   const name = stops.join();
   if (!ramps.has(name)) {
@@ -124,7 +130,7 @@ function ramp(stops) {
   return ramps.get(name);
 }
 
-/** Return a value as people read it. */
+/** Return a value as text. */
 export function show(value) {
   if (value === MISSING) return "no row";
   if (Number.isNaN(value)) return "NaN";

@@ -1,9 +1,9 @@
-// The tokens of the shown request, as text, each with its colour.
+// The tokens of the shown request, as coloured text.
 
 import { roving, stopAt } from "./keys.js";
 import { MISSING } from "./scale.js";
 
-/** Return what stands for a token: its text, or its id when it has none that can be seen. */
+/** Return the text of a token, or `#` and its id if it has no text, or a dot without either. */
 export function textOf(detail, column) {
   const text = detail.texts[column];
   if (text) return text.replaceAll("\n", "⏎\n").replaceAll("\t", "⇥\t");
@@ -11,13 +11,14 @@ export function textOf(detail, column) {
 }
 
 export class TokenView {
-  /** onPointed(column, element): a token is hovered or has the focus; null when none is. */
+  /** onPointed(column, element): the pointer or the focus is on a token; both null when it leaves. */
   constructor({ box, prompt, generated, onPointed }) {
     this.box = box;
     this.prompt = prompt;
     this.generated = generated;
     this.elements = [];
-    this.steps = []; // what each element shows now, so that only changes are written
+    // The present look of each element, so that only changes are written.
+    this.steps = [];
     roving(box, () => {});
     const columnOf = (event) => event.target.closest?.("[role=option]");
     for (const kind of ["pointerover", "focusin"]) {
@@ -37,7 +38,7 @@ export class TokenView {
     this.generated.replaceChildren();
   }
 
-  /** Show tokens first to end anew; promptLength counts from position 0. */
+  /** Update the tokens of columns first to end - 1. Positions below promptLength are the prompt's. */
   write(detail, promptLength, first, end) {
     const atEnd = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 48;
     for (let column = this.elements.length; column < end; column++) {
@@ -63,7 +64,12 @@ export class TokenView {
     if (atEnd && this.box.scrollHeight > this.box.clientHeight) this.box.scrollTop = this.box.scrollHeight;
   }
 
-  /** Colour every token. values: as they are, scaled: on the scale; fires: the least value that is marked, or null. */
+  /**
+   * Colour every token.
+   * values: as captured.
+   * scaled: the values on the scale.
+   * fires: the lowest value that is marked; null to mark none.
+   */
   paint(values, scaled, scale, fires) {
     for (let column = 0; column < this.elements.length; column++) {
       const value = values[column];
