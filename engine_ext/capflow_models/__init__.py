@@ -1,6 +1,6 @@
-"""Models that are steered by a specification, over vLLM or Hugging Face Transformers, and what makes vectors for them.
+"""Steerable models over vLLM or Hugging Face Transformers, and the fitting and reading of steering vectors.
 
-Users import it. A back end is imported when it is first asked for.
+Users import it. A back end is imported at its first use.
 Invariant: reading a specification needs neither torch nor vLLM.
 """
 
@@ -42,7 +42,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs more than NumPy when it is first asked for."""
+    """Import the names that need more than NumPy at their first use."""
     import importlib
 
     if name in _LATER:

@@ -1,4 +1,4 @@
-"""The back ends by name."""
+"""Opens a model of a back end by the back end's name."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 
 
 def open_model(backend: Backend, model: str, arguments: dict[str, Any]) -> SteerableModel:
-    """Return a model of a back end; `demo` is the demo model.
+    """Return a model of a back end.
 
-    arguments: further ones, by the back end's names.
+    model: a directory, a name, or `demo` for the demo model.
+    arguments: further arguments of the back end's class.
 
-    Raises UsageError for a back end that is unknown or not installed, a model that it does not load, and wrong arguments.
+    Raises UsageError for a back end that is unknown or not installed, a model that it cannot load, and invalid
+    arguments.
     """
     if backend not in BACKENDS:
         raise UsageError(explain("--backend", got=backend, expected=f"one of {', '.join(BACKENDS)}"))
     if importlib.util.find_spec(backend) is None:
-        raise UsageError(explain(f"--backend {backend}: not installed", do="pip install 'capflow[vllm]'"))
+        raise UsageError(explain(f"--backend: {backend} is not installed", do="pip install 'capflow[vllm]'"))
     if model == "demo":
         from capflow_engine.jobs.demo import prepare
 
@@ -38,4 +40,4 @@ def open_model(backend: Backend, model: str, arguments: dict[str, Any]) -> Steer
     except (TypeError, ValueError) as e:
         if isinstance(e, UsageError):
             raise
-        raise UsageError(explain("--model-arg", got=str(e), expected=f"arguments that {backend} takes")) from e
+        raise UsageError(explain("--model-arg", got=str(e), expected=f"arguments of {backend}")) from e

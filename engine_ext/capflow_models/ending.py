@@ -1,4 +1,4 @@
-"""How a program of this package ends: each error one line on stderr, and the command line's exit codes."""
+"""The end of a program of this package: one line on stderr for an error, and the command line's exit code."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from types import FrameType
 from capflow.errors import CapflowError, UsageError, explain
 from capflow.text.printable import printable
 
-_interrupts: list[int] = []  # those that came; Python drops the exception of one that comes in a callback of its own
+# The received SIGINTs. Python drops the exception of a signal that arrives in one of its own callbacks.
+_interrupts: list[int] = []
 
 
-def ended(work: Callable[[], None]) -> int:
-    """Do the work; return the exit code: 0, 2 for what the user is to mend, 1 for what failed, 130 when interrupted."""
+def run_program(work: Callable[[], None]) -> int:
+    """Do the work; return the exit code: 0, 2 for a usage error, 1 for any other failure, 130 when interrupted."""
     signal.signal(signal.SIGINT, _interrupt)
     try:
         work()
         check_interrupted()
     except UsageError as e:
-        return _said(str(e), 2)
+        return _report(str(e), 2)
     except CapflowError as e:
-        return _said(str(e), 1)
+        return _report(str(e), 1)
     except KeyboardInterrupt:
-        return _said("interrupted", 130)
+        return _report("interrupted", 130)
     except Exception as e:
         if os.environ.get("CAPFLOW_TRACEBACK"):
             raise
         do = "set CAPFLOW_TRACEBACK=1 to see where"
-        return _said(explain("unexpected", got=f"{type(e).__name__}: {e}", do=do), 1)
+        return _report(explain("unexpected", got=f"{type(e).__name__}: {e}", do=do), 1)
     return 0
 
 
 def check_interrupted() -> None:
-    """Raise KeyboardInterrupt if Ctrl-C was pressed and nobody noticed."""
+    """Raise KeyboardInterrupt if Ctrl-C was pressed and its exception was dropped."""
     if _interrupts:
         raise KeyboardInterrupt
 
@@ -45,6 +46,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - 
     raise KeyboardInterrupt
 
 
-def _said(message: str, code: int) -> int:
+def _report(message: str, code: int) -> int:
     print(printable(f"capflow: {' '.join(message.split())}"), file=sys.stderr)
     return code

@@ -1,9 +1,9 @@
-"""Vectors from contrastive pairs: prompts that show a concept, each beside one that shows its opposite.
+"""Fits vectors from contrastive pairs: a prompt that shows a concept, and one that shows its opposite.
 
-What is compared is the stream at a prompt's last token. `mean` is the difference of the means (as in contrastive
-activation addition, Rimsky et al. 2024, arXiv:2312.06681). `pca` is the first principal direction of the pairs' differences (Zou
-et al. 2023, arXiv:2310.01405), not centred, because what all differences share is the concept; it points to where the positives
-lie higher, and is as long as the mean difference along it.
+The residual streams at the prompts' last tokens are compared. `mean` is the difference of the means (as in contrastive
+activation addition, Rimsky et al. 2024, arXiv:2312.06681). `pca` is the first principal direction of the pairs'
+differences (Zou et al. 2023, arXiv:2310.01405). The differences are not centred, because their common part is the
+concept. The direction points from the negatives to the positives; its length is the mean difference along it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,15 @@ def fit_vectors(
     *,
     hook: str = HOOK_DEFAULT,
 ) -> dict[int, Vector]:
-    """Return a vector for each layer, `[hidden_size]` float32, which added once moves a negative to a positive.
+    """Return a vector for each layer, `[hidden_size]` float32. Added with scale 1, it moves negatives to positives.
+
+    The model's present steering applies to the prompts.
 
     pairs: (positive, negative).
-    layers: all by default. The model is steered as it is set. Raises UsageError for an unknown method, no pairs, a
-        layer or hook that the model lacks, and pairs that show no difference.
+    layers: all layers by default.
+
+    Raises UsageError for an unknown method, no pairs, a layer or hook that the model lacks, and pairs without a
+    difference.
     """
     if method not in METHODS:
         raise UsageError(explain("method", got=method, expected=f"one of {', '.join(METHODS)}"))
@@ -56,7 +60,7 @@ def fit_vectors(
 
 
 def _fitted(rows: npt.NDArray[np.float64], method: Method, where: str) -> Vector:
-    """Return the vector of `[2 · pairs, hidden_size]` rows, positive and negative in turn."""
+    """Return the vector for rows `[2 · pairs, hidden_size]`, positive and negative alternately."""
     differences = rows[::2] - rows[1::2]
     vector = differences.mean(0)
     if method == "pca":
@@ -64,6 +68,6 @@ def _fitted(rows: npt.NDArray[np.float64], method: Method, where: str) -> Vector
         vector = direction * (vector @ direction)
     fitted: Vector = vector.astype(np.float32)
     if not fitted.any():
-        expected = "pairs whose last tokens come to different rows"
-        raise UsageError(explain(f"{where}: the pairs show no difference", expected=expected))
+        expected = "pairs with different streams at their last tokens"
+        raise UsageError(explain(f"{where}: the pairs have no difference", expected=expected))
     return fitted

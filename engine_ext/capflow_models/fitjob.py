@@ -1,4 +1,4 @@
-"""The program behind `capflow vectors fit`: its one argument is a `FitJob` as JSON."""
+"""The program of `capflow vectors fit`. Its one argument is a `FitJob` as JSON."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from capflow.capture.site import HOOK_DEFAULT
 from capflow.capture.spec import CaptureSpec, read_layers
 from capflow.errors import UsageError, explain
 from capflow_models.backends import Backend, open_model
-from capflow_models.ending import ended
+from capflow_models.ending import run_program
 from capflow_models.fit import Method, Pair, fit_vectors
 from capflow_models.lines import read_lines
 from capflow_models.vectors import save_vectors
 
 
 class FitJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to fit.
+    """The options of `capflow vectors fit`.
 
-    layers: `all`, or as in a capture spec (`4-11`).
-    arguments: further ones of the back end.
+    pairs: the file of pairs.
+    out: the .safetensors file to write.
+    layers: `all`, or layers as in a capture spec, such as `4-11`.
+    arguments: further arguments of the back end.
     """
 
     model: str
@@ -38,7 +40,7 @@ class FitJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def fit(job: FitJob) -> None:
-    """Fit vectors, write them, and print what they are."""
+    """Fit vectors, write them, and print their lengths."""
     pairs = [(pair.positive, pair.negative) for pair in read_lines(Path(job.pairs), "--pairs", Pair)]
     if Path(job.out).suffix != ".safetensors":
         raise UsageError(explain("--out", got=job.out, expected="a .safetensors file"))
@@ -60,7 +62,7 @@ def fit(job: FitJob) -> None:
 def main() -> int:
     """Run the job; return the exit code."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    return ended(lambda: fit(msgspec.json.decode(sys.argv[1], type=FitJob)))
+    return run_program(lambda: fit(msgspec.json.decode(sys.argv[1], type=FitJob)))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""JSON Lines: read whole, each line checked; written so that a file is never left with a line that is cut short."""
+"""JSON Lines: files are read whole and checked line by line; an incomplete last line is removed before writing."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import msgspec
 
@@ -20,34 +19,36 @@ _READ_BYTES = 1 << 16
 
 
 def read_lines(path: Path, option: str, kind: type[T]) -> list[T]:
-    """Return the objects of a file; raises UsageError, naming the file and the line, for what is no such object or for none."""
+    """Return the objects of a file, one a line; empty lines are skipped.
+
+    option: the option that names the file, for errors.
+    kind: the type of the objects, a msgspec.Struct.
+
+    Raises UsageError that names the file and the line for an invalid object, and for a file without lines.
+    """
     try:
         lines = path.read_bytes().splitlines()
     except OSError as e:
         raise UsageError(explain(f"{option} {path}", got=e.strerror or str(e), expected="a readable file")) from e
-    found = []
+    objects = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            found.append(jsontext.decode(line, kind))
+            objects.append(jsontext.decode(line, kind))
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-            fields = ", ".join(_fields(kind))
+            fields = ", ".join(field.name for field in msgspec.structs.fields(cast("Any", kind)))
             raise UsageError(explain(f"{path}, line {number}", got=str(e), expected=f"an object of {fields}")) from e
-    if not found:
+    if not objects:
         raise UsageError(explain(f"{option} {path}", got="no lines", expected="one JSON object a line"))
-    return found
-
-
-def _fields(kind: Any) -> Iterator[str]:
-    return (field.name for field in msgspec.structs.fields(kind))
+    return objects
 
 
 class LineFile:
-    """A file that lines are added to, by one process at a time.
+    """A file to which one process at a time adds lines.
 
-    Opening it cuts off a last line without an end, which only a kill or a full disk leaves. Raises UsageError when another process
-    has it open, and CapflowError when it cannot be written.
+    Opening removes an incomplete last line, which a kill or a full disk may leave. It raises UsageError when another
+    process has the file open, CapflowError when the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,7 +60,7 @@ class LineFile:
             self._file = create_private(self.path, os.O_RDWR | os.O_APPEND)
         except OSError as e:
             got = e.strerror or str(e)
-            raise CapflowError(explain(f"{self.path}", got=got, expected="a place to write to")) from e
+            raise CapflowError(explain(f"{self.path}", got=got, expected="a file that can be written")) from e
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
@@ -73,28 +74,30 @@ class LineFile:
         self._close()
 
     def lines(self) -> list[bytes]:
-        """Return the lines that are there."""
+        """Return the file's lines."""
         return self.path.read_bytes().splitlines()
 
     def add(self, lines: list[bytes]) -> None:
-        """Add whole lines; they are with the kernel, and so outlive this process, when this returns."""
+        """Add lines. When this returns, the kernel has them, so a kill of this process does not lose them."""
         assert self._file is not None
         content = b"".join(line + b"\n" for line in lines)
         while content:
             try:
                 content = content[os.write(self._file, content) :]
             except OSError as e:
-                raise CapflowError(explain(f"{self.path}", got=e.strerror or str(e), expected="room to write")) from e
+                raise CapflowError(
+                    explain(f"{self.path}", got=e.strerror or str(e), expected="room on the disk")
+                ) from e
 
     def _cut(self) -> None:
-        """Cut the file behind its last whole line."""
+        """Cut the file after its last complete line."""
         assert self._file is not None
         stop = os.fstat(self._file).st_size
         while stop:
             start = max(0, stop - _READ_BYTES)
-            found = os.pread(self._file, stop - start, start).rfind(b"\n")
-            if found >= 0:
-                stop = start + found + 1
+            index = os.pread(self._file, stop - start, start).rfind(b"\n")
+            if index >= 0:
+                stop = start + index + 1
                 break
             stop = start
         os.ftruncate(self._file, stop)

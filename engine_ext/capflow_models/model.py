@@ -1,6 +1,6 @@
-"""The interface of a steerable model: it holds one specification, and answers prompts steered by it.
+"""The interface of a steerable model: it has one specification, and answers prompts steered by it.
 
-A back end says which sites it has and runs jobs; everything else is here and the same for all.
+A back end names its sites and runs jobs. Everything else is here, the same for all back ends.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from capflow_models.spec import (
 from capflow_models.specfiles import load_spec, save_spec
 
 Prompt = str | Sequence[int]
-"""A text, or the ids of its tokens."""
+"""A text, or token ids."""
 
 Rows = Mapping[Site, npt.NDArray[np.float32]]
+"""Rows `[prompts, hidden_size]` by site."""
 
 _TOKENS_MAX = 1 << 20
 _SEED_MAX = (1 << 63) - 1
@@ -43,12 +44,14 @@ _SEED_MAX = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an answer is chosen.
+    """How the tokens of an answer are sampled.
 
-    temperature: 0 takes the likeliest token.
-    top_p: of the likeliest tokens that have this much.
+    temperature: 0 takes the most likely token.
+    top_p: sample from the most likely tokens that together have this probability.
+    seed: None for a random one.
+    ignore_eos: whether to continue after the end token.
 
-    Raises UsageError naming the field that is wrong.
+    Raises UsageError that names the invalid field.
     """
 
     max_new_tokens: int = 64
@@ -69,7 +72,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Job:
-    """One prompt, all that steers it, and how it is answered."""
+    """One prompt with its whole steering and its sampling."""
 
     prompt: Prompt
     steering: Steering
@@ -82,8 +85,9 @@ class Job:
 class Completion:
     """One answer.
 
-    text: empty where the model has no tokenizer.
-    token_ids: the generated ones, the end's included.
+    text: empty if the model has no tokenizer.
+    token_ids: the generated tokens, including the end token.
+    prompt_token_ids: the prompt's tokens.
     """
 
     text: str
@@ -94,14 +98,14 @@ class Completion:
 
 
 class SteerableModel(ABC):
-    """A model, and what steers it until it is changed.
+    """A model with a specification that steers it until it is changed.
 
-    Every method that takes a layer takes the `hook` there too; `post_block` is the stream as the layer leaves it. What is set
-    is checked when it is set: a UsageError names the field, and what held before still holds.
+    Each method that takes a layer also takes a `hook` of that layer; `post_block` is the stream that leaves the layer.
+    Settings are checked when they are made: a UsageError names the field, and the earlier settings stay.
 
-    info: the model's name, sizes and the sites that can be steered.
-    modules: those that a call's `steering_name` may name, and the global state, which steers every call.
-    other_hooks: how to come by hooks that cannot be steered.
+    info: the model's name and sizes, and the sites that can be steered.
+    modules: the steering modules that a request may name, and the global state, which steers every request.
+    other_hooks: what to do to steer further hooks.
     """
 
     other_hooks: ClassVar[str]
@@ -110,19 +114,19 @@ class SteerableModel(ABC):
         self.info = info
         self.modules = modules
         self._spec = SteeringSpec()
-        # Where `set_vector` adds its vector; until `set_target_layer` says it nowhere.
+        # Where `set_vector` adds its vector; None until `set_target_layer`.
         self._target: Site | None = None
 
-    # what steers
+    # The specification.
 
     def set_target_layer(self, layer: int, *, hook: str = HOOK_DEFAULT) -> None:
-        """Say where `set_vector` adds its vector; what is set at another layer stays."""
+        """Choose the layer at which `set_vector` adds its vector. Settings of other layers stay."""
         site = site_of(layer, hook)
         self._check_site(site)
         self._target = site
 
     def set_vector(self, vector: Any, scale: float = 1.0, *, relative: bool = False) -> None:
-        """Do as `set_layer_vector` at the target layer; None adds nothing there any more."""
+        """Call `set_layer_vector` with the target layer; None removes its vector."""
         if self._target is None:
             raise UsageError(explain("set_vector: no target layer", do="call set_target_layer first"))
         layer, hook = self._target
@@ -134,9 +138,10 @@ class SteerableModel(ABC):
     def set_layer_vector(
         self, layer: int, vector: Any, scale: float = 1.0, *, relative: bool = False, hook: str = HOOK_DEFAULT
     ) -> None:
-        """Add `scale · vector` to the stream at a layer, `[hidden_size]`, in the place of the vector that was set there.
+        """Add `scale · vector` to the stream at a layer, in place of the layer's present vector.
 
-        relative: bring the vector to length 1, and multiply it by the stream's norm at each token besides.
+        vector: `[hidden_size]`.
+        relative: whether to scale the vector to length 1, and multiply it by the stream's norm at each token.
         """
         self._change(layer, hook, vector=vector, scale=scale, relative=relative)
 
@@ -151,47 +156,51 @@ class SteerableModel(ABC):
     ) -> None:
         """Keep the stream's projection on a direction at or above `cap_below` and at or below `cap_above`.
 
-        The direction, `[hidden_size]`, is brought to length 1; bounds are in the stream's units.
+        vector: the direction, `[hidden_size]`; it is scaled to length 1.
+        cap_below, cap_above: in the stream's units; None for no bound.
         """
         self._change(layer, hook, projection_cap=ProjectionCapSpec(vector, cap_below, cap_above))
 
     def set_layer_ablation(self, layer: int, vector: Any, scale: float = 0.0, *, hook: str = HOOK_DEFAULT) -> None:
-        """Multiply the stream's projection on a direction by `scale`; 0 removes it (Arditi et al. 2024, arXiv:2406.11717)."""
+        """Multiply the stream's projection on a direction by `scale`.
+
+        0 removes the direction (Arditi et al. 2024, arXiv:2406.11717).
+        """
         self._change(layer, hook, ablation=AblationSpec(vector, scale))
 
     def clear_layer_vector(self, layer: int, *, hook: str = HOOK_DEFAULT) -> None:
-        """Add nothing at a layer any more."""
+        """Remove the vector of a layer."""
         self._change(layer, hook, vector=None, scale=1.0, relative=False)
 
     def clear_layer_projection_cap(self, layer: int, *, hook: str = HOOK_DEFAULT) -> None:
-        """Cap nothing at a layer any more."""
+        """Remove the projection cap of a layer."""
         self._change(layer, hook, projection_cap=None)
 
     def clear_layer_ablation(self, layer: int, *, hook: str = HOOK_DEFAULT) -> None:
-        """Ablate nothing at a layer any more."""
+        """Remove the ablation of a layer."""
         self._change(layer, hook, ablation=None)
 
     def clear_all_vectors(self) -> None:
-        """Add nothing at any layer any more; caps and ablations stay."""
+        """Remove the vectors of all layers; caps and ablations stay."""
         for site, _ in list(self._spec.sites()):
             self.clear_layer_vector(site.layer, hook=site.hook)
 
     def clear_all(self) -> None:
-        """Steer by nothing any more."""
+        """Remove all steering of the specification."""
         self._spec = SteeringSpec()
 
     def export_steering_spec(self) -> SteeringSpec:
-        """Return what steers; later changes do not change it."""
+        """Return the present specification; it is immutable."""
         return self._spec
 
     def apply_steering_spec(self, spec: SteeringSpec) -> None:
-        """Steer by this and nothing else; raises UsageError when it does not fit the model."""
+        """Replace the specification. Raises UsageError when the new one does not fit the model."""
         self._check(spec.steering())
         self._spec = spec
 
     @contextmanager
     def steering(self, spec: SteeringSpec) -> Iterator[Self]:
-        """Steer by a specification for as long as a block runs, then by what held before, however the block ends."""
+        """Replace the specification while a block runs; the earlier one returns when the block ends or fails."""
         before = self._spec
         self.apply_steering_spec(spec)
         try:
@@ -199,20 +208,21 @@ class SteerableModel(ABC):
         finally:
             self._spec = before
 
-    # what is kept
+    # Files.
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write what steers, and the model's name, to a directory that `load` reads; the weights are not written."""
+        """Write the specification and the model's name to a directory that `load` reads. Weights are not written."""
         save_spec(directory, self.info.name, self._spec)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], **arguments: Any) -> Self:
-        """Return the model that a directory names, steered as it says.
+        """Return the model that a directory names, with the directory's specification.
 
-        arguments: further ones for this class.
+        arguments: further arguments of this class.
         """
         name, spec = load_spec(directory)
-        model = cls(name, **arguments)  # type: ignore[arg-type]  # a back end takes a name
+        # Each back end's first argument is a name.
+        model = cls(name, **arguments)  # type: ignore[arg-type]
         try:
             model.apply_steering_spec(spec)
         except BaseException:
@@ -220,7 +230,7 @@ class SteerableModel(ABC):
             raise
         return model
 
-    # what is answered
+    # Requests.
 
     def generate(
         self,
@@ -233,9 +243,9 @@ class SteerableModel(ABC):
         ignore_eos: bool = False,
         steering: Steering | None = None,
     ) -> list[str]:
-        """Return an answer to each prompt, one for a single prompt.
+        """Return the text of an answer to each prompt; a list of one text for a single prompt.
 
-        steering: what steers these besides, at phases and positions too.
+        steering: further steering of these prompts, which may be limited to phases and positions.
         """
         sampling = Sampling(max_new_tokens, temperature, top_p, seed, ignore_eos)
         return [done.text for done in self.complete(prompts, sampling, steering=steering)]
@@ -245,7 +255,7 @@ class SteerableModel(ABC):
     ) -> list[Completion]:
         """Return an answer to each prompt with its tokens.
 
-        steering: what steers these besides.
+        steering: further steering of these prompts.
         """
         chosen = sampling or Sampling()
         return self.run([Job(p, self.steered(steering), chosen) for p in _prompts(prompts)])
@@ -253,29 +263,30 @@ class SteerableModel(ABC):
     def logprobs(
         self, prompts: Prompt | Sequence[Prompt], *, steering: Steering | None = None
     ) -> npt.NDArray[np.float32]:
-        """Return the natural log probabilities of the token behind each prompt, `[prompts, vocabulary]` float32."""
+        """Return the natural log probabilities of the token after each prompt, `[prompts, vocabulary]` float32."""
         return self._logprobs(_prompts(prompts), self.steered(steering))
 
     def last_rows(
         self, prompts: Prompt | Sequence[Prompt], sites: Sequence[Site], *, steering: Steering | None = None
     ) -> Rows:
-        """Return the stream at each prompt's last token, `[prompts, hidden_size]` float32 for each site.
+        """Return the stream at each prompt's last token: for each site, `[prompts, hidden_size]` float32.
 
-        A row is the stream as it comes to the site, before what steers it there.
+        Rows are taken before the site itself is steered.
         """
         for site in sites:
             self._check_site(site)
         return self._last_rows(_prompts(prompts), sites, self.steered(steering))
 
     def steered(self, steering: Steering | None = None) -> Steering:
-        """Return all that steers: the specification, and what is given; raises UsageError when that does not fit."""
+        """Return the specification joined with further steering. Raises UsageError when that does not fit."""
         if steering is None:
             return self._spec.steering()
         self._check(steering)
         return join(self._spec.steering(), steering)
 
-    def close(self) -> None:  # noqa: B027  # most have nothing to give back
-        """Give back what the model holds; it is not used afterwards."""
+    # Not abstract: most back ends have nothing to release.
+    def close(self) -> None:  # noqa: B027
+        """Release the model's resources. It must not be used afterwards."""
 
     def __enter__(self) -> Self:
         return self
@@ -283,11 +294,11 @@ class SteerableModel(ABC):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # what a back end does
+    # The back end.
 
     @abstractmethod
     def run(self, jobs: Sequence[Job]) -> list[Completion]:
-        """Return the answers to jobs, in order, each steered by its own steering alone."""
+        """Return the answers to jobs, in order. Each job's steering is complete; the specification is not added."""
 
     @abstractmethod
     def _logprobs(self, prompts: Sequence[Prompt], steering: Steering) -> npt.NDArray[np.float32]: ...
@@ -322,11 +333,11 @@ class SteerableModel(ABC):
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, Sequence):
         raise UsageError(explain("prompts", got=prompts, expected="a text, a list of token ids, or a list of these"))
-    given: list[Any] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
-    for index, prompt in enumerate(given):
+    items: list[Any] = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+    for index, prompt in enumerate(items):
         if not prompt or not (isinstance(prompt, str) or _is_ids(prompt)):
             raise UsageError(explain(f"prompts.{index}", got=prompt, expected="a text or a list of token ids"))
-    return given
+    return items
 
 
 def _is_ids(prompt: Any) -> bool:

@@ -1,7 +1,7 @@
-"""The program behind `capflow rollouts`: its one argument is a `RolloutJob` as JSON.
+"""The program of `capflow rollouts`. Its one argument is a `RolloutJob` as JSON.
 
-Rows are written as JSON Lines as they come. For a Parquet file they are collected in `FILE.jsonl` beside it, which
-becomes the Parquet file once all are there.
+Rows are written as JSON Lines after each batch. For a Parquet file they are collected in `FILE.jsonl` beside it, which
+is converted once it is complete.
 """
 
 from __future__ import annotations
@@ -23,26 +23,30 @@ from capflow.errors import UsageError, explain
 from capflow.files import whole_file
 from capflow.text import jsontext
 from capflow_models.backends import Backend, open_model
-from capflow_models.ending import check_interrupted, ended
+from capflow_models.ending import check_interrupted, run_program
 from capflow_models.lines import LineFile, read_lines
 from capflow_models.model import Sampling
-from capflow_models.rollouts import PLAIN, Rollout, RolloutPlan, RolloutPrompt, left, roll_out
+from capflow_models.rollouts import PLAIN, Rollout, RolloutPlan, RolloutPrompt, missing, roll_out
 from capflow_models.vectors import load_sites
 
 BATCH = {"vllm": 64, "transformers": 1}
-"""How many answers a back end is asked for at once, by default. What a kill costs is one batch."""
+"""Answers per batch of a back end, by default. A kill loses at most one batch."""
 
 _COLUMNS = {str: pa.string(), int: pa.int64(), float: pa.float64()}
 _SCHEMA = pa.schema([(field.name, _COLUMNS[field.type]) for field in msgspec.structs.fields(Rollout)])
 
 
 class RolloutJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to roll out, and where to.
+    """The options of `capflow rollouts`.
 
-    vectors: files by name.
-    relative: whether scales are of the stream's norm.
-    stride, offset: every stride-th item from the offset on.
-    batch: 0 is the back end's default.
+    prompts: the file of prompts.
+    out: the .jsonl or .parquet file to write.
+    vectors: files of vectors by name.
+    samples: answers for each prompt, vector and scale.
+    stride, offset: every stride-th answer, from the offset on.
+    batch: answers per batch; 0 for the back end's default.
+    relative: whether scales are relative to the stream's norm.
+    arguments: further arguments of the back end.
     """
 
     model: str
@@ -64,14 +68,16 @@ class RolloutJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def plan_of(job: RolloutJob) -> RolloutPlan:
-    """Return the plan that a job describes; raises UsageError naming the option that is wrong."""
+    """Return the plan of a job. Raises UsageError that names the invalid option."""
     prompts = read_lines(Path(job.prompts), "--prompts", RolloutPrompt)
     _each_once("--prompts: ids", [prompt.id for prompt in prompts])
     _each_once("--scales", job.scales)
     if PLAIN in job.vectors:
-        raise UsageError(explain("--vector", got=PLAIN, expected="another name; this one is for what is not steered"))
+        raise UsageError(
+            explain("--vector", got=PLAIN, expected="another name; this one is for answers without steering")
+        )
     if not job.scales or (not job.vectors and 0.0 not in job.scales):
-        raise UsageError(explain("--vector: none", expected="a vector, or scale 0 for answers that are not steered"))
+        raise UsageError(explain("--vector: none", expected="a vector, or scale 0 for answers without steering"))
     return RolloutPlan(
         job.model,
         job.backend,
@@ -86,14 +92,14 @@ def plan_of(job: RolloutJob) -> RolloutPlan:
     )
 
 
-def _each_once(option: str, given: Iterable[Any]) -> None:
-    for each, count in Counter(given).items():
+def _each_once(option: str, values: Iterable[Any]) -> None:
+    for value, count in Counter(values).items():
         if count > 1:
-            raise UsageError(explain(option, got=f"{each} twice", expected="each once"))
+            raise UsageError(explain(option, got=f"{value} twice", expected="each once"))
 
 
 def shared_out(job: RolloutJob) -> Path:
-    """Return the file that this worker writes: the one that is named, or its part where several share the work."""
+    """Return the file that this process writes: `out`, or a part of it if several processes share the work."""
     out = Path(job.out)
     if out.suffix not in (".jsonl", ".parquet"):
         raise UsageError(explain("--out", got=job.out, expected="a .jsonl or a .parquet file"))
@@ -105,7 +111,7 @@ def shared_out(job: RolloutJob) -> Path:
 
 
 def run(job: RolloutJob) -> None:
-    """Do what is not done yet, with a bar on a terminal and lines elsewhere."""
+    """Compute the missing rollouts; show a progress bar on a terminal, else progress lines."""
     out = shared_out(job)
     plan = plan_of(job)
     items = plan.items(job.stride, job.offset)
@@ -114,10 +120,10 @@ def run(job: RolloutJob) -> None:
     with LineFile(out.with_name(f"{out.name}.jsonl") if parquet else out) as file:
         if parquet and out.exists() and not file.lines():
             file.add([msgspec.json.encode(row) for row in read_parquet(out)])
-        todo = left(plan, items, _rows(file), str(out))
+        todo = missing(plan, items, _rows(file), str(out))
         done = len(items) - len(todo)
         if done:
-            console.print(f"capflow: {done} of {len(items)} rollouts are there", soft_wrap=True)
+            console.print(f"capflow: {done} of {len(items)} rollouts already exist", soft_wrap=True)
         if todo:
             arguments = dict(job.arguments)
             if job.backend == "vllm":
@@ -138,15 +144,15 @@ def run(job: RolloutJob) -> None:
 
 
 def read_parquet(path: Path) -> list[Rollout]:
-    """Return the rows of a Parquet file that `write_parquet` wrote; raises UsageError for another."""
+    """Return the rows of a Parquet file of `write_parquet`. Raises UsageError for any other file."""
     try:
         return msgspec.convert(pq.read_table(path).to_pylist(), list[Rollout])
     except (pa.ArrowException, OSError, msgspec.ValidationError) as e:
-        raise UsageError(explain(f"--out {path}", got=str(e), expected="rollouts, or no such file")) from e
+        raise UsageError(explain(f"--out {path}", got=str(e), expected="a file of rollouts, or a new file")) from e
 
 
 def write_parquet(path: Path, rows: Iterator[Rollout]) -> None:
-    """Write rows to a Parquet file, which is there whole or not at all."""
+    """Write rows to a Parquet file; the file appears once it is whole."""
     with whole_file(path) as file:
         pq.write_table(pa.Table.from_pylist([msgspec.to_builtins(row) for row in rows], _SCHEMA), file)
 
@@ -175,7 +181,7 @@ def _progress(console: Console) -> Progress:
 def main() -> int:
     """Run the job; return the exit code."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    return ended(lambda: run(msgspec.json.decode(sys.argv[1], type=RolloutJob)))
+    return run_program(lambda: run(msgspec.json.decode(sys.argv[1], type=RolloutJob)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Rollouts: the answers to every prompt under every vector at every scale, as rows of a file.
 
-The order of the items is fixed: by prompt, then vector, then scale, then sample. Each row says what made it, so a run that is
-started again does what is not there, and refuses to mix with rows that were made otherwise.
+The order of the answers is fixed: by prompt, then vector, then scale, then sample. Each row has the settings that made
+it. A run that is started again therefore computes the missing answers only, and refuses a file with rows of other
+settings.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from capflow_models.model import Job, Sampling, SteerableModel
 from capflow_models.spec import LayerSteeringSpec, SteeringSpec, Vector
 
 PLAIN = "none"
-"""The name of the vector of rows that nothing steered."""
+"""The name of the vector in rows without steering."""
 
 
 class RolloutPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line of a file of prompts: `{"id": …, "prompt": …}`.
 
-    max_tokens: for this one, in place of the job's.
+    max_tokens: this prompt's limit, in place of the job's.
     """
 
     id: str
@@ -38,8 +39,10 @@ class RolloutPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One row.
 
-    vector: its name.
-    settings: a digest of everything else that the answer depends on.
+    vector: the name of the vector.
+    seed: the seed of this sample.
+    prompt_tokens, tokens: how many tokens the prompt and the answer have.
+    settings: a digest of all further settings of the answer.
     """
 
     prompt_id: str
@@ -56,13 +59,13 @@ class Rollout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: str
 
     @property
-    def item(self) -> tuple[str, str, float, int]:
-        """What the row is of."""
+    def key(self) -> tuple[str, str, float, int]:
+        """The row's place among the answers: the same as `WantedAnswer.key`."""
         return self.prompt_id, self.vector, self.scale, self.sample
 
 
 class WantedAnswer(msgspec.Struct, frozen=True):
-    """One answer that is wanted."""
+    """One answer of a plan."""
 
     prompt: RolloutPrompt
     vector: str
@@ -71,18 +74,20 @@ class WantedAnswer(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, str, float, int]:
-        """What the item is called; its row has the same."""
+        """The answer's place: prompt, vector, scale and sample."""
         return self.prompt.id, self.vector, self.scale, self.sample
 
 
 class RolloutPlan(msgspec.Struct, frozen=True):
-    """What a data set of rollouts is.
+    """The definition of a set of rollouts.
 
-    vectors: by name, by site `[hidden_size]` float32.
-    sampling: of each answer; sample n is drawn with `seed + n`.
-    arguments: of the back end.
-    relative: whether scales are of the stream's norm. Scale 0 steers nothing and is done once for a prompt, under the
-        name `none`.
+    vectors: `[hidden_size]` float32, by name and site.
+    scales: scale 0 means no steering; its answers are computed once for each prompt, with the vector `none`.
+    samples: answers for each prompt, vector and scale.
+    seed: sample n has the seed `seed + n`.
+    sampling: of each answer; its seed is not used.
+    arguments: further arguments of the back end.
+    relative: whether scales are relative to the stream's norm.
     """
 
     model: str
@@ -97,7 +102,7 @@ class RolloutPlan(msgspec.Struct, frozen=True):
     relative: bool = False
 
     def items(self, stride: int = 1, offset: int = 0) -> list[WantedAnswer]:
-        """Return every `stride`th item from `offset` on, in order."""
+        """Return every `stride`th answer from number `offset` on, in order."""
         return list(self._every())[offset::stride]
 
     def _every(self) -> Iterator[WantedAnswer]:
@@ -107,17 +112,17 @@ class RolloutPlan(msgspec.Struct, frozen=True):
             yield WantedAnswer(prompt, name, scale, sample)
 
     def settings(self, item: WantedAnswer) -> str:
-        """Return a digest of what the answer depends on besides what its row says."""
-        said = hashlib.blake2b(digest_size=8)
+        """Return a digest of the settings of an answer that its row does not have."""
+        digest = hashlib.blake2b(digest_size=8)
         tokens = item.prompt.max_tokens or self.sampling.max_new_tokens
         chosen = (self.sampling.temperature, self.sampling.top_p, self.sampling.ignore_eos, tokens)
-        said.update(msgspec.json.encode([chosen, item.prompt.prompt, sorted(map(repr, self.arguments.items()))]))
+        digest.update(msgspec.json.encode([chosen, item.prompt.prompt, sorted(map(repr, self.arguments.items()))]))
         for site, vector in sorted(self.vectors.get(item.vector, {}).items()):
-            said.update(str(site).encode() + vector.tobytes() + (b"relative" if self.relative else b""))
-        return said.hexdigest()
+            digest.update(str(site).encode() + vector.tobytes() + (b"relative" if self.relative else b""))
+        return digest.hexdigest()
 
     def job(self, item: WantedAnswer) -> Job:
-        """Return what a model is asked for."""
+        """Return the job that computes an answer."""
         layers: dict[int | Site, LayerSteeringSpec] = {
             site: LayerSteeringSpec(vector, item.scale, relative=self.relative)
             for site, vector in self.vectors.get(item.vector, {}).items()
@@ -130,7 +135,7 @@ class RolloutPlan(msgspec.Struct, frozen=True):
         return Sampling(own, chosen.temperature, chosen.top_p, self.seed + item.sample, chosen.ignore_eos)
 
     def row(self, item: WantedAnswer, text: str, prompt_tokens: int, tokens: int) -> Rollout:
-        """Return an item's row."""
+        """Return the row of an answer."""
         return Rollout(
             *item.key,
             seed=self.seed + item.sample,
@@ -144,33 +149,38 @@ class RolloutPlan(msgspec.Struct, frozen=True):
         )
 
 
-def left(plan: RolloutPlan, items: Sequence[WantedAnswer], rows: Iterable[Rollout], where: str) -> list[WantedAnswer]:
-    """Return the items that have no row yet; raises UsageError for a row of one that was made otherwise."""
+def missing(
+    plan: RolloutPlan, items: Sequence[WantedAnswer], rows: Iterable[Rollout], where: str
+) -> list[WantedAnswer]:
+    """Return the answers that have no row yet. Raises UsageError for a row that was made with other settings.
+
+    where: the file's name, for errors.
+    """
     by_key = {item.key: item for item in items}
     done = set()
     for row in rows:
-        item = by_key.get(row.item)
+        item = by_key.get(row.key)
         if item is None:
             continue
         made = (row.model, row.backend, row.seed, row.settings)
         if made != (plan.model, plan.backend, plan.seed + item.sample, plan.settings(item)):
-            what = f"{where}: prompt {row.prompt_id}, vector {row.vector}, scale {row.scale:g}, sample {row.sample}"
+            place = f"{where}: prompt {row.prompt_id}, vector {row.vector}, scale {row.scale:g}, sample {row.sample}"
             do = "write to another file, or remove this one"
-            raise UsageError(explain(what, got="a row made otherwise", expected="this run's settings", do=do))
-        done.add(row.item)
+            raise UsageError(explain(place, got="a row with other settings", expected="this run's settings", do=do))
+        done.add(row.key)
     return [item for item in items if item.key not in done]
 
 
 def roll_out(
     model: SteerableModel, plan: RolloutPlan, items: Sequence[WantedAnswer], file: LineFile, batch: int
 ) -> Iterator[int]:
-    """Answer items and write their rows, a batch at a time; yield after each how many rows it wrote."""
+    """Compute answers and write their rows in batches; yield the number of rows after each batch."""
     for start in range(0, len(items), batch):
-        some = items[start : start + batch]
-        answers = model.run([plan.job(item) for item in some])
+        chunk = items[start : start + batch]
+        answers = model.run([plan.job(item) for item in chunk])
         rows = [
             plan.row(item, answer.text, len(answer.prompt_token_ids), len(answer.token_ids))
-            for item, answer in zip(some, answers, strict=True)
+            for item, answer in zip(chunk, answers, strict=True)
         ]
         file.add([msgspec.json.encode(row) for row in rows])
         yield len(rows)

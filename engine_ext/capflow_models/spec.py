@@ -1,7 +1,7 @@
-"""Specifications: what steers a model at each of its layers, as a value that can be kept, changed and applied again.
+"""Specifications: the steering of a model at each of its layers, as an immutable value.
 
-At a layer the vector is added first; then the projection is capped; then the ablation holds. A specification becomes
-a `capflow.steering.request.Steering`, which says what that does to the stream.
+At a layer the vector is added first, then the projection is capped, then the ablation is applied. A specification is
+converted to a `capflow.steering.request.Steering`, which defines the operations on the stream.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ def _direction(value: Any, name: str) -> Vector:
 
 @dataclass(frozen=True, eq=False)
 class ProjectionCapSpec:
-    """Bounds on how much of a direction the stream has.
+    """Bounds on the stream's projection on a direction.
 
-    vector: the direction, `[hidden_size]` of any length but 0.
-    cap_below, cap_above: the least and the most that `x · d` may be, for the unit vector `d`, in the stream's units;
-        one of them may be None. Raises UsageError naming the field.
+    vector: the direction, `[hidden_size]`, not zero.
+    cap_below: the minimum of `x · d` for the unit vector `d`, in the stream's units; None for no bound.
+    cap_above: the maximum of it; None for no bound.
+
+    Raises UsageError that names the invalid field, and when there is no bound.
     """
 
     vector: Any
@@ -67,15 +69,18 @@ class ProjectionCapSpec:
     def clamp(self, site: Site) -> Clamp:
         """Return the cap as a clamp at a site."""
         bounds = {"min": self.cap_below, "max": self.cap_above}
-        given = {name: value for name, value in bounds.items() if value is not None}
-        return Clamp.make(site, self.vector, given, where=f"projection_cap.{site}")
+        present = {name: value for name, value in bounds.items() if value is not None}
+        return Clamp.make(site, self.vector, present, where=f"projection_cap.{site}")
 
 
 @dataclass(frozen=True, eq=False)
 class AblationSpec:
-    """A direction of which the stream keeps `scale` times what it has: 0 removes it, 1 changes nothing.
+    """A direction on which the stream's projection is multiplied by `scale`.
 
-    vector: the direction, `[hidden_size]` of any length but 0. Raises UsageError naming the field.
+    vector: the direction, `[hidden_size]`, not zero.
+    scale: 0 removes the direction, 1 changes nothing.
+
+    Raises UsageError that names the invalid field.
     """
 
     vector: Any
@@ -95,11 +100,14 @@ class AblationSpec:
 
 @dataclass(frozen=True, eq=False)
 class LayerSteeringSpec:
-    """What is done at one layer, in this order: `scale · vector` is added, the cap holds, the ablation holds.
+    """The steering of one layer, in this order: `scale · vector` is added, then the cap applies, then the ablation.
 
-    vector: `[hidden_size]`, any numbers; kept as float32.
-    relative: whether the vector is brought to length 1 and the scale is of the stream's norm at each token. What is
-        None is not done. Raises UsageError naming the field.
+    A field that is None does nothing.
+
+    vector: `[hidden_size]`, any numbers; stored as float32.
+    relative: whether the vector is scaled to length 1, and `scale` is relative to the stream's norm at each token.
+
+    Raises UsageError that names the invalid field.
     """
 
     vector: Any = None
@@ -117,11 +125,11 @@ class LayerSteeringSpec:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is done."""
+        """Whether this does nothing."""
         return self.vector is None and self.projection_cap is None and self.ablation is None
 
     def tier(self, site: Site) -> Tier:
-        """Return what is done as a tier of this one site."""
+        """Return the same steering as a tier of one site."""
         vectors = () if self.vector is None else (SteeringVector.make(site, self.vector, self.scale, self.relative),)
         clamps = tuple(each.clamp(site) for each in (self.projection_cap, self.ablation) if each is not None)
         return Tier(vectors, clamps)
@@ -129,10 +137,12 @@ class LayerSteeringSpec:
 
 @dataclass(frozen=True, eq=False)
 class SteeringSpec:
-    """What steers a model: `layers` says what is done at each layer.
+    """The steering of a model. Two specifications are equal if they have the same effect.
 
-    A key is a layer's number, which means the stream as it leaves that layer, or a `Site`. Layers at which nothing is done are
-    left out. Two specifications are equal when they do the same. Raises UsageError for a key that is no layer.
+    layers: by a layer's number, which means the stream that leaves that layer, or by `Site`. Entries that do nothing
+        are left out.
+
+    Raises UsageError for a key that is neither, and for a layer that comes twice.
     """
 
     layers: Mapping[int | Site, LayerSteeringSpec] = field(default_factory=dict)
@@ -156,20 +166,20 @@ class SteeringSpec:
         return hash(self.steering())
 
     def sites(self) -> Iterator[tuple[Site, LayerSteeringSpec]]:
-        """Yield each site at which something is done with what is done there, in order."""
+        """Yield each steered site with its steering, in order."""
         named = ((key if isinstance(key, Site) else site_of(key), layer) for key, layer in self.layers.items())
         yield from sorted(named, key=lambda pair: pair[0])
 
     def at(self, site: Site) -> LayerSteeringSpec:
-        """Return what is done at a site."""
+        """Return the steering of a site."""
         return self.layers.get(key_of(site), _NOTHING)
 
     def with_layer(self, site: Site, layer: LayerSteeringSpec) -> SteeringSpec:
-        """Return the specification with what is done at one site exchanged."""
+        """Return the specification with the steering of one site replaced."""
         return SteeringSpec({**self.layers, key_of(site): layer})
 
     def steering(self) -> Steering:
-        """Return the same as what capflow steers by; it holds at every position."""
+        """Return the equal `Steering`; it applies at every position."""
         tiers = [layer.tier(site) for site, layer in self.sites()]
         return Steering(Tier(tuple(v for t in tiers for v in t.vectors), tuple(c for t in tiers for c in t.clamps)))
 
@@ -178,7 +188,7 @@ _NOTHING = LayerSteeringSpec()
 
 
 def site_of(layer: Any, hook: str = HOOK_DEFAULT) -> Site:
-    """Return the site of a layer's number and a hook; raise UsageError for what is neither."""
+    """Return the site of a layer's number and a hook. Raises UsageError for invalid ones."""
     named = hook_named(hook)
     if named is None:
         raise UsageError(explain("hook", got=hook, expected=f"one of {', '.join(HOOKS)}"))
@@ -186,38 +196,38 @@ def site_of(layer: Any, hook: str = HOOK_DEFAULT) -> Site:
 
 
 def key_of(site: Site) -> int | Site:
-    """Return what a site is called in `SteeringSpec.layers`."""
+    """Return the key of a site in `SteeringSpec.layers`."""
     return site.layer if site.hook == HOOK_DEFAULT else site
 
 
 def join(*parts: Steering | None) -> Steering:
-    """Return one steering that does what all of these do: vectors of one tier and site are added up."""
-    given = [part for part in parts if part is not None]
+    """Return one steering with the effect of all parts; vectors of one tier and site are added up."""
+    present = [part for part in parts if part is not None]
 
     def tier(name: str) -> Tier:
-        tiers: list[Tier] = [getattr(part, name) for part in given]
+        tiers: list[Tier] = [getattr(part, name) for part in present]
         return Tier(_added(v for t in tiers for v in t.vectors), tuple(c for t in tiers for c in t.clamps))
 
     return Steering(
         tier("base"),
         tier("prefill"),
         tier("decode"),
-        tuple(patch for part in given for patch in part.patches),
-        tuple(use for part in given for use in part.modules),
+        tuple(patch for part in present for patch in part.patches),
+        tuple(use for part in present for use in part.modules),
     )
 
 
 def _added(vectors: Iterable[SteeringVector]) -> tuple[SteeringVector, ...]:
-    """Return one vector for each site and kind: where there are several, their sum in float64."""
-    at: dict[tuple[Site, bool], list[SteeringVector]] = {}
+    """Return one vector for each site and kind; several are summed in float64."""
+    groups: dict[tuple[Site, bool], list[SteeringVector]] = {}
     for vector in vectors:
-        at.setdefault((vector.site, vector.relative), []).append(vector)
-    added = (some[0] if len(some) == 1 else _sum(*kind, some) for kind, some in at.items())
+        groups.setdefault((vector.site, vector.relative), []).append(vector)
+    added = (group[0] if len(group) == 1 else _sum(*kind, group) for kind, group in groups.items())
     return tuple(vector for vector in added if vector is not None)
 
 
 def _sum(site: Site, relative: bool, vectors: Sequence[SteeringVector]) -> SteeringVector | None:
-    """Return one vector that adds what several do; None for relative ones that cancel out, which have no direction."""
+    """Return the sum of vectors of a site; None for relative ones whose sum is zero: they have no direction."""
     total = np.sum([vector.array(np.float64) for vector in vectors], axis=0)
     scale = float(np.linalg.norm(total)) if relative else 1.0
     return SteeringVector(site.layer, site.hook, total.tobytes(), "float64", scale, relative) if scale else None

@@ -1,7 +1,7 @@
 """Specifications on disk: a directory with `steering.json` and `steering.safetensors`.
 
-The JSON names the model and lists the sites with their settings; the safetensors file holds the vectors, `[hidden_size]`
-float32, as `HOOK:LAYER.vector`, `HOOK:LAYER.projection_cap` and `HOOK:LAYER.ablation`. A model's weights are not in it.
+The JSON names the model and lists the sites with their settings. The safetensors file has the vectors, `[hidden_size]`
+float32, as `HOOK:LAYER.vector`, `HOOK:LAYER.projection_cap` and `HOOK:LAYER.ablation`. Model weights are not saved.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class _Cap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One site's settings.
+    """The settings of one site; a field that is None does nothing.
 
-    scale: of the vector.
-    ablation: how much of the direction is kept. None: not done.
+    scale: the vector's scale.
+    ablation: the ablation's scale.
     """
 
     site: str
@@ -52,7 +52,7 @@ class _Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def save_spec(directory: str | os.PathLike[str], model: str, spec: SteeringSpec) -> None:
-    """Write a specification and the name of the model it was made for; raises CapflowError when that fails."""
+    """Write a specification and its model's name to a directory. Raises CapflowError when that fails."""
     vectors: dict[str, Vector] = {}
     layers = []
     for site, layer in spec.sites():
@@ -78,7 +78,7 @@ def save_spec(directory: str | os.PathLike[str], model: str, spec: SteeringSpec)
 
 
 def load_spec(directory: str | os.PathLike[str]) -> tuple[str, SteeringSpec]:
-    """Return the model's name and the specification that `save_spec` wrote; raises UsageError for anything else."""
+    """Return the model's name and the specification of `save_spec`. Raises UsageError for any other directory."""
     where = os.fspath(directory)
     settings_file, vectors_file = Path(directory, SETTINGS), Path(directory, VECTORS)
     if not settings_file.is_file() or not vectors_file.is_file():
@@ -90,7 +90,7 @@ def load_spec(directory: str | os.PathLike[str]) -> tuple[str, SteeringSpec]:
         settings = jsontext.decode(settings_file.read_bytes(), _Settings)
         vectors = load_tensors(vectors_file.read_bytes())
     except (msgspec.MsgspecError, SafetensorError, OSError, UnicodeDecodeError) as e:
-        raise UsageError(explain(where, got=str(e), expected="what save_pretrained wrote")) from e
+        raise UsageError(explain(where, got=str(e), expected="files of save_pretrained")) from e
     if settings.format != _FORMAT:
         raise UsageError(explain(f"{settings_file}: format", got=settings.format, expected=str(_FORMAT)))
     layers: dict[int | Site, LayerSteeringSpec] = {}

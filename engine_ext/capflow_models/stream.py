@@ -1,8 +1,10 @@
-"""The residual stream of a Transformers model: caught and steered at the hook points of its layers by forward hooks.
+"""The residual stream of a Transformers model: forward hooks capture and steer it at the layers' hook points.
 
-Where a layer's hook points lie is found from how its output is summed, as in vLLM (`capflow_engine.structure`). Operations are done in
-float32 and rounded to the model's dtype once, as in `capflow.steering.program`. One prompt is computed at a time: a site sees positions in
-order, each once, so how many it saw is the position of the next.
+`capflow_engine.structure` finds the hook points from how a layer's output is summed, as for vLLM. Operations are
+computed in float32 and rounded to the model's dtype once, as in `capflow.steering.program`.
+
+One prompt is computed at a time. A site sees each position once and in order, so the number of positions that it has
+seen is the next position.
 """
 
 from __future__ import annotations
@@ -20,28 +22,28 @@ from capflow.steering.program import ADD, CLAMP, RELATIVE, Op, SiteOps, Steering
 from capflow_engine.structure import HookPlace, Slot, Structure, UnclearError, resolve
 
 _CACHES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})
-"""What Transformers calls the cache that whatever mixes tokens is given."""
+"""The names of the cache argument in Transformers, for modules that mix tokens."""
 
 
 class Layer(NamedTuple):
-    """A decoder layer and where its hook points lie."""
+    """A decoder layer and its hook points."""
 
     module: torch.nn.Module
     structure: Structure
 
 
 def layers_of(model: torch.nn.Module, count: int, dtype: torch.dtype) -> list[Layer]:
-    """Return a model's decoder layers in order; raises UsageError unless exactly one list of modules has `count`."""
-    found = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
-    found = [m for m in found if not any(m is not other and _holds(other, m) for other in found)]
-    if len(found) != 1:
-        got = f"{len(found)} lists of {count} modules in {type(model).__name__}"
+    """Return a model's decoder layers in order. Raises UsageError unless exactly one list of modules has `count`."""
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    lists = [m for m in lists if not any(m is not other and _holds(other, m) for other in lists)]
+    if len(lists) != 1:
+        got = f"{len(lists)} lists of {count} modules in {type(model).__name__}"
         raise UsageError(explain("the model's layers", got=got, expected="one", do="use the vLLM back end"))
-    return [Layer(layer, structure_of(layer, dtype)) for layer in found[0]]
+    return [Layer(layer, structure_of(layer, dtype)) for layer in lists[0]]
 
 
 def structure_of(layer: torch.nn.Module, dtype: torch.dtype) -> Structure:
-    """Return the structure of a decoder layer: what it is given and what it returns, where no more can be proved."""
+    """Return the hook points of a decoder layer; only its input and its output if its structure is unclear."""
     reason = "no module of the layer takes a cache, so attention cannot be told from the MLP"
     if any(_mixes_tokens(module) for module in layer.modules() if module is not layer):
         try:
@@ -62,10 +64,12 @@ def _holds(outer: torch.nn.Module, inner: torch.nn.Module) -> bool:
 
 
 class Stream:
-    """The stream of one prompt and its answer, for as long as `hooked` runs.
+    """The stream of one prompt and its answer, while `hooked` runs.
 
-    program: what is done to it; None for nothing. sites: where that is. caught: for each site that was asked for, the
-        row of the position that was computed last, `[hidden_size]` float32 on the CPU, as it came to the site.
+    program: the operations on the stream; None for none.
+    sites: the steered sites.
+    caught: the last position's row at each captured site, `[hidden_size]` float32 on the CPU, before the site is
+        steered.
     """
 
     def __init__(self, program: SteeringProgram | None, prompt_length: int, device: torch.device) -> None:
@@ -79,7 +83,10 @@ class Stream:
 
     @contextmanager
     def hooked(self, layers: Sequence[Layer], catch: Collection[Site] = ()) -> Iterator[None]:
-        """Catch and steer what these layers compute for as long as a block runs."""
+        """Capture and steer the output of these layers while a block runs.
+
+        catch: the sites to capture.
+        """
         handles = []
         try:
             for site in {*self.sites, *catch}:
@@ -97,7 +104,10 @@ class Stream:
                 handle.remove()
 
     def steered(self, hidden: torch.Tensor, site: Site, start: int) -> torch.Tensor:
-        """Return what is at a site, `[n, hidden_size]` of the positions from `start` on, with what is done to it there."""
+        """Return the stream at a site with the site's operations applied.
+
+        hidden: `[n, hidden_size]`, the positions from `start` on.
+        """
         stop = start + len(hidden)
         border = min(max(self._prompt_length, start), stop)
         single = {at: ops.get(site, ()) for at, ops in self._single.items() if start <= at < stop}
@@ -106,13 +116,13 @@ class Stream:
             ops = phase.get(site, ())
             index = [at - start for at in range(first, end) if at not in single]
             if ops and index:
-                steered[index] = self._done(hidden[index], ops)
+                steered[index] = self._apply(hidden[index], ops)
         for at, ops in single.items():
-            steered[at - start] = self._done(hidden[at - start], ops)
+            steered[at - start] = self._apply(hidden[at - start], ops)
         return steered
 
-    def _done(self, rows: torch.Tensor, ops: Sequence[Op]) -> torch.Tensor:
-        """Return rows, `[n, hidden_size]` or `[hidden_size]`, with operations done."""
+    def _apply(self, rows: torch.Tensor, ops: Sequence[Op]) -> torch.Tensor:
+        """Return rows `[n, hidden_size]` or `[hidden_size]` with operations applied."""
         x = rows.float()
         for op in ops:
             row = self._rows[op.row]
@@ -129,30 +139,33 @@ class Stream:
 
 
 class _AtSite:
-    """A module's forward hook at a site. start: how many positions it has seen.
+    """A module's forward hook at a site.
 
-    The tensor that stands there is changed in place, as a stream that goes on beside the module is the same tensor.
+    The tensor is changed in place: a residual connection beside the module uses the same tensor.
+
+    catch: whether to capture the site.
+    start: how many positions the site has seen.
     """
 
     def __init__(self, stream: Stream, site: Site, place: HookPlace, catch: bool) -> None:
         self.stream, self.site, self.place, self.catch, self.start = stream, site, place, catch, 0
 
     def before(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._passed(self.place.slots[0].of(args, kwargs))
+        self._pass(self.place.slots[0].of(args, kwargs))
 
     def after(self, _: torch.nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        self._passed(output if isinstance(output, torch.Tensor) else output[self.place.items[0]])
+        self._pass(output if isinstance(output, torch.Tensor) else output[self.place.items[0]])
 
-    def _passed(self, given: torch.Tensor) -> None:
+    def _pass(self, tensor: torch.Tensor) -> None:
         scale = self.place.scale
-        hidden = given.reshape(-1, given.shape[-1])
+        hidden = tensor.reshape(-1, tensor.shape[-1])
         value = hidden if scale == 1.0 else hidden * scale
         if self.catch:
             self.stream.caught[self.site] = value[-1].detach().clone().float().cpu()
         start, self.start = self.start, self.start + len(hidden)
         if self.site in self.stream.sites:
             steered = self.stream.steered(value, self.site, start)
-            given.copy_((steered if scale == 1.0 else hidden + (steered - value) / scale).view(given.shape))
+            tensor.copy_((steered if scale == 1.0 else hidden + (steered - value) / scale).view(tensor.shape))
 
 
 def _by_site(ops: Sequence[SiteOps]) -> dict[Site, tuple[Op, ...]]:

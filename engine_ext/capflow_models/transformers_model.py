@@ -1,4 +1,4 @@
-"""A steerable model over Hugging Face Transformers: the reference, one prompt at a time."""
+"""A steerable model over Hugging Face Transformers: the reference; it computes one prompt at a time."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from capflow_models.stream import Stream, layers_of
 class TransformersSteerableModel(SteerableModel):
     """A causal language model of Transformers.
 
-    model: a directory or a name that `AutoModelForCausalLM` loads, or such a model.
-    tokenizer: its tokenizer, loaded by the name where it is left out; without one, prompts are token ids and answers
-        have no text.
-    dtype: a torch dtype's name, or `auto`.
-    device: where it runs.
-    arguments: further ones of `from_pretrained`.
+    model: a directory or a name that `AutoModelForCausalLM` loads, or a loaded model.
+    tokenizer: the model's tokenizer; if left out, it is loaded by the model's name. Without a tokenizer, prompts must
+        be token ids, and answers have no text.
+    dtype: the name of a torch dtype, or `auto`.
+    device: the torch device; the model's own if None.
+    arguments: further arguments of `from_pretrained`.
 
-    The sites that can be steered are all that the layers are found to have; of a layer that cannot be followed, what it is given
-    and what it returns.
+    Every hook point that is found in the layers can be steered. A layer with an unclear structure has two: its input
+    and its output.
 
-    Between calls the model is as it was given: hooks are there only while a prompt is computed. Not for several threads at once.
+    The model has forward hooks only while a prompt is computed. Only one thread may use it at a time.
     """
 
     other_hooks = "steer another hook"
@@ -53,7 +53,9 @@ class TransformersSteerableModel(SteerableModel):
             try:
                 loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **arguments)
             except (OSError, ValueError) as e:
-                raise UsageError(explain("model", got=f"{model}: {e}", expected="one that Transformers loads")) from e
+                raise UsageError(
+                    explain("model", got=f"{model}: {e}", expected="a model that Transformers loads")
+                ) from e
         else:
             loaded = model
         self.model = (loaded if device is None else loaded.to(device)).eval()
@@ -77,25 +79,25 @@ class TransformersSteerableModel(SteerableModel):
 
     @property
     def hooks(self) -> tuple[str, ...]:
-        """The hooks that some layer has."""
+        """The hooks that at least one layer has."""
         return tuple(hook for hook in HOOKS if any(hook in layer.structure.places for layer in self._layers))
 
     def _check_site(self, site: Site) -> None:
         if site.hook in HOOKS and site.layer < len(self._layers):
             layer, structure = self._layers[site.layer]
             if (reason := structure.missing.get(site.hook)) is not None:
-                got = f"no {site} in {type(layer).__name__}, as {reason}"
+                got = f"{site}, which {type(layer).__name__} lacks: {reason}"
                 raise UsageError(explain("hook", got=got, expected=f"one of {', '.join(structure.places)}"))
         super()._check_site(site)
 
-    def _check_shared(self, now: Steering, said: Steering) -> None:
+    def _check_shared(self, present: Steering, new: Steering) -> None:
         """Raise UsageError for a module or a global state that does not fit; see `SteeringStore`."""
-        self._check(said)
-        self._fit.check(now, said)
+        self._check(new)
+        self._fit.check(present, new)
 
     @torch.inference_mode()
     def run(self, jobs: Sequence[Job]) -> list[Completion]:
-        """Return the answers to jobs, in order, one after another."""
+        """Return the answers to jobs, in order. They are computed one after another."""
         return [self._answer(job) for job in jobs]
 
     def _answer(self, job: Job) -> Completion:
@@ -108,18 +110,18 @@ class TransformersSteerableModel(SteerableModel):
             random.manual_seed(sampling.seed)
         answer: list[int] = []
         with self._stream(prompt, job.steering).hooked(self._layers):
-            given, cache = prompt, None
+            ids, cache = prompt, None
             while len(answer) < sampling.max_new_tokens:
-                output = self._forward(given, cache, use_cache=True)
+                output = self._forward(ids, cache, use_cache=True)
                 cache = output.past_key_values
-                given = [_chosen(output.logits[0, -1].float(), sampling, random)]
-                answer += given
-                if given[0] in self._ends and not sampling.ignore_eos:
+                ids = [_sample(output.logits[0, -1].float(), sampling, random)]
+                answer += ids
+                if ids[0] in self._ends and not sampling.ignore_eos:
                     break
         return Completion(self._text(prompt, answer), tuple(answer), tuple(prompt))
 
     def _text(self, prompt: list[int], answer: list[int]) -> str:
-        """Return what an answer adds to its prompt: a space between them too, as vLLM has it."""
+        """Return the text that an answer adds to its prompt; a space between them belongs to it, as in vLLM."""
         if self.tokenizer is None:
             return ""
         before, whole, alone = (
@@ -152,20 +154,20 @@ class TransformersSteerableModel(SteerableModel):
         return Stream(self._fit.program(steering, self.modules), len(prompt), self.model.device)
 
     def _forward(self, ids: Sequence[int], cache: Any, *, use_cache: bool) -> Any:
-        given = torch.tensor([list(ids)], device=self.model.device)
-        return self.model(input_ids=given, past_key_values=cache, use_cache=use_cache)
+        input_ids = torch.tensor([list(ids)], device=self.model.device)
+        return self.model(input_ids=input_ids, past_key_values=cache, use_cache=use_cache)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
-            do = "give token ids, or a tokenizer"
+            do = "pass token ids, or a tokenizer"
             raise UsageError(explain("prompts", got="a text for a model without a tokenizer", do=do))
         return list(self.tokenizer(prompt).input_ids)
 
 
 def _tokenizer(name: str) -> Any:
-    """Return the tokenizer that lies beside a model, None where there is none."""
+    """Return the tokenizer of a model by the model's name; None if it has none."""
     try:
         return transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError, TypeError):
@@ -173,15 +175,15 @@ def _tokenizer(name: str) -> Any:
 
 
 def _ends(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end an answer: those of the model's generation settings, and the tokenizer's."""
+    """Return the end tokens: those of the model's generation settings and that of the tokenizer."""
     settings = getattr(model, "generation_config", None)
     named = getattr(settings, "eos_token_id", None)
     own = named if isinstance(named, list) else [named]
     return frozenset(int(token) for token in (*own, getattr(tokenizer, "eos_token_id", None)) if token is not None)
 
 
-def _chosen(logits: torch.Tensor, sampling: Sampling, random: torch.Generator) -> int:
-    """Return the next token of `[vocabulary]` logits."""
+def _sample(logits: torch.Tensor, sampling: Sampling, random: torch.Generator) -> int:
+    """Return the next token, sampled from logits `[vocabulary]`."""
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     odds, tokens = (logits / sampling.temperature).softmax(-1).sort(descending=True)

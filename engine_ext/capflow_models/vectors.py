@@ -1,4 +1,4 @@
-"""Vectors written to files, in the form that `capflow_engine.steering.files` reads; it reads those of other tools too."""
+"""Writes vectors to files that `capflow_engine.steering.files` reads; that module also reads files of other tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ __all__ = ["load_sites", "load_vector", "load_vectors", "save_vectors"]
 def save_vectors(path: str | os.PathLike[str], vectors: Mapping[int, Any], *, hook: str = HOOK_DEFAULT) -> None:
     """Write a safetensors file that `load_vectors` reads: tensors `HOOK.LAYER`, `[hidden_size]` float32.
 
-    The file is there whole or not at all. Raises UsageError for wrong vectors and CapflowError when it cannot be written.
+    The file appears once it is whole. Raises UsageError for invalid vectors, CapflowError when it cannot be written.
+
+    vectors: by layer.
     """
     tensors = {
         f"{hook}.{site_of(n, hook).layer}": plain.vector(v, f"vectors.{n}").astype(np.float32)

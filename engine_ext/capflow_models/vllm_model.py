@@ -1,4 +1,4 @@
-"""A steerable model over vLLM: `capflow.LLM`, each request steered by its own program in one batch."""
+"""A steerable model over vLLM: `capflow.LLM` runs jobs in one batch, each request with steering of its own."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _PROBABILITIES_ALL = -1
 class VLLMSteerableModel(SteerableModel):
     """A model that vLLM runs.
 
-    model: a directory or a name that vLLM takes, or a `capflow.LLM`, which is left open.
-    rows: for a `capflow.LLM`, the root of its `filesystem` consumer, which `last_rows` reads; a model that is opened
-        here brings its own.
-    arguments: further ones of `capflow.LLM`, as `sites` and those of vLLM.
+    model: a directory or a name that vLLM loads, or a `capflow.LLM`, which `close` leaves open.
+    rows: for a `capflow.LLM`, the root of its `filesystem` consumer, which `last_rows` reads. A model that is opened
+        by name has a consumer of its own.
+    arguments: further arguments of `capflow.LLM`, such as `sites`, and those of vLLM.
 
-    The sites that can be steered are the tapped ones: by default every site that the model has, so that a specification for one back
-    end runs on the other; of a `capflow.LLM`, those that it taps.
+    The tapped sites can be steered. A model that is opened by name taps every site by default, so that a specification
+    for one back end also runs on the other.
     """
 
     other_hooks = "open the model with sites=[HOOK:LAYER] to tap others"
@@ -43,9 +43,9 @@ class VLLMSteerableModel(SteerableModel):
         self._close = lambda: None
         if isinstance(model, str):
             if rows is not None:
-                raise UsageError(explain("rows", got=str(rows), expected="to be left out beside a model's name"))
+                raise UsageError(explain("rows", got=str(rows), expected="no rows for a model that is opened by name"))
             rows = tempfile.mkdtemp(prefix="capflow-rows-")
-            forget = weakref.finalize(self, shutil.rmtree, rows, ignore_errors=True)
+            remove = weakref.finalize(self, shutil.rmtree, rows, ignore_errors=True)
             keeper = f"filesystem:root={rows},capture=requests,fsync=false"
             self.llm = LLM(
                 model, **{"consumers": [keeper], "sites": ["*:*"], "max_logprobs": _PROBABILITIES_ALL, **arguments}
@@ -54,7 +54,7 @@ class VLLMSteerableModel(SteerableModel):
 
             def close() -> None:
                 llm.close()
-                forget()
+                remove()
 
             self._close = close
         else:
@@ -64,16 +64,16 @@ class VLLMSteerableModel(SteerableModel):
 
     @property
     def hooks(self) -> tuple[str, ...]:
-        """The hooks at which some layer is tapped."""
+        """The hooks at which at least one layer is tapped."""
         tapped = {site.hook for site in self.info.sites}
         return tuple(hook for hook in HOOKS if hook in tapped)
 
     def close(self) -> None:
-        """Stop the engine if it was opened here."""
+        """Stop the engine if this model opened it."""
         self._close()
 
     def run(self, jobs: Sequence[Job]) -> list[Completion]:
-        """Return the answers to jobs, in order; they run in one batch as far as the engine has room."""
+        """Return the answers to jobs, in order. They run in one batch as far as the engine has room."""
         parameters = [
             sampling_params(
                 max_tokens=job.sampling.max_new_tokens,
@@ -86,7 +86,7 @@ class VLLMSteerableModel(SteerableModel):
             )
             for job in jobs
         ]
-        outputs = self.llm.generate([_given(job.prompt) for job in jobs], parameters, use_tqdm=False)
+        outputs = self.llm.generate([_vllm_prompt(job.prompt) for job in jobs], parameters, use_tqdm=False)
         return [
             Completion(
                 output.outputs[0].text if self._has_words else "",
@@ -108,17 +108,17 @@ class VLLMSteerableModel(SteerableModel):
             )
             for _ in prompts
         ]
-        outputs = self.llm.generate([_given(prompt) for prompt in prompts], parameters, use_tqdm=False)
+        outputs = self.llm.generate([_vllm_prompt(prompt) for prompt in prompts], parameters, use_tqdm=False)
         first = [output.outputs[0].logprobs[0] for output in outputs]
         rows = np.full((len(first), max(max(each) for each in first) + 1), -math.inf, np.float32)
         for row, each in zip(rows, first, strict=True):
-            for token, found in each.items():
-                row[token] = found.logprob
+            for token, entry in each.items():
+                row[token] = entry.logprob
         return rows
 
     def _last_rows(self, prompts: Sequence[Prompt], sites: Sequence[Site], steering: Steering) -> Rows:
         if self._rows is None:
-            do = "give rows=ROOT of the engine's filesystem consumer, or a model's name in place of the engine"
+            do = "pass rows=ROOT, the root of the engine's filesystem consumer, or open the model by name"
             raise UsageError(explain("last_rows: no captured rows to read", do=do))
         name = uuid.uuid4().hex
         hooks = layers_by_hook(dict.fromkeys(sites))
@@ -133,26 +133,26 @@ class VLLMSteerableModel(SteerableModel):
             )
             for number, _ in enumerate(prompts)
         ]
-        outputs = self.llm.generate([_given(prompt) for prompt in prompts], parameters, use_tqdm=False)
+        outputs = self.llm.generate([_vllm_prompt(prompt) for prompt in prompts], parameters, use_tqdm=False)
         for output in outputs:
             for consumer, result in output.capture_results.items():
                 if result.status != "ok":
                     raise CapflowError(explain(f"rows for {consumer}", got=f"{result.status}: {result.error}"))
         data = capflow.open(self._rows)
-        found = [data[f"{name}-{number}"] for number, _ in enumerate(prompts)]
-        return {site: np.stack([each[site].rows[-1].astype(np.float32) for each in found]) for site in sites}
+        captures = [data[f"{name}-{number}"] for number, _ in enumerate(prompts)]
+        return {site: np.stack([each[site].rows[-1].astype(np.float32) for each in captures]) for site in sites}
 
     @property
     def _has_words(self) -> bool:
         return not self.llm.llm_engine.model_config.skip_tokenizer_init
 
 
-def _given(prompt: Prompt) -> Any:
+def _vllm_prompt(prompt: Prompt) -> Any:
     return prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
 
 
 def _fields(steering: Steering) -> dict[str, Any]:
-    """Return a steering as the keyword arguments of `sampling_params` that say something."""
+    """Return a steering as keyword arguments of `sampling_params`, without empty ones."""
     fields = {
         "steering_vectors": steering.base.vectors,
         "prefill_steering_vectors": steering.prefill.vectors,

@@ -17,7 +17,7 @@ from capflow_models import LayerSteeringSpec, SteeringSpec, TransformersSteerabl
 from capflow_models.lines import LineFile, read_lines
 from capflow_models.model import Sampling
 from capflow_models.rolloutjob import RolloutJob
-from capflow_models.rollouts import RolloutPlan, RolloutPrompt, left, roll_out
+from capflow_models.rollouts import RolloutPlan, RolloutPrompt, missing, roll_out
 from tests.kit.engines import WIDTH, engine, environment, save_tiny, save_words
 from tests.kit.waiting import eventually
 
@@ -119,7 +119,7 @@ def test_a_killed_run_leaves_whole_lines_and_the_next_goes_on(here):
     with out.open("ab") as file:
         file.write(b'{"prompt_id": "p0", "vec')  # as a full disk leaves it
     said = run(directory, options)
-    assert f"{len(kept)} of {2 * len(WANTED)} rollouts are there" in said
+    assert f"{len(kept)} of {2 * len(WANTED)} rollouts already exist" in said
     found = rows(out)
     assert found[: len(kept)] == kept
     assert keys(found) == [(*key[:3], sample) for key in WANTED for sample in range(2)]
@@ -151,7 +151,7 @@ def test_parquet_has_the_same_rows_and_grows(here):
     (directory / "prompts.jsonl").write_text(
         "".join(json.dumps({"id": name, "prompt": text}) + "\n" for name, text in PROMPTS.items())
     )
-    assert "20 of 30 rollouts are there" in run(directory, parquet)
+    assert "20 of 30 rollouts already exist" in run(directory, parquet)
     assert pq.read_table(directory / "out.parquet").to_pylist() == expected
     assert not list(directory.glob("out.parquet.*"))
 
@@ -235,15 +235,15 @@ def rows_of(plan):
 )
 def test_rows_that_were_made_otherwise_are_refused(changes):
     plan = plan_of()
-    assert left(plan, plan.items(), rows_of(plan), "out.jsonl") == []
-    with pytest.raises(UsageError, match=r"out\.jsonl: prompt a, vector .* a row made otherwise"):
-        left(plan_of(**changes), plan_of(**changes).items(), rows_of(plan), "out.jsonl")
+    assert missing(plan, plan.items(), rows_of(plan), "out.jsonl") == []
+    with pytest.raises(UsageError, match=r"out\.jsonl: prompt a, vector .* a row with other settings"):
+        missing(plan_of(**changes), plan_of(**changes).items(), rows_of(plan), "out.jsonl")
 
 
 def test_more_scales_and_samples_go_on_from_what_is_there():
     plan = plan_of()
     more = plan_of(scales=[0.0, 1.0, 2.0], samples=2)
-    todo = left(more, more.items(), rows_of(plan), "out.jsonl")
+    todo = missing(more, more.items(), rows_of(plan), "out.jsonl")
     assert len(todo) == 2 * 3 * 2 - len(rows_of(plan))
 
 
@@ -323,7 +323,7 @@ def test_the_command_runs_vllm(here):
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with environment(**variables):
         run(directory, options)
-        assert f"{len(WANTED)} of {len(WANTED)} rollouts are there" in run(directory, options)
+        assert f"{len(WANTED)} of {len(WANTED)} rollouts already exist" in run(directory, options)
     run(directory, options | {"--backend": "transformers", "--out": "theirs.jsonl"})
     ours, theirs = (rows(directory / name) for name in ("out.jsonl", "theirs.jsonl"))
     assert keys(ours) == keys(theirs) == WANTED

@@ -389,7 +389,8 @@ def test_what_is_added_to_what_the_mlp_adds_is_added_to_the_stream(config):
 def test_a_layer_that_lacks_a_hook_says_why():
     model = of_other_structure(transformers.GPTNeoXConfig(**SMALL))
     assert model.hooks == ("pre_attn", "post_block", "mlp_in", "mlp_out")
-    reason = "hook: got no post_attn:1 in GPTNeoXLayer, as attention and the MLP stand side by side, expected one of pre_attn"
+    why = "attention and the MLP stand side by side"
+    reason = f"hook: got post_attn:1, which GPTNeoXLayer lacks: {why}, expected one of pre_attn"
     for wrong in (
         lambda: model.set_layer_vector(1, A, hook="post_attn"),
         lambda: model.last_rows(PROMPTS, [Site(1, "post_attn")]),
@@ -518,8 +519,8 @@ def test_what_is_saved_is_loaded(model, tiny, tmp_path):
     ("damage", "message"),
     [
         (lambda d: (d / "steering.json").unlink(), "no saved specification"),
-        (lambda d: (d / "steering.json").write_text("{}"), "what save_pretrained wrote"),
-        (lambda d: (d / "steering.safetensors").write_bytes(b"abc"), "what save_pretrained wrote"),
+        (lambda d: (d / "steering.json").write_text("{}"), "files of save_pretrained"),
+        (lambda d: (d / "steering.safetensors").write_bytes(b"abc"), "files of save_pretrained"),
         (lambda d: (d / "steering.json").write_text('{"format":9,"model":"m","layers":[]}'), "format: got 9"),
         (lambda d: (d / "steering.json").write_text('{"format":1,"model":"m","layers":[]}'), "unknown tensors"),
     ],
@@ -595,7 +596,7 @@ def test_an_answer_ends_where_the_model_ends_it(model):
 
 
 def test_a_name_that_is_no_model_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="one that Transformers loads"):
+    with pytest.raises(UsageError, match="a model that Transformers loads"):
         TransformersSteerableModel(str(tmp_path))
 
 

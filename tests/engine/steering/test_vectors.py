@@ -226,7 +226,7 @@ def test_swapping_the_sides_turns_the_vectors(model):
         ((PAIRS, "median"), "method: got median, expected one of mean, pca"),
         (([],), "pairs: got none"),
         ((PAIRS, "mean", [LAYERS]), f"layer: got {LAYERS}"),
-        (([("w5 w6", "w5 w6")],), "layer 0: the pairs show no difference"),
+        (([("w5 w6", "w5 w6")],), "layer 0: the pairs have no difference"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(model, arguments, message):
