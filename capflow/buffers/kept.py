@@ -1,4 +1,4 @@
-"""What is kept of requests that are over: how much by owner, and which goes first."""
+"""Which finished requests a hub keeps, by owner and size."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ Key = tuple[str, str]
 
 
 class Kept:
-    """The requests that are over, at most `count_max` and by weight `bytes_max`. The oldest of who has most goes first, so that nobody's are lost to another's."""
+    """The finished requests that are kept: at most `count_max`, and at most `bytes_max` together.
+
+    Beyond that the oldest request of the owner with the most bytes is removed, so no owner loses requests to another.
+    """
 
     def __init__(self, count_max: int, bytes_max: int) -> None:
         self.count_max = count_max
         self.bytes_max = bytes_max
         self.nbytes = 0
-        # The owner and weight of each.
+        # The owner and size of each request.
         self._places: dict[Key, tuple[str, int]] = {}
-        # By owner, oldest first.
+        # The requests of each owner, oldest first.
         self._of: dict[str, dict[Key, None]] = {}
-        # Bytes by owner.
+        # The bytes of each owner.
         self._held: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._places)
 
     def add(self, owner: str, key: Key, nbytes: int) -> None:
-        """Keep a request; `excess` says what goes for it."""
+        """Keep a request; call `excess` afterwards."""
         self.remove(key)
         self._places[key] = owner, nbytes
         self._of.setdefault(owner, {})[key] = None
@@ -36,7 +39,7 @@ class Kept:
         self.nbytes += nbytes
 
     def remove(self, key: Key) -> None:
-        """Keep a request no longer, if it is kept."""
+        """Remove a request, if it is kept."""
         owner, nbytes = self._places.pop(key, ("", 0))
         if not nbytes:
             return
@@ -47,7 +50,7 @@ class Kept:
             del self._of[owner], self._held[owner]
 
     def excess(self) -> Iterator[Key]:
-        """Remove and yield what there is no room for."""
+        """Remove and yield the requests beyond the bounds."""
         while len(self._places) > self.count_max or self.nbytes > self.bytes_max:
             most = max(self._held, key=self._held.__getitem__)
             yield from self._pop(most)

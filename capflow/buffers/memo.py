@@ -1,4 +1,4 @@
-"""The memo: what was computed before, as long as it takes few bytes."""
+"""The memo: a bounded cache of computed values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _Value = TypeVar("_Value")
 
 
 class Memo(Generic[_Key, _Value]):
-    """Values by key, of at most `bytes_max` by weight; when that is full it is emptied."""
+    """Values by key, of at most `bytes_max` together. A full memo is emptied."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
@@ -17,11 +17,11 @@ class Memo(Generic[_Key, _Value]):
         self._values: dict[_Key, _Value] = {}
 
     def get(self, key: _Key) -> _Value | None:
-        """Return a value; None when it is not here."""
+        """Return the value of a key; None if the memo does not have it."""
         return self._values.get(key)
 
     def put(self, key: _Key, value: _Value, nbytes: int) -> None:
-        """Keep a value that takes so many bytes, with its key."""
+        """Store a value that takes `nbytes` together with its key."""
         if self.nbytes + nbytes > self.bytes_max:
             self._values.clear()
             self.nbytes = 0

@@ -9,7 +9,7 @@ class WhenFull(enum.StrEnum):
     """What happens when a queue is full."""
 
     BLOCK = "block"
-    """The sender waits. Nothing is lost; memory is bounded; what is upstream becomes as slow as what is downstream."""
+    """The sender waits. Nothing is lost, memory is bounded, and the sender becomes as slow as the receiver."""
 
     DROP = "drop"
     """The sender never waits. The newest rows are lost, counted, and named in the request's result."""
@@ -19,16 +19,16 @@ class WhenFull(enum.StrEnum):
     result. For live views."""
 
     SPILL = "spill"
-    """Rows go to a spool on disk and come from there in order: a worker's when memory is full, a consumer's always. A
-    full spool blocks or drops."""
+    """Rows go to a spool on disk and are read from it in order: a worker's rows when memory is full, a consumer's
+    always. A full spool blocks or drops."""
 
 
 POLICIES_OF_WORKERS = (WhenFull.BLOCK, WhenFull.DROP, WhenFull.SPILL)
-"""Those that a worker may have. A consumer may have any."""
+"""The policies that a worker may have. A consumer may have any."""
 
 FALLBACKS = (WhenFull.BLOCK, WhenFull.DROP)
-"""What may happen when a spool is full."""
+"""The policies of a full spool."""
 
 POLICY_DEFAULT = WhenFull.BLOCK
-"""Of workers, of consumers that name none, and of full spools: nothing is lost, and nothing is written to a disk that
-nobody named."""
+"""The default of workers, consumers and full spools: nothing is lost, and nothing is written to a disk that nobody
+named."""

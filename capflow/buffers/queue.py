@@ -1,12 +1,15 @@
 """The byte queue: items of known size between two threads, bounded by the sum of their sizes.
 
-Each item is of a source. Invariants: items of one source leave in the order in which they came, and sources take turns, an item each, so
-that an item waits for at most one of each other source and for those before it of its own; the sum of the sizes is at most
-`bytes_max`, unless one item alone is larger, or items were put in with `force`. A queue does not choose what to do
-when it is full: `offer` refuses, `put` waits, `displace` throws out, and a `WhenFull` policy says which of them its owner is to call.
+Each item has a source. The owner of the queue decides by its `WhenFull` policy which method it calls on a full queue:
+`offer` refuses, `put` waits, `displace` discards.
 
-The part of a source is `bytes_max` divided by the number of sources that have items with a size. Invariant: `displace` throws out no item
-of a source that has at most its part, and refuses no item that leaves its source with at most that.
+Invariants:
+
+* Items of one source leave in the order in which they came. Sources take turns, one item each: an item waits for at
+  most one item of each other source, and for the earlier items of its own.
+* The sum of the sizes is at most `bytes_max`, unless one item alone is larger or items were added with `force`.
+* The part of a source is `bytes_max` divided by the number of sources with sized items. `displace` discards no item of
+  a source that has at most its part, and refuses no item that leaves its source with at most its part.
 """
 
 from __future__ import annotations
@@ -22,31 +25,31 @@ T = TypeVar("T")
 class ByteQueue(Generic[T]):
     """A first-in first-out queue of items with sizes, for any number of threads.
 
-    bytes_max: the bound on the sum of the sizes. An item larger than that is admitted when the queue is empty.
+    bytes_max: the bound of the sum of the sizes. A larger item is admitted if the queue is empty.
     """
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
-        # Items with sizes and sources, by number; emptied by `get`.
+        # Each item with its size and source, by number.
         self._items: dict[int, tuple[T, int, str]] = {}
-        # The sources that have items; the first has its turn.
+        # The sources that have items; the next turn is the first's.
         self._turns: OrderedDict[str, None] = OrderedDict()
-        # The numbers of the items with a size, and of those of size 0, of each source that has some; oldest first.
+        # For each source the numbers of its items with a size, and of its items of size 0; oldest first.
         self._sized: dict[str, OrderedDict[int, None]] = {}
         self._notes: dict[str, deque[int]] = {}
         # The sum of the sizes of each source in `_sized`.
         self._held: dict[str, int] = {}
-        # Sum of the sizes in `_items`.
+        # The sum of the sizes in `_items`.
         self._bytes = 0
         # Set once, by `close`.
         self._closed = False
-        # Guards every field here.
+        # Guards every field.
         self._lock = threading.RLock()
-        # Notified when an item came, and when one left that is waited for.
+        # Notified when an item came, and when one left while a thread waits for room.
         self._changed = threading.Condition(self._lock)
-        # Threads that wait for room.
+        # The number of threads that wait for room.
         self._putting = 0
-        # Counters, from the queue's start to its end; written under the lock, read by anyone.
+        # Counters since the start; written under the lock, read without it.
         self.accepted = 0
         self.refused = 0
         self.bytes_peak = 0
@@ -61,7 +64,7 @@ class ByteQueue(Generic[T]):
 
     @property
     def closed(self) -> bool:
-        """Whether the queue takes nothing any more."""
+        """Whether the queue is closed."""
         return self._closed
 
     def offer(self, item: T, nbytes: int, source: str = "") -> bool:
@@ -88,13 +91,14 @@ class ByteQueue(Generic[T]):
             return True
 
     def displace(self, item: T, nbytes: int, source: str, lose: Callable[[T], object], *, newest: bool = False) -> bool:
-        """Add the item, and throw out others to make room for it; return whether it was added.
+        """Add the item and discard others to make room; return whether it was added.
 
-        Those of sources that have more than their part go when the item leaves its own source with at most that. Otherwise the oldest
-        of its own source go, and an item that has no room then is not added. Items of size 0 never go.
+        If the item leaves its source with at most its part, items of sources with more than their part are discarded.
+        Otherwise the oldest items of its own source are discarded, and the item is refused if that is not enough. Items
+        of size 0 are never discarded.
 
-        lose: called with each item that goes, before the queue gives any other.
-        newest: the newest of a source go, not the oldest; of the item's own source this is the item.
+        lose: called with each discarded item before `get` returns another one.
+        newest: discard the newest items of a source instead of the oldest; of its own source that is the item itself.
         """
         with self._lock:
             if self._closed:
@@ -107,7 +111,7 @@ class ByteQueue(Generic[T]):
             return True
 
     def _clear(self, nbytes: int, source: str, lose: Callable[[T], object], newest: bool) -> bool:
-        """Make room for an item of a source, whose part no other source has to give up; return whether there is room."""
+        """Make room for an item without taking the part of another source; return whether there is room."""
         held = self._held
         part = self.bytes_max // (len(held) + (source not in held))
         own = held.get(source, 0)
@@ -129,13 +133,16 @@ class ByteQueue(Generic[T]):
         self.refused += 1
 
     def force(self, item: T, nbytes: int = 0, source: str = "") -> None:
-        """Add the item, full or not: for what its owner bounds in another way. Nothing is added to a closed queue."""
+        """Add the item even if the queue is full: for items that the owner bounds in another way.
+
+        A closed queue discards it.
+        """
         with self._lock:
             if not self._closed:
                 self._add(item, nbytes, source)
 
     def remove(self, match: Callable[[T], bool]) -> T | None:
-        """Remove and return the oldest item that matches; None when none does. Looks at every item before it."""
+        """Remove and return the oldest item that matches; None if none does. It tests every earlier item."""
         with self._lock:
             for number, (item, _, _) in self._items.items():
                 if match(item):
@@ -144,9 +151,9 @@ class ByteQueue(Generic[T]):
             return None
 
     def get(self, timeout_s: float | None = None) -> T | None:
-        """Remove and return the oldest item of the source whose turn it is; None when none came in time, or ever will.
+        """Remove and return the oldest item of the source whose turn it is.
 
-        A closed queue gives what is left in it.
+        None if no item came in time, or if the queue is closed and empty. A closed queue still returns its items.
         """
         with self._lock:
             if not self._items and timeout_s != 0:
@@ -160,7 +167,7 @@ class ByteQueue(Generic[T]):
             return self._take(self._first(source))
 
     def close(self) -> None:
-        """Take nothing any more, and wake everyone who waits."""
+        """Close the queue, and wake every thread that waits."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
@@ -169,7 +176,7 @@ class ByteQueue(Generic[T]):
         return not self._closed and (not self._items or self._bytes + nbytes <= self.bytes_max)
 
     def _first(self, source: str) -> int:
-        """Return the number of the oldest item of a source that has some."""
+        """Return the number of the oldest item of a source."""
         if source not in self._notes:
             return next(iter(self._sized[source]))
         note = self._notes[source][0]

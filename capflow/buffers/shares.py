@@ -1,11 +1,11 @@
-"""Shares: how many owners share a bound so that each always has its part.
+"""Shares: a bound that owners share, so that each owner always has its part.
 
-An owner is a key, and on a hub without keys an engine, or the connection of a client. Half of the bound is set apart: each of
-`owners_max` owners has an even part of it, which nobody else can take. The other half is for whoever comes first, but with n owners
-none has more than 1/(n+1) of it.
+An owner is a key; on a hub without keys it is an engine, or the connection of a client. One half of the bound is
+reserved: each of `owners_max` owners has an even part of it that no other owner can take. The other half is common:
+with n owners, each may take up to 1/(n+1) of it.
 
-Invariants: all owners together have at most `total`; an owner that has less than `least` can always take that much. There are at most
-`owners_max` owners that have something.
+Invariants: all owners together have at most `total`. An owner can always take up to `least`. At most `owners_max`
+owners have a share.
 """
 
 from __future__ import annotations
@@ -17,54 +17,56 @@ from capflow.errors import RoomError, explain
 
 
 class Shares:
-    """A bound and what each owner has of it; for any thread.
+    """A bound and the share of each owner, for any thread.
 
-    what: its name in messages.
-    unit: of the amounts.
+    label: the name of the bound in errors.
+    total: the bound.
+    unit: the unit of the amounts in errors.
+    do: the advice in errors.
     """
 
     def __init__(
-        self, what: str, total: int, *, owners_max: int = limits.OWNERS_MAX, unit: str = "bytes", do: str = ""
+        self, label: str, total: int, *, owners_max: int = limits.OWNERS_MAX, unit: str = "bytes", do: str = ""
     ) -> None:
-        self.what = what
+        self.label = label
         self.total = total
         self.least = total // 2 // owners_max
         self.used = 0
-        # Times that there was no room.
+        # How often there was no room.
         self.refused = 0
         self._do = do
         self._unit = unit
         self._owners_max = owners_max
         self._common = total - self.least * owners_max
         self._common_used = 0
-        # By owner, of those that have something.
+        # The share of each owner that has one.
         self._held: dict[str, int] = {}
-        # Guards all of these.
+        # Guards every field.
         self._lock = threading.Lock()
 
     def held(self, owner: str) -> int:
-        """Return what an owner has."""
+        """Return the share of an owner."""
         return self._held.get(owner, 0)
 
     def room(self, owner: str) -> int:
-        """Return how much an owner may take now."""
+        """Return how much more an owner may take now."""
         with self._lock:
             return self._room(owner)
 
     def _room(self, owner: str, back: int = 0) -> int:
-        """Return how much an owner may take once it has given something back."""
+        """Return how much an owner may take after it has given `back` back."""
         before, least = self._held.get(owner, 0), self.least
         owners = len(self._held) + (not before)
         if owners > self._owners_max:
             return 0
         held = before - back
-        over = max(0, held - least)  # what it has of the common half
+        over = max(0, held - least)  # its share of the common half
         free = self._common - self._common_used + max(0, before - least)
         own = max(0, least - max(0, held))
         return own + max(0, min(self._common // (owners + 1), free) - over)
 
     def offer(self, owner: str, amount: int) -> bool:
-        """Take an amount if there is room for it; return whether there is."""
+        """Take an amount if there is room; return whether it was taken."""
         with self._lock:
             if amount > self._room(owner):
                 self.refused += 1
@@ -72,33 +74,36 @@ class Shares:
             self._change(owner, amount)
             return True
 
-    def take(self, owner: str, amount: int, *, what: str = "") -> None:
-        """Take an amount. Raises RoomError when there is no room for it."""
+    def take(self, owner: str, amount: int, *, label: str = "") -> None:
+        """Take an amount. Raises RoomError if there is no room.
+
+        label: the beginning of the error message; by default the name of the bound.
+        """
         if not self.offer(owner, amount):
             got = f"{amount:,} more {self._unit} beside {self.held(owner):,}"
             expected = f"at most {self.held(owner) + self.room(owner):,} now"
-            raise RoomError(explain(what or self.what, got=got, expected=expected, do=self._do or "try again later"))
+            raise RoomError(explain(label or self.label, got=got, expected=expected, do=self._do or "try again later"))
 
     def force(self, owner: str, amount: int) -> None:
-        """Note that an owner has more, or less, also where there is no room for it or less than nothing is left."""
+        """Change an owner's share by an amount, even beyond the bound or below zero."""
         with self._lock:
             self._change(owner, amount)
 
     def trade(self, owner: str, back: int, wanted: int) -> int:
-        """Give back what an owner had, then take as much as there is room for of what it wants; return that."""
+        """Give `back` back, then take as much of `wanted` as there is room for; return the amount taken."""
         with self._lock:
             taken = max(0, min(wanted, self._room(owner, back)))
             self._change(owner, taken - back)
             return taken
 
     def give(self, owner: str, amount: int) -> None:
-        """Give back what was taken."""
+        """Give an amount back."""
         with self._lock:
             assert amount <= self._held.get(owner, 0) or not amount
             self._change(owner, -amount)
 
     def clear(self) -> None:
-        """Have everything given back."""
+        """Give all shares back."""
         with self._lock:
             self._held.clear()
             self.used = self._common_used = 0
@@ -117,5 +122,5 @@ class Shares:
 
     @property
     def owners(self) -> int:
-        """How many owners have something."""
+        """How many owners have a share."""
         return len(self._held)

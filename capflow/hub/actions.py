@@ -79,7 +79,7 @@ class Relay:
         memory = _ACTION_BYTES + _DECODED * nbytes
         waiting = _Waiting(own_id, answer, tuple(schedulers), now + limits.ACTION_S_MAX, owner, memory)
         try:
-            self._state.take(owner, memory, what="actions waiting for an engine")
+            self._state.take(owner, memory, label="actions waiting for an engine")
             if not self._count.offer(owner, 1):
                 self._state.give(owner, memory)
                 self._count.take(owner, 1)

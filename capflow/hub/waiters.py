@@ -39,7 +39,7 @@ class Waiters:
         if waits >= limits.AWAITED_MAX:
             got, expected = f"more than {waits:,}", f"at most {limits.AWAITED_MAX:,} of one connection"
             raise RoomError(explain("requests waited for", got=got, expected=expected))
-        self._state.take(owner, _cost(request), what="requests waited for")
+        self._state.take(owner, _cost(request), label="requests waited for")
         self._owners[client] = owner
         self._waits[client] += 1
         self._clients[request] = (*waiting, client) if waiting else client

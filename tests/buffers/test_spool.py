@@ -422,7 +422,7 @@ def test_what_an_earlier_process_left_and_the_disk_does_not_give_is_an_error_tha
     spool = reopened(disk)
     disk.fail_read = errno.EIO
     with pytest.raises(
-        CapflowError, match=r"spool /spool cannot be read: got Input/output error, expected a disk that"
+        CapflowError, match=r"spool /spool cannot be read: got Input/output error, expected a readable disk"
     ):
         list(spool.heads())
 

@@ -382,7 +382,7 @@ def test_an_inbox_that_cannot_be_read_at_the_start_is_given_back(spills, monkeyp
         files.code = errno.EMFILE
 
     monkeypatch.setattr(Spool, "_recover", recovered)
-    with pytest.raises(CapflowError, match=r"cannot be read: got Too many open files, expected a disk that gives it"):
+    with pytest.raises(CapflowError, match=r"cannot be read: got Too many open files, expected a readable disk"):
         inbox.open()
     assert not inbox.is_open
     assert not in_use(spill.root / spill.name)

@@ -1,4 +1,4 @@
-"""The contents of a spool, read from the first record to the last without taking the spool or changing anything."""
+"""The contents of a spool, read from the first record to the last without a lock or a change."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from capflow.buffers.spool.survey import heads as heads_of
 
 
 def records(directory: Path) -> Iterator[Record | Lost]:
-    """Yield every record that counts and is not done with, in order, and which of them cannot be read.
+    """Yield the records that are not acknowledged, in order, and `Lost` for those that cannot be read.
 
-    A process may write the spool meanwhile: what it writes after this began is not read.
-    Raises UsageError when the directory is no spool, CapflowError when it cannot be read.
+    A process may write the spool meanwhile; its new records are not read.
+    Raises UsageError if the directory is not a spool, CapflowError if it cannot be read.
     """
     check(directory)
     files = Files()
@@ -46,9 +46,10 @@ def records(directory: Path) -> Iterator[Record | Lost]:
 
 
 def heads(directory: Path) -> Iterator[tuple[int, bytes | None]]:
-    """Yield number and head of every record that counts and is not done with, in order; None for the last of some that are damaged.
+    """Yield the number and head of each record that is not acknowledged, in order.
 
-    Raises as `records` does.
+    Damaged records next to each other are one entry: the number of the last one, and None.
+    Raises the errors of `records`.
     """
     check(directory)
     files = Files()
@@ -57,8 +58,8 @@ def heads(directory: Path) -> Iterator[tuple[int, bytes | None]]:
         expected = remains.cursor.acked + 1
         for segment, stop in zip(remains.segments, stops(remains.segments), strict=True):
             with opened(files, segment.path) as fd:
-                found = heads_of(files, fd, segment, remains.cursor.acked, min(stop, remains.last + 1))
-                for number, head in found:
+                pairs = heads_of(files, fd, segment, remains.cursor.acked, min(stop, remains.last + 1))
+                for number, head in pairs:
                     if number > expected:
                         yield number - 1, None
                     yield number, head

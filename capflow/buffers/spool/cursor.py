@@ -1,4 +1,4 @@
-"""The cursor: how far a spool was acknowledged, on the disk."""
+"""The cursor of a spool on disk: how far the records are acknowledged and synced."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SLOTS = (0, 4096)
 
 
 class Cursor(NamedTuple):
-    """How far a spool was acknowledged and synced.
+    """How far the records of a spool are acknowledged and synced.
 
-    acked: every record up to here is done with.
-    synced: every record up to here was durable.
+    acked: every record up to this number is acknowledged.
+    synced: every record up to this number was durable.
     writes: the number of this write.
     """
 
@@ -32,16 +32,16 @@ class Cursor(NamedTuple):
 
 
 def read_cursor(files: Files, path: Path) -> Cursor | None:
-    """Return what a cursor says; None when it says nothing: all of it is damaged, or there is none."""
+    """Return the stored cursor; None if the file is missing or every copy is damaged."""
     try:
         fd = files.open(path)
     except FileNotFoundError:
         return None
     try:
-        found = [_parse(files.read(fd, _COPY_BYTES, slot + at)) for slot in _SLOTS for at in (0, _COPY_BYTES)]
+        copies = [_parse(files.read(fd, _COPY_BYTES, slot + at)) for slot in _SLOTS for at in (0, _COPY_BYTES)]
     finally:
         files.close(fd)
-    return max((cursor for cursor in found if cursor is not None), key=lambda cursor: cursor.writes, default=None)
+    return max((cursor for cursor in copies if cursor is not None), key=lambda cursor: cursor.writes, default=None)
 
 
 def _parse(data: bytes) -> Cursor | None:
@@ -52,17 +52,17 @@ def _parse(data: bytes) -> Cursor | None:
 
 
 class CursorFile:
-    """A spool's cursor, to be written; from `open` to `close`. One thread at a time."""
+    """Writes a spool's cursor between `open` and `close`. One thread at a time."""
 
     def __init__(self, files: Files, path: Path) -> None:
         self._files = files
         self._path = path
         self._fd = -1
-        # Of the last one that is durable, its number.
+        # The number of the last durable write.
         self._writes = 0
 
     def open(self, cursor: Cursor) -> None:
-        """Have the cursor durable in both slots. Raises OSError."""
+        """Write the cursor durably to both slots. Raises OSError."""
         self._fd = self._files.change(self._path)
         self._writes = cursor.writes
         for _ in _SLOTS:
@@ -70,7 +70,7 @@ class CursorFile:
         self._files.fsync_dir(self._path.parent)
 
     def write(self, cursor: Cursor) -> None:
-        """Have the cursor durable. Raises OSError; the one before it holds then."""
+        """Write the cursor durably to one slot. Raises OSError; then the earlier cursor counts."""
         number = self._writes + 1
         data = _COPY.pack(_MAGIC, number, cursor.acked, cursor.synced)
         data += _CHECK.pack(xxhash.xxh3_64_intdigest(data))

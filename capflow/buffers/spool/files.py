@@ -1,4 +1,4 @@
-"""What a spool asks of a file system, and nothing else: tests bring another one that loses what was not synced.
+"""The file system calls of a spool. Tests replace them with a file system that loses unsynced writes.
 
 Every method raises OSError.
 """
@@ -15,15 +15,15 @@ from typing import Any
 
 from capflow.files import open_regular
 
-_LOCK_TRIES = 6  # for a lock, this long after one another: who only asks whether it is held holds it for a moment
-_LOCK_PAUSE_S = 0.02
+_LOCK_TRIES = 6  # a process that only asks whether the lock is held holds it for a moment
+_LOCK_PAUSE_S = 0.02  # between two tries
 
 
 class Files:
     """The file system of the machine."""
 
     def mkdir(self, path: Path) -> None:
-        """Have a directory on the disk, made private to its owner if missing, and those above it."""
+        """Make a directory and its parents, private to the owner, and sync their names."""
         if not path.is_dir():
             self.mkdir(path.parent)
             path.mkdir(mode=0o700, exist_ok=True)
@@ -34,9 +34,9 @@ class Files:
         return [entry.name for entry in os.scandir(path)]
 
     def lock(self, path: Path) -> int | None:
-        """Return the descriptor of a file, made if missing, that nobody else has locked; None if someone has.
+        """Lock a file, made if missing, and return its descriptor; None if another process holds the lock.
 
-        Raises FileNotFoundError when its last holder removed it meanwhile.
+        Raises FileNotFoundError if the last holder removed the file meanwhile.
         """
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -53,7 +53,7 @@ class Files:
         return None
 
     def locked(self, path: Path) -> bool:
-        """Return whether someone has a file locked; whoever tries to lock it meanwhile gets it all the same."""
+        """Return whether a process holds the lock of a file. The test does not keep others from locking it."""
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             return not _flock(fd, fcntl.LOCK_SH)
@@ -61,15 +61,15 @@ class Files:
             os.close(fd)
 
     def create(self, path: Path) -> int:
-        """Return the descriptor of a new, empty file to write."""
+        """Make an empty file and return its descriptor, for writing."""
         return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
 
     def change(self, path: Path) -> int:
-        """Return the descriptor of a file to read and write, made if missing."""
+        """Open a file for reading and writing, made if missing; return its descriptor."""
         return open_regular(path, os.O_CREAT | os.O_RDWR)
 
     def open(self, path: Path) -> int:
-        """Return the descriptor of a file to read."""
+        """Open a file for reading; return its descriptor."""
         return open_regular(path)
 
     def close(self, fd: int) -> None:
@@ -81,7 +81,7 @@ class Files:
         return os.fstat(fd).st_size
 
     def read(self, fd: int, length: int, offset: int) -> bytes:
-        """Return up to `length` bytes; fewer only at the end of the file."""
+        """Return `length` bytes at an offset, or fewer at the end of the file."""
         data = os.pread(fd, length, offset)
         while 0 < len(data) < length:
             more = os.pread(fd, length - len(data), offset + len(data))
@@ -91,7 +91,7 @@ class Files:
         return data
 
     def write(self, fd: int, parts: Sequence[Any], offset: int) -> None:
-        """Write buffers one after another, all of them."""
+        """Write all buffers one after another at an offset."""
         total = sum(map(len, parts))
         written = os.pwritev(fd, parts, offset)
         if written < total:
@@ -101,7 +101,10 @@ class Files:
                 rest = rest[done:]
 
     def next_data(self, fd: int, offset: int) -> int | None:
-        """Return where the next byte lies, from an offset on, that was written; None behind the last. A hole is skipped where the file system tells of it."""
+        """Return the offset of the next written byte; None after the last one.
+
+        Holes are skipped if the file system reports them.
+        """
         try:
             return os.lseek(fd, offset, os.SEEK_DATA)
         except OSError as e:
@@ -110,16 +113,16 @@ class Files:
             return offset
 
     def fdatasync(self, fd: int) -> None:
-        """Have the file's bytes on the disk. After an error, what they were is not known."""
+        """Sync the file's bytes to the disk. After an error the bytes on the disk are undefined."""
         os.fdatasync(fd)
 
     def check(self, fd: int) -> None:
-        """Raise FileNotFoundError when the file has no name any more: what is in it would be lost."""
+        """Raise FileNotFoundError if the file was removed: further writes would be lost."""
         if os.fstat(fd).st_nlink == 0:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def rename(self, path: Path, to: Path) -> None:
-        """Give a file another name, in the place of what had it."""
+        """Rename a file, replacing the one that has the name."""
         path.replace(to)
 
     def unlink(self, path: Path) -> None:
@@ -127,13 +130,13 @@ class Files:
         path.unlink()
 
     def remove(self, path: Path, names: Sequence[str]) -> None:
-        """Remove these files of a directory, in this order, and the directory. Raises OSError when it holds anything else."""
+        """Remove files of a directory in this order, then the directory. Raises OSError if it holds other files."""
         for name in names:
             (path / name).unlink(missing_ok=True)
         path.rmdir()
 
     def fsync_dir(self, path: Path) -> None:
-        """Have a directory's names on the disk."""
+        """Sync the names in a directory to the disk."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -142,7 +145,7 @@ class Files:
 
 
 def _flock(fd: int, how: int) -> bool:
-    """Lock a file, unless others have it; return whether it is locked."""
+    """Try to lock a file; return whether it is locked now."""
     try:
         fcntl.flock(fd, how | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The items of a segment: how one is written, and how all that are whole are found in a file that may be damaged."""
+"""The items of a segment: writing an item, and finding the whole items of a file that may be damaged."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _HEADER = struct.Struct("<4sIIIQQQ")
 _CHECK = struct.Struct("<Q")
 HEADER_BYTES = _HEADER.size + _CHECK.size
 
-_WINDOW_BYTES = 4096  # read at once while going from header to header
-_SEARCH_BYTES = 1 << 20  # read at once while searching for a header
+_WINDOW_BYTES = 4096  # one read, from header to header
+_SEARCH_BYTES = 1 << 20  # one read, in search of a header
 
 
 class Header(NamedTuple):
@@ -33,24 +33,24 @@ class Header(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The length of the whole item."""
+        """The length of the item with its header."""
         return HEADER_BYTES + self.head_bytes + self.body_bytes
 
 
 class Item(NamedTuple):
-    """A header that was found, and where; `end` may lie behind the end of the file."""
+    """A header and its offset. `end` may lie beyond the end of the file."""
 
     offset: int
     header: Header
 
     @property
     def end(self) -> int:
-        """Where the next item begins."""
+        """The offset of the next item."""
         return self.offset + self.header.nbytes
 
 
 class DamagedBytes(NamedTuple):
-    """Bytes that belong to no item."""
+    """A range of bytes that belongs to no item."""
 
     offset: int
     end: int
@@ -67,7 +67,7 @@ def pack(kind: int, id: int, head: bytes, body: Any, salt: int) -> bytes:
 
 
 def parse(data: bytes, salt: int) -> Header | None:
-    """Return the header that 48 bytes hold; None when they hold none of this segment."""
+    """Return the header in 48 bytes; None if they are not a header of this segment."""
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
         return None
     if _CHECK.unpack_from(data, _HEADER.size)[0] != xxhash.xxh3_64_intdigest(data[: _HEADER.size], seed=salt):
@@ -77,7 +77,10 @@ def parse(data: bytes, salt: int) -> Header | None:
 
 
 def scan(files: Files, fd: int, size: int, salt: int, offset: int = 0) -> Iterator[Item | DamagedBytes]:
-    """Yield what lies in a segment from an offset on, in order, until its end; every byte is looked at once or twice."""
+    """Yield the items and damaged ranges of a segment from an offset to its end, in order.
+
+    Each byte is read once or twice.
+    """
     window, begin = b"", 0
     while offset < size:
         if not begin <= offset <= begin + len(window) - HEADER_BYTES:
@@ -94,7 +97,7 @@ def scan(files: Files, fd: int, size: int, salt: int, offset: int = 0) -> Iterat
 
 
 def _search(files: Files, fd: int, size: int, salt: int, offset: int) -> int:
-    """Return where the next item begins, `size` if none does."""
+    """Return the offset of the next item; `size` if there is none."""
     while (place := files.next_data(fd, offset)) is not None and place < size:
         offset = place
         data = files.read(fd, min(_SEARCH_BYTES, size - offset), offset)
@@ -110,14 +113,14 @@ def _search(files: Files, fd: int, size: int, salt: int, offset: int) -> int:
 
 
 def read_head(files: Files, fd: int, item: Item) -> bytes | None:
-    """Return a record's head, None when it is not what was written."""
+    """Return a record's head; None if its hash differs."""
     head = files.read(fd, item.header.head_bytes, item.offset + HEADER_BYTES)
     whole = len(head) == item.header.head_bytes and xxhash.xxh3_64_intdigest(head) == item.header.head_xxh3
     return head if whole else None
 
 
 def read(files: Files, fd: int, item: Item) -> tuple[bytes | None, bytes | None]:
-    """Return a record's head and body, each None when it is not what was written."""
+    """Return a record's head and body; None for each whose hash differs."""
     header = item.header
     data = files.read(fd, header.head_bytes + header.body_bytes, item.offset + HEADER_BYTES)
     head, body = data[: header.head_bytes], data[header.head_bytes :]

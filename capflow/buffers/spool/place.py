@@ -1,4 +1,4 @@
-"""Where spools lie."""
+"""The default directory of spools."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from capflow.errors import UsageError, explain
 
 
 def default_root() -> Path:
-    """Return what spools lie below when the user names no place: `$XDG_STATE_HOME/capflow/spool`, `~/.local/state/…` by default."""
+    """Return the default directory of spools: `$XDG_STATE_HOME/capflow/spool`, or `~/.local/state/capflow/spool`."""
     base = os.environ.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local" / "state") / "capflow" / "spool"
 
 
 def check_root(root: Path, where: str = "--spool-dir") -> None:
-    """Raise UsageError when nothing can be spilled below a directory."""
+    """Raise UsageError if no spool can be made below a directory."""
     existing = next(path for path in (root, *root.parents) if os.path.lexists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(explain(where, got=str(existing), expected="a directory that can be written"))

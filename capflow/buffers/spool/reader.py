@@ -1,4 +1,4 @@
-"""The reader: finds records in segments by their numbers, in rising order, and says exactly which are lost."""
+"""The reader: finds records in segments by number, in rising order, and reports exactly which are lost."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from capflow.buffers.spool import items
 from capflow.buffers.spool.files import Files
 from capflow.buffers.spool.survey import CURSOR, Segment
 
-_RETRY_S_MIN, _RETRY_S_MAX = 0.05, 1.0  # after a read failed, once and again; it doubles each time
+_RETRY_S_MIN, _RETRY_S_MAX = 0.05, 1.0  # the pause after a failed read; it doubles each time
 
 
 class Record(NamedTuple):
     """A record as it was appended.
 
-    id: its number.
+    id: the number of the record.
     """
 
     id: int
@@ -26,9 +26,9 @@ class Record(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Records that were appended and cannot be read.
+    """Appended records that cannot be read.
 
-    head: of the only one, where just its body is damaged.
+    head: the head of a single record whose body alone is damaged.
     """
 
     first: int
@@ -38,31 +38,32 @@ class Lost(NamedTuple):
 
     @property
     def id(self) -> int:
-        """The number of the last of them."""
+        """The number of the last lost record."""
         return self.last
 
 
 class Reader:
-    """A place in the segments; it may be moved to any segment, and reads forward from there. One thread at a time.
+    """A position in the segments from which records are read forward. One thread at a time.
 
-    failure: why the last read failed, None if it did not; it is to be tried again from `again_at` on, of the monotonic clock.
+    `failure` is the error of the last read, None if it worked. The read may be repeated from `again_at` on, by the
+    monotonic clock.
     """
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        # Whose descriptor is open, until another one is read or `close`.
+        # The segment whose descriptor is open.
         self._segment: Segment | None = None
         self._fd = -1
-        # Every item before it holds records below the one that is read next.
+        # All records before this offset are below the next one to read.
         self._offset = 0
-        # The last one after a failure.
+        # The pause after the last failure.
         self._pause_s = 0.0
         self.failure: OSError | None = None
         self.failures = 0
         self.again_at = 0.0
 
     def seek(self, segment: Segment, offset: int) -> None:
-        """Go to an item of a segment."""
+        """Move to an item of a segment."""
         if segment is self._segment:
             self._offset = offset
             return
@@ -78,27 +79,29 @@ class Reader:
                 self._files.close(self._fd)
 
     def let_go(self, there: Container[Segment]) -> None:
-        """Close the segment if it is not there any more."""
+        """Close the segment if it is not in `there` any more."""
         if self._segment is not None and self._segment not in there:
             self.close()
 
     def get(self, id: int, segment: Segment, size: int, stop: int) -> Record | Lost:
-        """Return a record of a segment, or which are lost from it on, all of them below `stop`.
+        """Return a record of a segment, or the lost records from it on, all below `stop`.
 
-        size: how much of the segment is written. Raises OSError when the disk does not give it; another time it may.
+        Raises OSError if the disk cannot be read; a later read may succeed.
+
+        size: the written length of the segment.
         """
         try:
-            found = self._get(id, segment, size, stop)
+            result = self._get(id, segment, size, stop)
         except OSError as e:
             self.close()
             if not self._is_gone(segment):
                 self._failed(e)
                 raise
-            found = Lost(id, stop - 1, "missing")
+            result = Lost(id, stop - 1, "missing")
         self.failure, self._pause_s = None, 0.0
-        if isinstance(found, Lost):
+        if isinstance(result, Lost):
             segment.damaged = True
-        return found
+        return result
 
     def _failed(self, e: OSError) -> None:
         self.failure = e
@@ -107,7 +110,7 @@ class Reader:
         self.again_at = time.monotonic() + self._pause_s
 
     def _is_gone(self, segment: Segment) -> bool:
-        """Return whether the directory is there, and the segment is not in it."""
+        """Return whether the spool exists and the segment was removed from it."""
         try:
             names = self._files.names(segment.path.parent)
         except OSError:

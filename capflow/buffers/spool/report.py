@@ -1,4 +1,4 @@
-"""What `capflow spool` says of a spool, and how it empties one; a spool that is written meanwhile is only read."""
+"""The report of `capflow spool`, and emptying and removing a spool. A report never changes a spool."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from capflow.buffers.spool.survey import (
 )
 from capflow.errors import CapflowError, explain
 
-_LOOKS_MAX = 5  # at a spool whose segments are removed while it is looked at
+_LOOKS_MAX = 5  # tries, if the writer removes segments meanwhile
 
 Gaps = list[list[int]]
-"""Ranges of records, the first and the last of each, in order."""
+"""Ranges of records, `[first, last]` each, in order."""
 
 
 class _Look(NamedTuple):
-    """What one look at a spool found: what there is, a row for each segment, and which records none of these holds."""
+    """One reading of a spool: the remains, a row for each segment, and the records that no segment holds."""
 
     remains: Remains
     rows: list[dict[str, Any]]
@@ -42,12 +42,12 @@ class _Look(NamedTuple):
 
 
 def inspect(directory: Path, *, verify: bool = False) -> dict[str, Any]:
-    """Return what a spool holds, as plain JSON values.
+    """Return the report of a spool as plain JSON values.
 
-    verify: read every record that is not done with.
+    `lost` has the durable, unacknowledged records that cannot be read; without `verify` only those without a header.
+    Raises UsageError if the directory is not a spool, CapflowError if it cannot be read.
 
-    `lost` counts the records that were durable, are not done with and cannot be read; without verify, those only whose headers are gone.
-    Raises UsageError when the directory is no spool, CapflowError when it cannot be read.
+    verify: read every record that is not acknowledged.
     """
     files = Files()
     check(directory)
@@ -55,7 +55,7 @@ def inspect(directory: Path, *, verify: bool = False) -> dict[str, Any]:
         used = in_use(directory)
         look = _look(files, directory, verify=verify)
         lost = look.lost
-        if lost and (used or in_use(directory)):  # what its writer did meanwhile looks like a loss, once
+        if lost and (used or in_use(directory)):  # a change by the writer may look like a loss, but not twice
             lost = _both(lost, _look(files, directory, verify=verify).lost)
     except OSError as e:
         raise unreadable(directory, e) from e
@@ -75,11 +75,11 @@ def inspect(directory: Path, *, verify: bool = False) -> dict[str, Any]:
 
 
 def _look(files: Files, directory: Path, *, verify: bool) -> _Look:
-    """Return what a spool holds now. Raises OSError."""
+    """Read a spool once. Raises OSError."""
     for left in reversed(range(_LOOKS_MAX)):
         try:
             remains = survey(files, directory)
-        except FileNotFoundError:  # its writer has just removed a segment
+        except FileNotFoundError:  # the writer has just removed a segment
             if not left:
                 raise
         else:
@@ -87,13 +87,13 @@ def _look(files: Files, directory: Path, *, verify: bool) -> _Look:
     rows, acked = [], remains.cursor.acked
     for segment, stop in zip(remains.segments, stops(remains.segments), strict=True):
         stop = min(stop, remains.last + 1) if stop == ENDLESS else stop  # noqa: PLW2901
-        with contextlib.suppress(FileNotFoundError):  # likewise
+        with contextlib.suppress(FileNotFoundError):  # the writer has just removed it
             rows.append(_segment(files, segment, stop, acked, verify=verify))
     return _Look(remains, rows, _gaps(rows, acked, remains.last))
 
 
 def _segment(files: Files, segment: Segment, stop: int, acked: int, *, verify: bool) -> dict[str, Any]:
-    """Return a segment's row; ranges: the records that were found and are not done with."""
+    """Return a segment's row; its `ranges` are the whole records that are not acknowledged."""
     ranges: list[list[int]] = []
     damaged = 0
     with opened(files, segment.path) as fd:
@@ -134,13 +134,13 @@ def _gaps(rows: list[dict[str, Any]], acked: int, last: int) -> Gaps:
 
 
 def _both(one: Gaps, other: Gaps) -> Gaps:
-    """Return what is in both."""
+    """Return the intersection of two lists of ranges."""
     cuts = ([max(a, c), min(b, d)] for a, b in one for c, d in other)
     return [[first, last] for first, last in cuts if first <= last]
 
 
 def in_use(directory: Path) -> bool:
-    """Return whether a process writes the spool; one that begins to meanwhile is not kept from it."""
+    """Return whether a process writes the spool now. It does not keep a process from starting to."""
     try:
         return Files().locked(directory / LOCK)
     except OSError:
@@ -148,9 +148,9 @@ def in_use(directory: Path) -> bool:
 
 
 def purge(directory: Path) -> int:
-    """Remove everything that a spool holds, and nothing else; return how many bytes that was.
+    """Remove the segments and the cursor of a spool; return the number of bytes removed.
 
-    Raises CapflowError when a process writes it.
+    Raises CapflowError if a process writes the spool.
     """
     check(directory)
     try:
@@ -165,23 +165,24 @@ def purge(directory: Path) -> int:
                 directory / CURSOR,
             ]
             total = 0
-            for path in paths:  # the cursor last: without it, what is left would be read again
+            for path in paths:  # the cursor last: without it the remaining records would be read again
                 with contextlib.suppress(FileNotFoundError):
                     total += path.stat().st_size
                     path.unlink()
             return total
     except OSError as e:
-        what, got = f"spool {directory} cannot be emptied", e.strerror or str(e)
-        expected, do = "a directory that this user may write", "see to that, and try again"
-        raise CapflowError(explain(what, got=got, expected=expected, do=do)) from e
+        where, got = f"spool {directory} cannot be emptied", e.strerror or str(e)
+        expected, do = "a directory that this user may write", "change its mode and try again"
+        raise CapflowError(explain(where, got=got, expected=expected, do=do)) from e
 
 
 def remove(directory: Path, needless: Callable[[], bool]) -> bool:
-    """Remove a spool with its directory, unless a process writes it or it is needed; return whether it is gone.
+    """Remove a spool with its directory, unless a process writes it or it is needed; return whether it was removed.
 
-    needless: whether nothing in it is needed; called while no process can write it. A kill before the end leaves a
-        spool without records. One that holds a segment which was set aside, or anything that no spool makes, stays.
-        Raises OSError and CapflowError.
+    A kill before the end leaves a spool without records. A spool with a damaged segment that was set aside, or with
+    files that no spool makes, stays. Raises OSError and CapflowError.
+
+    needless: returns whether the spool is not needed; called while no process can write it.
     """
     check(directory)
     with _held(directory) as mine:
@@ -192,14 +193,14 @@ def remove(directory: Path, needless: Callable[[], bool]) -> bool:
         cursor = CursorFile(files, directory / CURSOR)
         cursor.open(remains.cursor._replace(acked=remains.last, synced=remains.last))
         cursor.close()
-        for segment in remains.segments:  # before the cursor, without which they would be read again
+        for segment in remains.segments:  # before the cursor: without it they would be read again
             files.unlink(segment.path)
         files.remove(directory, BESIDE)
     return True
 
 
 def _others(directory: Path, remains: Remains) -> set[Path]:
-    """Return what lies in a spool's directory beside the segments that count and the spool's own files."""
+    """Return the files in a spool's directory that are neither segments nor the spool's own files."""
     return (
         {*directory.iterdir()} - {segment.path for segment in remains.segments} - {directory / name for name in BESIDE}
     )
@@ -207,7 +208,7 @@ def _others(directory: Path, remains: Remains) -> set[Path]:
 
 @contextlib.contextmanager
 def _held(directory: Path) -> Iterator[bool]:
-    """Hold the spool's lock, if there is one to hold; yield whether nobody else does."""
+    """Hold the spool's lock; yield False if another process holds it."""
     fd = Files().lock(directory / LOCK)
     try:
         yield fd is not None

@@ -1,4 +1,4 @@
-"""The spare of a spool: room on its disk that a file takes up, to be given back for the one record without which a full disk cannot be emptied."""
+"""The spare of a spool: a file that reserves room for the records without which a full disk cannot be emptied."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from capflow.buffers.spool.files import Files
 
 SPARE = "spare"
-_RETRY_S = 0.5  # after there was no room for it
+_RETRY_S = 0.5  # the pause after there was no room
 
 
 class Spare:
-    """A file of so many bytes, from `keep` to `give`. Nothing locks: the spool calls it under its lock.
+    """A file of `nbytes` on the disk between `keep` and `give`. The spool calls it under its lock.
 
-    nbytes: 0 for none at all.
+    nbytes: its size; 0 for no spare.
     """
 
     def __init__(self, files: Files, directory: Path, nbytes: int) -> None:
@@ -24,16 +24,19 @@ class Spare:
         self._files = files
         self._path = directory / SPARE
         self._is_there = False
-        # When it is tried again to keep it.
+        # When to try again.
         self._again_at = 0.0
 
     @property
     def is_missing(self) -> bool:
-        """Whether there is to be one, and is none."""
+        """Whether the spare is wanted and does not exist."""
         return bool(self.nbytes) and not self._is_there
 
     def keep(self) -> None:
-        """Take up the room, if there is so much, and if that was not tried a moment ago. What is in the file is random, so that no file system makes little of it."""
+        """Write the spare if it is missing and there is room, at most every `_RETRY_S`.
+
+        Its bytes are random, so that no file system compresses them.
+        """
         if not self.is_missing or time.monotonic() < self._again_at:
             return
         self._again_at = time.monotonic() + _RETRY_S
@@ -50,7 +53,7 @@ class Spare:
             self._is_there = True
 
     def give(self) -> bool:
-        """Give the room back; return whether there was any."""
+        """Remove the spare; return whether that freed room."""
         if not self._is_there:
             return False
         self._is_there = False
@@ -60,6 +63,6 @@ class Spare:
         return False
 
     def freed(self) -> None:
-        """Note that there is more room now."""
+        """Try again at once, because there is more room now."""
         self._again_at = 0.0
         self.keep()

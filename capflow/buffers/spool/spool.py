@@ -1,4 +1,4 @@
-"""The spool: what appends, reads and acknowledges, and the thread that syncs; `capflow.buffers.spool` says what lies on the disk."""
+"""The spool: appends, reads and acknowledges records; a thread syncs. `capflow.buffers.spool` describes the files."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from capflow.errors import CapflowError, explain
 logger = logging.getLogger("capflow.spool")
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_RETRY_S = 1.0  # after a disk failed, until it is tried again
-_REMOVED_MAX = 10  # how often a directory may be removed by its last writer while it is opened
+_RETRY_S = 1.0  # the pause after a failure of the disk
+_REMOVED_MAX = 10  # how often the last writer may remove the directory while it is opened
 _CLOSE_S = 30.0  # how long `close` waits for a disk that does not answer
 
 
 class FullError(CapflowError):
-    """The record was not taken.
+    """The record was refused.
 
     reason: `spool_full`, `disk_full` or `disk_failed`.
     """
@@ -43,11 +43,11 @@ class FullError(CapflowError):
 
 
 class InUseError(CapflowError):
-    """Another process has the directory."""
+    """Another process writes the spool."""
 
 
 class _Entry(NamedTuple):
-    """A record that is not durable."""
+    """A record that is not durable yet."""
 
     head: bytes
     body: memoryview
@@ -55,11 +55,17 @@ class _Entry(NamedTuple):
 
 
 class Spool:
-    """A bounded queue of records on disk, from `open` to `close`.
+    """A bounded queue of records on disk, between `open` and `close`.
 
-    Any thread appends, one reads, one acknowledges, and the spool's own syncs, frees and tries again what failed.
-    bytes_max bounds the segments together. unsynced_bytes_max bounds what is kept in memory until it is durable. spare_bytes are kept on the disk
-    besides, for records that are put in as `needed`. on_synced(number) is called on the spool's thread when every record up to there is durable.
+    Any thread appends, one thread reads, one acknowledges. The spool's own thread syncs, frees segments and repeats
+    what failed.
+
+    directory: the spool's directory; made if it is missing.
+    bytes_max: the bound of all segments together.
+    segment_bytes: the length of a segment; by default an eighth of `bytes_max`.
+    unsynced_bytes_max: the bound of the records in memory that are not durable.
+    spare_bytes: room reserved on the disk for records that are appended as `needed`.
+    on_synced: called with a number on the spool's thread when every record up to it is durable.
     """
 
     def __init__(
@@ -75,59 +81,59 @@ class Spool:
     ) -> None:
         self.directory = Path(directory)
         self.unsynced_bytes_max = unsynced_bytes_max
-        # Of what is logged.
+        # Fields of each log record.
         self._where = {"directory": str(self.directory)}
         self._on_synced = on_synced
         self._files = files or Files()
-        # The reading thread's.
+        # Used by the reading thread alone.
         self._reader = Reader(self._files)
-        # The spool's thread's, from `open` to `close`.
+        # Used by the spool's thread alone, between `open` and `close`.
         self._cursor = CursorFile(self._files, self.directory / CURSOR)
-        # From `open` to the end of `close`.
+        # Held from `open` to the end of `close`.
         self._lock_fd: int | None = None
-        # Guards what follows; notified when any of it changed.
+        # Guards the fields below; notified of each change.
         self._changed = threading.Condition()
         segment_bytes = segment_bytes or min(limits.SEGMENT_BYTES_MAX, max(1, bytes_max // 8))
         self._segments = Segments(self._files, self.directory, bytes_max, segment_bytes)
         self._spare = Spare(self._files, self.directory, spare_bytes)
-        # By number, rising; emptied by syncs.
+        # By rising number; a sync empties it.
         self._unsynced: dict[int, _Entry] = {}
-        # The disk's, from a failed sync until one that works.
+        # The error of the last sync; None if it worked.
         self._failure: OSError | None = None
         self._next_append = 1
         self._next_read = 1
-        # By `acknowledge`.
+        # Every record up to this number is acknowledged, perhaps not durably.
         self._acked = 0
-        # Why the thread's last attempt at anything failed; written by it.
+        # The error of the thread's last round; None if it worked. Written by the thread.
         self._failing: OSError | None = None
-        # Why the last record was not written, and when.
+        # The error and the time of the last refused record.
         self._refused: tuple[OSError, float] | None = None
-        # What `on_synced` was told last; the thread's alone.
-        self._told = 0
+        # The last number given to `on_synced`. Used by the thread alone.
+        self._reported = 0
         self._closing = False
-        # Set with `_closing`, for the thread while it rests.
+        # Set with `_closing`; ends the pauses of the thread.
         self._ended = threading.Event()
-        # From `open` to `close`.
+        # Set between `open` and `close`.
         self._thread: threading.Thread | None = None
-        # For others to read.
-        # Every record up to here is durable.
+        # The fields below may be read by any thread.
+        # Every record up to this number is durable.
         self.synced_through = 0
-        # Every record up to here is done with, durably.
+        # Every record up to this number is durably acknowledged.
         self.acknowledged_through = 0
         self.unsynced_bytes = 0
         self.records_lost = 0
         self.syncs = 0
-        # To write.
+        # How often a write failed.
         self.failures = 0
-        # Of no whole record, when the spool was opened.
+        # The bytes after the last whole record when the spool was opened.
         self.bytes_cut = 0
 
-    # From open to close; by the owner's thread.
+    # Opening and closing, by the owner's thread.
 
     def open(self) -> None:
-        """Take the directory and find what is in it.
+        """Lock the directory and read its state.
 
-        Raises InUseError when another process has it, CapflowError when it cannot be used.
+        Raises InUseError if another process writes it, CapflowError if it cannot be used.
         """
         try:
             self._lock_fd = self._lock()
@@ -137,23 +143,23 @@ class Spool:
             self._recover()
         except OSError as e:
             self._release()
-            what, got = f"spool {self.directory} cannot be used", e.strerror or str(e)
-            expected, do = "a directory that can be written and read", "mend that, or name another directory"
-            raise CapflowError(explain(what, got=got, expected=expected, do=do)) from e
+            where, got = f"spool {self.directory} cannot be used", e.strerror or str(e)
+            expected, do = "a directory that can be written and read", "change its mode, or name another directory"
+            raise CapflowError(explain(where, got=got, expected=expected, do=do)) from e
         self._thread = threading.Thread(target=self._run, name="capflow-spool", daemon=True)
         self._thread.start()
 
     def close(self) -> bool:
-        """Sync what is there and give the directory back; return whether every record is durable."""
+        """Sync the records and unlock the directory; return whether every record is durable."""
         return self._close(remove=False)
 
     def remove(self, beside: Sequence[str] = ()) -> bool:
-        """Close the spool, whose records are all done with, and remove its directory; return as `close` does.
+        """Acknowledge all records, close the spool and remove its directory; return the same as `close`.
 
-        beside: names of files that its owner keeps in the directory, which are removed too.
+        A kill before the end leaves a spool without records. The directory stays if the disk fails, or if it holds a
+        damaged segment that was set aside or other files.
 
-        A kill before the end leaves a spool without records. The directory stays when the disk fails, and while it holds a
-        segment that was set aside, or anything else.
+        beside: names of the owner's files in the directory that are removed too.
         """
         with self._changed:
             self._next_read = self._next_append
@@ -170,8 +176,8 @@ class Spool:
         if thread is not None:
             thread.join(_CLOSE_S)
             if thread.is_alive():
-                what = "spool %s: the disk does not answer; what is not synced is left to it"
-                logger.error(what, self.directory, extra={"event": "spool_failed"} | self._where)
+                message = "spool %s: the disk does not answer; unsynced records may be lost"
+                logger.error(message, self.directory, extra={"event": "spool_failed"} | self._where)
                 return False
             self._release(remove=remove and not self._unsynced, beside=beside)
         return not self._unsynced
@@ -183,15 +189,17 @@ class Spool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # For the thread that appends.
+    # Appending, by any thread.
 
     def append(self, head: bytes, body: Any = b"", *, spare_bytes: int = 0, needed: bool = False) -> int:
-        """Take a record; return its number. Until it is durable, as `synced_through` says, its buffers must not change.
+        """Append a record; return its number. Its buffers must not change until `synced_through` reaches the number.
 
-        Waits only for the disk, when `unsynced_bytes_max` of records before it are not durable. Raises FullError, also
-        when less than `spare_bytes` would be left of `bytes_max`.
+        It waits only for the disk, if `unsynced_bytes_max` of earlier records are not durable. Raises FullError.
 
-        needed: without it nothing can be removed, so that what is kept of a full disk is for it.
+        head: the small part of the record, `bytes`.
+        body: an object with the buffer protocol.
+        spare_bytes: refuse the record if less than this would be left of `bytes_max`.
+        needed: no record can be removed without this one, so it may use the spare of a full disk.
         """
         body = memoryview(body).cast("B")
         nbytes = items.HEADER_BYTES + len(head) + len(body)
@@ -226,7 +234,7 @@ class Spool:
         spare_bytes: int = 0,
         needed: bool = False,
     ) -> int:
-        """Take a record as `append` does, waiting for room for at most `timeout_s`."""
+        """Append a record as `append` does; wait for room for at most `timeout_s`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
@@ -238,13 +246,13 @@ class Spool:
                 with self._changed:
                     self._changed.wait(left)
 
-    # For the thread that reads.
+    # Reading and acknowledging, by one thread each.
 
     def read(self, timeout_s: float | None = 0) -> Record | Lost | None:
-        """Return what comes next, waiting for it for at most `timeout_s`; None when nothing came, or never will.
+        """Return the next record, waiting for at most `timeout_s`; None if none came, or if the spool is closed.
 
-        A record that is not durable yet is read from memory. What the disk does not give is tried for again and again, however long it takes:
-        lost is only what is not what was written.
+        A record that is not durable yet is read from memory. A read that fails is repeated for as long as it takes: a
+        record is lost only if its bytes are damaged or gone.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -254,18 +262,18 @@ class Spool:
                 return None
             failed = self._reader.failure is not None
             try:
-                found = self._read(None if left_s == math.inf else left_s)
+                result = self._read(None if left_s == math.inf else left_s)
             except OSError as e:
                 if not failed:
-                    what = "spool %s: record %d cannot be read: %s; trying again"
-                    said, event = e.strerror or str(e), {"event": "spool_failed"} | self._where
-                    logger.error(what, self.directory, self._next_read, said, extra=event)
+                    message = "spool %s: record %d cannot be read: %s; trying again"
+                    reason, event = e.strerror or str(e), {"event": "spool_failed"} | self._where
+                    logger.error(message, self.directory, self._next_read, reason, extra=event)
                 continue
             if failed and self._reader.failure is None:
                 logger.error(
                     "spool %s: it can be read again", self.directory, extra={"event": "spool_works"} | self._where
                 )
-            return found
+            return result
 
     def _read(self, timeout_s: float | None) -> Record | Lost | None:
         with self._changed:
@@ -273,27 +281,30 @@ class Spool:
                 self._changed.wait_for(lambda: self._next_read < self._next_append or self._closing, timeout_s)
             number = self._next_read
             if number >= self._next_append:
-                self._reader.let_go(self._segments)  # or a full disk would keep what was removed
+                self._reader.let_go(self._segments)  # an open descriptor would keep a removed segment on a full disk
                 return None
             entry = self._unsynced.get(number)
             place = self._segments.at(number) if entry is None else None
             end = self.synced_through + 1
-        found: Record | Lost
+        result: Record | Lost
         if entry is not None:
-            found = Record(number, entry.head, entry.body)
+            result = Record(number, entry.head, entry.body)
         elif place is not None:
-            found = self._reader.get(number, *place[:2], min(place[2], end))
-        else:  # the segment that held it was taken away
-            found = Lost(number, min(self._segments.first(), end) - 1, "missing")
-        if isinstance(found, Lost):
-            self.records_lost += found.last - found.first + 1
-            event = {"event": "spool_damaged", "first": found.first, "last": found.last} | self._where
-            logger.error("spool %s: records %d to %d are lost: %s", self.directory, *found[:3], extra=event)
-        self._next_read = found.id + 1
-        return found
+            result = self._reader.get(number, *place[:2], min(place[2], end))
+        else:  # the segment that held it was removed
+            result = Lost(number, min(self._segments.first(), end) - 1, "missing")
+        if isinstance(result, Lost):
+            self.records_lost += result.last - result.first + 1
+            event = {"event": "spool_damaged", "first": result.first, "last": result.last} | self._where
+            logger.error("spool %s: records %d to %d are lost: %s", self.directory, *result[:3], extra=event)
+        self._next_read = result.id + 1
+        return result
 
     def look(self, numbers: Iterable[int]) -> Iterator[Record | Lost]:
-        """Yield records that were read and are not acknowledged, by rising numbers; what `read` gives next stays. Raises OSError."""
+        """Yield records that were read and not acknowledged, by rising number, without moving `read`.
+
+        Raises OSError.
+        """
         reader = Reader(self._files)
         try:
             for number in numbers:
@@ -311,16 +322,19 @@ class Spool:
             reader.close()
 
     def rewind(self, number: int) -> None:
-        """Have `read` give every record behind a number again, none of which is acknowledged."""
+        """Let `read` return every record after a number again; none of them may be acknowledged."""
         with self._changed:
-            assert self._acked <= number < self._next_read, "only what was read and is kept is read again"
+            assert self._acked <= number < self._next_read, (
+                "only records that were read and not acknowledged are read again"
+            )
             self._next_read = number + 1
             self._reader.close()
 
     def heads(self) -> Iterator[tuple[int, bytes]]:
-        """Yield number and head of every record that was left by an earlier process, but for those that are damaged.
+        """Yield the number and head of each undamaged record of earlier processes.
 
-        To be called after `open`, before anything is appended or acknowledged. Raises CapflowError when the disk does not give them.
+        Call it after `open`, before the first append and acknowledgement. Raises CapflowError if the disk cannot be
+        read.
         """
         try:
             yield from self._heads()
@@ -335,8 +349,8 @@ class Spool:
                         yield number, head
 
     def acknowledge(self, number: int) -> None:
-        """Say that every record up to here, all of them read, is done with: none of them is read again."""
-        assert number < self._next_read, "only what was read is done with"
+        """Acknowledge every record up to `number`; they must have been read, and are never read again."""
+        assert number < self._next_read, "only records that were read are acknowledged"
         with self._changed:
             if number > self._acked:
                 self._acked = number
@@ -348,31 +362,31 @@ class Spool:
 
     @property
     def last(self) -> int:
-        """The number of the record that was taken last."""
+        """The number of the last appended record."""
         return self._next_append - 1
 
     @property
     def unread(self) -> int:
-        """How many records were not read."""
+        """How many records are not read yet."""
         return self._next_append - self._next_read
 
     @property
     def nbytes(self) -> int:
-        """The length of the segments together."""
+        """The length of all segments together."""
         return self._segments.nbytes
 
     def wait_synced(self, number: int, timeout_s: float | None = None) -> bool:
-        """Wait until every record up to here is durable; return whether it is."""
+        """Wait until every record up to `number` is durable; return whether that came in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self.synced_through >= number, timeout_s)
 
     def wait_acknowledged(self, number: int, timeout_s: float | None = None) -> bool:
-        """Wait until the acknowledgement of every record up to here is durable; return whether it is."""
+        """Wait until the acknowledgement of `number` is durable; return whether that came in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self.acknowledged_through >= number, timeout_s)
 
     def check(self) -> None:
-        """Raise CapflowError when somebody removed what is written to: its records are synced, and lost all the same."""
+        """Raise CapflowError if the newest segment was removed: its records are lost although they are synced."""
         with self._changed:
             try:
                 self._segments.check()
@@ -382,7 +396,7 @@ class Spool:
 
     @property
     def trouble(self) -> str | None:
-        """Why its disk is taken to have failed; None when it has not. It names nothing that is in the spool."""
+        """Why the disk fails; None if it works. The text holds nothing of the records."""
         refused, now = self._refused, time.monotonic()
         error = self._failing or self._reader.failure
         if error is None and refused is not None and now - refused[1] < limits.CALL_S_MAX:
@@ -422,17 +436,17 @@ class Spool:
 
     def _check_room(self, nbytes: int) -> None:
         segments = self._segments
-        taken = segments.nbytes + (0 if self._failure is None else self.unsynced_bytes)  # which is to be written again
+        taken = segments.nbytes + (0 if self._failure is None else self.unsynced_bytes)  # those are written again
         if taken + nbytes <= segments.bytes_max:
             return
         if self._failure is None and self._next_append - 1 == self._acked:
             self._begin_anew()
-        what, expected = f"spool {self.directory} is full", f"at most {segments.bytes_max}"
-        got, do = f"{taken} and {nbytes} bytes", "allow it more, or have it read faster"
-        raise FullError("spool_full", explain(what, got=got, expected=expected, do=do))
+        where, expected = f"spool {self.directory} is full", f"at most {segments.bytes_max}"
+        got, do = f"{taken} and {nbytes} bytes", "allow it more, or read it faster"
+        raise FullError("spool_full", explain(where, got=got, expected=expected, do=do))
 
     def _begin_anew(self) -> None:
-        """Write to another segment from here on: one goes, once it is done with, only when there is a newer one."""
+        """Begin a new segment: an acknowledged segment is removed only if there is a newer one."""
         if self._segments.active_bytes:
             with contextlib.suppress(OSError):
                 self._segments.begin(self._next_append)
@@ -440,14 +454,17 @@ class Spool:
 
     def _full(self, e: OSError) -> FullError:
         no_room = e.errno in _NO_ROOM
-        what, got = f"spool {self.directory} takes nothing", e.strerror or str(e)
-        expected, do = ("room on its disk", "make some") if no_room else ("a disk that takes it", "see to the disk")
-        return FullError("disk_full" if no_room else "disk_failed", explain(what, got=got, expected=expected, do=do))
+        where, got = f"spool {self.directory} takes nothing", e.strerror or str(e)
+        expected, do = ("room on its disk", "free some") if no_room else ("a disk that works", "repair the disk")
+        return FullError("disk_full" if no_room else "disk_failed", explain(where, got=got, expected=expected, do=do))
 
-    # Opening and closing.
+    # The steps of opening and closing.
 
     def _lock(self) -> int | None:
-        """Make the directory and lock it; return the lock's descriptor, None when another process has it. Raises OSError."""
+        """Make and lock the directory; return the lock's descriptor, None if another process holds it.
+
+        Raises OSError.
+        """
         for _ in range(_REMOVED_MAX):
             self._files.mkdir(self.directory)
             with contextlib.suppress(FileNotFoundError):
@@ -459,11 +476,11 @@ class Spool:
         cursor, last = remains.cursor, remains.last
         if remains.cut is not None and remains.cut[2]:
             self.bytes_cut = remains.cut[2]
-            message = "spool %s: cut behind record %d; the %d bytes behind it are void"
+            message = "spool %s: cut after record %d; the %d bytes after it are void"
             logger.warning(
                 message, self.directory, last, self.bytes_cut, extra={"event": "spool_cut", "last": last} | self._where
             )
-        if last > cursor.synced:  # of a writer that was killed: whole, but perhaps only in memory
+        if last > cursor.synced:  # records of a killed writer are whole, but perhaps only in the page cache
             for segment in remains.segments:
                 with opened(self._files, segment.path) as fd:
                     self._files.fdatasync(fd)
@@ -472,23 +489,23 @@ class Spool:
         self._segments.sync(self._segments.unsynced())
         self._cursor.open(cursor._replace(synced=last))
         self._next_append = last + 1
-        self.synced_through = self._told = last
+        self.synced_through = self._reported = last
         self._acked = self.acknowledged_through = cursor.acked
         self._next_read = cursor.acked + 1
         self._free()
         self._spare.keep()
         if len(self):
             event = {"event": "spool_found", "records": len(self)} | self._where
-            logger.info("spool %s: records left of earlier: %d", self.directory, len(self), extra=event)
+            logger.info("spool %s: records left by earlier processes: %d", self.directory, len(self), extra=event)
 
     def _release(self, *, remove: bool = False, beside: Sequence[str] = ()) -> None:
         self._reader.close()
         self._spare.give()
         self._segments.seal(every=True)
         self._cursor.close()
-        if remove:  # before the lock is let go: whoever locks a file that is gone takes another
+        if remove:  # before the lock is released: a process that locks a removed file opens another
             with contextlib.suppress(OSError):
-                self._segments.remove()  # before the cursor, without which they would be read again
+                self._segments.remove()  # before the cursor: without it they would be read again
                 self._files.remove(self.directory, (*beside, *BESIDE))
         if self._lock_fd is not None:
             self._files.close(self._lock_fd)
@@ -516,7 +533,7 @@ class Spool:
         )
 
     def _work(self) -> None:
-        """Do what is to be done; what fails is done again after a while."""
+        """Sync, persist the cursor and free segments; a step that fails is repeated in the next round."""
         error = None
         for step in (self._sync, self._persist, self._free):
             try:
@@ -528,16 +545,16 @@ class Spool:
         if error is not None:
             self.failures += 1
         if (error is None) != (self._failing is None):
-            said = "the disk works again" if error is None else f"{error.strerror or error}; trying again"
+            state = "the disk works again" if error is None else f"{error.strerror or error}; trying again"
             event = self._where | ({"event": "spool_works"} if error is None else {"event": "spool_failed"})
-            logger.error("spool %s: %s", self.directory, said, extra=event)
+            logger.error("spool %s: %s", self.directory, state, extra=event)
         self._failing = error
-        if self._on_synced is not None and self.synced_through > self._told:
-            self._told = self.synced_through
-            self._on_synced(self._told)
+        if self._on_synced is not None and self.synced_through > self._reported:
+            self._reported = self.synced_through
+            self._on_synced(self._reported)
 
     def _sync(self) -> None:
-        """Have everything that was appended on the disk. Raises OSError when that failed."""
+        """Sync all appended records. Raises OSError."""
         with self._changed:
             if self._failure is not None:
                 self._rewrite()
@@ -556,20 +573,20 @@ class Spool:
             self._changed.notify_all()
 
     def _rewrite(self) -> None:
-        """Write everything that is not durable to a new segment."""
+        """Write all records that are not durable to a new segment."""
         self._segments.begin(self.synced_through + 1)
         for number, entry in self._unsynced.items():
             self._segments.write(number, entry.head, entry.body)
 
     def _give_up(self, e: OSError) -> None:
-        """Write to the segments no more: what they hold is not known, and they would be synced now without an error."""
+        """Give up the unsynced segments: their bytes on disk are undefined, and another sync would succeed wrongly."""
         with self._changed:
             self._failure = e
             self._segments.give_up(self.synced_through + 1)
             self._changed.notify_all()
 
     def _persist(self) -> None:
-        """Have the acknowledgement on the disk."""
+        """Write the acknowledgement durably."""
         with self._changed:
             cursor = Cursor(self._acked, self.synced_through)
             clean = self._closing and not self._unsynced
@@ -580,7 +597,7 @@ class Spool:
                 self._changed.notify_all()
 
     def _free(self) -> None:
-        """Remove the segments whose records are done with, durably."""
+        """Remove the segments whose records are durably acknowledged."""
         with self._changed:
             done = self._segments.done(self.acknowledged_through) if self._failure is None else []
         for segment in done:

@@ -1,4 +1,4 @@
-"""What a spool's directory holds after its last writer ended, however it did; nothing here changes anything."""
+"""Reads the state of a spool's directory, however its last writer ended. Nothing here changes a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from capflow.errors import CapflowError, UsageError, explain
 
 LOCK, CURSOR, BAD = "lock", "cursor", ".bad"
 BESIDE = (SPARE, CURSOR, LOCK)
-"""The files beside the segments, in the order to remove them: without the lock another process takes the directory."""
+"""The files beside the segments, in the order of removal: without the lock another process may take the directory."""
 
 ENDLESS = 1 << 63
 _SEGMENT = re.compile(r"(\d{8,18})-(\d{16,18})-([0-9a-f]{16})\.spool")
@@ -27,8 +27,10 @@ _SEGMENT = re.compile(r"(\d{8,18})-(\d{16,18})-([0-9a-f]{16})\.spool")
 class Segment:
     """One segment.
 
-    fd: to write it, None once it is sealed.
-    dirty: something in it is not synced.
+    serial: its number among the segments of the spool.
+    first: the lowest record number that it may hold.
+    fd: the descriptor for writing; None if it is sealed.
+    dirty: whether it has unsynced bytes.
     """
 
     path: Path
@@ -38,17 +40,18 @@ class Segment:
     size: int = 0
     fd: int | None = None
     dirty: bool = False
-    # A record in it was lost; set by the reader.
+    # Whether the reader lost a record in it.
     damaged: bool = False
 
 
 class Remains(NamedTuple):
-    """What was found.
+    """The state of a spool.
 
     last: the highest record number that counts.
-    cut: where void begins in the segment that a crash cut, and how many bytes are void from there on, later segments
-        included; None when nothing was cut.
-    bad: what was set aside.
+    cut: the segment that a crash cut, the offset of the cut, and the number of void bytes from there on, in later
+        segments too; None if nothing was cut.
+    bad: the damaged segments that were set aside.
+    bad_bytes: their length.
     """
 
     segments: list[Segment]
@@ -61,7 +64,7 @@ class Remains(NamedTuple):
 
 @contextlib.contextmanager
 def opened(files: Files, path: Path) -> Iterator[int]:
-    """Open a file to read, and close it."""
+    """Open a file for reading, and close it at the end."""
     fd = files.open(path)
     try:
         yield fd
@@ -70,21 +73,24 @@ def opened(files: Files, path: Path) -> Iterator[int]:
 
 
 def check(directory: Path) -> None:
-    """Raise UsageError when a directory is no spool."""
+    """Raise UsageError if a directory is not a spool."""
     if not (directory / LOCK).is_file():
-        what = "a directory without a spool" if directory.is_dir() else "no directory"
+        got = "a directory without a spool" if directory.is_dir() else "no directory"
         do = "name the directory that holds its segments and `lock`"
-        raise UsageError(explain(f"spool {directory}", got=what, expected="the directory of a spool", do=do))
+        raise UsageError(explain(f"spool {directory}", got=got, expected="the directory of a spool", do=do))
 
 
 def unreadable(directory: Path, e: OSError) -> CapflowError:
-    """Return the error to raise when a disk does not give what is in a spool."""
-    what, got = f"spool {directory} cannot be read", e.strerror or str(e)
-    return CapflowError(explain(what, got=got, expected="a disk that gives it back", do="mend that, and try again"))
+    """Return the error for a spool that cannot be read."""
+    where, got = f"spool {directory} cannot be read", e.strerror or str(e)
+    return CapflowError(explain(where, got=got, expected="a readable disk", do="repair it and try again"))
 
 
 def heads(files: Files, fd: int, segment: Segment, acked: int, stop: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield number and head of every record of a segment above `acked` and below `stop`; None for a head that is damaged. Raises OSError."""
+    """Yield the number and head of each record above `acked` and below `stop`; None for a damaged head.
+
+    Raises OSError.
+    """
     for item in items.scan(files, fd, segment.size, segment.salt):
         if isinstance(item, items.Item) and item.header.kind == items.RECORD and acked < item.header.id < stop:
             yield item.header.id, items.read_head(files, fd, item)
@@ -100,9 +106,9 @@ def stops(segments: Sequence[Segment]) -> list[int]:
 
 
 def survey(files: Files, directory: Path) -> Remains:
-    """Return what a spool holds. Raises OSError.
+    """Return the state of a spool. Raises OSError.
 
-    Reads the headers of the segments from the newest that holds a mark on, and the records that may not have been durable.
+    It reads the headers of the segments from the newest one with a mark on, and the records that may not be durable.
     """
     segments, bad, bad_bytes = _list(files, directory)
     before = min((segment.first for segment in segments), default=1) - 1
@@ -121,24 +127,24 @@ def survey(files: Files, directory: Path) -> Remains:
 
 
 def _list(files: Files, directory: Path) -> tuple[list[Segment], list[Path], int]:
-    """Return the segments by serial, and what was set aside, with its length."""
-    found, bad, bad_bytes = [], [], 0
+    """Return the segments by serial, the damaged segments that were set aside, and the length of these."""
+    segments, bad, bad_bytes = [], [], 0
     for name in sorted(files.names(directory)):
         match = _SEGMENT.fullmatch(name.removesuffix(BAD))
         if match is None:
             continue
-        with contextlib.suppress(FileNotFoundError), opened(files, directory / name) as fd:  # or its writer removed it
+        with contextlib.suppress(FileNotFoundError), opened(files, directory / name) as fd:  # the writer may remove it
             size = files.size(fd)
             if name.endswith(BAD):
                 bad.append(directory / name)
                 bad_bytes += size
             else:
-                found.append(Segment(directory / name, int(match[1]), int(match[2]), int(match[3], 16), size))
-    return sorted(found, key=lambda segment: segment.serial), bad, bad_bytes
+                segments.append(Segment(directory / name, int(match[1]), int(match[2]), int(match[3], 16), size))
+    return sorted(segments, key=lambda segment: segment.serial), bad, bad_bytes
 
 
 def _marked(files: Files, segments: Sequence[Segment]) -> int:
-    """Return the highest number that a mark names; marks rise, so the newest segment that holds one decides."""
+    """Return the highest number of a mark. Marks rise, so the newest segment with a mark decides."""
     for segment in reversed(segments):
         with opened(files, segment.path) as fd:
             scanned = items.scan(files, fd, segment.size, segment.salt)
@@ -149,7 +155,7 @@ def _marked(files: Files, segments: Sequence[Segment]) -> int:
 
 
 def _whole(files: Files, segment: Segment, stop: int, last: int) -> tuple[int, int]:
-    """Return the last record, from `last` on, up to which all are whole, and where the next item begins."""
+    """Return the last record after `last` up to which all are whole, and the offset of the next item."""
     end = 0
     with opened(files, segment.path) as fd:
         for item in items.scan(files, fd, segment.size, segment.salt):

@@ -314,7 +314,7 @@ class Roster:
             for each in [each for each in self.engines.values() if each.owner == engine.owner]:
                 if each.name != engine.name:
                     self._forget_unexpected(each.name)
-        self.state.take(engine.owner, nbytes, what="engines and workers")
+        self.state.take(engine.owner, nbytes, label="engines and workers")
 
     def _drop(self, source: WorkerState) -> None:
         """Forget a worker."""
