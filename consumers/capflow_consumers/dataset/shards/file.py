@@ -68,13 +68,18 @@ class ShardFile:
         self.mode = mode
         self.kind = kind
         self.end = 0
-        self.requests: list[tuple[str, str, list[int]]] = []  # id, engine, where its batches begin, the commit's last
+        # Id, engine, where its batches begin, the commit's last.
+        self.requests: list[tuple[str, str, list[int]]] = []
         self._encoder = Encoder(kind)
         self._fd = -1
-        self._tip = 0  # where the next batch begins
-        self._safe = (0, 0)  # `end`, and how many requests there were, when it was last settled
-        self._batches: list[int] = []  # of the request that is being written
-        self._nothing = np.zeros((1, kind.row_bytes), np.uint8), np.zeros(1, np.uint64)  # a commit's row, and its hash
+        # Where the next batch begins.
+        self._tip = 0
+        # `end`, and how many requests there were, when it was last settled.
+        self._safe = (0, 0)
+        # Of the request that is being written.
+        self._batches: list[int] = []
+        # A commit's row, and its hash.
+        self._nothing = np.zeros((1, kind.row_bytes), np.uint8), np.zeros(1, np.uint64)
         hashes_of(*self._nothing)
 
     def create(self) -> None:

@@ -51,8 +51,9 @@ _VECTOR_TYPES: dict[str, tuple[int, Any]] = {
 class ColumnChunk(NamedTuple):
     """A column of one row group: where its pages begin in the file, or in the bytes that hold them, and what they are.
 
-    data_page: where the data page begins, behind a dictionary where it is not 0. plain_bytes: of the pages without
-    compression. lowest, highest: of the values, encoded, where known.
+    data_page: where the data page begins, behind a dictionary where it is not 0.
+    plain_bytes: of the pages without compression.
+    lowest, highest: of the values, encoded, where known.
     """
 
     begin: int
@@ -85,7 +86,11 @@ class RowGroup(NamedTuple):
 
 
 def schema(kind: str, size: int, about: dict[str, str]) -> pa.Schema:
-    """Return the columns as Arrow has them; kind: `bfloat16`, `float16` or `float32`; about: what the schema says beside."""
+    """Return the columns as Arrow has them.
+
+    kind: `bfloat16`, `float16` or `float32`.
+    about: what the schema says beside.
+    """
     columns = [
         ("request", pa.string()),
         ("capture", pa.int32()),
@@ -116,7 +121,10 @@ def numbers(values: npt.NDArray[Any]) -> tuple[bytes, ColumnChunk]:
 
 
 def texts(words: Sequence[str], runs: Iterable[tuple[int, int]]) -> tuple[bytes, ColumnChunk]:
-    """Return the pages of a column of texts; runs: `(index, count)` of the words in their order."""
+    """Return the pages of a column of texts.
+
+    runs: `(index, count)` of the words in their order.
+    """
     encoded = [word.encode("utf-8", "replace") for word in words]
     width = max(1, (len(words) - 1).bit_length())
     index_bytes = (width + 7) // 8
@@ -132,7 +140,10 @@ def texts(words: Sequence[str], runs: Iterable[tuple[int, int]]) -> tuple[bytes,
 
 
 def vector_head(kind: str, size: int, rows: int, crc: int, nbytes: int) -> VectorPages:
-    """Return what stands before rows `[rows, size]` of `nbytes` to make them pages; crc: of `vector_levels` and the rows after them."""
+    """Return what stands before rows `[rows, size]` of `nbytes` to make them pages.
+
+    crc: of `vector_levels` and the rows after them.
+    """
     dictionary = _numbers_page(compressed=False) if kind == "bfloat16" else b""
     header, levels = _vector_header(kind, size, rows, crc, nbytes), vector_levels(kind, size, rows)
     body = len(dictionary) + len(header)

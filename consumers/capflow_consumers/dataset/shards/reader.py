@@ -38,13 +38,16 @@ class LastRows:
     """The batch that was decompressed last: the next site that is asked for mostly lies in it, too."""
 
     def __init__(self) -> None:
-        self.found: tuple[tuple[str, int], npt.NDArray[Any]] | None = None  # its shard and where it ends, and its rows
+        # Its shard and where it ends, and its rows.
+        self.found: tuple[tuple[str, int], npt.NDArray[Any]] | None = None
 
 
 class Shard:
     """A mapped shard; entries: its captures. sealed: whether it is a whole Parquet file; end: where its last commit ends, where it is not.
 
-    damage: what of it cannot be read, captures that the index names apart. last: of all shards of a set.
+    damage: what of it cannot be read, captures that the index names apart.
+
+    last: of all shards of a set.
     """
 
     def __init__(self, path: Path, last: LastRows | None = None) -> None:
@@ -258,7 +261,8 @@ class ShardSet:
         self.sealed_only = sealed_only
         self._shards: dict[str, Shard] = {}
         self._last = LastRows()
-        self._unread: dict[str, Damage] = {}  # shards of which nothing can be read
+        # Shards of which nothing can be read.
+        self._unread: dict[str, Damage] = {}
         self._found: dict[str, list[tuple[Shard, Entry]]] | None = None
 
     def refresh(self) -> None:

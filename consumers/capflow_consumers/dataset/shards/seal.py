@@ -61,7 +61,11 @@ class IndexFormat(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Index(msgspec.Struct, frozen=True, array_like=True):
-    """What is in a shard; rows: where those lie that have hashes of their own, as begin and length; blocks: the xxh3 of each of `blocks_of`."""
+    """What is in a shard.
+
+    rows: where those lie that have hashes of their own, as begin and length.
+    blocks: the xxh3 of each of `blocks_of`.
+    """
 
     format: int
     requests: list[Entry]

@@ -92,7 +92,9 @@ class Kind(NamedTuple):
 class StoredBatch(NamedTuple):
     """A batch of `n` rows: positions and token_ids `[n]` int32, hashes `[n]` uint64, rows `[n, row_bytes]` uint8, None where they are compressed.
 
-    page: what it holds for Parquet, and where in the file that begins; sidecar: of a commit; end: where the next batch begins.
+    page: what it holds for Parquet, and where in the file that begins.
+    sidecar: of a commit.
+    end: where the next batch begins.
     """
 
     positions: npt.NDArray[np.int32]
