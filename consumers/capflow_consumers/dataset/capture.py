@@ -1,4 +1,4 @@
-"""A captured request as it is read: what its sidecar says, and its rows by site, wherever they lie."""
+"""A captured request as it is read: its sidecar, and its rows by site, in any layout."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,7 +22,12 @@ _RUNS_SHOWN_MAX = 8
 
 
 class Rows(NamedTuple):
-    """A site's rows: `rows` `[n, hidden_size]` as stored, `positions` `[n]` int64, `token_ids` `[n]` int32."""
+    """A site's rows.
+
+    rows: `[n, hidden_size]`, as stored.
+    positions: `[n]` int64.
+    token_ids: `[n]` int32, -1 where the engine sent none.
+    """
 
     rows: npt.NDArray[Any]
     positions: npt.NDArray[np.int64]
@@ -31,12 +37,16 @@ class Rows(NamedTuple):
         return brief(self)
 
     def part(self, start: int, stop: int) -> Rows:
-        """Return rows `start..stop`, views of these."""
+        """Return rows `start..stop`, as views."""
         return Rows(self.rows[start:stop], self.positions[start:stop], self.token_ids[start:stop])
 
 
 class Damage(NamedTuple):
-    """What cannot be read, and is left out by those who read on: the file, what is wrong with it, and whether it is one capture's."""
+    """A capture, a shard or a part of one that cannot be read, and that readers leave out.
+
+    path: the file or directory.
+    of_capture: whether exactly one capture is damaged.
+    """
 
     path: Path
     error: CapflowError
@@ -65,7 +75,7 @@ class RequestCapture(ABC):
 
     @property
     def engine(self) -> str:
-        """The id of the engine that ran it: `NAME@START` of one with a name."""
+        """The id of the engine that ran the request; `NAME@START` where the engine has a name."""
         return self.sidecar.engine
 
     @property
@@ -75,27 +85,27 @@ class RequestCapture(ABC):
 
     @property
     def prompt_length(self) -> int:
-        """How many tokens the prompt has."""
+        """The number of tokens of the prompt."""
         return self.sidecar.prompt_length
 
     @property
     def computed_length(self) -> int:
-        """How many tokens were computed: position `computed_length - 1` is the last that can have a row."""
+        """The number of tokens that were computed. The last position that can have a row is `computed_length - 1`."""
         return self.sidecar.computed_length
 
     @property
     def status(self) -> str:
-        """`ok` when every promised row is here; else `partial_error` or `error`, and `error` says what is missing."""
+        """`ok` when every promised row is here, else `partial_error` or `error`; `error` says what is missing."""
         return self.sidecar.capture_status
 
     @property
     def error(self) -> str | None:
-        """What is missing."""
+        """Which rows are missing and why; None when none is."""
         return self.sidecar.error
 
     @property
     def budget_reached(self) -> bool:
-        """Whether `max_rows` left out positions that were asked for and that the request has."""
+        """Whether `max_rows` left out positions of the request that were asked for."""
         return self.sidecar.budget_reached
 
     @property
@@ -105,11 +115,11 @@ class RequestCapture(ABC):
 
     @property
     def texts(self) -> dict[int, str]:
-        """The token's text at each position where it is known."""
+        """The text of the token at each position where it is known."""
         return {run.start + i: text for run in self.sidecar.texts for i, text in enumerate(run.texts)}
 
     def rows_at(self, site: Site) -> int:
-        """Return how many rows a site has, as the sidecar says."""
+        """Return how many rows a site has according to the sidecar."""
         entry = self._entries.get(site)
         return entry.rows if entry is not None else 0
 
@@ -117,41 +127,46 @@ class RequestCapture(ABC):
         return site_of(site) in self._entries
 
     def __getitem__(self, site: tuple[int, str] | str) -> Rows:
-        """Return a site's rows, read-only, memory-mapped unless they are compressed; raises UsageError when it has none."""
+        """Return a site's rows, read-only. They are memory-mapped unless they are compressed or come in several parts.
+
+        Raises UsageError when the site has none, and CapflowError when they are damaged.
+        """
         entry = self._entries.get(site_of(site))
         if entry is None:
             have = ", ".join(map(str, self.sites)) or "none"
-            raise UsageError(
-                explain(f"{self.path}: no rows at a site", got=str(site_of(site)), expected=f"one of {have}")
-            )
+            problem = f"{self.path}: no rows at a site"
+            raise UsageError(explain(problem, got=str(site_of(site)), expected=f"one of {have}"))
         return self._rows(entry)
 
     def in_batches(self, site: tuple[int, str] | str) -> Iterator[Rows]:
-        """Yield a site's rows in parts that follow one another, of which memory holds one at a time; raises as `capture[site]` does."""
+        """Yield a site's rows in consecutive parts, of which memory holds one at a time.
+
+        Raises as `capture[site]` does.
+        """
         yield self[site]
 
     def positions(self, site: tuple[int, str] | str) -> npt.NDArray[np.int64]:
-        """Return the positions `[n]` of a site's rows, without touching these; raises as `capture[site]` does."""
+        """Return the positions `[n]` of a site's rows, without reading the rows; raises as `capture[site]` does."""
         return self[site].positions
 
     @abstractmethod
     def _rows(self, entry: layout.SiteFile) -> Rows:
-        """Return the rows of one of the sidecar's sites; raises CapflowError when they cannot be those that were written."""
+        """Return the rows of one of the sidecar's sites; raises CapflowError when they are damaged."""
 
     @abstractmethod
     def verify_rows(self) -> None:
-        """Read every row; raise CapflowError naming the first file that is not what was written."""
+        """Read and check every row; raise CapflowError naming the first file that is damaged."""
 
     def verify(self) -> None:
-        """Check every row and position; raise CapflowError naming the first file or site that is wrong."""
+        """Check every row and position; raise CapflowError naming the first file or site that is damaged."""
         self.verify_rows()
         for site in self.sites:
             self.check_positions(site, self.positions(site))
 
     def check_positions(self, site: Site, positions: npt.NDArray[np.int64]) -> None:
-        """Raise CapflowError unless the positions of a site's rows rise and the request computed them.
+        """Raise CapflowError unless the positions of a site's rows rise and lie in the computed length.
 
-        A request that did not end (status `error`) has no known length: its engine died before it reported one.
+        A request with the status `error` has no known length: its engine died before it reported one.
         """
         if not len(positions):
             return
@@ -164,37 +179,37 @@ class RequestCapture(ABC):
 
 
 class JoinedCapture(RequestCapture):
-    """A request whose captures have each a part of its rows; `path` is the last one's."""
+    """A request whose captures each hold a part of its rows; `path` is that of the last one."""
 
     def __init__(self, parts: Sequence[RequestCapture]) -> None:
         self.parts = tuple(parts)
         super().__init__(parts[-1].path, _joined_sidecar([part.sidecar for part in parts]))
 
     def in_batches(self, site: tuple[int, str] | str) -> Iterator[Rows]:
-        """Yield a site's rows part by part; where parts have positions between each other's, all at once."""
-        found = site_of(site)
-        ends = [(where[0], where[-1], part) for part in self._with(found) if len(where := part.positions(found))]
+        """Yield a site's rows part by part; all at once where the positions of parts interleave."""
+        wanted = site_of(site)
+        ends = [(places[0], places[-1], part) for part in self._with(wanted) if len(places := part.positions(wanted))]
         ends.sort(key=itemgetter(0))
         if ends and all(last < first for (_, last, _), (first, _, _) in itertools.pairwise(ends)):
             for _, _, part in ends:
-                yield from part.in_batches(found)
+                yield from part.in_batches(wanted)
         else:
-            yield self[found]
+            yield self[wanted]
 
     def positions(self, site: tuple[int, str] | str) -> npt.NDArray[np.int64]:
-        """Return the positions `[n]` of a site's rows, without touching these; raises as `capture[site]` does."""
-        found = site_of(site)
-        parts = self._with(found)
-        return np.sort(np.concatenate([part.positions(found) for part in parts])) if parts else super().positions(found)
+        """Return the positions `[n]` of a site's rows, without reading the rows; raises as `capture[site]` does."""
+        wanted = site_of(site)
+        positions = [part.positions(wanted) for part in self._with(wanted)]
+        return np.sort(np.concatenate(positions)) if positions else super().positions(wanted)
 
     def _with(self, site: Site) -> list[RequestCapture]:
         return [part for part in self.parts if site in part]
 
     def _rows(self, entry: layout.SiteFile) -> Rows:
-        found = [part[entry.site] for part in self._with(entry.site)]
-        if len(found) == 1:
-            return found[0]
-        rows, positions, token_ids = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        parts = [part[entry.site] for part in self._with(entry.site)]
+        if len(parts) == 1:
+            return parts[0]
+        rows, positions, token_ids = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         order = np.argsort(positions, kind="stable")
         joined = Rows(rows[order], positions[order], token_ids[order])
         for array in joined:
@@ -208,12 +223,14 @@ class JoinedCapture(RequestCapture):
 
 
 def joined(captures: Sequence[RequestCapture]) -> list[RequestCapture]:
-    """Return captures of one id with those that are parts of one request made one.
+    """Return the captures of one id, with those that are parts of one request joined.
 
-    A part is what a worker sent after it was taken to be gone, or what other pipeline stages of the same engine have of the same tokens.
+    A part holds the rows that a worker sent after it was taken for gone, or the layers that another pipeline stage of
+    the same engine has.
     """
     groups: list[list[RequestCapture]] = []
-    latest: dict[str, list[RequestCapture]] = {}  # by engine
+    # By engine.
+    latest: dict[str, list[RequestCapture]] = {}
     for capture in captures:
         group = latest.get(capture.engine)
         if group is not None and all(_belong(part.sidecar, capture.sidecar) for part in group):
@@ -225,7 +242,7 @@ def joined(captures: Sequence[RequestCapture]) -> list[RequestCapture]:
 
 
 def shown(positions: npt.NDArray[np.int64]) -> str:
-    """Return positions as they stand in a message, `0..3 7 9..12`."""
+    """Format positions for a message: `0..3 7 9..12`."""
     if not len(positions):
         return "none"
     ends = np.flatnonzero(np.diff(positions) != 1)
@@ -237,7 +254,7 @@ def shown(positions: npt.NDArray[np.int64]) -> str:
 
 
 def site_of(value: object) -> Site:
-    """Return the site that `(layer, hook)` or `"hook:layer"` names; raises UsageError."""
+    """Return the site of `(layer, hook)` or `"hook:layer"`; raises UsageError for anything else."""
     if isinstance(value, str):
         return Site.parse(value)
     if isinstance(value, tuple) and len(value) == 2:
@@ -246,7 +263,7 @@ def site_of(value: object) -> Site:
 
 
 def damaged(file: Path, got: str, expected: str) -> CapflowError:
-    """Return the error of a file that is not what was written."""
+    """Return the error of a file that is not as it was written."""
     return CapflowError(explain(str(file), got=got, expected=expected, do="restore it from a copy or capture it again"))
 
 
@@ -263,7 +280,7 @@ def _belong(first: layout.Sidecar, later: layout.Sidecar) -> bool:
 
 
 def _joined_sidecar(sidecars: Sequence[layout.Sidecar]) -> layout.Sidecar:
-    """Return what the parts' sidecars say together: whole when each site has as many rows as one of them expected of it."""
+    """Join the sidecars of parts; the result is whole when each site has as many rows as a part expected of it."""
     sites: dict[Site, layout.SiteFile] = {}
     for entry in (entry for sidecar in sidecars for entry in sidecar.sites):
         had = sites.get(entry.site)
@@ -273,12 +290,8 @@ def _joined_sidecar(sidecars: Sequence[layout.Sidecar]) -> layout.Sidecar:
     whole = last.status != "error" and not dropped and all(e.rows == e.rows_expected for e in sites.values())
     errors = "; ".join(dict.fromkeys(sidecar.error for sidecar in sidecars if sidecar.error))
     texts = {run.start: run for sidecar in sidecars for run in sidecar.texts}
-    return layout.Sidecar(
-        **{
-            name: getattr(last, name)
-            for name in layout.Sidecar.__struct_fields__
-            if name not in {"capture_status", "error", "dropped", "rows", "sites", "texts", "sources"}
-        },
+    return msgspec.structs.replace(
+        last,
         capture_status="ok" if whole else "partial_error",
         error=None if whole else errors or None,
         dropped=dropped,
@@ -291,13 +304,12 @@ def _joined_sidecar(sidecars: Sequence[layout.Sidecar]) -> layout.Sidecar:
 
 def _added(had: layout.SiteFile, entry: layout.SiteFile) -> layout.SiteFile:
     expected = None if entry.rows_expected is None else max(had.rows_expected or 0, entry.rows_expected)
-    return layout.SiteFile(
-        *entry.site,
-        entry.file,
-        had.rows + entry.rows,
-        expected,
-        had.bytes + entry.bytes,
-        "",
-        entry.dtype,
-        had.rows_overflowed + entry.rows_overflowed,
+    return msgspec.structs.replace(
+        entry,
+        rows=had.rows + entry.rows,
+        rows_expected=expected,
+        bytes=had.bytes + entry.bytes,
+        xxh3_64="",
+        rows_overflowed=had.rows_overflowed + entry.rows_overflowed,
+        offset=0,
     )

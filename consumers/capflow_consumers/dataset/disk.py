@@ -1,4 +1,4 @@
-"""Writing to files, and getting what was written onto the disk."""
+"""Writing to the files of a data set, syncing them to disk, and judging the errors of the file system."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ import numpy.typing as npt
 from capflow.errors import FatalError, RetryError, explain, kind_of
 from capflow.files import open_regular
 
-_PARTS_PER_CALL_MAX = 1024  # IOV_MAX of Linux
+# IOV_MAX of Linux.
+_PARTS_PER_CALL_MAX = 1024
 
 
 def write(fd: int, parts: Sequence[Any], offset: int) -> int:
-    """Write the parts one after another from `offset` on; return where they end. Raises OSError."""
+    """Write parts one after another, the first at `offset`; return the offset after the last. Raises OSError."""
     views = [view for part in parts if len(view := memoryview(part).cast("B"))]
     index = 0
     while index < len(views):
@@ -37,13 +38,13 @@ def write(fd: int, parts: Sequence[Any], offset: int) -> int:
 
 
 def mapped(path: Path) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a regular file, mapped to be read; raises OSError, ValueError for an empty one."""
+    """Map a regular file for reading; return its bytes. Raises OSError, and ValueError for an empty file."""
     with os.fdopen(open_regular(path), "rb") as file:
         return np.memmap(file, np.uint8, "r").view(np.ndarray)
 
 
 def found_in(directory: Path, pattern: str) -> list[Path]:
-    """Return what matches a pattern in a directory; nothing when that is gone, as a writer's is when it ends."""
+    """Return the paths in a directory that match a pattern; none when the directory is gone, as after its writer."""
     try:
         return list(directory.glob(pattern))
     except FileNotFoundError:
@@ -51,10 +52,10 @@ def found_in(directory: Path, pattern: str) -> list[Path]:
 
 
 def sync_trees(directories: Sequence[Path]) -> None:
-    """Get directories of one file system, with the files in them, onto the disk; raises OSError.
+    """Sync directories of one file system, with the files in them, to disk. Raises OSError.
 
-    One `syncfs` does it where it reports errors (Linux 5.8): a journal commit for each of many files took 5 to 8 times
-    as long. It waits for what others wrote to the same file system, too.
+    One `syncfs` call does it where it reports errors (Linux 5.8 and newer). A journal commit for each of many files
+    took 5 to 8 times as long. `syncfs` also waits for what others wrote to the same file system.
     """
     if _syncfs is None:
         for directory in directories:
@@ -72,16 +73,18 @@ def sync_trees(directories: Sequence[Path]) -> None:
 
 
 def refused(root: Path, error: OSError) -> str:
-    """Return the message of a request whose rows the file system below a root did not take."""
+    """Return the message of a request whose rows the file system at a root did not take."""
     got, expected = error.strerror or str(error), "a file system that takes the request's rows"
     return explain(f"{root} cannot be written", got=got, expected=expected, do=_DO.get(error.errno or 0, _DO_ELSE))
 
 
 def judged(root: Path, error: OSError) -> OSError | RetryError | FatalError:
-    """Return the error that a writer raises for one of the file system below the root of its data set.
+    """Return the error to raise for an error of the file system below a data set's root.
 
-    RetryError: it may go away, or the root is away, such as a file system that is not mounted. FatalError: the root is there, and what this writer
-    has made in it is not, or may not be used. The error itself: it costs one request alone.
+    RetryError: the error may pass, or the root is unreachable, such as on a file system that is not mounted.
+    FatalError: the root is reachable, but a file or directory that this writer made below it is missing or may not be
+        used.
+    The error itself: it affects one request only.
     """
     if kind_of(error) == "retry" or (error.errno in _AWAY and is_away(root)):
         return _caused(RetryError(refused(root, error)), error)
@@ -94,7 +97,7 @@ def _caused(error: RetryError | FatalError, cause: OSError) -> RetryError | Fata
 
 
 def is_away(root: Path) -> bool:
-    """Return whether the root of a data set that a writer has opened cannot be reached or not be written."""
+    """Return whether the root of an open data set is unreachable or cannot be written."""
     try:
         (root / LOCK).stat()
     except OSError:
@@ -103,7 +106,7 @@ def is_away(root: Path) -> bool:
 
 
 LOCK = ".lock"
-"""A file below the root of a data set that its first writer makes, and nobody removes."""
+"""The file below the root of a data set that its first writer makes. Nobody removes it."""
 
 _AWAY = frozenset(
     {
@@ -120,9 +123,9 @@ _AWAY = frozenset(
         errno.EREMOTEIO,
     }
 )
-"""Errors of a file system that is not mounted, whose server or device is gone, or that may not be entered any more."""
+"""Errors of a file system that is unmounted, whose server or device is gone, or that denies access."""
 
-_DO_ELSE = "see what the kernel says of it; it is tried again"
+_DO_ELSE = "see the kernel's log; it is tried again"
 _DO = {
     errno.ENOSPC: "make room on it; it is tried again",
     errno.EDQUOT: "make room on it, or have a larger quota; it is tried again",
@@ -142,7 +145,7 @@ _syncfs = _find_syncfs()
 
 
 def sync(path: Path) -> None:
-    """Get a file, or the entries of a directory, onto the disk; raises OSError."""
+    """Sync a file, or the entries of a directory, to disk. Raises OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -7,16 +7,22 @@
         request.json                  the sidecar
       shard~….parquet                 sharded: many requests in one file; see `capflow_consumers.dataset.shards.stream`
       .partial-…/, .lock              the writer's own; never part of the data set
-      .damaged-shard~….parquet        a dead writer's shard of which something cannot be read; what can be is in the one of its name
+      .damaged-shard~….parquet        a dead writer's shard with damage; shard~….parquet has its whole requests
 
-A packed file holds, for each site, the tensors named below with `HOOK.LAYER.` before their names, site after site in the order of the sidecar. A site's own
-file is plain safetensors too. Its header, padded with spaces, fills the first `HEADER_BYTES`, so that rows are
-aligned to 64 bytes and can be written before their number is known. It holds `rows` `[n, hidden_size]` in the model's dtype, bit
-for bit as captured, or in the dtype that a spec asked for, then `positions` `[n]` int64, then `token_ids` `[n]` int32 (-1
-where the engine did not say).
+A packed file holds three tensors for each site. Their names begin with `HOOK.LAYER.`, and sites come in the order of
+the sidecar.
 
-The sidecar is a `Sidecar` as JSON, with its own hash. A request's directory appears under its name in one rename, when everything in it is
-written, and is never changed after.
+A site's own file is plain safetensors too. Its header is padded with spaces to `HEADER_BYTES`. So rows are aligned to
+64 bytes, and can be written before their number is known.
+
+The three tensors of a site, in this order:
+
+* `rows` `[n, hidden_size]`, in the model's dtype, bit for bit as captured, or in the dtype that a spec asked for
+* `positions` `[n]` int64
+* `token_ids` `[n]` int32, -1 where the engine sent none
+
+The sidecar is a `Sidecar` as JSON, with its own hash. A request's directory gets its name in one rename, when
+everything in it is written. It never changes after that.
 """
 
 from __future__ import annotations
@@ -40,20 +46,25 @@ from capflow.text import jsontext
 Layout = Literal["per_file", "packed", "sharded"]
 
 FORMAT = 1
-HEADER_BYTES = 512  # which the largest numbers of a sidecar fill
+# Enough for the largest numbers that a sidecar may hold.
+HEADER_BYTES = 512
 SIDECAR_NAME = "request.json"
 PARTIAL_PREFIX = ".partial-"
 RUNNING_NAME = "running.jsonl"
 PACKED_NAME = "rows.safetensors"
 
 
+
 class SiteFile(msgspec.Struct, frozen=True):
-    """One site's file, or with the layout `packed` its part of the one file.
+    """One site's file; with the layout `packed`, the site's part of the one file.
 
-    rows_expected is what the capture spec asked for, where the writer knew. bytes is the length of the file or part,
-    xxh3_64 is of it, offset is where a part begins. dtype is that of the rows, None where it is the sidecar's.
-
-    rows_overflowed: rows with a number too large for it, stored as infinite.
+    rows_expected: how many rows the capture spec asked for; None where the writer did not know.
+    bytes: the length of the file or part.
+    xxh3_64: the hash of the file or part.
+    dtype: of the rows; None where it is the sidecar's.
+    rows_overflowed: how many rows have a number too large for the dtype; it is stored as infinite.
+    offset: where a part begins in its file, bytes; with the layout `sharded`, the index of the site's first row among
+        the request's.
     """
 
     layer: Total
@@ -74,14 +85,14 @@ class SiteFile(msgspec.Struct, frozen=True):
 
 
 class TokenRun(msgspec.Struct, frozen=True):
-    """The texts of the tokens at positions `start, start+1, …`."""
+    """The texts of the tokens at positions `start`, `start + 1` and so on."""
 
     start: Total
     texts: list[str]
 
 
 class FrameRange(msgspec.Struct, frozen=True):
-    """Frames of one boot of a worker that have rows of the request, without a gap from the first to the last."""
+    """Frames of one boot of a worker that have rows of the request, from `first` to `last` without a gap."""
 
     boot: str
     rank: Rank
@@ -90,15 +101,19 @@ class FrameRange(msgspec.Struct, frozen=True):
 
 
 class Sidecar(msgspec.Struct, frozen=True, kw_only=True):
-    """What `request.json` holds.
+    """The content of `request.json`.
 
-    request is the exact id. status is how the request ended (`stop`, `length`, `abort`, `error`); capture_status and
-    error say whether every promised row is here; sources, which frames they came in; dropped is `[rows, reason]` for
-    what was lost on the way. dtype is that in which the rows were captured.
-
-    budget_reached: `max_rows` left out positions that the request had.
-    capture: with the layout `sharded`, the number of the capture in its shard.
-    tag: of the request's spec.
+    capflow: the version that wrote it.
+    request: the exact id.
+    engine: the id of the engine that ran the request.
+    dtype: the dtype in which the rows were captured.
+    status: how the request ended: `stop`, `length`, `abort` or `error`.
+    capture_status, error: whether every promised row is here, and what is missing.
+    dropped: `(rows, reason)` of the rows lost on the way.
+    budget_reached: whether `max_rows` left out positions of the request.
+    sources: the frames that the rows came in.
+    capture: with the layout `sharded`, which capture of its id it is, from 1.
+    tag: the tag of the request's spec.
     """
 
     format: int = FORMAT
@@ -130,37 +145,37 @@ _WITHIN = re.compile(rb'\{"format":\d+,"capflow":".{0,100}?","request":.*?,"xxh3
 
 
 def write_sidecar(sidecar: Sidecar) -> bytes:
-    """Return a sidecar as JSON whose last key, `xxh3_64`, is the hash of what stands before it."""
+    """Encode a sidecar as JSON. Its last key, `xxh3_64`, is the hash of everything before that key."""
     text = _encoder.encode(sidecar)[:-1]
     return text + b',"xxh3_64":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}'
 
 
 def check_sidecar(text: bytes) -> None:
-    """Raise ValueError when a sidecar's hash is not its own."""
-    found = _CHECKED.fullmatch(text)
-    if found is None or xxhash.xxh3_64_hexdigest(found[1]).encode() != found[2]:
-        raise ValueError("another checksum of the sidecar")
+    """Raise ValueError when a sidecar's hash does not match its content."""
+    match = _CHECKED.fullmatch(text)
+    if match is None or xxhash.xxh3_64_hexdigest(match[1]).encode() != match[2]:
+        raise ValueError("the sidecar's checksum does not match")
 
 
 def read_sidecar(text: bytes) -> Sidecar:
-    """Return the sidecar that JSON says; raises ValueError when it is none that can be trusted."""
+    """Decode a sidecar; raises ValueError for one that is damaged or holds unknown hooks or dtypes."""
     check_sidecar(text)
     try:
         sidecar = jsontext.decode(text, Sidecar)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise ValueError(str(e)) from e
     if any(entry.hook not in HOOKS for entry in sidecar.sites):
-        raise ValueError("a hook point that there is not")
+        raise ValueError(f"an unknown hook point, expected one of {', '.join(HOOKS)}")
     if not {sidecar.dtype, *(entry.dtype for entry in sidecar.sites)} <= {None, *DTYPES}:
-        raise ValueError(f"a dtype that rows do not have, expected one of {', '.join(DTYPES)}")
+        raise ValueError(f"an unknown dtype, expected one of {', '.join(DTYPES)}")
     return sidecar
 
 
 def sidecars_within(data: Any) -> Iterator[tuple[int, Sidecar]]:
-    """Yield the sidecars that bytes hold, wherever these lie, each with where it ends."""
-    for found in _WITHIN.finditer(memoryview(data)):
+    """Search bytes for whole sidecars; yield the offset where each ends, and the sidecar."""
+    for match in _WITHIN.finditer(memoryview(data)):
         with contextlib.suppress(ValueError):
-            yield found.end(), read_sidecar(bytes(found[0]))
+            yield match.end(), read_sidecar(bytes(match[0]))
 
 
 def file_name(site: Site) -> str:
@@ -179,9 +194,11 @@ def header(site: Site, dtype: str, rows: int, hidden_size: int, row_bytes: int) 
 
 
 def packed_header(sites: Sequence[tuple[Site, str, int, int]], hidden_size: int) -> tuple[bytes, list[int]]:
-    """Return the header of a packed file, and where each site's part begins in it.
+    """Return the header of a packed file, and the offset of each site's part in it.
 
-    sites: of each its dtype, its rows and a row's bytes. The header is filled up to a multiple of 64 bytes.
+    sites: the dtype, the number of rows and the bytes of a row of each site.
+
+    The header is padded to a multiple of 64 bytes.
     """
     tensors: dict[str, Any] = {}
     begins = []
@@ -195,14 +212,14 @@ def packed_header(sites: Sequence[tuple[Site, str, int, int]], hidden_size: int)
 
 
 def part_bytes(rows: int, row_bytes: int) -> int:
-    """Return how long the tensors of one site are."""
+    """Return the length of one site's tensors, bytes."""
     return rows * (row_bytes + 12)
 
 
 def _add_tensors(
     tensors: dict[str, Any], prefix: str, begin: int, dtype: str, rows: int, hidden_size: int, row_bytes: int
 ) -> int:
-    """Describe the three tensors of a site that begins at `begin`; return where it ends."""
+    """Add the three tensors of a site that begins at `begin`; return where it ends."""
     for name, kind, shape, size in (
         ("rows", SAFETENSORS_DTYPES[dtype], [rows, hidden_size], rows * row_bytes),
         ("positions", "I64", [rows], rows * 8),

@@ -1,9 +1,13 @@
-"""Slugs: the one directory name of a request id.
+"""Slugs: each request id has one directory name.
 
-What always holds: a slug is a plain name of lower-case ASCII (never `.`, `..`, empty, hidden or with a separator), so it
-cannot leave the directory it is put in; two different ids have different slugs, also where a file system ignores case.
-An id that is such a name already is its own slug. Every other id ends in `~` and a hash of the whole id; no id that is its
-own slug holds a `~`.
+Invariants:
+
+* A slug is a plain name of lower-case ASCII. It is never `.`, `..`, empty or hidden, and it holds no separator. So it
+  cannot leave its directory.
+* Two different ids have different slugs, also on a file system that ignores case.
+
+An id that is a plain name already is its own slug, and holds no `~`. The slug of every other id ends in `~` and a hash
+of the whole id.
 """
 
 from __future__ import annotations
@@ -36,48 +40,51 @@ _LATER = re.compile(r"(.+)~([1-9][0-9]*)")
 
 
 def split(name: str) -> tuple[str, int]:
-    """Return a directory's name without its number, and the number, 1 where it has none."""
+    """Split a directory's name into the name before its number, and the number; 1 where there is none."""
     later = _LATER.fullmatch(name) if "~" in name else None
     return (later[1], int(later[2])) if later else (name, 1)
 
 
 class Numbered:
-    """Those under a root: what was there when it was last looked at, and what was numbered on since.
+    """The numbered directories under a root: those of the last look, and those added since.
 
-    One thread may call `of`, another `add`.
+    One thread may call `of` while another calls `add`.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        # By name, the numbers from 2 on.
+        # The numbers from 2 on, by name.
         self._later: dict[str, tuple[int, ...]] = {}
 
     def look(self) -> Iterator[Path]:
-        """List the root, which takes time with the number of its entries; return what is not hidden, by name and number. Raises OSError."""
-        names = os.listdir(self._root)  # noqa: PTH208  there may be a million, and a Path of each takes ten times as long
-        found = sorted((*split(name), name) for name in names if not name.startswith("."))
+        """List the root; return the entries that are not hidden, by name and number. Raises OSError.
+
+        The time it takes grows with the number of entries.
+        """
+        names = os.listdir(self._root)  # noqa: PTH208  a Path for each of a million takes ten times as long
+        entries = sorted((*split(name), name) for name in names if not name.startswith("."))
         later: dict[str, tuple[int, ...]] = {}
-        for name, number, _ in found:
+        for name, number, _ in entries:
             if number > 1:
                 later[name] = (*later.get(name, ()), number)
         self._later = later
-        return (self._root / name for _, _, name in found)
+        return (self._root / name for _, _, name in entries)
 
     def add(self, path: Path) -> None:
-        """Remember a directory that was made."""
+        """Remember a new directory."""
         name, number = split(path.name)
         if number > 1 and number not in self._later.get(name, ()):
             self._later[name] = (*self._later.get(name, ()), number)
 
     def of(self, name: str) -> list[Path]:
-        """Return what there is of a name, first to last."""
+        """Return the paths of a name that exist, first to last."""
         numbers = sorted({1, *self._later.get(name, ())})
-        found = [path for number in numbers if (path := self._path(name, number)).exists()]
+        paths = [path for number in numbers if (path := self._path(name, number)).exists()]
         number = numbers[-1] + 1
         while (path := self._path(name, number)).exists():
-            found.append(path)
+            paths.append(path)
             number += 1
-        return found
+        return paths
 
     def _path(self, name: str, number: int) -> Path:
         return self._root / (name if number == 1 else f"{name}~{number}")

@@ -1,7 +1,8 @@
-"""Reading a captured data set: `capflow.open(path)`, whatever layouts are in it.
+"""Reading a captured data set: `capflow.open(path)`, in any layout.
 
-Needs neither torch nor vLLM. Rows are memory-mapped: opening a request reads its sidecar, and indexing a site what says where its rows
-lie. Nothing is checked against the checksums until `verify` is called.
+It needs neither torch nor vLLM. Rows are memory-mapped: opening a request reads its sidecar, and indexing a site reads
+only where its rows lie.
+Opening checks the checksums of sidecars and shard indexes; only `verify` checks those of rows.
 """
 
 from __future__ import annotations
@@ -45,7 +46,13 @@ assert DTYPES["bfloat16"] == ml_dtypes.bfloat16
 
 
 class RowBatch(NamedTuple):
-    """Rows of one site: `rows` `[n, hidden_size]`, whose `requests` `[n]`, at which `positions` `[n]` int64, of which `token_ids` `[n]` int32."""
+    """Rows of one site.
+
+    rows: `[n, hidden_size]`.
+    requests: the request id of each row.
+    positions: `[n]` int64.
+    token_ids: `[n]` int32.
+    """
 
     rows: npt.NDArray[Any]
     requests: list[str]
@@ -61,14 +68,14 @@ class DirectoryCapture(RequestCapture):
 
     @cached_property
     def _packed_header(self) -> tuple[bytes, int]:
-        """How the one file of a packed request begins, and how long it is."""
+        """The header of a packed request's file, and the length of the file."""
         shapes = []
         for entry in self.sidecar.sites:
             dtype, row_bytes = self._dtype(entry)
             shapes.append((entry.site, dtype, entry.rows, row_bytes))
         header, begins = layout.packed_header(shapes, self.sidecar.hidden_size)
         if begins != [entry.offset for entry in self.sidecar.sites]:
-            raise damaged(self.path / layout.SIDECAR_NAME, "sites at other places", "one behind the other")
+            raise damaged(self.path / layout.SIDECAR_NAME, "sites at other offsets", "one after another")
         return header, len(header) + sum(layout.part_bytes(shape[2], shape[3]) for shape in shapes)
 
     def _rows(self, entry: layout.SiteFile) -> Rows:
@@ -83,16 +90,15 @@ class DirectoryCapture(RequestCapture):
         return Rows(rows.view(DTYPES[dtype]).reshape(shape), positions.view(np.int64), token_ids.view(np.int32))
 
     def verify_rows(self) -> None:
-        """Read every file; raise CapflowError naming the first that is not what was written."""
+        """Compare every file with its checksum; raise CapflowError naming the first that is damaged."""
         for entry in self.sidecar.sites:
             file = self.path / entry.file
             packed = self.sidecar.layout == "packed"
             if packed:
                 self._check_header(file, entry)
             elif entry.offset:
-                raise damaged(
-                    self.path / layout.SIDECAR_NAME, f"rows at byte {entry.offset} of {file.name}", "at its first"
-                )
+                got = f"an offset of {entry.offset} in {file.name}"
+                raise damaged(self.path / layout.SIDECAR_NAME, got, "0")
             digest = xxhash.xxh3_64()
             left = entry.bytes if packed else -1
             try:
@@ -122,10 +128,10 @@ class DirectoryCapture(RequestCapture):
         except OSError as e:
             raise damaged(file, e.strerror or str(e), "the file") from e
         if header != expected or size != length:
-            raise damaged(file, f"{size} bytes or a header", f"{length} bytes and the header the sidecar describes")
+            raise damaged(file, f"{size} bytes or another header", f"{length} bytes and the header of its sidecar")
 
     def _header(self, entry: layout.SiteFile) -> tuple[bytes, int]:
-        """Return how the file of a site begins, and how long it is."""
+        """Return the header of a site's file, and the length of the file."""
         if self.sidecar.layout == "packed":
             return self._packed_header
         dtype, row_bytes = self._dtype(entry)
@@ -134,63 +140,69 @@ class DirectoryCapture(RequestCapture):
 
 
 class Dataset:
-    """A root directory; `ds.requests()` names what is in it, `ds[request_id]` opens one.
+    """A root directory; `ds.requests()` lists its requests, `ds[request_id]` opens one.
 
-    Requests that are finished while it is open are seen, those in shards that are not sealed too. An id captured several times
-    (`on_collision=suffix`) stands for its last capture; `captures` gives all of them. `ds[engine, request_id]` is the request of one engine; the
-    id alone is refused where requests of several engines have it. Captures that hold parts of one request are
-    read as one. What is damaged is left out where several are read, and named in a warning; `damaged` names all of it.
+    Requests that end while the data set is open are seen, also those in shards that are not sealed yet. An id may be
+    captured several times (`on_collision=suffix`); then it stands for the last capture, and `captures` returns all.
+    `ds[engine, request_id]` is the request of one engine. The id alone is refused where several engines have it.
+    Captures that hold parts of one request are read as one.
+    Methods that read several captures skip damaged ones and log a warning. `damaged` lists all damage.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._shards = ShardSet(path)
         self._directories = Numbered(path)
-        # What was named in a warning.
-        self._told: set[str] = set()
+        # Errors that were logged.
+        self._warned: set[str] = set()
         self._look()
 
     def requests(self) -> list[str]:
-        """Return the ids of the requests, each once: those with directories in the order of these names, then those in shards."""
+        """Return each request id once: those of directories, in the order of these names, then those of shards."""
         opened = [_open_or_damage(path) for path in self._look()]
-        directories = [found.id for found in opened if isinstance(found, RequestCapture)]
-        for found in (*self._shards.damage, *opened):
-            self._tell(found)
+        directories = [capture.id for capture in opened if isinstance(capture, RequestCapture)]
+        for capture in (*self._shards.damage, *opened):
+            self._warn(capture)
         return list(dict.fromkeys(itertools.chain(directories, self._shards.ids())))
 
     def damaged(self) -> list[str]:
-        """Return what cannot be read, as errors that name it: sidecars, and shards or parts of them. Rows are for `verify`."""
-        return [str(found.error) for found in self.walk() if isinstance(found, Damage)]
+        """Return the errors of what cannot be read: sidecars, and shards or parts of them.
+
+        Rows are not read; `verify` does that.
+        """
+        return [str(each.error) for each in self.walk() if isinstance(each, Damage)]
 
     def captures(self, request_id: str, *, engine: str = "", look: bool = True) -> list[RequestCapture]:
-        """Return every capture of an id, first to last, parts of one request each by itself.
+        """Return every capture of an id, first to last. Captures that are parts of one request are not joined.
 
-        engine: whose captures, by its name or id; every engine's without.
-        look: whether to look for what came since the data set was opened or last looked at, which takes time with the
-            number of entries of the root. Raises CapflowError when one of them is damaged.
+        engine: an engine's name or id, for its captures only; every engine's where it is empty.
+        look: whether to look first for captures that came since the last look; the time it takes grows with the number
+            of entries of the root.
+
+        Raises CapflowError when one of them is damaged.
         """
         if look:
             self._look()
         return [capture for capture in self._captures(request_id) if is_of(capture.engine, engine)]
 
     def running(self) -> list[RunningCapture]:
-        """Return the requests that run and of which rows can be read already: see the option `tail_s`."""
+        """Return the running requests that have rows in files; see the option `tail_s`."""
         return list(running(self.path))
 
     def batches(self, site: tuple[int, str] | str, rows_max: int) -> Iterator[RowBatch]:
-        """Yield the rows that requests have at a site, request after request, in batches of `rows_max` and a last one of fewer.
+        """Yield the rows of all requests at a site in batches of `rows_max`, request after request.
 
-        A batch from within one request is a view of the file.
+        The last batch may have fewer rows. A batch from within one request is a view of the file.
         """
         if rows_max < 1:
             raise UsageError(explain("rows_max", got=rows_max, expected="1 or more"))
-        found = site_of(site)
+        wanted = site_of(site)
         parts: list[tuple[str, Rows]] = []
         held = 0
         for capture in self:
-            if found not in capture:
+            if wanted not in capture:
                 continue
-            for part in capture.in_batches(found):
+            for part in capture.in_batches(wanted):
                 rows = part
                 while len(rows.rows) + held >= rows_max:
                     taken = rows_max - held
@@ -204,26 +216,26 @@ class Dataset:
 
     def __iter__(self) -> Iterator[RequestCapture]:
         """Yield every capture that is not damaged."""
-        for found in self.walk():
-            if isinstance(found, RequestCapture):
-                yield found
-            self._tell(found)
+        for capture in self.walk():
+            if isinstance(capture, RequestCapture):
+                yield capture
+            self._warn(capture)
 
     def walk(self) -> Iterator[RequestCapture | Damage]:
-        """Yield every capture, and what cannot be read in its place."""
+        """Yield every capture, and a `Damage` in the place of one that cannot be read."""
         directories = self._look()
         yield from self._shards.damage
         seen: set[str] = set()
         for _, paths in itertools.groupby(directories, lambda path: split(path.name)[0]):
             captures: dict[str, list[RequestCapture]] = {}
             for path in paths:
-                found = _open_or_damage(path)
-                if isinstance(found, Damage):
-                    yield found
+                capture = _open_or_damage(path)
+                if isinstance(capture, Damage):
+                    yield capture
                 else:
-                    captures.setdefault(found.id, []).append(found)
-            for request_id, mine in captures.items():
-                yield from self._joined(mine, None if request_id in seen else request_id)
+                    captures.setdefault(capture.id, []).append(capture)
+            for request_id, of_id in captures.items():
+                yield from self._joined(of_id, None if request_id in seen else request_id)
                 seen.add(request_id)
         for request_id in dict.fromkeys(self._shards.ids()):
             if request_id not in seen:
@@ -240,78 +252,82 @@ class Dataset:
             return key[1] in self and bool(self.captures(key[1], engine=key[0], look=False))
         if not isinstance(key, str):
             return False
-        request_id = key
-        if self._paths(request_id) or request_id in self._shards:
+        if self._paths(key) or key in self._shards:
             return True
         self._look()
-        return bool(self._paths(request_id)) or request_id in self._shards
+        return bool(self._paths(key)) or key in self._shards
 
     def __getitem__(self, key: str | tuple[str, str]) -> RequestCapture:
-        """Return the capture of a request, by its id or by the engine, by name or id, and its id.
+        """Return the capture of a request, by its id, or by `(engine, id)` with the engine's name or id.
 
-        Raises UsageError when there is none, or captures of several engines have the id alone, and CapflowError when it is damaged.
+        Raises UsageError when there is none, or several engines have the id alone; and CapflowError when it is damaged.
         """
         engine, request_id = key if isinstance(key, tuple) else ("", key)
         if key not in self:
-            do = "requests() lists what is there; a request appears when it is over"
+            do = "requests() lists the ids; a request appears when it has ended"
             if self._shards.damage:
                 do += f", and {self._shards.damage[0].path} is damaged"
             raise UsageError(explain(f"{self.path}: no such request", got=key, do=do))
-        found = joined(self.captures(request_id, engine=engine, look=False))
-        if len(names := dict.fromkeys(name_of(capture.engine) for capture in found)) > 1:
+        captures = joined(self.captures(request_id, engine=engine, look=False))
+        if len(names := dict.fromkeys(name_of(capture.engine) for capture in captures)) > 1:
             expected = f"dataset[ENGINE, {request_id!r}] with one of {', '.join(names)}"
             raise UsageError(explain(f"{self.path}: request {request_id} of several engines", expected=expected))
-        return found[-1]
+        return captures[-1]
 
     def verify(self) -> None:
-        """Check every file of every request; raise CapflowError naming the first that is damaged."""
-        for found in self.walk():
-            if isinstance(found, Damage):
-                raise found.error
-            found.verify()
+        """Read and check every file of every request; raise CapflowError naming the first that is damaged."""
+        for capture in self.walk():
+            if isinstance(capture, Damage):
+                raise capture.error
+            capture.verify()
         for damage in self.verify_shards():
             raise damage.error
 
     def verify_shards(self) -> Iterator[Damage]:
-        """Check of every shard what no capture checks; yield what is damaged."""
+        """Check the parts of each shard that belong to no capture; yield the damage."""
         return self._shards.verify()
 
     def _captures(self, request_id: str) -> list[RequestCapture]:
         captures: list[RequestCapture] = [_open_request(path) for path in self._paths(request_id)]
-        for found in self._shards.find(request_id):
-            if isinstance(found, Damage):
-                raise found.error
-            captures.append(found)
+        for capture in self._shards.find(request_id):
+            if isinstance(capture, Damage):
+                raise capture.error
+            captures.append(capture)
         return captures
 
     def _joined(self, captures: list[RequestCapture], in_shards: str | None) -> Iterator[RequestCapture | Damage]:
-        """Yield captures of an id with those that shards have of one, which come later."""
-        for found in self._shards.find(in_shards) if in_shards is not None else ():
-            if isinstance(found, Damage):
-                yield found
+        """Yield the captures of an id, with parts of one request joined.
+
+        captures: those with directories.
+        in_shards: the id whose captures in shards follow; None for none.
+        """
+        for capture in self._shards.find(in_shards) if in_shards is not None else ():
+            if isinstance(capture, Damage):
+                yield capture
             else:
-                captures.append(found)
+                captures.append(capture)
         yield from joined(captures)
 
     def _look(self) -> Iterator[Path]:
-        """Look for what came; return the directories of requests, by name and number."""
+        """Look for new captures; return the directories of requests, by name and number."""
         self._shards.refresh()
         return filter(_has_sidecar, self._directories.look())
 
     def _paths(self, request_id: str) -> list[Path]:
         return list(filter(_has_sidecar, self._directories.of(slug(request_id))))
 
-    def _tell(self, found: RequestCapture | Damage) -> None:
-        """Name what is damaged in a warning, once."""
-        if isinstance(found, Damage) and str(found.error) not in self._told:
-            self._told.add(str(found.error))
-            logger.warning("%s; it is left out", found.error)
+    def _warn(self, capture: RequestCapture | Damage) -> None:
+        """Log damage, once."""
+        if isinstance(capture, Damage) and str(capture.error) not in self._warned:
+            self._warned.add(str(capture.error))
+            logger.warning("%s; it is left out", capture.error)
 
 
 def open_dataset(path: str | Path) -> Dataset:
-    """Return the data set that the filesystem consumer wrote to `path`.
+    """Open the data set that the filesystem consumer wrote to `path`.
 
-    Raises UsageError when there is no such directory, or something else is in it. Damage is no error here: see `Dataset.damaged`.
+    Raises UsageError when there is no such directory, or it is no data set. Damage raises no error here: see
+    `Dataset.damaged`.
     """
     root = Path(path).absolute()
     if not root.is_dir():
@@ -345,9 +361,9 @@ def _open_request(path: Path) -> RequestCapture:
     packed = sidecar.layout == "packed"
     names = (layout.PACKED_NAME if packed else layout.file_name(entry.site) for entry in sidecar.sites)
     if any(entry.hook not in HOOKS or entry.file != name for entry, name in zip(sidecar.sites, names, strict=True)):
-        raise damaged(file, "a file that is no site's", "names like post_block.000.safetensors")
+        raise damaged(file, "a file name that is not the site's", "names like post_block.000.safetensors")
     if not {sidecar.dtype, *(entry.dtype for entry in sidecar.sites)} <= {None, *DTYPES}:
-        raise damaged(file, "a dtype that rows do not have", f"one of {', '.join(DTYPES)}")
+        raise damaged(file, "an unknown dtype", f"one of {', '.join(DTYPES)}")
     try:
         layout.check_sidecar(text)
     except ValueError as e:

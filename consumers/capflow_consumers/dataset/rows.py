@@ -1,8 +1,11 @@
 """The rows of one request that are in memory and not yet in its files.
 
-Rows are copied in, once: a view would keep a whole frame alive, with every other request's rows in it, and memory would not
-be bounded by what is counted here. Only where a frame is mostly theirs they stay in it, and all of it is counted. They lie in runs, each the rows of some sites at the same positions, so
-that a site's rows are a few long pieces whatever the number of steps that they came in.
+Rows are copied once. A view would keep the whole frame alive, with the rows of every other request, and `nbytes` would
+no longer bound the memory.
+Rows stay in the frame only where they are most of it, and then the whole frame is counted.
+
+Rows lie in runs. A run holds the rows of some sites at the same positions. So a site's rows are a few long pieces,
+however many steps they came in.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from capflow.capture.site import Site
 Bytes = npt.NDArray[np.uint8]
 
 _RUN_ROWS_MIN = 8
-_RUN_ROWS_MAX = 256  # unless one chunk has more
-_KEPT_ROWS_MIN = 32  # fewer are copied, so that runs stay few
+# Unless one chunk has more.
+_RUN_ROWS_MAX = 256
+# Fewer rows are copied, so that runs stay few.
+_KEPT_ROWS_MIN = 32
 
 
 class Piece(NamedTuple):
@@ -33,9 +38,11 @@ class Piece(NamedTuple):
 
 
 class _Run:
-    """Rows of some sites at the positions of `spans`, in room for `rows.shape[1]`.
+    """Rows of some sites at the positions of `spans`; `length` of them are filled in.
 
-    before: rows in earlier runs.
+    sites: the sites of `rows`, in their order.
+    before: the number of rows in earlier runs.
+    rows: `[len(sites), capacity, row_bytes]`.
     """
 
     __slots__ = ("before", "length", "rows", "sites", "spans")
@@ -59,20 +66,23 @@ class _Run:
 
 
 class RowBuffer:
-    """The runs of one request. nbytes: the memory they take, room to grow and what else is in frames that are kept included."""
+    """The runs of one request.
+
+    nbytes: the memory that they take. It includes unused capacity, and the whole of each frame that is kept.
+    """
 
     __slots__ = ("_last", "_runs", "nbytes")
 
     def __init__(self) -> None:
         self.nbytes = 0
         self._runs: list[_Run] = []
-        # The run that the next rows of these sites may continue.
+        # The run that the next rows of the same sites may continue, by sites.
         self._last: dict[tuple[Site, ...], _Run] = {}
 
     def add(self, sites: tuple[Site, ...], start: int, rows: npt.NDArray[Any], held_bytes: int | None = None) -> int:
         """Take rows `[len(sites), length, hidden_size]`; return by how much `nbytes` grew.
 
-        held_bytes: how much memory stays taken when they are kept where they are, which nobody may write to any more;
+        held_bytes: the size of the memory that holds the rows, to keep them there; nobody may write to it any more.
             None to copy them.
         """
         raw = rows.view(np.uint8)
@@ -85,7 +95,7 @@ class RowBuffer:
             return held_bytes
         grown = 0
         if run is None or run.length + length > run.rows.shape[1]:
-            # a quarter of what came before: few pieces, and most of the memory holds rows
+            # A quarter of the rows before: so pieces are few, and most of the memory holds rows.
             room = max(length, min(max(before // 4, _RUN_ROWS_MIN), _RUN_ROWS_MAX))
             new: Bytes = np.empty((len(sites), room, raw.shape[2]), np.uint8)
             grown = new.nbytes
@@ -100,7 +110,7 @@ class RowBuffer:
         return run
 
     def take(self) -> dict[Site, list[Piece]]:
-        """Return the rows of each site in the order of their positions, and forget them."""
+        """Return the rows of each site in the order of their positions, and drop them from the buffer."""
         pieces = self.pieces()
         self._runs = []
         self._last = {}
@@ -113,21 +123,23 @@ class RowBuffer:
         for run in self._runs:
             for index, site in enumerate(run.sites):
                 runs_of.setdefault(site, []).append((run, index))
-        orders: dict[tuple[int, ...], list[_Part]] = {}  # sites mostly share their runs
+        # Sites mostly share their runs, and so the order of their parts.
+        orders: dict[tuple[int, ...], list[_Part]] = {}
         pieces: dict[Site, list[Piece]] = {}
-        for site, found in runs_of.items():
-            key = tuple(id(run) for run, _ in found)
+        for site, runs in runs_of.items():
+            key = tuple(id(run) for run, _ in runs)
             if key not in orders:
-                orders[key] = _in_order([run for run, _ in found])
-            pieces[site] = [
-                Piece(part.spans, found[part.run][0].rows[found[part.run][1], part.offset : part.offset + part.length])
-                for part in orders[key]
-            ]
+                orders[key] = _in_order([run for run, _ in runs])
+            pieces[site] = []
+            for part in orders[key]:
+                run, index = runs[part.run]
+                rows = run.rows[index, part.offset : part.offset + part.length]
+                pieces[site].append(Piece(part.spans, rows))
         return pieces
 
 
 class _Part(NamedTuple):
-    """Rows `offset .. offset+length` of run number `run`."""
+    """Rows `offset .. offset + length` of the run with index `run`."""
 
     run: int
     offset: int
@@ -136,7 +148,7 @@ class _Part(NamedTuple):
 
 
 def _in_order(runs: Sequence[_Run]) -> list[_Part]:
-    """Return the parts of runs in the order of their positions, as long as they can be."""
+    """Return the parts of runs in the order of their positions; each part is as long as possible."""
     parts: list[_Part] = []
     for (start, stop), number, offset in sorted(_spans(runs)):
         last = parts[-1] if parts else None
@@ -157,7 +169,7 @@ def _spans(runs: Sequence[_Run]) -> Iterable[tuple[tuple[int, int], int, int]]:
 
 
 class TokenLog:
-    """Runs of positions without a gap; nearly always one."""
+    """The tokens of one request, as runs of positions without a gap; nearly always one run."""
 
     __slots__ = ("_runs",)
 
@@ -165,13 +177,16 @@ class TokenLog:
         self._runs: list[tuple[int, list[int], list[str]]] = []
 
     def add(self, start: int, token_ids: Sequence[int], texts: Sequence[str]) -> None:
-        """Take the tokens at positions `start, start+1, …`; texts is empty or as long as token_ids."""
+        """Take the tokens at positions `start`, `start + 1` and so on.
+
+        texts: empty, or as long as token_ids.
+        """
         if self._runs:
             first, ids, words = self._runs[-1]
-            known = first + len(ids) - start
-            if start >= first and known >= 0:
-                ids.extend(token_ids[known:])
-                words.extend(texts[known:])
+            overlap = first + len(ids) - start
+            if start >= first and overlap >= 0:
+                ids.extend(token_ids[overlap:])
+                words.extend(texts[overlap:])
                 return
         self._runs.append((start, list(token_ids), list(texts)))
 

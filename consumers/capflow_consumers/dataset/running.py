@@ -1,11 +1,12 @@
-"""What tells a reader of the rows of a request that runs: `running.jsonl`, beside the files that they are appended to.
+"""The rows of running requests: `running.jsonl`, beside the files that rows are appended to.
 
-    {"request": …, "engine": …, "model": …, "dtype": …, "dtypes": …, "hidden_size": …, "prompt_length": …}
+    {"request": …, "engine": …, "model": …, "dtype": …, "hidden_size": …, "prompt_length": …, "dtypes": …}
     {"sites": ["post_block:12", …], "spans": [[0, 6]], "token_ids": […]}         for each time that rows were appended
     …
 
-What always holds: a line ends when the rows of which it tells are in the files, one after another. So who believes whole lines only
-sees whole rows only. The file is gone before the request has a name in the data set.
+Invariant: a line is complete only after its rows are in the files, in the order of the lines. So a reader that uses
+complete lines only sees whole rows only.
+The file is removed before the request gets its name in the data set.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class About(msgspec.Struct, frozen=True):
-    """A request that runs.
+    """A running request.
 
-    dtypes: of the rows of sites that have another than `dtype`, by `hook:layer`.
+    dtypes: the dtypes of sites whose rows have another one than `dtype`, by `hook:layer`.
     """
 
     request: str
@@ -49,7 +50,11 @@ class About(msgspec.Struct, frozen=True):
 
 
 class Added(msgspec.Struct, frozen=True):
-    """Rows that were appended to the files of some sites, at the positions of the spans, and their tokens."""
+    """Rows that were appended to the files of some sites.
+
+    spans: `(start, stop)` of their positions.
+    token_ids: one for each position.
+    """
 
     sites: list[str]
     spans: Spans
@@ -60,9 +65,9 @@ _encoder = msgspec.json.Encoder()
 
 
 class RunningCapture:
-    """The rows of a request that runs, as far as they were written when it was opened; indexed like a capture.
+    """The rows of a running request, as far as they were written when it was opened; indexed like a capture.
 
-    about: what is known of it.
+    about: the request, its engine and its model.
     """
 
     def __init__(self, path: Path, about: About, added: Sequence[Added]) -> None:
@@ -77,22 +82,26 @@ class RunningCapture:
         return self.about.request
 
     def __getitem__(self, site: tuple[int, str] | str) -> Rows:
-        """Return the rows of a site so far, memory-mapped; raises UsageError when there are none, or the request is not there any more."""
-        found = site_of(site)
-        lines = [line for line in self._added if str(found) in line.sites]
-        dtype = DTYPES[self.about.dtypes.get(str(found), self.about.dtype)]
+        """Return the rows of a site so far, memory-mapped.
+
+        Raises UsageError when there are none, or the request has ended.
+        """
+        wanted = site_of(site)
+        lines = [line for line in self._added if str(wanted) in line.sites]
+        dtype = DTYPES[self.about.dtypes.get(str(wanted), self.about.dtype)]
         spans = [span for line in lines for span in line.spans]
         rows = sum(stop - start for start, stop in spans)
         row_bytes = self.about.hidden_size * dtype.itemsize
-        do = "look for it in the data set if it is over"
-        gone = UsageError(explain(f"{self.path}: no rows of {self.id} at a site", got=str(found), do=do))
+        do = "look for the request in the data set if it has ended"
+        gone = UsageError(explain(f"{self.path}: no rows of {self.id} at a site", got=str(wanted), do=do))
         if not spans:
             raise gone
         try:
-            whole = mapped(self.path / layout.file_name(found))
+            whole = mapped(self.path / layout.file_name(wanted))
         except FileNotFoundError:
             raise gone from None
-        rows = min(rows, (len(whole) - layout.HEADER_BYTES) // row_bytes)  # where a network shows files late
+        # A network file system may show the file's new length late.
+        rows = min(rows, (len(whole) - layout.HEADER_BYTES) // row_bytes)
         values = whole[layout.HEADER_BYTES : layout.HEADER_BYTES + rows * row_bytes]
         positions = np.concatenate([np.arange(*span, dtype=np.int64) for span in spans])[:rows]
         token_ids = np.array([token for line in lines for token in line.token_ids], np.int32)[:rows]
@@ -100,7 +109,10 @@ class RunningCapture:
 
 
 def tell(directory: Path, about: About, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, mode: int) -> None:
-    """Tell of rows that were appended, in a file of this mode; raises OSError."""
+    """Append to `running.jsonl` which rows were appended to the files of a request. Raises OSError.
+
+    mode: the mode of the file.
+    """
     groups: dict[Spans, list[str]] = {}
     for site, parts in pieces.items():
         spans = tuple(span for part in parts for span in part.spans)
@@ -112,8 +124,8 @@ def tell(directory: Path, about: About, pieces: Mapping[Site, Sequence[Piece]], 
         for spans, sites in groups.items():
             token_ids = [int(token) for span in spans for token in tokens.ids(*span)]
             lines.append(_encoder.encode(Added(sites, spans, token_ids)))
-        said = b"".join(line + b"\n" for line in lines)
-        if os.write(fd, said) < len(said):
+        text = b"".join(line + b"\n" for line in lines)
+        if os.write(fd, text) < len(text):
             os.ftruncate(fd, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
     finally:
@@ -121,7 +133,7 @@ def tell(directory: Path, about: About, pieces: Mapping[Site, Sequence[Piece]], 
 
 
 def running(root: Path) -> Iterator[RunningCapture]:
-    """Yield the requests under a root that run and have rows in files; those of dead writers are not among them."""
+    """Yield the running requests under a root that have rows in files. Those of dead writers are left out."""
     for writer in sorted(root.glob(layout.PARTIAL_PREFIX + "*")):
         if _lives(writer):
             for file in sorted(found_in(writer, f"*/{layout.RUNNING_NAME}")):
@@ -129,7 +141,7 @@ def running(root: Path) -> Iterator[RunningCapture]:
                     first, *lines = read_regular(file, limits.SIDECAR_BYTES_MAX).split(b"\n")[:-1]
                     about = jsontext.decode(first, About)
                     added = [jsontext.decode(line, Added) for line in lines]
-                except (OSError, ValueError, msgspec.MsgspecError):  # over meanwhile, or no line of it is whole
+                except (OSError, ValueError, msgspec.MsgspecError):  # it has ended, or no line is complete
                     continue
                 yield RunningCapture(file.parent, about, added)
 

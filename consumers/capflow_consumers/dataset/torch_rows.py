@@ -1,10 +1,13 @@
-"""A captured data set as a PyTorch `IterableDataset`: batches of rows, shuffled, shared out over workers and ranks.
+"""A captured data set as a PyTorch `IterableDataset`: batches of rows, shuffled, and divided among workers and ranks.
 
-What always holds: over one epoch, each row of the chosen sites is in exactly one batch of exactly one worker of one rank. The data set
-is what it was when `TorchRows` was made: requests that appear later are not in it. Memory is bounded by `shuffle_rows`, whatever
-the data set's size; rows are mapped, and only those of a worker's own share are read.
+Invariants:
 
-The only module of the consumers that imports torch; nothing imports it but who trains.
+* Over one epoch, each row of the chosen sites is in exactly one batch of exactly one worker of one rank.
+* The data set is as it was when `TorchRows` was made. Requests that appear later are not in it.
+* `shuffle_rows` bounds the memory, whatever the size of the data set. Rows are mapped, and a worker reads its own share
+  only.
+
+This is the only module of the consumers that imports torch. No other module imports it; training code does.
 """
 
 from __future__ import annotations
@@ -29,16 +32,16 @@ from capflow_consumers.dataset.contents import Contents, one_width
 from capflow_consumers.dataset.reader import RequestCapture, Rows, open_dataset
 
 _SHARE_ROWS = 64
-"""Rows that lie together are shared out so many at a time: the shares of two workers differ by at most these."""
+"""Shares are made of blocks of this many adjacent rows. The shares of two workers differ by at most one block."""
 
 
 class TorchBatch(NamedTuple):
     """Rows of several requests and sites.
 
     rows: `[n, hidden_size]`, as stored unless another dtype was asked for.
-    sites: `[n]` int64, an index into `TorchRows.sites`.
+    sites: `[n]` int64, indices into `TorchRows.sites`.
     positions: `[n]` int64.
-    token_ids: `[n]` int32, -1 where the engine did not say.
+    token_ids: `[n]` int32, -1 where the engine sent none.
     """
 
     rows: torch.Tensor
@@ -48,19 +51,20 @@ class TorchBatch(NamedTuple):
 
 
 class TorchRows(IterableDataset[TorchBatch]):
-    """The rows of a data set, in batches; give it to a `DataLoader` with `batch_size=None`.
+    """The rows of a data set, in batches; pass it to a `DataLoader` with `batch_size=None`.
 
     sites: `(layer, hook)` or `"hook:layer"`; all by default.
-    batch_rows: rows of each batch but the last of each worker.
-    shuffle_rows: the bound of the buffer that rows are drawn from at random, and 0 for the order of the data set;
-        requests come in a random order too.
+    batch_rows: the rows of each batch; the last batch of each worker may have fewer.
+    shuffle_rows: the size of the buffer that rows are drawn from at random; requests come in a random order too. 0
+        keeps the order of the data set.
     seed: the same seed, epoch, ranks and workers give the same batches.
     dtype: of the rows; None leaves them as stored, bfloat16 bit for bit.
-    rank, world_size: by default those of `torch.distributed` where that is initialised, else what torchrun says in RANK
-        and WORLD_SIZE, else 0 and 1.
+    rank, world_size: by default those of `torch.distributed` where it is initialised, else RANK and WORLD_SIZE as
+        torchrun sets them, else 0 and 1.
 
-    Raises UsageError for a path that is no data set, for one without rows, for a site that has none, and for rows of
-    several widths or, unless a dtype is asked for, of several dtypes; and CapflowError while it is iterated, for a file that is not what was written.
+    Raises UsageError for a path that is no data set, a data set without rows, a site without rows, rows of different
+    widths, and rows of different dtypes unless `dtype` is given.
+    While it is iterated, it raises CapflowError for a file that is not as it was written.
     """
 
     def __init__(
@@ -87,21 +91,22 @@ class TorchRows(IterableDataset[TorchBatch]):
         counts: dict[str, Counter[Site]] = {}
         for capture in dataset:
             counts.setdefault(capture.id, Counter()).update(contents.add(capture))
-        found = contents.sites("sites")
-        self.sites: tuple[Site, ...] = tuple(found)
-        self.hidden_size = one_width(found)
+        present = contents.sites("sites")
+        self.sites: tuple[Site, ...] = tuple(present)
+        self.hidden_size = one_width(present)
         self._requests = list(counts)
         self._counts = np.array([[count[site] for site in self.sites] for count in counts.values()], np.int64)
         self.rows_total = int(self._counts.sum())
-        self._stored = _stored({name for told in found.values() for name in told.dtypes}, dtype)
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # seen by workers that persist
+        self._stored = _stored({name for site in present.values() for name in site.dtypes}, dtype)
+        # Shared memory, so that persistent workers see a new epoch.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the next iterations shuffle as this epoch; without, each is like the one before."""
+        """Set the epoch that the next iterations shuffle by. Without it, each iteration repeats the one before."""
         self._epoch.fill_(_at_least(epoch, 0, "epoch"))
 
     def __iter__(self) -> Iterator[TorchBatch]:
-        """Yield the batches of this worker's share, or of this rank's where there are no workers."""
+        """Yield the batches of this worker's share; of this rank's share where there are no workers."""
         worker = get_worker_info()
         workers, number = (worker.num_workers, worker.id) if worker is not None else (1, 0)
         shares, share = self.world_size * workers, self.rank * workers + number
@@ -109,8 +114,8 @@ class TorchRows(IterableDataset[TorchBatch]):
         order = np.arange(len(self._requests))
         if self._shuffle_rows:
             np.random.default_rng(epoch).shuffle(order)  # the same in every worker of every rank
-        mine = np.random.default_rng([*epoch, 1 + share]) if self._shuffle_rows else None
-        buffer = _Buffer(max(self._shuffle_rows, self._batch_rows), self.hidden_size, self._stored, mine)
+        generator = np.random.default_rng([*epoch, 1 + share]) if self._shuffle_rows else None
+        buffer = _Buffer(max(self._shuffle_rows, self._batch_rows), self.hidden_size, self._stored, generator)
         for rows, places in self._parts(order, share, shares):
             taken = 0
             while taken < len(rows):
@@ -123,9 +128,9 @@ class TorchRows(IterableDataset[TorchBatch]):
     def _parts(
         self, order: npt.NDArray[np.int64], share: int, shares: int
     ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
-        """Yield the rows `[n, hidden_size]` of a share, with `[n, 3]` of site, position and token id."""
+        """Yield the rows `[n, hidden_size]` of a share, and `[n, 3]` int64 of site index, position and token id."""
         dataset = open_dataset(self._path)
-        start = 0  # of a request's rows at a site, in the order of all rows
+        start = 0  # of a request's rows at a site, among all rows
         for index in order:
             request = self._requests[index]
             captures: list[RequestCapture] | None = None
@@ -134,18 +139,18 @@ class TorchRows(IterableDataset[TorchBatch]):
                 start += count
                 if spans:
                     captures = dataset.captures(request, look=False) if captures is None else captures
-                    found = [capture for capture in captures if self.sites[site] in capture]
-                    if sum(capture.rows_at(self.sites[site]) for capture in found) != count:
+                    present = [capture for capture in captures if self.sites[site] in capture]
+                    if sum(capture.rows_at(self.sites[site]) for capture in present) != count:
                         raise self._changed(request)
-                    parts = itertools.chain.from_iterable(capture.in_batches(self.sites[site]) for capture in found)
+                    parts = itertools.chain.from_iterable(capture.in_batches(self.sites[site]) for capture in present)
                     yield from _cut(parts, site, spans)
 
     def _changed(self, request: str) -> CapflowError:
-        what = f"{self._path}: request {request!r} is not what it was"
-        return CapflowError(explain(what, do="make another TorchRows of what is there now"))
+        do = "make a new TorchRows, which reads the data set as it is now"
+        return CapflowError(explain(f"{self._path}: request {request!r} has changed", do=do))
 
     def _batch(self, rows: npt.NDArray[Any], places: npt.NDArray[np.int64]) -> TorchBatch:
-        # torch knows nothing of numpy's bfloat16, but that it is 16 bits.
+        # torch does not know numpy's bfloat16; the bits pass as int16.
         bfloat16 = rows.dtype.name == "bfloat16"
         tensor = torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16) if bfloat16 else torch.from_numpy(rows)
         sites, positions, token_ids = torch.from_numpy(places).unbind(1)
@@ -154,7 +159,11 @@ class TorchRows(IterableDataset[TorchBatch]):
 
 
 class _Buffer:
-    """Rows and their places, of which a batch is drawn at random, or with `generator` None all in the order they came."""
+    """Rows and their places, from which batches are drawn.
+
+    filled: how many rows there are; they lie at the front.
+    generator: draws a batch at random; None takes all rows, in the order they came.
+    """
 
     def __init__(self, size: int, width: int, dtype: npt.DTypeLike, generator: np.random.Generator | None) -> None:
         self.filled = 0
@@ -164,11 +173,11 @@ class _Buffer:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing can be added before a batch is taken."""
+        """Whether a batch must be taken before a row can be added."""
         return self.filled == len(self._rows)
 
     def add(self, rows: npt.NDArray[Any], places: npt.NDArray[np.int64]) -> int:
-        """Copy in as many rows as there is room for; return how many."""
+        """Copy in as many rows as there is room for; return how many that is."""
         count = min(len(rows), len(self._rows) - self.filled)
         self._rows[self.filled : self.filled + count] = rows[:count]
         self._places[self.filled : self.filled + count] = places[:count]
@@ -176,7 +185,7 @@ class _Buffer:
         return count
 
     def take(self, count: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """Take out so many rows, or all where there are fewer; they are the caller's."""
+        """Remove and return `count` rows, or all where there are fewer; they are copies."""
         count = min(count, self.filled)
         if self._generator is None:
             picks = np.arange(count)
@@ -184,7 +193,7 @@ class _Buffer:
             picks = self._generator.choice(self.filled, count, replace=False)
         taken = self._rows[picks], self._places[picks]
         self.filled -= count
-        # What stays lies below `filled`: rows from above it move to where rows were taken below it.
+        # Rows above `filled` move into the holes below it.
         holes = picks[picks < self.filled]
         above = np.setdiff1d(np.arange(self.filled, self.filled + count), picks, assume_unique=True)
         self._rows[holes], self._places[holes] = self._rows[above], self._places[above]
@@ -192,11 +201,11 @@ class _Buffer:
 
 
 def _cut(
-    found: Iterable[Rows], site: int, spans: list[tuple[int, int]]
+    captures: Iterable[Rows], site: int, spans: list[tuple[int, int]]
 ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
-    """Yield what spans of the rows of several captures, one after another, are, as `TorchRows._parts` does."""
+    """Yield the spans of the rows of several captures, counted over all of them, in the form of `TorchRows._parts`."""
     begin = 0
-    for rows, positions, token_ids in found:
+    for rows, positions, token_ids in captures:
         for first, last in spans:
             low, high = max(first - begin, 0), min(last - begin, len(rows))
             if low < high:
@@ -206,7 +215,10 @@ def _cut(
 
 
 def _spans(start: int, count: int, share: int, shares: int) -> Iterator[tuple[int, int]]:
-    """Yield which of `count` rows, the first of them row `start` of all, are of a share, as `first, last + 1`."""
+    """Yield the rows of a share among `count` adjacent rows, as `(first, last + 1)`.
+
+    start: the number of the first of these rows among all rows.
+    """
     block = start // _SHARE_ROWS
     block += (share - block) % shares
     while block * _SHARE_ROWS < start + count:
@@ -216,7 +228,7 @@ def _spans(start: int, count: int, share: int, shares: int) -> Iterator[tuple[in
 
 
 def _stored(names: set[str], dtype: torch.dtype | None) -> np.dtype[Any]:
-    """Return the dtype to keep rows in until they are in a batch."""
+    """Return the dtype in which rows are kept until they are in a batch."""
     if len(names) == 1:
         return DTYPES[names.pop()]
     if dtype is None:
@@ -225,11 +237,11 @@ def _stored(names: set[str], dtype: torch.dtype | None) -> np.dtype[Any]:
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return this process's rank and how many there are."""
+    """Return this process's rank, and the number of ranks."""
     if rank is None and world_size is None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # torchrun's
+        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise UsageError(
             explain("rank, world_size", got=(rank, world_size), expected="both, and 0 <= rank < world_size")

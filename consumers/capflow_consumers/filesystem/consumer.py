@@ -1,10 +1,14 @@
-"""The filesystem consumer: every request's rows in files of its own or in shards with others, readable with `capflow.open`.
+"""The filesystem consumer: each request's rows in files of its own or in shards with others; `capflow.open` reads them.
 
-`capflow_consumers.dataset.layout` and `shardstream` are the formats. Rows are collected in memory and written when their request is over, on a thread of
-their own, while the next ones come (see `endings`); past
-`buffer_bytes_max` the requests with most rows are moved to files early, and with `tail_s` all are. A request is part of the data set when
-all of it is on the disk: who reads the root sees it whole or not at all, also after a kill or a power cut. Its sidecar says which frames it was
-made of; a hub that gives them again after a kill finds it there.
+The formats are described in `capflow_consumers.dataset.layout` and `capflow_consumers.dataset.shards.stream`.
+
+Rows are collected in memory. When their request ends, a thread of their own writes them while the next rows come (see
+`writing`). Past `buffer_bytes_max`, the rows of the largest requests are moved to files early; with `tail_s`, those of
+all requests are.
+
+A request becomes part of the data set when all of it is on the disk. A reader of the root sees it whole or not at all,
+also after a kill or a power cut. Its sidecar lists the frames that it was made of; so when a hub delivers those again
+after a kill, the request is recognised.
 """
 
 from __future__ import annotations
@@ -45,17 +49,19 @@ from capflow_consumers.filesystem.writing import Endings
 class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer filesystem:`.
 
-    root: the directory of the data set, made when missing.
-    hooks, layers, positions, max_rows, dtype: what to capture of every request, as in `CaptureSpec`; max_rows 0 is no
+    root: the directory of the data set; it is made when missing.
+    hooks, layers, positions, max_rows, dtype: what to capture of every request, as in `CaptureSpec`; max_rows 0 sets no
         bound.
     capture: `requests` to write only what requests ask for themselves.
+    on_collision: what to do when the same engine has a capture of the same id.
+    buffer_bytes_max: how many bytes of rows may wait in memory.
     layout: how rows lie under the root.
-    fsync: `true`, a request is on the disk, and not only with the kernel, when its result says `ok`; `seal`, a shard is
-        when it is sealed; `false`, nothing waits for the disk.
-    tail_s: with `per_file`, how often rows of running requests are written, seconds; 0 is never. compression and
-        shard_bytes are of `sharded`.
-    threads: with `per_file`, that write beside the consumer's own.
-    mode: of the files below the root; whoever may read them may enter the directories that are made.
+    fsync: when the disk is waited for. `true`: a request is on the disk when its result says `ok`. `seal`: a shard is
+        on the disk once it is sealed. `false`: never; rows are with the kernel only.
+    tail_s: with `per_file`, how often the rows of running requests are written, seconds; 0 is never.
+    compression, shard_bytes: with `sharded`.
+    threads: with `per_file`, the number of threads that write beside the consumer's own.
+    mode: of the files below the root; those who may read them may enter the directories that are made.
     """
 
     root: str
@@ -78,11 +84,11 @@ class FilesystemConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _DEFAULTS = FilesystemConfig("")
 _LAYOUT_OF = {"compression": "sharded", "shard_bytes": "sharded", "tail_s": "per_file", "threads": "per_file"}
-"""The options that one layout alone has a use for."""
+"""The options that only one layout uses."""
 
 
 class _Open(NamedTuple):
-    """What there is from `open` to `close`."""
+    """The parts that exist from `open` to `close`."""
 
     workers: ThreadPoolExecutor | None
     store: Store
@@ -104,14 +110,14 @@ class FilesystemConsumer(Consumer):
         # From `open` to `close`.
         self._open: _Open | None = None
         # When rows of running requests were last written, on the monotonic clock.
-        self._told_at = 0.0
+        self._tailed_at = 0.0
         self._requests: dict[tuple[str, str], FiledRequest] = {}
         self._models: dict[str, ModelInfo] = {}
         self._buffered_bytes = 0
         self._context: Context | None = None
 
     def spec(self) -> CaptureSpec | None:
-        """Return what the options name, or None with `capture=requests`."""
+        """Return the spec that the options describe; None with `capture=requests`."""
         if self.config.capture == "requests":
             return None
         config = self.config
@@ -125,7 +131,7 @@ class FilesystemConsumer(Consumer):
         return CaptureSpec.parse(value, where=f"consumers.{self.instance}")
 
     def look(self) -> tuple[str, str]:
-        """Return the root, and a command that shows what is in it."""
+        """Return the root, and a command that shows its content."""
         return self.config.root, f"capflow inspect {shlex.quote(self.config.root)}"
 
     def claim(self) -> tuple[str, str]:
@@ -138,29 +144,21 @@ class FilesystemConsumer(Consumer):
         config = self.config
         bounds = {"buffer_bytes_max": 0, "tail_s": 0, "shard_bytes": limits.MIB, "threads": 0}
         for name, least in bounds.items():
-            if not least <= (got := getattr(config, name)) < math.inf:
-                do = "remove it to use the default"
-                raise UsageError(
-                    explain(f"consumers.{self.instance}.{name}", got=got, expected=f"{least} or more", do=do)
-                )
+            if not least <= getattr(config, name) < math.inf:
+                raise self._refused(name, f"{least} or more", "remove it to use the default")
         if not config.root:
-            raise UsageError(explain(f"consumers.{self.instance}.root", got="", expected="the path of a directory"))
+            raise self._refused("root", "the path of a directory")
         for name, only in _LAYOUT_OF.items():
-            got, default = getattr(config, name), getattr(_DEFAULTS, name)
-            if got != default and config.layout != only:
-                what, do = f"consumers.{self.instance}.{name}", f"set layout={only}, or remove it"
-                raise UsageError(explain(what, got=got, expected=f"{default} with {config.layout}", do=do))
+            default = getattr(_DEFAULTS, name)
+            if getattr(config, name) != default and config.layout != only:
+                raise self._refused(name, f"{default} with {config.layout}", f"set layout={only}, or remove it")
         if config.fsync == "seal" and config.layout != "sharded":
-            what, do = f"consumers.{self.instance}.fsync", "set layout=sharded, whose files are sealed"
-            raise UsageError(explain(what, got="seal", expected=f"true or false with {config.layout}", do=do))
+            do = "set layout=sharded, whose files are sealed"
+            raise self._refused("fsync", f"true or false with {config.layout}", do)
         if config.on_collision == "overwrite" and config.layout == "sharded":
-            what, do = (
-                f"consumers.{self.instance}.on_collision",
-                "a shard only grows; the latest capture is the one that is read",
-            )
-            raise UsageError(explain(what, got=config.on_collision, expected="error or suffix with sharded", do=do))
-        root = self._root
-        existing = next(path for path in (root, *root.parents) if os.path.lexists(path))
+            do = "a shard only grows; the latest capture is the one that is read"
+            raise self._refused("on_collision", "error or suffix with sharded", do)
+        existing = next(path for path in (self._root, *self._root.parents) if os.path.lexists(path))
         if not existing.is_dir():
             raise self._bad_root(f"{existing}, which is not a directory")
         try:
@@ -169,8 +167,16 @@ class FilesystemConsumer(Consumer):
         except OSError as e:
             raise self._bad_root(f"{existing}: {e.strerror}") from e
 
+    def _refused(self, option: str, expected: str, do: str = "") -> UsageError:
+        got = getattr(self.config, option)
+        return UsageError(explain(f"consumers.{self.instance}.{option}", got=got, expected=expected, do=do))
+
     def open(self, context: Context) -> None:
-        """Make the root, and clear away what dead writers left in it; raises RetryError, making none, when it was open before and its root is away."""
+        """Make the root, and clean up after dead writers.
+
+        Raises UsageError when the root cannot be made or written. Raises RetryError, without making a root, when the
+        consumer was open before and its root is unreachable.
+        """
         if self._context is not None and disk.is_away(self._root):
             raise RetryError(disk.refused(self._root, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))))
         self._context = context
@@ -203,10 +209,10 @@ class FilesystemConsumer(Consumer):
         self._models.pop(engine, None)
 
     def on_frame(self, frame: Frame) -> None:
-        """Copy the rows into the buffers of their requests; write the largest out when all exceed the bound.
+        """Copy the rows into the buffers of their requests; past the bound, move the largest requests' rows to files.
 
-        Raises RetryError, having taken nothing of the frame, while the disk takes nothing, and FatalError when memory or descriptors run out in
-        the middle of the frame.
+        Raises RetryError, having taken nothing of the frame, while the disk takes nothing. Raises FatalError when
+        memory or descriptors run out in the middle of the frame.
         """
         self._wait_for_disk()
         if self._buffered_bytes + self._parts.endings.nbytes > self.config.buffer_bytes_max:
@@ -220,7 +226,7 @@ class FilesystemConsumer(Consumer):
         except Exception as e:
             if kind_of(e) != "retry":
                 raise
-            got, do = f"{type(e).__name__}: {e}", "the hub opens the consumer again and gives the rows again"
+            got, do = f"{type(e).__name__}: {e}", "the hub opens the consumer again and delivers the rows again"
             raise FatalError(explain("part of a frame was taken", got=got, do=do)) from e
 
     def _take(self, frame: Frame, chunks: list[Chunk]) -> None:
@@ -242,7 +248,10 @@ class FilesystemConsumer(Consumer):
                         self._make_room()
 
     def on_request_done(self, done: RequestDone) -> CaptureResult | Future[CaptureResult]:
-        """Begin to write what is left; what comes of it says what is in the data set. Raises RetryError while the disk takes nothing."""
+        """Begin to write the rest of a request; the result says what is in the data set.
+
+        Raises RetryError while the disk takes nothing.
+        """
         endings = self._parts.endings
         endings.make_room()
         key = done.engine, done.request
@@ -273,7 +282,7 @@ class FilesystemConsumer(Consumer):
         return endings.put(Over(request, done, expected, self._model(done.engine)), done.request, nbytes)
 
     def close(self) -> None:
-        """Remove what is unfinished: no part of a request is ever published."""
+        """Finish the requests that ended, and drop the others: no part of a request is ever published."""
         opened, self._open = self._open, None
         if opened is not None:
             opened.endings.close()
@@ -289,17 +298,17 @@ class FilesystemConsumer(Consumer):
                     opened.workers.shutdown()
 
     def on_idle(self) -> None:
-        """Write the rows of running requests out, for who reads along. Raises RetryError while the disk takes nothing."""
+        """Write the rows of running requests to files for readers. Raises RetryError while the disk takes nothing."""
         self._wait_for_disk()
         now = time.monotonic()
-        if self.config.layout == "per_file" and 0 < self.config.tail_s <= now - self._told_at:
-            self._told_at = now
+        if self.config.layout == "per_file" and 0 < self.config.tail_s <= now - self._tailed_at:
+            self._tailed_at = now
             for request in list(self._requests.values()):
                 if request.buffer.nbytes or not request.appended:
                     self._append(request)
 
     def _wait_for_disk(self) -> None:
-        """Raise RetryError while requests that are over cannot be written."""
+        """Raise RetryError while finished requests cannot be written."""
         if (trouble := self._parts.endings.trouble) is not None:
             raise RetryError(str(trouble)) from (trouble.__cause__ or trouble)
 
@@ -315,21 +324,21 @@ class FilesystemConsumer(Consumer):
             request.files.about = self._about(header, rows, request.files) if self.config.layout == "per_file" else None
             self._requests[key] = request
         elif (request.files.dtype, request.files.hidden_size) != (header.dtype, header.hidden_size):
-            came = f"{header.dtype} rows of {header.hidden_size}"
-            had = f"{request.files.dtype} of {request.files.hidden_size}, as the request's first"
-            self._fail(request, explain("rows of another model", got=came, expected=had))
+            got = f"{header.dtype} rows of {header.hidden_size}"
+            expected = f"{request.files.dtype} of {request.files.hidden_size}, as the request's first"
+            self._fail(request, explain("rows of another model", got=got, expected=expected))
         return request
 
     def _published(self, header: FrameHeader, request: str) -> tuple[Path, layout.Sidecar] | None:
-        """Return where a request lies that this frame was written with, and its sidecar; None when there is none."""
+        """Return the path and sidecar of a request that was made with this frame; None when there is none."""
         for path, sidecar in self._parts.store.captures(header.engine, request):
-            mine = [s for s in sidecar.sources if (s.boot, s.rank) == (header.boot, header.rank)]
-            if mine and min(s.first for s in mine) <= header.seq <= max(s.last for s in mine):
+            ranges = [s for s in sidecar.sources if (s.boot, s.rank) == (header.boot, header.rank)]
+            if ranges and min(s.first for s in ranges) <= header.seq <= max(s.last for s in ranges):
                 return path, sidecar
         return None
 
     def _wanted(self, engine: str, rows: RequestRows) -> Wanted | None:
-        """Return what is wanted of a request where the frame does not say; None before the engine's model is known."""
+        """Return the wants of a request where its frame has none; None before the engine's model is known."""
         model = self._models.get(engine)
         if model is None:
             return None
@@ -337,11 +346,11 @@ class FilesystemConsumer(Consumer):
         specs = [spec for spec in (self.spec(), asked) if spec is not None]
         try:
             return join(spec.resolve(model.sites, num_layers=model.num_layers) for spec in specs)
-        except UsageError:  # the engine's to refuse; the number of rows is checked all the same
+        except UsageError:  # the engine refuses it; the number of rows is checked all the same
             return None
 
     def _empty(self, engine: str) -> FiledRequest:
-        """Return the request of which no row came."""
+        """Return a request that has no rows."""
         model = self._models.get(engine)
         dtype, hidden_size = (model.dtype, model.hidden_size) if model else ("float32", 0)
         return FiledRequest(self._files(dtype, hidden_size, None), None)
@@ -356,7 +365,7 @@ class FilesystemConsumer(Consumer):
         return self._open
 
     def _model(self, engine: str) -> str:
-        """Return the name of an engine's model, empty when it is not known."""
+        """Return the name of an engine's model; empty when it is unknown."""
         model = self._models.get(engine)
         return model.name if model else ""
 
@@ -366,7 +375,7 @@ class FilesystemConsumer(Consumer):
         return About(rows.id, header.engine, name, header.dtype, header.hidden_size, rows.prompt_length, dtypes)
 
     def _make_room(self) -> None:
-        """Wait for requests that are over, and where that is not enough move rows of others to files."""
+        """Wait for finished requests; where that is not enough, move rows of others to files."""
         bound = self.config.buffer_bytes_max
         endings = self._parts.endings
         while (under_way := endings.nbytes) and self._buffered_bytes + under_way > bound:
@@ -383,19 +392,22 @@ class FilesystemConsumer(Consumer):
             self._append(request)
 
     def _append(self, request: FiledRequest) -> None:
-        """Move a request's rows to files. Raises RetryError while the disk takes none; those that it did not take are kept."""
+        """Move a request's rows to files. Raises RetryError while the disk takes none; the rest is kept."""
         if request.appended:
             request.appending_bytes = request.buffer.nbytes
             request.appending, request.appended = request.buffer.take(), False
         try:
             request.files.append(request.appending, request.tokens)
-        except OSError as e:  # this request's, and not the one's whose frame is being handled
+        except OSError as e:  # it concerns this request, not the one whose frame is being handled
             self._fail_or_raise(request, e)
         self._buffered_bytes -= request.appending_bytes
         request.appending, request.appended = {}, True
 
     def _fail_or_raise(self, request: FiledRequest, error: OSError) -> None:
-        """Give up a request for what the file system says. Raises RetryError and FatalError instead where it may be written later."""
+        """Give up a request after an error of the file system.
+
+        Raises RetryError or FatalError instead where the request may be written later.
+        """
         judged = disk.judged(self._root, error)
         if judged is not error:
             raise judged from error

@@ -1,8 +1,8 @@
-"""One request's files while they are written, in a hidden directory: layout `per_file`, and what comes early with any.
+"""One request's files while they are written, in a hidden directory: layout `per_file`, and early rows of any layout.
 
-Rows may come in several parts: each is appended behind the last, and `write` puts what follows the rows, and the header. `prepare` has computed
-by then what takes time, so that this can be on another thread.
-No file is open between calls, so that any number of requests can be under way.
+Rows may come in several parts; each is appended behind the last. `write` adds the last part, what follows the rows, and
+the header. The slow computations are in `prepare`, so that `write` can be on another thread.
+No file is open between calls, so any number of requests can be under way.
 """
 
 from __future__ import annotations
@@ -29,22 +29,29 @@ from capflow_consumers.dataset.rows import Piece, TokenLog
 from capflow_consumers.dataset.running import About, tell
 
 Runs = list[tuple[int, int]]
-"""`(start, stop)` of the positions written, in the order of the rows."""
+"""`(start, stop)` of positions, in the order of the rows."""
 
 
 class SiteRows(NamedTuple):
-    """All rows of a site: parts `[k, row_bytes]` one after another, positions `[n]` int64, token_ids `[n]` int32."""
+    """All rows of a site.
+
+    early: how many rows are in the site's file already; `parts[0]` maps them.
+    parts: `[k, row_bytes]` uint8, one after another.
+    positions: `[n]` int64.
+    token_ids: `[n]` int32.
+    """
 
     site: Site
+    early: int
     parts: list[npt.NDArray[np.uint8]]
     positions: npt.NDArray[np.int64]
     token_ids: npt.NDArray[np.int32]
 
 
 class _File(NamedTuple):
-    """A site's file as it will be.
+    """A site's file, ready to be written.
 
-    early_bytes: of rows in it already, behind the header.
+    early_bytes: the length of the rows that are in it already, behind the header.
     """
 
     entry: layout.SiteFile
@@ -54,11 +61,13 @@ class _File(NamedTuple):
 
 
 class RequestFiles:
-    """The files of one request in `path`, which is made when the first is; workers, where there are some, write them beside each other.
+    """The files of one request.
 
-    dtype: that of the rows as they are captured.
-    dtypes: of the rows of a site as they come here, where it is another.
+    path: their directory, which is made with the first file.
+    dtype: of the rows as they are captured.
+    dtypes: of the rows as they come here, for sites that have another one.
     mode: of the files.
+    workers: threads that write the files in parallel; None for the caller's only.
     """
 
     kept_as: ClassVar[layout.Layout] = "per_file"
@@ -70,7 +79,6 @@ class RequestFiles:
         hidden_size: int,
         dtypes: Mapping[Site, str],
         *,
-        fsync: bool,
         mode: int = FILE_MODE,
         workers: Executor | None = None,
     ) -> None:
@@ -78,23 +86,25 @@ class RequestFiles:
         self.dtype = dtype
         self.hidden_size = hidden_size
         self.dtypes = dtypes
-        self.fsync = fsync
         self.mode = mode
         self.workers = workers
-        # What those are told who read while rows are appended; None tells nobody.
+        # Written for readers of the running request; None when there are to be none.
         self.about: About | None = None
         self.runs: dict[Site, Runs] = {}
         # Whether rows were written before the end.
         self.early = False
-        # Counted by who converts the rows.
+        # Counted by `FiledRequest.add`.
         self.rows_overflowed: Counter[Site] = Counter()
-        # Until `release`.
+        # From `prepare` to `release`.
         self._prepared: list[_File] = []
-        # Rows that are in files, and that nobody was told of.
-        self._untold: dict[Site, list[Piece]] = {}
+        # Rows in files that `running.jsonl` does not list yet.
+        self._unlisted: dict[Site, list[Piece]] = {}
 
     def append(self, pieces: dict[Site, list[Piece]], tokens: TokenLog) -> None:
-        """Write rows behind those already in the files, and tell of them; raises OSError, and then what is not written is left in `pieces`."""
+        """Append rows to the files, and list them in `running.jsonl`.
+
+        Raises OSError; then `pieces` keeps the rows that were not written.
+        """
         make_directory(self.path, self.mode, parents=False)
         self.early = True
         for site, parts in list(pieces.items()):
@@ -107,13 +117,19 @@ class RequestFiles:
             self._extend(site, parts)
             del pieces[site]
             if self.about is not None:
-                self._untold.setdefault(site, []).extend(parts)
-        if self.about is not None and self._untold:
-            tell(self.path, self.about, self._untold, tokens, self.mode)
-            self._untold = {}
+                self._unlisted.setdefault(site, []).extend(parts)
+        if self.about is not None and self._unlisted:
+            tell(self.path, self.about, self._unlisted, tokens, self.mode)
+            self._unlisted = {}
 
     def prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
-        """Take the last rows, the tokens of all, and how many rows each site was promised; raises OSError, having taken nothing."""
+        """Take the last rows, and compute what `write` needs.
+
+        tokens: of all rows.
+        expected: how many rows each site was promised.
+
+        Raises OSError, having taken nothing.
+        """
         runs = {site: list(spans) for site, spans in self.runs.items()}
         try:
             self._prepare(pieces, tokens, expected)
@@ -123,27 +139,24 @@ class RequestFiles:
             raise
 
     def undo(self) -> None:
-        """Make what was written of it nothing, where it would be in the way when it is written again."""
+        """Undo a failed write where it would be in the way of the next one."""
 
     def release(self) -> None:
-        """Let go of what was prepared: it is written."""
+        """Drop what `prepare` computed: it is written."""
         self._prepared = []
 
     def _prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
-        for before, found in self._all(pieces, tokens):
-            site, body = found.site, [*found.parts, found.positions, found.token_ids]
-            name = layout.file_name(site)
+        for site, early, parts, *tail in self._all(pieces, tokens):
             rows, dtype, row_bytes = self.rows(site), self.dtype_of(site), self.row_bytes(site)
             header = layout.header(site, dtype, rows, self.hidden_size, row_bytes)
-            early = [np.memmap(self.path / name, np.uint8, "r", len(header), before * row_bytes)] if before else []
-            digest = digest_of([header, *early, *body])
+            digest = digest_of([header, *parts, *tail])
             size = len(header) + layout.part_bytes(rows, row_bytes)
-            overflowed = self.rows_overflowed[site]
+            name, overflowed = layout.file_name(site), self.rows_overflowed[site]
             entry = layout.SiteFile(*site, name, rows, expected.get(site), size, digest, dtype, overflowed)
-            self._prepared.append(_File(entry, header, body, before * row_bytes))
+            self._prepared.append(_File(entry, header, [*parts[bool(early) :], *tail], early * row_bytes))
 
     def write(self) -> list[layout.SiteFile]:
-        """Write the last rows, the positions, token ids and headers; return what is in the files. Raises OSError."""
+        """Write the last rows, positions, token ids and headers; return the entries of the files. Raises OSError."""
         make_directory(self.path, self.mode, parents=False)
         prepared = self._prepared
         list(map(self._write_file, prepared) if self.workers is None else self.workers.map(self._write_file, prepared))
@@ -160,40 +173,37 @@ class RequestFiles:
             os.close(fd)
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the files."""
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def _all(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog) -> Iterator[tuple[int, SiteRows]]:
-        """Yield of each site how many rows are in its file, and its other rows with the positions and tokens of all."""
-        tails: dict[tuple[tuple[int, int], ...], tuple[Any, Any]] = {}  # sites mostly share their positions
+    def _all(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog) -> Iterator[SiteRows]:
+        """Take the last rows; yield all rows of each site."""
+        # Positions and token ids by runs, which sites mostly share.
+        tails: dict[tuple[tuple[int, int], ...], tuple[Any, Any]] = {}
         for site in sorted({*self.runs, *pieces}):
-            parts = pieces.get(site, ())
-            before = self.rows(site)
-            self._extend(site, parts)
+            early = self.rows(site)
+            parts: list[Any] = []
+            if early:
+                shape = (early, self.row_bytes(site))
+                parts = [np.memmap(self.path / layout.file_name(site), np.uint8, "r", layout.HEADER_BYTES, shape)]
+            last = pieces.get(site, ())
+            parts += [piece.rows for piece in last]
+            self._extend(site, last)
             key = tuple(self.runs[site])
             if key not in tails:
                 tails[key] = _positions(key), np.concatenate([tokens.ids(*run) for run in key])
-            yield before, SiteRows(site, [part.rows for part in parts], *tails[key])
-
-    def _gathered(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog) -> Iterator[SiteRows]:
-        """Yield the rows of each site, those that were written early mapped."""
-        for before, rows in self._all(pieces, tokens):
-            if before:
-                shape = (before, self.row_bytes(rows.site))
-                early = np.memmap(self.path / layout.file_name(rows.site), np.uint8, "r", layout.HEADER_BYTES, shape)
-                rows.parts.insert(0, early)
-            yield rows
+            yield SiteRows(site, early, parts, *tails[key])
 
     def dtype_of(self, site: Site) -> str:
         """Return the dtype of a site's rows in its file."""
         return self.dtypes.get(site, self.dtype)
 
     def row_bytes(self, site: Site) -> int:
-        """Return how long a row of a site is in its file."""
+        """Return the length of a site's row in its file, bytes."""
         return self.hidden_size * DTYPES[self.dtype_of(site)].itemsize
 
     def rows(self, site: Site) -> int:
-        """Return how many rows of a site are written."""
+        """Return how many rows of a site were taken."""
         return sum(stop - start for start, stop in self.runs.get(site, ()))
 
     def _write_file(self, file: _File) -> None:
@@ -217,7 +227,7 @@ class RequestFiles:
 
 
 def digest_of(parts: Sequence[Any]) -> str:
-    """Return the xxh3 of parts one after another, as the sidecar says it."""
+    """Return the xxh3 of parts one after another, as it stands in the sidecar."""
     digest = xxhash.xxh3_64()
     for part in parts:
         digest.update(part)
@@ -229,22 +239,22 @@ def _positions(runs: Sequence[tuple[int, int]]) -> Any:
 
 
 class PackedFile(RequestFiles):
-    """A request whose rows come into one file when it is over; those that come early wait in files of their sites."""
+    """A request whose rows go into one file when it ends; early rows wait in files of their sites."""
 
     kept_as: ClassVar[layout.Layout] = "packed"
-    # Of the file, from `prepare` to `write`, as are these.
+    # From `prepare` to `release`.
     _parts: list[Any]
     _entries: list[layout.SiteFile]
 
     def release(self) -> None:
-        """Let go of what was prepared: it is written."""
+        """Drop what `prepare` computed: it is written."""
         self._parts = []
 
     def _prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
-        sites = list(self._gathered(pieces, tokens))
+        sites = list(self._all(pieces, tokens))
         shapes = [(s.site, self.dtype_of(s.site), len(s.positions), self.row_bytes(s.site)) for s in sites]
         header, begins = layout.packed_header(shapes, self.hidden_size)
-        bodies = [[*found.parts, found.positions, found.token_ids] for found in sites]
+        bodies = [[*rows.parts, rows.positions, rows.token_ids] for rows in sites]
         self._parts = [header, *itertools.chain.from_iterable(bodies)]
         self._entries = [
             layout.SiteFile(
@@ -262,7 +272,7 @@ class PackedFile(RequestFiles):
         ]
 
     def write(self) -> list[layout.SiteFile]:
-        """Write the file; return what is in it. Raises OSError."""
+        """Write the file; return its entries, one for each site. Raises OSError."""
         make_directory(self.path, self.mode, parents=False)
         fd = create_private(self.path / layout.PACKED_NAME, os.O_WRONLY, self.mode)
         try:

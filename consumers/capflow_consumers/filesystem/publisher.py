@@ -1,4 +1,4 @@
-"""What becomes of a request that is over: its rows and its sidecar are made part of the data set, on the thread of `endings`."""
+"""Making a finished request part of the data set: its rows and its sidecar, on the thread of `Endings`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from capflow_consumers.filesystem.workdir import OnCollision
 
 
 class Over(NamedTuple):
-    """A request that is over and prepared, what was expected of it at each site, and its model's name."""
+    """A finished request whose files are prepared.
+
+    expected: the positions that it must have rows of, by site.
+    model: the name of its model.
+    """
 
     request: FiledRequest
     done: RequestDone
@@ -31,20 +35,23 @@ class Over(NamedTuple):
 class Publisher:
     """Makes requests part of a data set.
 
-    failed: called for each that cannot be.
+    failed: called for each request that cannot become part of it.
     """
 
     def __init__(self, store: Store, on_collision: OnCollision, failed: Callable[[], None]) -> None:
         self._store = store
         self._on_collision = on_collision
         self._failed = failed
-        # Those that have their names, and are not known to be on the disk.
+        # Requests that have their names but may not be on the disk yet, by the path of their files.
         self._placed: dict[Path, Written] = {}
 
     def write(self, over: Over) -> Written | CaptureResult:
-        """Write a request; return the result where that can never be. What was prepared stays, so that it can be written again.
+        """Write a request; return the result when it can never be written.
 
-        Raises RetryError and MemoryError for what the disk refuses for now, and FatalError when the data set must be opened anew.
+        The request stays prepared, so that it can be written again.
+
+        Raises RetryError and MemoryError when the disk refuses it for now, and FatalError when the data set must be
+        opened again.
         """
         files = over.request.files
         if (placed := self._placed.get(files.path)) is not None:
@@ -62,37 +69,37 @@ class Publisher:
             return self.give_up(files, e)
 
     def publish(self, group: Sequence[Written]) -> list[CaptureResult | BaseException]:
-        """Give requests that are written their names; return their results, or for which reason they are to be written again."""
-        found = self._store.publish(group)
-        return [self._judged(*each) for each in zip(group, found, strict=True)]
+        """Give written requests their names; return of each the result, or the error for which it is written again."""
+        outcomes = self._store.publish(group)
+        return [self._judged(*each) for each in zip(group, outcomes, strict=True)]
 
-    def _judged(self, written: Written, found: Path | OSError | CapflowError) -> CaptureResult | BaseException:
+    def _judged(self, written: Written, outcome: Path | OSError | CapflowError) -> CaptureResult | BaseException:
         files = written.files
-        if isinstance(found, Path):
+        if isinstance(outcome, Path):
             self._placed.pop(files.path, None)
             files.release()
-            return result_of(found, written.sidecar)
-        error = self._kind(found)
+            return result_of(outcome, written.sidecar)
+        error = self._kind(outcome)
         if isinstance(error, FatalError):
             return error
         if not isinstance(error, RetryError):
-            return self.give_up(files, found)
+            return self.give_up(files, outcome)
         if self._store.is_named(files):
             self._placed[files.path] = written
-        elif files.early:  # what was written long ago may be gone from the disk, and is not in memory
-            do = "the hub opens the data set anew and gives the rows again"
-            return FatalError(explain("rows that were written early", got=str(found), do=do))
+        elif files.early:  # early rows may be gone from the disk, and are no longer in memory
+            do = "the hub opens the data set again and delivers the rows again"
+            return FatalError(explain("rows that were written early", got=str(outcome), do=do))
         return error
 
     def _kind(self, error: OSError | CapflowError) -> OSError | CapflowError:
         return disk.judged(self._store.work.root, error) if isinstance(error, OSError) else error
 
     def give_up(self, files: RequestFiles, error: OSError | CapflowError) -> CaptureResult:
-        """Remove what was written of a request; return its result."""
+        """Remove the files of a request; return its result."""
         files.discard()
         self._failed()
-        told = disk.refused(self._store.work.root, error) if isinstance(error, OSError) else str(error)
-        return CaptureResult("error", told)
+        message = disk.refused(self._store.work.root, error) if isinstance(error, OSError) else str(error)
+        return CaptureResult("error", message)
 
     def _put(self, request: FiledRequest, done: RequestDone, expected: Mapping[Site, Runs], model: str) -> Written:
         files, store = request.files, self._store
@@ -127,13 +134,13 @@ class Publisher:
         return store.put(files, sidecar, layout.write_sidecar(sidecar), on_collision)
 
     def _collision(self, done: RequestDone) -> OnCollision:
-        """Return what to do when the name is taken: the rest of a request whose worker was taken to be gone lies beside its beginning."""
+        """Return what to do on a collision: `suffix` for the rest of a request whose worker was taken for gone."""
         begun = any(sidecar.status == "error" for _, sidecar in self._store.captures(done.engine, done.request))
         return "suffix" if begun else self._on_collision
 
 
 def result_of(path: Path, sidecar: layout.Sidecar) -> CaptureResult:
-    """Return the result of a request that lies there."""
+    """Return the result of a request that lies at `path`."""
     size = sum(entry.bytes for entry in sidecar.sites)
     files = len({entry.file for entry in sidecar.sites})
     payload = {"path": str(path), "rows": sidecar.rows, "bytes": size, "files": files}
@@ -145,15 +152,15 @@ _RUNS_SHOWN_MAX = 8
 
 def expected_of(wanted: Wanted | None, done: RequestDone) -> dict[Site, Runs]:
     """Return the positions that each wanted site must have rows of."""
-    found = {
+    runs_of = {
         positions: list(positions.at(done.prompt_length).runs(0, done.computed_length))
         for positions in {want.positions for want in (wanted or {}).values()}
     }
-    return {site: runs for site, want in (wanted or {}).items() if (runs := found[want.positions])}
+    return {site: runs for site, want in (wanted or {}).items() if (runs := runs_of[want.positions])}
 
 
 def problems_of(files: RequestFiles, rows: int, expected: Mapping[Site, Runs], done: RequestDone) -> Sequence[str]:
-    """Return what the files lack of what was promised, one message each."""
+    """Return a message for each way in which the files do not hold what was promised."""
     runs = files.runs
     problems = done.problems
     if rows != done.rows:
@@ -163,7 +170,7 @@ def problems_of(files: RequestFiles, rows: int, expected: Mapping[Site, Runs], d
         if got != spans:
             problems.append(explain(f"positions of {site}", got=_shown(got), expected=_shown(spans)))
     problems += [
-        f"{count} rows of {site} have numbers beyond {FLOAT16_MAX:g}, the largest of float16; they are stored as infinite"
+        f"{count} rows of {site} have numbers beyond float16's {FLOAT16_MAX:g}, which are stored as infinite"
         for site, count in sorted(files.rows_overflowed.items())
         if count
     ]
@@ -171,7 +178,7 @@ def problems_of(files: RequestFiles, rows: int, expected: Mapping[Site, Runs], d
 
 
 def _shown(runs: Runs) -> str:
-    """Return runs as they stand in a message."""
+    """Format runs for a message."""
     first = " ".join(f"{start}..{stop}" for start, stop in runs[:_RUNS_SHOWN_MAX])
     more = len(runs) - _RUNS_SHOWN_MAX
     return (first or "none") + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""What the filesystem consumer knows of one request: its rows that are in memory, and where they go."""
+"""The state of one request in the filesystem consumer: its rows in memory, and where they go."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from capflow_consumers.framelog import FrameLog
 class FiledRequest:
     """One request from its first row to its result.
 
-    error: why its rows are no longer taken. published: where it lies already, from before this consumer was opened, and its sidecar; then
-    it is given once more, and its rows are not taken either.
+    error: why its rows are no longer taken.
+    published: where it lies already and its sidecar, when it was written before this consumer was opened. Then its
+        frames are repeats, and its rows are not taken either.
     """
 
     __slots__ = (
@@ -39,23 +40,23 @@ class FiledRequest:
         self.files = files
         self.wanted = wanted
         self.buffer = RowBuffer()
-        # Rows out of the buffer that the disk refused for now.
+        # Rows that have left the buffer, and that the disk refused for now.
         self.appending: dict[Site, list[Piece]] = {}
-        # Of these, as the buffer counted them.
+        # Their memory, as the buffer counted it.
         self.appending_bytes = 0
-        # Whether nothing is to be appended again.
+        # Whether no rows wait in `appending`.
         self.appended = True
         self.tokens = TokenLog()
         self.error: str | None = None
         self.frames = FrameLog()
         self.published: tuple[Path, layout.Sidecar] | None = None
-        # Of a chunk's sites, by index; see `add`.
+        # By a chunk's sites: the indices of the sites stored in each dtype.
         self.dtypes: dict[tuple[Site, ...], dict[str, list[int]]] = {}
 
     def add(self, chunk: Chunk, held_bytes: int | None) -> int:
         """Take a chunk's rows, each in the dtype that it is stored in; return by how much the buffer grew.
 
-        held_bytes: of the memory that they are in, where it is to be kept.
+        held_bytes: the size of the memory that holds the rows, to keep them there; None to copy them.
         """
         files, sites = self.files, chunk.sites
         kinds = self.dtypes.get(sites)
@@ -66,11 +67,11 @@ class FiledRequest:
         grown = 0
         for dtype, indices in kinds.items():
             whole = len(indices) == len(sites)
-            mine = sites if whole else tuple(sites[index] for index in indices)
+            stored = sites if whole else tuple(sites[index] for index in indices)
             rows = chunk.rows if whole else chunk.rows[indices]
             if dtype != files.dtype:
                 rows, overflowed = converted(rows, dtype)
-                files.rows_overflowed.update(dict(zip(mine, overflowed.tolist(), strict=True)))
+                files.rows_overflowed.update(dict(zip(stored, overflowed.tolist(), strict=True)))
             held = rows.nbytes if rows.base is None else held_bytes
-            grown += self.buffer.add(mine, chunk.start, rows, held)
+            grown += self.buffer.add(stored, chunk.start, rows, held)
         return grown

@@ -1,11 +1,11 @@
-"""Layout `sharded`: where the requests of one writer go, shard after shard.
+"""Layout `sharded`: one writer's requests go into shards, one shard after another.
 
     ROOT/.partial-…/shard~N-….parquet    a shard that is written, an Arrow stream
     ROOT/shard~N-….parquet               a sealed one, a Parquet file
-    ROOT/.restored-…/                    a copy of a shard that was removed or moved while it was written, until it is sealed
+    ROOT/.restored-…/                    a copy of a shard that was removed or moved while it was written
 
-What always holds: a name under the root is that of a whole Parquet file; a shard whose writer died has in it what was committed, and
-is sealed by the next one.
+Invariant: a shard under the root is a whole Parquet file. A shard whose writer died holds every committed request, and
+the next writer seals it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from capflow_consumers.dataset.rows import Piece, TokenLog
 from capflow_consumers.dataset.shards.file import EncodedBatch, ShardFile, batches_of
 from capflow_consumers.dataset.shards.reader import PATTERN, site_digest
 from capflow_consumers.dataset.shards.recovery import publish
-from capflow_consumers.dataset.shards.seal import Entry
 from capflow_consumers.dataset.shards.stream import Kind
 from capflow_consumers.filesystem.files import RequestFiles, SiteRows
 
@@ -41,10 +40,15 @@ _NUMBER = re.compile(r"shard~(\d+)-")
 
 
 class ShardWriter:
-    """The shards that one writer has open, one for each kind of rows.
+    """The open shards of one writer, one for each kind of rows.
 
+    root: where sealed shards go.
     directory: the writer's hidden one.
-    root: where sealed ones go.
+    compressed: whether rows are compressed.
+    bytes_max: the size from which a shard is sealed.
+    sync: whether requests are synced to disk.
+    sync_seals: whether sealed shards are.
+    mode: of the files.
     """
 
     def __init__(
@@ -65,19 +69,20 @@ class ShardWriter:
         self.sync = sync
         self.sync_seals = sync_seals
         self.mode = mode
-        # What is in shards not sealed, by request.
+        # The captures in shards that are not sealed, by request id.
         self._held: dict[str, list[tuple[ShardFile, layout.Sidecar]]] = {}
         self._open: dict[Kind, ShardFile] = {}
-        # How many shards were sealed.
+        # The number of shards that were sealed.
         self.seals = 0
-        # Of which nothing more can be made now.
+        # Shards that take no more rows and are to be sealed.
         self._unsealed: list[ShardFile] = []
 
     def shard(self, kind: Kind) -> ShardFile:
         """Return the shard that takes rows of a kind; raises OSError."""
         shard = self._open.get(kind)
         if shard is None:
-            number = 1 + max((int(found[1]) for name in self._names() if (found := _NUMBER.match(name))), default=0)
+            numbers = (int(match[1]) for name in self._names() if (match := _NUMBER.match(name)))
+            number = 1 + max(numbers, default=0)
             path = self.directory / f"shard~{number:06d}-{secrets.token_hex(3)}.parquet"
             shard = ShardFile(path, kind, self.mode)
             shard.create()
@@ -88,7 +93,12 @@ class ShardWriter:
         return shard
 
     def commit(self, shard: ShardFile, sidecar: layout.Sidecar, text: bytes) -> Path:
-        """Make what was put a request; return where it will be, once it is settled. Raises OSError."""
+        """Make the batches that were put a request; return the path that its shard will have once it is sealed.
+
+        text: the sidecar as JSON.
+
+        Raises OSError.
+        """
         shard.commit(sidecar.request, sidecar.engine, text)
         self._held.setdefault(sidecar.request, []).append((shard, sidecar))
         if shard.end >= self.bytes_max:
@@ -96,7 +106,10 @@ class ShardWriter:
         return self.root / shard.path.name
 
     def settle(self) -> dict[Path, OSError]:
-        """Get what was committed onto the disk, where that is wanted; return of which shards that failed, whose latest requests are lost."""
+        """Settle the committed requests, on the disk if `sync`.
+
+        Return the shards where that failed; their requests since the last settling are lost.
+        """
         failed = {}
         for shard in [*self._open.values(), *self._unsealed]:
             if shard.unsettled:
@@ -108,18 +121,18 @@ class ShardWriter:
         return failed
 
     def seal(self) -> bool:
-        """Seal the shards that are large enough; return whether any was."""
-        sealed = self.seals
+        """Seal the shards that are large enough; return whether any was sealed."""
+        before = self.seals
         self._seal_all()
-        return self.seals > sealed
+        return self.seals > before
 
     def captures(self, request: str) -> Iterator[tuple[Path, layout.Sidecar]]:
-        """Yield the captures of a request in shards that are not sealed, and where they will be."""
+        """Yield the captures of a request in shards that are not sealed, with the paths that these will have."""
         for shard, sidecar in self._held.get(request, ()):
             yield self.root / shard.path.name, sidecar
 
     def cut(self, shard: ShardFile) -> None:
-        """Take away what was put and not committed, or take nothing more into the shard."""
+        """Remove batches that are not committed; if that fails, the shard takes no more rows."""
         try:
             shard.cut()
             shard.check()
@@ -127,9 +140,9 @@ class ShardWriter:
             self._give_up(shard)
 
     def close(self) -> bool:
-        """Seal what is open; return whether nothing is left that the next writer must seal.
+        """Seal the open shards; return whether the next writer has nothing to seal.
 
-        Raises CapflowError when the rows of a shard that somebody removed or moved could not be put back.
+        Raises CapflowError when a shard was removed or moved and its rows could not be put back.
         """
         for shard in list(self._open.values()):
             self._give_up(shard)
@@ -140,13 +153,13 @@ class ShardWriter:
         if lost:
             requests = sum(len(shard.requests) for shard in lost)
             got = f"{requests} requests in {', '.join(shard.path.name for shard in lost)}"
-            what = "shards that were removed or moved while they were written and cannot be put back"
-            raise CapflowError(explain(what, got=got, do="the log says why"))
+            problem = "shards that were removed or moved while they were written and cannot be put back"
+            raise CapflowError(explain(problem, got=got, do="the log says why"))
         return not self._unsealed
 
     def _take_back(self, shard: ShardFile) -> None:
-        for request, _, _ in shard.unsettled:
-            self._drop(request, shard)
+        for entry in shard.unsettled:
+            self._drop(entry.request, shard)
         try:
             shard.take_back()
         except OSError:
@@ -166,29 +179,31 @@ class ShardWriter:
         for shard in list(self._unsealed):
             try:
                 self._publish(shard)
-            except (OSError, ValueError, BufferError) as e:  # the last where a map of what is damaged is still held
+            except (OSError, ValueError, BufferError) as e:  # BufferError: damaged bytes are still mapped
                 why = e.strerror if isinstance(e, OSError) and e.strerror else e
-                text = "%s cannot be sealed: %s; it is tried again, and by the next hub while the file is there"
+                text = "%s cannot be sealed: %s; it is tried again, also by the next hub, while the file exists"
                 logger.error(text, shard.path, why)
                 continue
             shard.close()
             self._unsealed.remove(shard)
             self.seals += 1
-            for request, _, _ in shard.requests:
-                self._drop(request, shard)
+            for entry in shard.requests:
+                self._drop(entry.request, shard)
 
     def _publish(self, shard: ShardFile) -> None:
-        """Seal a shard. One that somebody removed or moved is copied first, from the descriptor that is left of it. Raises as `publish` does."""
-        entries = [Entry(*request) for request in shard.requests]
+        """Seal a shard and move it to the root. Raises as `publish` does.
+
+        A shard that somebody removed or moved is copied first, from its open descriptor.
+        """
         if shard.is_named():
-            publish(shard.path, shard.end, entries, self.root, sync=self.sync_seals)
-        elif entries:
+            publish(shard.path, shard.end, shard.requests, self.root, sync=self.sync_seals)
+        elif shard.requests:
             text = "%s was removed or moved while it was written; its %d requests are put back"
-            logger.error(text, shard.path, len(entries))
+            logger.error(text, shard.path, len(shard.requests))
             with tempfile.TemporaryDirectory(prefix=RESTORED_PREFIX, dir=self.root) as directory:
                 path = Path(directory) / shard.path.name
                 shard.copy(path)
-                publish(path, shard.end, entries, self.root, sync=self.sync_seals)
+                publish(path, shard.end, shard.requests, self.root, sync=self.sync_seals)
 
     def _names(self) -> Iterator[str]:
         for directory in (self.root, self.directory):
@@ -196,10 +211,10 @@ class ShardWriter:
 
 
 class ShardRows(RequestFiles):
-    """A request whose rows come into a shard when it is over; those that come early wait in files of their sites."""
+    """A request whose rows go into a shard when it ends; early rows wait in files of their sites."""
 
     kept_as: ClassVar[layout.Layout] = "sharded"
-    # From `prepare` to `write`, as are these.
+    # From `prepare` to `write`.
     _kind: Kind
     _batches: list[EncodedBatch]
     _entries: list[layout.SiteFile]
@@ -211,69 +226,73 @@ class ShardRows(RequestFiles):
         hidden_size: int,
         dtypes: Mapping[Site, str],
         *,
-        fsync: bool,
         shards: ShardWriter,
     ) -> None:
-        super().__init__(path, dtype, hidden_size, dtypes, fsync=fsync, mode=shards.mode)
-        # That has rows of it, which are not committed.
+        super().__init__(path, dtype, hidden_size, dtypes, mode=shards.mode)
+        # The shard that has rows of it which are not committed.
         self.shard: ShardFile | None = None
         self._shards = shards
 
     def _prepare(self, pieces: Mapping[Site, Sequence[Piece]], tokens: TokenLog, expected: Mapping[Site, int]) -> None:
-        sites = list(self._gathered(pieces, tokens))
-        dtypes = {self.dtype_of(found.site) for found in sites} or {self.dtype}
-        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"  # which holds every number of the others
+        sites = list(self._all(pieces, tokens))
+        dtypes = {self.dtype_of(rows.site) for rows in sites} or {self.dtype}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"  # holds every number of the other dtypes
         self._kind = kind = Kind(dtype, self.hidden_size or 1, self._shards.compressed)
-        parts = [self._as(dtype, found) for found in sites]
-        positions = np.concatenate([np.zeros(0, np.int32), *(found.positions for found in sites)]).astype(np.int32)
-        token_ids = np.concatenate([np.zeros(0, np.int32), *(found.token_ids for found in sites)])
+        parts = [self._as(dtype, rows) for rows in sites]
+        positions = np.concatenate([np.zeros(0, np.int32), *(rows.positions for rows in sites)]).astype(np.int32)
+        token_ids = np.concatenate([np.zeros(0, np.int32), *(rows.token_ids for rows in sites)])
         self._batches = list(batches_of(kind, parts, positions, token_ids))
         hashes = np.concatenate([np.zeros(0, np.uint64), *(batch.hashes for batch in self._batches)])
         self._entries = []
         begin = 0
-        for found in sites:
-            end = begin + len(found.positions)
+        for rows in sites:
+            end = begin + len(rows.positions)
             digest = site_digest(positions[begin:end], token_ids[begin:end], hashes[begin:end])
-            wanted, overflowed = expected.get(found.site), self.rows_overflowed[found.site]
+            wanted, overflowed = expected.get(rows.site), self.rows_overflowed[rows.site]
             size = (end - begin) * kind.row_bytes
             self._entries.append(
-                layout.SiteFile(*found.site, "", end - begin, wanted, size, digest, dtype, overflowed, begin)
+                layout.SiteFile(*rows.site, "", end - begin, wanted, size, digest, dtype, overflowed, begin)
             )
             begin = end
 
     def write(self) -> list[layout.SiteFile]:
-        """Put the rows into a shard; return what they are. Raises OSError."""
+        """Put the rows into a shard; return the entries of the sites. Raises OSError."""
         shard = self.shard = self._shards.shard(self._kind)
         for batch in self._batches:
             shard.put(batch)
         return [msgspec.structs.replace(entry, file=shard.path.name) for entry in self._entries]
 
     def release(self) -> None:
-        """Let go of what was prepared: it is written."""
+        """Drop what `prepare` computed: it is written."""
         self._batches = []
 
     def discard(self) -> None:
-        """Take the rows out of the shard."""
+        """Remove the rows, from the shard too."""
         super().discard()
         self.undo()
 
     def undo(self) -> None:
-        """Take the rows out of the shard that are not committed."""
+        """Remove the rows that are not committed from the shard."""
         if self.shard is not None:
             self._shards.cut(self.shard)
             self.shard = None
 
     def commit(self, sidecar: layout.Sidecar, text: bytes) -> Path:
-        """Make the rows that were put a request of their shard; return the name that this will have. Raises OSError."""
+        """Make the rows that were put a request; return the path that the shard will have once it is sealed.
+
+        text: the sidecar as JSON.
+
+        Raises OSError.
+        """
         assert self.shard is not None
         path = self._shards.commit(self.shard, sidecar, text)
         self.shard = None
         super().discard()
         return path
 
-    def _as(self, dtype: str, found: SiteRows) -> list[Any]:
+    def _as(self, dtype: str, rows: SiteRows) -> list[Any]:
         """Return a site's rows as bytes of a dtype."""
-        mine = self.dtype_of(found.site)
-        if mine == dtype:
-            return found.parts
-        return [part.view(DTYPES[mine]).astype(DTYPES[dtype]).view(np.uint8) for part in found.parts]
+        stored = self.dtype_of(rows.site)
+        if stored == dtype:
+            return rows.parts
+        return [part.view(DTYPES[stored]).astype(DTYPES[dtype]).view(np.uint8) for part in rows.parts]

@@ -1,12 +1,12 @@
 """A writer's hidden directory under the root of a data set, and how a finished request leaves it.
 
-    ROOT/.lock                   held while a writer starts, so that one does not take another's new directory for a dead one's
-    ROOT/.partial-…/lock         held by the writer for as long as it lives, and let go by the kernel however it dies
+    ROOT/.lock                   held while a writer starts, so that it does not remove another's new directory
+    ROOT/.partial-…/lock         held by the writer while it lives; the kernel releases it however the writer dies
     ROOT/.partial-…/N/           a request under way
-    ROOT/.partial-…/shard~…      a shard under way; a dead writer's is sealed before its directory goes
-    ROOT/.partial-…/replaced/    a request that is being overwritten, put back if the writer dies between its two renames
+    ROOT/.partial-…/shard~…      a shard under way; a dead writer's is sealed before its directory is removed
+    ROOT/.partial-…/replaced/    an overwritten request; it is put back if the writer dies between two renames
 
-What always holds: a name under the root that does not begin with a dot is a whole request.
+Invariant: a name under the root that does not begin with a dot is a whole request, or a sealed shard.
 """
 
 from __future__ import annotations
@@ -31,8 +31,14 @@ from capflow_consumers.dataset.shards.reader import PATTERN
 from capflow_consumers.dataset.shards.recovery import recover
 
 OnCollision = Literal["error", "overwrite", "suffix"]
-"""What to do when a capture of a request is there, of the same engine and id. `error`: keep the old and report. `overwrite`: replace the last.
-`suffix`: publish as `NAME~2`, `NAME~3`, … What another engine has of the id is left alone, and lies beside it under such a name."""
+"""What to do when the same engine has a capture of the same id.
+
+`error`: keep the old capture and report an error.
+`overwrite`: replace the last capture.
+`suffix`: publish as `NAME~2`, `NAME~3` and so on.
+
+A capture of another engine with the same id stays, and the new one lies beside it under such a name.
+"""
 
 PREFIX = layout.PARTIAL_PREFIX
 
@@ -41,8 +47,9 @@ _OVERWRITE_TRIES = 10
 
 
 class WorkDir:
-    """Between `open` and `close`, `path` is this writer's alone.
+    """A writer's directory; between `open` and `close`, `path` is this writer's alone.
 
+    fsync: whether requests are synced to disk; used by the stores.
     mode: of the files below the root.
     """
 
@@ -56,7 +63,7 @@ class WorkDir:
         self._published = Numbered(root)
 
     def open(self) -> None:
-        """Make the root and the hidden directory, and remove those of dead writers; raises OSError."""
+        """Make the root and the hidden directory, and clean up those of dead writers; raises OSError."""
         make_directory(self.root, self.mode)
         with _locked(self.root / disk.LOCK, self.mode):
             for stale in sorted(self.root.glob(PREFIX + "*")):
@@ -65,10 +72,13 @@ class WorkDir:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self.root))
             share_directory(self.path, self.mode)
             self._lock = create_private(self.path / "lock", os.O_RDWR, self.mode)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)  # a reader may look whether it is held
+            fcntl.flock(self._lock, fcntl.LOCK_EX)  # may wait a moment for a reader that tests the lock
 
     def close(self, *, keep: bool = False) -> None:
-        """Remove the hidden directory with every request that is under way; with `keep`, leave it to the next writer."""
+        """Remove the hidden directory with every request under way.
+
+        keep: leave the directory to the next writer instead.
+        """
         if self._lock >= 0:
             if not keep:
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -76,28 +86,32 @@ class WorkDir:
             self._lock = -1
 
     def new(self) -> Path:
-        """Return the path of a directory for one request, not yet made."""
+        """Return the path of a directory for one request; it is not made yet."""
         return self.path / str(next(self._numbers))
 
     def published(self, name: str) -> list[Path]:
-        """Return the finished requests of a name, first to last: `NAME`, `NAME~2` and so on, as far as they are there."""
+        """Return the finished requests of a name that exist, first to last: `NAME`, `NAME~2` and so on."""
         return self._published.of(name)
 
     def publish(self, source: Path, name: str, engine: str, on_collision: OnCollision) -> Path:
-        """Give a finished request of an engine its name in one rename; return where it is. That lasts when the root is synced.
+        """Give a finished request its name in one rename; return its path.
 
-        Its name is taken by any capture of it, and is numbered on from the last. Raises OSError, and CapflowError when the
-        engine has a capture of the name and `on_collision` is `error`.
+        The rename is durable once the root is synced.
+
+        name: the slug of its id. Where another capture has it, numbers continue from the last.
+        engine: the id of its engine.
+
+        Raises OSError, and CapflowError when the engine has a capture of the name and `on_collision` is `error`.
         """
-        found = self.published(name) or [self.root / name]
-        mine = [] if on_collision == "suffix" else [path for path in found if _is_taken(path, engine, on_collision)]
-        if not mine:
-            target = found[-1] if _rename(source, found[-1]) else self._suffix(source, found[-1])
+        paths = self.published(name) or [self.root / name]
+        taken = [] if on_collision == "suffix" else [path for path in paths if _is_taken(path, engine, on_collision)]
+        if not taken:
+            target = paths[-1] if _rename(source, paths[-1]) else self._suffix(source, paths[-1])
         elif on_collision == "error":
             do = "set on_collision to suffix or overwrite, or use another root"
-            raise CapflowError(explain(f"{mine[-1]} exists already", do=do))
+            raise CapflowError(explain(f"{taken[-1]} exists already", do=do))
         else:
-            target = self._overwrite(source, mine[-1], engine)
+            target = self._overwrite(source, taken[-1], engine)
         self._published.add(target)
         return target
 
@@ -116,15 +130,15 @@ class WorkDir:
             if _rename(source, target):
                 shutil.rmtree(replaced, ignore_errors=True)
                 return target
-            if not _is_taken(target, engine, "overwrite"):  # another writer took the name between two renames
+            if not _is_taken(target, engine, "overwrite"):  # another writer's request has the name now
                 return self._suffix(source, target)
             with contextlib.suppress(FileNotFoundError):
                 target.rename(replaced / target.name)
-        raise CapflowError(explain(f"{target} is written by others all the time", do="use another root"))
+        raise CapflowError(explain(f"{target} is rewritten by others all the time", do="use another root"))
 
 
 def engine_at(path: Path) -> str | None:
-    """Return the name of the engine whose request lies there; None where that cannot be read, or nothing lies there."""
+    """Return the name of the engine whose request lies at a path; None where no sidecar can be read."""
     try:
         return name_of(layout.read_sidecar((path / layout.SIDECAR_NAME).read_bytes()).engine)
     except (OSError, ValueError):
@@ -132,7 +146,10 @@ def engine_at(path: Path) -> str | None:
 
 
 def _is_taken(path: Path, engine: str, on_collision: OnCollision) -> bool:
-    """Return whether a name is the engine's own; what cannot be read is nobody's to overwrite, and nobody's to lie beside."""
+    """Return whether a name is taken by the engine's own capture.
+
+    A path without a readable sidecar is nobody's: `error` counts it as taken, `overwrite` does not replace it.
+    """
     owner = engine_at(path)
     if owner is None:
         return on_collision == "error" and path.exists() and (not path.is_dir() or any(path.iterdir()))
@@ -140,7 +157,7 @@ def _is_taken(path: Path, engine: str, on_collision: OnCollision) -> bool:
 
 
 def _rename(source: Path, target: Path) -> bool:
-    """Rename a directory unless the name is taken; an empty directory does not take it."""
+    """Rename a directory; return False when the name is taken. An empty directory does not take it."""
     try:
         source.rename(target)
     except OSError as e:
@@ -151,7 +168,7 @@ def _rename(source: Path, target: Path) -> bool:
 
 
 def _remove_if_dead(stale: Path, root: Path) -> None:
-    """Remove a hidden directory whose writer is gone, after sealing its shards and putting back what it was replacing."""
+    """Remove a dead writer's directory, after sealing its shards and putting back what it was replacing."""
     with contextlib.suppress(FileNotFoundError):
         fd = open_regular(stale / "lock", os.O_RDWR)
         try:

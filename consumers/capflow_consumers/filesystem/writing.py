@@ -1,7 +1,7 @@
-"""Requests that are over, on their way to the disk.
+"""Finished requests on their way to the disk.
 
-One thread writes them, in the order in which they ended, while the consumer's goes on with what comes next. Those that came while it waited for the
-disk are got onto it together: a journal commit takes as long for many as for one.
+One thread writes them, in the order in which they finished, while the consumer's thread takes the next frames. Requests
+that finish while it waits for the disk are synced together, because a journal commit takes as long for many as for one.
 """
 
 from __future__ import annotations
@@ -17,26 +17,33 @@ from capflow import limits
 from capflow.capture.result import CaptureResult
 from capflow.errors import RetryError, kind_of
 
-T = TypeVar("T")  # a request that is over
-W = TypeVar("W")  # the same, written
+# A finished request.
+T = TypeVar("T")
+# The same request, written.
+W = TypeVar("W")
 
-_GROUP_BYTES_MAX = 64 * limits.MIB  # that are written before what is written is got onto the disk
-_UNDER_WAY_MAX = 1024  # requests, however small
+# Bytes that are written before one sync.
+_GROUP_BYTES_MAX = 64 * limits.MIB
+# Requests under way, however small.
+_UNDER_WAY_MAX = 1024
 
 
 class _Ending(NamedTuple, Generic[T]):
-    what: T
+    request: T
     key: str
     nbytes: int
     result: Future[CaptureResult]
 
 
 class Endings(Generic[T, W]):
-    """The thread, from `open` to `close`.
+    """The thread that writes finished requests, from `open` to `close`.
 
-    write(what) writes one and returns what `publish` is given, with others, to get onto the disk and to return their results in order; or a result at
-    once. What the disk refuses for now, as an exception of `write` of the kind `retry` or in the place of a result, is written again until it takes it; other
-    exceptions are in the Futures. At `close` each that waits is written once more.
+    write: writes one request. It returns the value that `publish` takes, or a result at once.
+    publish: gets written requests onto the disk together, and returns their results in order.
+
+    A request that the disk refuses for now is written again until the disk takes it. That is an exception of the kind
+    `retry`, raised by `write` or in the place of a result. Other exceptions go to the request's Future. `close` writes
+    each waiting request once more.
     """
 
     def __init__(
@@ -44,18 +51,18 @@ class Endings(Generic[T, W]):
         write: Callable[[T], W | CaptureResult],
         publish: Callable[[Sequence[W]], Sequence[CaptureResult | BaseException]],
     ) -> None:
-        # Why the disk took nothing, the last time; written by the thread.
+        # Why the disk took nothing the last time; None when it took everything. The thread writes it.
         self.trouble: BaseException | None = None
         self._write = write
         self._publish = publish
-        # None: that was all.
+        # None is the end.
         self._queue: SimpleQueue[_Ending[T] | None] = SimpleQueue()
-        # Oldest first; the consumer's thread's.
+        # Oldest first; only the consumer's thread uses it.
         self._under_way: deque[_Ending[T]] = deque()
-        # Of these.
+        # The bytes of these; only the consumer's thread uses it.
         self._nbytes = 0
         self._closing = threading.Event()
-        # The last one; the thread's.
+        # The last pause between tries; only the writing thread uses it.
         self._pause_s = 0.0
         self._thread = threading.Thread(target=self._run, name="capflow-filesystem-endings", daemon=True)
 
@@ -65,14 +72,18 @@ class Endings(Generic[T, W]):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of rows that are under way."""
+        """The bytes of rows under way."""
         self._reap()
         return self._nbytes
 
-    def put(self, what: T, key: str, nbytes: int) -> Future[CaptureResult]:
-        """Begin to write a request; return what becomes of it."""
+    def put(self, request: T, key: str, nbytes: int) -> Future[CaptureResult]:
+        """Queue a request to be written; return the Future of its result.
+
+        key: names the request for `wait`.
+        nbytes: the bytes of its rows.
+        """
         self._reap()
-        ending = _Ending(what, key, nbytes, Future[CaptureResult]())
+        ending = _Ending(request, key, nbytes, Future[CaptureResult]())
         self._under_way.append(ending)
         self._nbytes += nbytes
         self._queue.put(ending)
@@ -85,17 +96,20 @@ class Endings(Generic[T, W]):
             self.wait()
 
     def wait(self, key: str | None = None) -> None:
-        """Wait for the requests of a key, or for the oldest, to have results. Raises RetryError while the disk takes nothing."""
+        """Wait until the requests of a key have results; without a key, until the oldest has.
+
+        Raises RetryError while the disk takes nothing.
+        """
         self._reap()
-        found = [ending for ending in self._under_way if key in (None, ending.key)]
-        for ending in found if key is not None else found[:1]:
+        endings = [ending for ending in self._under_way if key in (None, ending.key)]
+        for ending in endings if key is not None else endings[:1]:
             while not ending.result.done():
                 if (trouble := self.trouble) is not None:
                     raise RetryError(str(trouble)) from (trouble.__cause__ or trouble)
                 wait([ending.result], limits.IDLE_S)
 
     def close(self) -> None:
-        """Have every request get its result, or the exception for which it has none."""
+        """Give every request its result, or the exception for which it has none, and stop the thread."""
         self._closing.set()
         self._queue.put(None)
         self._thread.join()
@@ -125,7 +139,7 @@ class Endings(Generic[T, W]):
                 self.trouble, self._pause_s = None, 0.0
 
     def _fetch(self, waiting: deque[_Ending[T]], *, more: bool) -> bool:
-        """Take what came, waiting for the first where nothing waits; return whether more may come."""
+        """Move queued requests to `waiting`; block for the first when none waits. Return whether more may come."""
         while more and not (waiting and self._queue.empty()):
             ending = self._queue.get()
             if ending is None:
@@ -135,8 +149,8 @@ class Endings(Generic[T, W]):
 
     def _begin(self, ending: _Ending[T], group: list[tuple[_Ending[T], W]], again: list[_Ending[T]]) -> None:
         try:
-            written = self._write(ending.what)
-        except BaseException as e:  # noqa: BLE001  it is the request's
+            written = self._write(ending.request)
+        except BaseException as e:  # noqa: BLE001  it goes to the request's Future
             self._fail(ending, e, again)
             return
         if isinstance(written, CaptureResult):
@@ -149,7 +163,7 @@ class Endings(Generic[T, W]):
             return
         try:
             results = self._publish([written for _, written in group])
-        except BaseException as e:  # noqa: BLE001  it is theirs
+        except BaseException as e:  # noqa: BLE001  it goes to their Futures
             results = [e] * len(group)
         for (ending, _), result in zip(group, results, strict=True):
             if isinstance(result, BaseException):
@@ -158,7 +172,7 @@ class Endings(Generic[T, W]):
                 ending.result.set_result(result)
 
     def _fail(self, ending: _Ending[T], error: BaseException, again: list[_Ending[T]]) -> None:
-        """Have a request written again if that may work, else let its Future have the exception."""
+        """Queue a request again if that may help, else give its Future the exception."""
         if kind_of(error) == "retry" and not self._closing.is_set():
             self.trouble = error
             again.append(ending)

@@ -90,8 +90,8 @@ def test_a_device_is_not_read(path):
 def test_a_sparse_segment_costs_what_was_written_of_it(recording):
     (segment,) = recording.glob("*.spool")
     os.truncate(segment, HUGE)
-    told = inspect(recording, verify=True)
-    assert (told["records"], told["lost"], told["bytes"]) == (2, [], HUGE)
+    survey = inspect(recording, verify=True)
+    assert (survey["records"], survey["lost"], survey["bytes"]) == (2, [], HUGE)
 
 
 def test_a_sparse_sidecar_is_damage(tmp_path):
@@ -261,9 +261,9 @@ def test_nothing_of_a_data_set_speaks_to_the_terminal(tmp_path):
 
 def test_nothing_of_an_error_speaks_to_the_terminal(tmp_path):
     (tmp_path / f"x{SPEAKS}").mkdir()
-    said = run_failing("inspect", tmp_path / f"x{SPEAKS}")
-    assert r"x\x1b]0;title\x07\x9b31m" in said
-    assert all(c.isprintable() or c == "\n" for c in said)
+    stderr = run_failing("inspect", tmp_path / f"x{SPEAKS}")
+    assert r"x\x1b]0;title\x07\x9b31m" in stderr
+    assert all(c.isprintable() or c == "\n" for c in stderr)
 
 
 def test_nothing_of_a_database_speaks_to_the_terminal(tmp_path):

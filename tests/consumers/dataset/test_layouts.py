@@ -122,9 +122,9 @@ def test_a_request_without_rows_is_on_record(tmp_path, options):
     consumer = opened(tmp_path, **options)
     assert consumer.on_request_done(done(computed_length=0, rows=0, status="abort")).status == "ok"
     consumer.close()
-    found = capflow.open(tmp_path)["r1"]
-    assert (found.sites, found.sidecar.status) == ((), "abort")
-    found.verify()
+    capture = capflow.open(tmp_path)["r1"]
+    assert (capture.sites, capture.sidecar.status) == ((), "abort")
+    capture.verify()
 
 
 def test_a_request_that_is_given_again_is_known(tmp_path, options):
@@ -188,12 +188,12 @@ def test_the_late_rest_of_a_request_is_read_as_one_with_its_beginning(tmp_path, 
 
 
 def test_parts_of_a_request_are_read_one_after_another(tmp_path, options):
-    """Memory holds a part at a time, and copies none, where their positions follow each other; else they are put in order."""
+    """Parts with consecutive positions are read one at a time, uncopied; others are put in order."""
     consumer = opened(tmp_path, **options)
     spans = {"behind": [(0, 4), (4, 8)], "between": [(0, 2), (6, 8), (2, 6)]}
     seq = itertools.count(1)
-    for request, found in spans.items():
-        for part, status in zip((found[:-1], found[-1:]), ("error", "stop"), strict=True):
+    for request, runs in spans.items():
+        for part, status in zip((runs[:-1], runs[-1:]), ("error", "stop"), strict=True):
             for start, stop in part:
                 consumer.on_frame(make_frame([(request, 4, start, stop - start)], seq=next(seq)))
             rows = sum(stop - start for start, stop in part)
@@ -273,7 +273,7 @@ def test_rows_of_a_running_request_can_be_read_and_are_no_finished_request(tmp_p
     assert consumer.on_request_done(done(computed_length=6, rows=18)).status == "ok"
     assert dataset.running() == []
     assert_is_whole(dataset["r1"], "r1", SITES, 6)
-    with pytest.raises(UsageError, match="look for it in the data set if it is over"):
+    with pytest.raises(UsageError, match="look for the request in the data set if it has ended"):
         running[SITES[0]]
     consumer.close()
 
@@ -412,7 +412,7 @@ def test_a_truncated_file_is_noticed(tmp_path, options, left):
 
 
 def test_options_that_do_not_go_together_are_named(tmp_path):
-    known = configure.load_plugins()
+    plugins = configure.load_plugins()
     for text, message in (
         ("compression=zstd", "filesystem.compression: got zstd, expected none with packed; set layout=sharded"),
         ("layout=sharded,on_collision=overwrite", "on_collision: got overwrite, expected error or suffix with sharded"),
@@ -434,7 +434,7 @@ def test_options_that_do_not_go_together_are_named(tmp_path):
     ):
         name, options = configure.parse(f"filesystem:root={tmp_path},{text}")
         with pytest.raises(UsageError) as error:
-            configure.configure(name, options, known).consumer.check()
+            configure.configure(name, options, plugins).consumer.check()
         assert message in str(error.value)
 
 
@@ -467,10 +467,10 @@ def test_what_is_synced_is_what_fsync_says(tmp_path, monkeypatch, fsync, request
     for number in range(3):
         consumer.on_frame(make_frame([(f"r{number}", 4, 0, 4)], seq=number + 1))
         assert consumer.on_request_done(done(f"r{number}")).status == "ok"
-    assert sum(isinstance(what, int) for what in synced) == requests
+    assert sum(isinstance(target, int) for target in synced) == requests
     synced.clear()
     consumer.close()
-    assert [what.name for what in synced if what.suffix == ".parquet"] == [
+    assert [target.name for target in synced if target.suffix == ".parquet"] == [
         p.name for p in tmp_path.glob(shardset.PATTERN)
     ] * seals
     assert len(capflow.open(tmp_path)) == 3

@@ -107,8 +107,11 @@ def test_a_missing_file_is_named(root):
         ),
         (lambda text: text[:-10], "request.json: got Input data was truncated"),
         (lambda text: text.replace('"format":1', '"format":2'), "format: got 2, expected 1"),
-        (lambda text: text.replace("mlp_out.003.safetensors", "../../secret"), "got a file that is no site's"),
-        (lambda text: text.replace("mlp_out", "../x"), "got a file that is no site's"),
+        (
+            lambda text: text.replace("mlp_out.003.safetensors", "../../secret"),
+            "got a file name that is not the site's",
+        ),
+        (lambda text: text.replace("mlp_out", "../x"), "got a file name that is not the site's"),
     ],
 )
 def test_a_sidecar_that_cannot_be_trusted_is_refused(root, sidecar, message):
@@ -176,7 +179,7 @@ def test_a_damaged_shard_stops_no_hub(mixed, layout, caplog):
         file.write(second.read_bytes().replace(b'"request":"2x"', b'"request":"2?"', 1))  # whose hash is another now
     for request in ("new", "2x"):
         write(mixed, {request: (2, 3)}, SITES, layout=layout)
-    assert f"{first}: got it does not begin as a shard does" in caplog.text
+    assert f"{first}: got other first bytes than a shard has" in caplog.text
     assert "new" in capflow.open(mixed).requests()
     assert "new" in [capture.id for capture in capflow.open(mixed)]
 
@@ -250,7 +253,7 @@ def test_a_name_is_taken_by_what_is_left_of_it(tmp_path, on_collision, status):
 
 def test_what_is_not_there_is_named_with_what_is(root):
     dataset = capflow.open(root)
-    with pytest.raises(UsageError, match=r"no such request: got zzz; requests\(\) lists what is there"):
+    with pytest.raises(UsageError, match=r"no such request: got zzz; requests\(\) lists the ids"):
         dataset["zzz"]
     with pytest.raises(UsageError, match=r"got post_block:0, expected one of post_block:2, mlp_out:3"):
         dataset["a"][0, "post_block"]

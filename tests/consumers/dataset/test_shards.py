@@ -48,8 +48,10 @@ def test_a_shard_of_another_format_says_so_whatever_else_its_index_has(tmp_path,
     with monkeypatch.context() as patched:
         patched.setattr(shardseal, "Index", lambda *_: [9, "of another shape"])
         path = write(tmp_path, "float32")
-    (told,) = capflow.open(tmp_path).damaged()
-    assert told.startswith(f"{path} format: got 9, expected {shardseal.FORMAT}; read it with the capflow that wrote it")
+    (message,) = capflow.open(tmp_path).damaged()
+    assert message.startswith(
+        f"{path} format: got 9, expected {shardseal.FORMAT}; read it with the capflow that wrote it"
+    )
 
 
 def test_writers_may_come_and_go_while_it_is_opened(tmp_path):
@@ -134,8 +136,8 @@ def test_pyarrow_reads_a_shard_and_finds_every_checksum_right(tmp_path, dtype, o
 @pytest.mark.parametrize("dtype", NUMPY)
 def test_duckdb_opens_a_shard_as_it_is(tmp_path, dtype, options):
     path = write(tmp_path, dtype, **options)
-    found = duckdb.sql(f"select {', '.join(COLUMNS)}, vector from '{path}'").fetchall()
-    assert rows_of(list(zip(*found, strict=True))[:-1], [row[-1] for row in found], dtype) == expected(dtype)
+    records = duckdb.sql(f"select {', '.join(COLUMNS)}, vector from '{path}'").fetchall()
+    assert rows_of(list(zip(*records, strict=True))[:-1], [row[-1] for row in records], dtype) == expected(dtype)
     (one,) = duckdb.sql(
         f"select token_id from '{path}' where request = 'b/ü' and hook = 'mlp_in' and position = 39"
     ).fetchall()
@@ -147,8 +149,8 @@ def test_polars_opens_a_shard_as_it_is(tmp_path, dtype, options):
     import polars as pl
 
     path = write(tmp_path, dtype, **options)
-    found = pl.read_parquet(path)
-    assert rows_of([found[name].to_list() for name in COLUMNS], found["vector"].to_list(), dtype) == expected(dtype)
+    table = pl.read_parquet(path)
+    assert rows_of([table[name].to_list() for name in COLUMNS], table["vector"].to_list(), dtype) == expected(dtype)
     assert pl.scan_parquet(path).filter(pl.col("request") == "b/ü").collect().height == 80
 
 
@@ -156,9 +158,9 @@ def test_polars_opens_a_shard_as_it_is(tmp_path, dtype, options):
 def test_daft_opens_a_shard_as_it_is(tmp_path, dtype, options):
     import daft
 
-    found = daft.read_parquet(str(write(tmp_path, dtype, **options))).to_arrow()
-    vectors = found["vector"].to_pylist()
-    assert rows_of([found[name].to_pylist() for name in COLUMNS], vectors, dtype) == expected(dtype)
+    table = daft.read_parquet(str(write(tmp_path, dtype, **options))).to_arrow()
+    vectors = table["vector"].to_pylist()
+    assert rows_of([table[name].to_pylist() for name in COLUMNS], vectors, dtype) == expected(dtype)
 
 
 @pytest.mark.parametrize("dtype", NUMPY)
@@ -167,9 +169,9 @@ def test_datasets_opens_a_shard_as_it_is(tmp_path, dtype, options, monkeypatch):
     import datasets
 
     path = write(tmp_path / "root", dtype, **options)
-    found = datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
-    assert found.features["vector"].length == HIDDEN
-    assert rows_of([found[name] for name in COLUMNS], found["vector"], dtype) == expected(dtype)
+    table = datasets.load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+    assert table.features["vector"].length == HIDDEN
+    assert rows_of([table[name] for name in COLUMNS], table["vector"], dtype) == expected(dtype)
 
 
 def test_bfloat16_is_made_of_uint16_again_without_loss(tmp_path):
@@ -279,7 +281,10 @@ def test_each_batch_is_decompressed_once_for_all_of_its_sites(tmp_path, monkeypa
 
 
 def place_in(shard, request, part):
-    """Return where in a shard the first batch of a request has a part: the metadata of its message, its rows, its commit, or the shard's head."""
+    """Return the place of a part of a request's first batch in a shard.
+
+    part: the metadata of its message, its rows, its commit, or the shard's head.
+    """
     entry = capflow.open(shard.parent.parent)[request].entry
     return {
         "metadata": entry.batches[0] + 60,
@@ -393,8 +398,8 @@ def test_capture_numbers_tell_captures_of_one_id_apart(tmp_path):
         consumer.on_frame(make_frame([("r1", 4, 0, 4)], boot=boot))
         consumer.on_request_done(done())
         consumer.close()
-    found = duckdb.sql(f"select distinct request, capture from '{tmp_path}/*.parquet' order by 2").fetchall()
-    assert found == [("r1", 1), ("r1", 2)]
+    numbers = duckdb.sql(f"select distinct request, capture from '{tmp_path}/*.parquet' order by 2").fetchall()
+    assert numbers == [("r1", 1), ("r1", 2)]
 
 
 def test_two_hubs_write_shards_to_one_root(tmp_path):

@@ -37,7 +37,7 @@ def many(tmp_path_factory, request):
 
 
 def all_of(requests, sites=SITES, dtype="bfloat16"):
-    """Return every row of a data set as bytes, with its site, its position and its token id, each as often as it is there."""
+    """Count the rows of a data set, each as bytes with its site, position and token id."""
     return Counter(
         (row_of(name, site, p, dtype=dtype).tobytes(), site, p, token_of(name, p))
         for name, (_, computed) in requests.items()
@@ -48,7 +48,7 @@ def all_of(requests, sites=SITES, dtype="bfloat16"):
 
 def items(rows, batches):
     """Return the rows of batches in the same form, in order."""
-    found = []
+    rows_of = []
     for batch in batches:
         tensor = batch.rows
         assert tensor.shape == (len(batch.sites), rows.hidden_size)
@@ -59,10 +59,10 @@ def items(rows, batches):
         )
         raw = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
         places = zip(batch.sites.tolist(), batch.positions.tolist(), batch.token_ids.tolist(), strict=True)
-        found += [
+        rows_of += [
             (row.tobytes(), rows.sites[site], p, token) for row, (site, p, token) in zip(raw, places, strict=True)
         ]
-    return found
+    return rows_of
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -78,13 +78,13 @@ def test_every_row_comes_once_an_epoch_whoever_loads(many, workers, shuffle_rows
 
 @pytest.mark.parametrize(("world_size", "workers"), [(2, 0), (5, 0), (2, 3)])
 def test_every_row_comes_to_one_rank_and_the_shares_are_even(many, world_size, workers):
-    found, sizes = Counter(), []
+    counts, sizes = Counter(), []
     for rank in range(world_size):
         rows = TorchRows(many, batch_rows=64, shuffle_rows=200, rank=rank, world_size=world_size)
         mine = items(rows, DataLoader(rows, batch_size=None, num_workers=workers))
         sizes.append(len(mine))
-        found.update(mine)
-    assert found == all_of(MANY)
+        counts.update(mine)
+    assert counts == all_of(MANY)
     assert max(sizes) - min(sizes) <= _SHARE_ROWS * max(1, workers)
 
 
@@ -118,14 +118,14 @@ def test_ranks_of_torch_distributed_share_without_being_told(many, tmp_path):
         for rank in (0, 1)
     ]
     try:
-        said = [rank.communicate(timeout=150)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=150)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     everything = all_of(MANY)
     sites = TorchRows(many).sites
     total = sum((sites.index(site) + 1) * (p + 7) * token for _, site, p, token in everything)
-    assert said == [f"{rank} 2 True {everything.total()} {total}\n" for rank in (0, 1)]
+    assert outputs == [f"{rank} 2 True {everything.total()} {total}\n" for rank in (0, 1)]
 
 
 def test_ranks_of_torchrun_are_known_before_a_group_is(root, monkeypatch):
@@ -173,9 +173,9 @@ def test_without_shuffling_rows_come_as_they_lie(root):
     rows = TorchRows(root, ["mlp_out:3"], batch_rows=20, shuffle_rows=0)
     batches = list(rows)
     assert [len(batch.rows) for batch in batches] == [20] * 8 + [2]
-    found = [(site, p, token) for _, site, p, token in items(rows, batches)]
+    places = [(site, p, token) for _, site, p, token in items(rows, batches)]
     expected = [(SITES[2], p, token_of(name, p)) for name in ("a", "b/c", "long") for p in range(REQUESTS[name][1])]
-    assert found == expected
+    assert places == expected
 
 
 def test_a_shuffled_batch_mixes_what_the_buffer_holds(many):
@@ -229,11 +229,11 @@ def test_captures_of_one_id_all_come(tmp_path, world_size):
     for computed in (90, 150):
         write(tmp_path / "rows", {"r": (2, computed)}, on_collision="suffix")
         expected.update(all_of({"r": (2, computed)}))
-    found = Counter()
+    counts = Counter()
     for rank in range(world_size):
         rows = TorchRows(tmp_path / "rows", rank=rank, world_size=world_size)
-        found.update(items(rows, rows))
-    assert found == expected
+        counts.update(items(rows, rows))
+    assert counts == expected
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_a_capture_that_was_replaced_or_removed_is_an_error(tmp_path):
     root = write(tmp_path / "rows")
     rows = TorchRows(root)
     write(root, {"long": (4, 20)}, on_collision="overwrite")
-    with pytest.raises(CapflowError, match="request 'long' is not what it was; make another TorchRows"):
+    with pytest.raises(CapflowError, match="request 'long' has changed; make a new TorchRows"):
         list(rows)
     assert sum(len(batch.rows) for batch in TorchRows(root)) == 3 * (9 + 3 + 20)
 

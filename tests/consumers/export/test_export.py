@@ -287,7 +287,7 @@ def test_what_is_no_data_set_and_one_without_rows_are_refused(tmp_path):
     (tmp_path / "empty" / ".lock").touch()
     done = export(tmp_path / "empty", tmp_path / "out", "safetensors")
     assert done.returncode == 2
-    assert "got no rows, expected a data set that has some; a request appears in it when it is over" in done.stderr
+    assert "got no rows, expected a data set that has some; a request appears when it has ended" in done.stderr
 
 
 def test_a_full_disk_leaves_nothing_that_looks_whole(root, tmp_path):

@@ -155,8 +155,8 @@ def test_what_neither_expects_is_the_results(which):
     def failing(_):
         raise ZeroDivisionError(which)
 
-    def write(what):
-        return what if which == "publish" else failing(what)
+    def write(request):
+        return request if which == "publish" else failing(request)
 
     def publish(group):
         return failing(group)

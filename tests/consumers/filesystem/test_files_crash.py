@@ -1,4 +1,4 @@
-"""A filesystem consumer that is killed at any call that changes the disk: what it acknowledged is there, whole, and once."""
+"""A filesystem consumer that is killed at any call that changes the disk: acknowledged requests are there, once."""
 
 from __future__ import annotations
 

@@ -1,18 +1,27 @@
-"""Parquet whose vectors lie in it as they lie in memory: pages and footers, made here because libraries copy vectors value by value.
+"""Parquet whose vectors lie in the file as they lie in memory.
 
-What always holds: a page of vectors ends in its rows, `[n, size]` in C order, so that whoever has written those bytes for another
-reason (`capflow_consumers.dataset.shards.file`: a message of an Arrow stream) has written the page by writing `vector_head` before them.
+Its pages and footers are made here, because libraries copy vectors value by value.
 
-float32 and float16 are PLAIN. bfloat16 is kept as uint16, for which Parquet has INT32 only, of four bytes. A dictionary of all
-65,536 numbers in their order makes each number its own index, and indices of 16 bits, packed, are the rows themselves.
-https://parquet.apache.org/docs/file-format/ is the format; each page has its CRC32.
+Invariant: a page of vectors ends in its rows, `[n, size]` in C order. So a writer that has written those bytes for
+another reason (the message of an Arrow stream, in `capflow_consumers.dataset.shards.file`) makes them a page by writing
+`vector_head` before them.
 
-Why this is not `pyarrow.parquet.ParquetWriter`, given the Arrow stream at the seal: that copies every row and has no
-column of 16 bits. Measured against it on two cores, requests of 3.7 and 59 MB of bfloat16, medians of five turns in
-alternation: a hub writes 3.9 to 13 times as fast, and 1.05 to 1.11 bytes go to the disk for each byte of rows in the
-place of 3.0; a sealed file is half as large; the process's memory peaks at 221 MB in the place of 854. Rows as opaque
-binary, which no reader takes for numbers, still cost 1.8 to 2.8 times the time and 2.0 bytes. The CRC32 is isal's:
-zlib's takes a quarter of the speed away where the disk is not waited for.
+float32 and float16 are PLAIN. bfloat16 is stored as uint16, for which Parquet has INT32 only, of four bytes. A
+dictionary of all 65,536 numbers in order makes each number its own index, and packed indices of 16 bits are the rows
+themselves. Each page has its CRC32.
+https://parquet.apache.org/docs/file-format/ is the format.
+
+Why this is not `pyarrow.parquet.ParquetWriter`, fed from the Arrow stream at the seal: that writer copies every row and
+has no column of 16 bits. Measured against it on two cores, with requests of 3.7 and 59 MB of bfloat16, medians of five
+turns in alternation:
+
+* A hub writes 3.9 to 13 times as fast.
+* 1.05 to 1.11 bytes go to the disk for each byte of rows, instead of 3.0.
+* A sealed file is half as large.
+* The memory of the process peaks at 221 MB instead of 854 MB.
+
+Rows as opaque binary, which no reader takes for numbers, still cost 1.8 to 2.8 times the time and 2.0 bytes. The CRC32
+is isal's: zlib's costs a quarter of the speed where the disk is not waited for.
 """
 
 from __future__ import annotations
@@ -38,8 +47,10 @@ _UTF8, _LIST, _UINT16, _UINT64 = 0, 3, 12, 14
 _DATA_PAGE, _DICTIONARY_PAGE = 0, 2
 _ZSTD = 6
 _NUMBERS = 1 << 16
-_BOUND_LENGTH_MAX = 256  # of a text in the statistics
-_DICTIONARY_WORTH_BYTES = 1 << 20  # of rows; the dictionary takes a quarter of it
+# The longest text in the statistics, bytes.
+_BOUND_LENGTH_MAX = 256
+# Bytes of rows from which bfloat16 has the dictionary, which takes a quarter of that.
+_DICTIONARY_WORTH_BYTES = 1 << 20
 
 _VECTOR_TYPES: dict[str, tuple[int, Any]] = {
     "bfloat16": (_INT32, pa.uint16()),
@@ -49,11 +60,14 @@ _VECTOR_TYPES: dict[str, tuple[int, Any]] = {
 
 
 class ColumnChunk(NamedTuple):
-    """A column of one row group: where its pages begin in the file, or in the bytes that hold them, and what they are.
+    """A column of one row group.
 
-    data_page: where the data page begins, behind a dictionary where it is not 0.
-    plain_bytes: of the pages without compression.
-    lowest, highest: of the values, encoded, where known.
+    begin: where its pages begin, in the file or in the bytes that hold them.
+    nbytes: the length of the pages.
+    data_page: where the data page begins, from `begin`; 0 where there is no dictionary before it.
+    values: how many values there are.
+    plain_bytes: the length of the pages without compression.
+    lowest, highest: the bounds of the values, encoded; None where unknown.
     """
 
     begin: int
@@ -67,9 +81,11 @@ class ColumnChunk(NamedTuple):
 
 
 class VectorPages(NamedTuple):
-    """Pages of vectors, or what stands before their rows: the data page begins at `data_page`, behind its header at `body`.
+    """Pages of vectors, or the part of them before the rows.
 
-    plain_body: how long the body is without compression.
+    data_page: where the data page begins; 0 where there is no dictionary before it.
+    body: where the data page's body begins, behind its header.
+    plain_body: the length of the body without compression.
     """
 
     bytes: bytes
@@ -79,17 +95,22 @@ class VectorPages(NamedTuple):
 
 
 class RowGroup(NamedTuple):
-    """Chunks in the order of the columns, the vectors last, and how many rows they have."""
+    """The columns of a row group.
+
+    rows: how many rows there are.
+    chunks: in the order of the columns, the vectors last.
+    """
 
     rows: int
     chunks: list[ColumnChunk]
 
 
 def schema(kind: str, size: int, about: dict[str, str]) -> pa.Schema:
-    """Return the columns as Arrow has them.
+    """Return the columns as an Arrow schema.
 
     kind: `bfloat16`, `float16` or `float32`.
-    about: what the schema says beside.
+    size: the length of a vector.
+    about: the metadata of the schema.
     """
     columns = [
         ("request", pa.string()),
@@ -108,12 +129,12 @@ def schema(kind: str, size: int, about: dict[str, str]) -> pa.Schema:
 
 
 def vector_type(kind: str, size: int) -> Any:
-    """Return the Arrow type of a row."""
+    """Return the Arrow type of a vector."""
     return pa.list_(pa.field("element", _VECTOR_TYPES[kind][1], nullable=False), size)
 
 
 def numbers(values: npt.NDArray[Any]) -> tuple[bytes, ColumnChunk]:
-    """Return the page of a column of int32 or uint64."""
+    """Return the page of a column of int32 or uint64, and its chunk, which begins at 0."""
     page = _data_page(values.tobytes(), len(values), _PLAIN)
     signed = values.dtype.kind == "i"
     lowest, highest = (values.min().tobytes(), values.max().tobytes()) if signed else (None, None)
@@ -121,9 +142,10 @@ def numbers(values: npt.NDArray[Any]) -> tuple[bytes, ColumnChunk]:
 
 
 def texts(words: Sequence[str], runs: Iterable[tuple[int, int]]) -> tuple[bytes, ColumnChunk]:
-    """Return the pages of a column of texts.
+    """Return the pages of a column of texts, and their chunk, which begins at 0.
 
-    runs: `(index, count)` of the words in their order.
+    words: the different texts.
+    runs: `(index, count)` of the words, in the order of the rows.
     """
     encoded = [word.encode("utf-8", "replace") for word in words]
     width = max(1, (len(words) - 1).bit_length())
@@ -140,9 +162,10 @@ def texts(words: Sequence[str], runs: Iterable[tuple[int, int]]) -> tuple[bytes,
 
 
 def vector_head(kind: str, size: int, rows: int, crc: int, nbytes: int) -> VectorPages:
-    """Return what stands before rows `[rows, size]` of `nbytes` to make them pages.
+    """Return the bytes that make rows `[rows, size]` pages when they stand before them.
 
-    crc: of `vector_levels` and the rows after them.
+    crc: the CRC32 of `vector_levels` and the rows after them.
+    nbytes: the length of the rows.
     """
     dictionary = _numbers_page(compressed=False) if kind == "bfloat16" else b""
     header, levels = _vector_header(kind, size, rows, crc, nbytes), vector_levels(kind, size, rows)
@@ -151,14 +174,17 @@ def vector_head(kind: str, size: int, rows: int, crc: int, nbytes: int) -> Vecto
 
 
 def vector_head_bytes_max(kind: str, size: int, rows: int, nbytes: int) -> int:
-    """Return how long that can become, whatever the CRC32 is."""
+    """Return the largest length of `vector_head` over all values of the CRC32."""
     dictionary = len(_numbers_page(compressed=False)) if kind == "bfloat16" else 0
-    longest = 1 << 31
-    return dictionary + len(_vector_header(kind, size, rows, longest, nbytes)) + len(vector_levels(kind, size, rows))
+    crc = 1 << 31  # the CRC32 with the longest encoding
+    return dictionary + len(_vector_header(kind, size, rows, crc, nbytes)) + len(vector_levels(kind, size, rows))
 
 
 def vector_pages(kind: str, size: int, rows: int, values: bytes, *, compressed: bool) -> VectorPages:
-    """Return rows `[rows, size]` as pages; few rows of bfloat16 without the dictionary, in 32 bits a number."""
+    """Return rows `[rows, size]` as pages.
+
+    Few rows of bfloat16, and rows whose numbers are no multiple of 8, go without the dictionary, in 32 bits a number.
+    """
     wide = kind == "bfloat16" and (len(values) < _DICTIONARY_WORTH_BYTES or rows * size % 8)
     if wide:
         values = np.frombuffer(values, np.uint16).astype(np.int32).tobytes()
@@ -171,9 +197,15 @@ def vector_pages(kind: str, size: int, rows: int, values: bytes, *, compressed: 
 
 
 def page_rows(kind: str, size: int, rows: int, page: Any, plain_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return the rows of a compressed data page without its header, as bytes `[rows, row_bytes]`."""
+    """Decompress the body of a compressed data page; return its rows `[rows, row_bytes]` uint8.
+
+    plain_bytes: the length of the body without compression.
+
+    Raises ValueError when that length fits no such rows.
+    """
     plain = np.frombuffer(pa.decompress(page, plain_bytes, "zstd"), np.uint8)
-    for wide in (True, False):  # the second has levels only where the first is not what was written
+    # `wide` first: without it, bfloat16 comes only in multiples of 8 numbers.
+    for wide in (True, False):
         levels = len(vector_levels("float32" if wide else kind, size, rows))
         item = 4 if wide else _VECTOR_TYPES[kind][1].bit_width // 8
         if levels + rows * size * item == plain_bytes and (kind == "bfloat16" or not wide):
@@ -185,7 +217,7 @@ def page_rows(kind: str, size: int, rows: int, page: Any, plain_bytes: int) -> n
 
 @functools.lru_cache(maxsize=64)
 def vector_levels(kind: str, size: int, rows: int) -> bytes:
-    """Return what says in a page that rows are lists of `size` numbers."""
+    """Return the levels at the start of a page's body: they say that each row is a list of `size` numbers."""
     count = rows * size
     row = varint(1 << 1) + b"\0" + (varint((size - 1) << 1) + b"\1" if size > 1 else b"")
     start = b""
@@ -196,7 +228,11 @@ def vector_levels(kind: str, size: int, rows: int) -> bytes:
 
 
 def footer(columns: pa.Schema, groups: Sequence[RowGroup], created_by: str) -> bytes:
-    """Return the end of a file, from the metadata to the last byte."""
+    """Return the end of a file, from the metadata to the last byte.
+
+    columns: as of `schema`.
+    created_by: the name and version of the writer.
+    """
     leaves = [_path(field) for field in columns]
     elements = [struct((4, BINARY, b"schema"), (5, I32, len(columns)))]
     for field in columns:
@@ -224,7 +260,13 @@ def footer(columns: pa.Schema, groups: Sequence[RowGroup], created_by: str) -> b
 
 
 def vector_chunk(begin: int, length: int, values: int, pages: VectorPages, *, compressed: bool) -> ColumnChunk:
-    """Return the chunk that pages of vectors are which lie at `begin`, with the rows behind them `length` bytes long."""
+    """Return the chunk of pages of vectors.
+
+    begin: where they lie in the file.
+    length: the length of the pages, with the rows behind them.
+    values: how many numbers there are.
+    pages: their parts.
+    """
     dictionary = len(_numbers_page(compressed=False)) if pages.data_page else 0
     plain_bytes = dictionary + pages.body - pages.data_page + pages.plain_body
     return ColumnChunk(begin, length, pages.data_page, values, plain_bytes, compressed)
@@ -260,14 +302,14 @@ def _column_chunk(chunk: ColumnChunk, kind: int, path: tuple[bytes, ...]) -> byt
 
 @functools.lru_cache(maxsize=64)
 def _column_head(kind: int, path: tuple[bytes, ...], *, dictionary: bool, compressed: bool) -> bytes:
-    """Return the first four fields of a chunk's metadata, which are those of every row group."""
+    """Return the first four fields of a chunk's metadata, encoded; they are the same in every row group."""
     fields = struct(
         (1, I32, kind),
         (2, LIST, (I32, [_PLAIN, _RLE, _RLE_DICTIONARY] if dictionary else [_PLAIN, _RLE])),
         (3, LIST, (BINARY, path)),
         (4, I32, _ZSTD if compressed else 0),
     )
-    return fields[:-1]  # without the end
+    return fields[:-1]  # without the end mark
 
 
 def _path(field: pa.Field) -> tuple[bytes, ...]:
@@ -282,7 +324,7 @@ def _physical(kind: Any) -> int:
 
 
 def _elements(field: pa.Field) -> list[bytes]:
-    """Return the elements of the schema that a column has."""
+    """Return the schema elements of a column."""
     name, kind = field.name.encode(), field.type
     if not pa.types.is_fixed_size_list(kind):
         return [_leaf(name, kind)]
@@ -329,7 +371,7 @@ def _dictionary_page(body: bytes, values: int, plain_bytes: int | None = None) -
 
 @functools.lru_cache(maxsize=2)
 def _numbers_page(*, compressed: bool) -> bytes:
-    """Return the dictionary of which each number of 16 bits is its own index."""
+    """Return the page of the dictionary in which each 16-bit number is its own index."""
     body = np.arange(_NUMBERS, dtype=np.int32).tobytes()
     page = pa.compress(body, "zstd", asbytes=True) if compressed else body
     return _dictionary_page(page, _NUMBERS, len(body))
@@ -342,7 +384,10 @@ def _vector_header(kind: str, size: int, rows: int, crc: int, nbytes: int) -> by
 
 
 def _page_header(kind: int, plain_bytes: int, nbytes: int, crc: int, values: int, encoding: int) -> bytes:
-    """Return the header of a page; the CRC32 is that of the page's bytes as they are stored."""
+    """Return the header of a page.
+
+    crc: of the page's bytes as they are stored.
+    """
     signed = crc - (1 << 32) if crc >> 31 else crc
     return struct(
         (1, I32, kind),
@@ -355,7 +400,7 @@ def _page_header(kind: int, plain_bytes: int, nbytes: int, crc: int, values: int
 
 @functools.lru_cache(maxsize=64)
 def _page_kind(kind: int, values: int, encoding: int) -> bytes:
-    """Return what a page's header says of its values, which the columns of a row group mostly have in common."""
+    """Return the part of a page's header about its values, which is mostly the same in a row group's columns."""
     if kind == _DATA_PAGE:
         return struct((1, I32, values), (2, I32, encoding), (3, I32, _RLE), (4, I32, _RLE))
     return struct((1, I32, values), (2, I32, encoding))

@@ -1,6 +1,6 @@
-"""The shards of a data set: which captures are in them, also in those that are still written, and their rows.
+"""The shards of a data set, also those being written: which captures are in them, and their rows.
 
-What always holds: a capture is seen when its commit is written, and not before. Damage hides what it is in, and nothing else.
+Invariant: a capture is seen once its commit is written. Damage hides the captures that it touches, and no others.
 """
 
 from __future__ import annotations
@@ -34,25 +34,24 @@ _format_decoder = msgspec.msgpack.Decoder(seal.IndexFormat)
 _index_decoder = msgspec.msgpack.Decoder(seal.Index)
 
 
-class LastRows:
-    """The batch that was decompressed last: the next site that is asked for mostly lies in it, too."""
-
-    def __init__(self) -> None:
-        # Its shard and where it ends, and its rows.
-        self.found: tuple[tuple[str, int], npt.NDArray[Any]] | None = None
+LastRows = dict[tuple[str, int], npt.NDArray[Any]]
+"""The rows of the batch that was decompressed last, by its shard and its end; the next site mostly lies in it too."""
 
 
 class Shard:
-    """A mapped shard; entries: its captures. sealed: whether it is a whole Parquet file; end: where its last commit ends, where it is not.
+    """A mapped shard.
 
-    damage: what of it cannot be read, captures that the index names apart.
-
-    last: of all shards of a set.
+    path: where it lies.
+    last: shared by all shards of a set.
+    entries: its captures.
+    damage: the errors of parts that cannot be read; captures that the index lists are not among them.
+    sealed: whether it is a whole Parquet file.
+    end: where the last commit ends, in a shard that is not sealed.
     """
 
     def __init__(self, path: Path, last: LastRows | None = None) -> None:
         self.path = path
-        self._last = last or LastRows()
+        self._last: LastRows = {} if last is None else last
         self.entries: list[Entry] = []
         self.damage: list[CapflowError] = []
         self.sealed = False
@@ -62,7 +61,7 @@ class Shard:
         self._index: seal.Index | None = None
 
     def open(self) -> None:
-        """Map the file and read its index, or its stream where it has none that is right.
+        """Map the file and read its index; scan the stream where the index is missing or damaged.
 
         Raises CapflowError when no capture can be read, and OSError when the file is gone.
         """
@@ -74,7 +73,7 @@ class Shard:
                 self._read_index(*self._located.index_at)
                 return
             if not self.path.parent.name.startswith(layout.PARTIAL_PREFIX):
-                raise damaged(self.path, "no index where it should end", "a whole shard")
+                raise damaged(self.path, "no index at its end", "a whole shard")
         except UsageError:
             raise
         except CapflowError as e:
@@ -82,7 +81,7 @@ class Shard:
         self.scan()
 
     def map(self) -> None:
-        """Map the file; raises CapflowError when it is no shard's, and OSError."""
+        """Map the file; raises CapflowError when it is no shard, and OSError."""
         fd = open_regular(self.path)
         try:
             size = os.fstat(fd).st_size
@@ -100,7 +99,7 @@ class Shard:
             self.damage.append(error)
 
     def capture(self, entry: Entry) -> ShardCapture:
-        """Return a capture; raises CapflowError when what is there is not what was written."""
+        """Return a capture; raises CapflowError when it is damaged."""
         try:
             sidecar = _sidecar(decode(self.file, entry.batches[-1], self.kind, self.schema))
         except ValueError as e:
@@ -112,14 +111,17 @@ class Shard:
         if batch.rows is not None:
             return batch.rows
         key = (self.path.name, batch.end)
-        found = self._last.found
-        if found is None or found[0] != key:
-            self._last.found = found = None  # before the next one takes memory
-            self._last.found = found = (key, rows_of(batch, self.kind))
-        return found[1]
+        rows = self._last.get(key)
+        if rows is None:
+            self._last.clear()  # before the next batch takes memory
+            rows = self._last[key] = rows_of(batch, self.kind)
+        return rows
 
     def verify(self) -> None:
-        """Check all but the rows of captures, which each checks itself; raise CapflowError when a bit of it is not what was written."""
+        """Check all bytes but the rows of captures, which each capture checks itself.
+
+        Raises CapflowError for the first damage.
+        """
         if self.damage:
             raise self.damage[0]
         if self._index is None or self._located is None:
@@ -137,39 +139,40 @@ class Shard:
         if xxhash.xxh3_64_intdigest(text) != digest:
             raise damaged(self.path, "another checksum of the index", "what was written")
         try:
-            known = _format_decoder.decode(text).format
-            if known != seal.FORMAT:
+            number = _format_decoder.decode(text).format
+            if number != seal.FORMAT:
                 do = "read it with the capflow that wrote it, or a newer one"
-                raise UsageError(explain(f"{self.path} format", got=known, expected=str(seal.FORMAT), do=do))
+                raise UsageError(explain(f"{self.path} format", got=number, expected=str(seal.FORMAT), do=do))
             self._index = _index_decoder.decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             raise damaged(self.path, str(e), "an index") from e
         self.entries = self._index.requests
 
     def scan(self) -> None:
-        """Find the captures in the stream, whatever the index says; one that is not whole is left out, and `damage` tells of it."""
+        """Find the captures in the stream, without the index. `damage` gets an error for each that is not whole."""
         self.end = self._begin
         self.entries = []
-        mine: list[int] = []
+        # Of the request that is not committed yet: where its batches begin, its rows, and its damage.
+        begins: list[int] = []
         rows = 0
-        holes: list[CapflowError] = []  # since the last commit
+        holes: list[CapflowError] = []
         for place, batch in batches(self.file, self.kind, self.schema, self._begin):
             if batch is None:
                 holes.append(damaged(self.path, f"no batch at byte {place}", "one of a request"))
-                mine, rows = [], 0
+                begins, rows = [], 0
                 continue
-            mine.append(place)
+            begins.append(place)
             if batch.sidecar is None:
                 rows += len(batch.positions)
                 continue
             try:
                 sidecar = _sidecar(batch, rows)
-                self.entries.append(Entry(sidecar.request, sidecar.engine, mine))
+                self.entries.append(Entry(sidecar.request, sidecar.engine, begins))
             except ValueError as e:
                 holes.append(damaged(self.path, f"{e} at byte {place}", "a request"))
             self.damage += holes
             self.end = batch.end
-            mine, rows, holes = [], 0, []
+            begins, rows, holes = [], 0, []
 
 
 class ShardCapture(RequestCapture):
@@ -182,12 +185,15 @@ class ShardCapture(RequestCapture):
         self._batches: list[StoredBatch] | None = None
 
     def in_batches(self, site: tuple[int, str] | str) -> Iterator[Rows]:
-        """Yield a site's rows batch by batch, mapped, or decompressed one batch after another; raises as `capture[site]` does."""
+        """Yield a site's rows batch by batch, mapped or decompressed one after another.
+
+        Raises as `capture[site]` does.
+        """
         entry = self._entries.get(site_of(site))
         yield from (self[site],) if entry is None else self._parts(entry)
 
     def positions(self, site: tuple[int, str] | str) -> npt.NDArray[np.int64]:
-        """Return the positions `[n]` of a site's rows, without decompressing these; raises as `capture[site]` does."""
+        """Return the positions `[n]` of a site's rows, without decompressing; raises as `capture[site]` does."""
         entry = self._entries.get(site_of(site))
         if entry is None:
             return super().positions(site)
@@ -195,10 +201,10 @@ class ShardCapture(RequestCapture):
         return every[entry.offset : entry.offset + entry.rows]
 
     def _rows(self, entry: layout.SiteFile) -> Rows:
-        found = list(self._parts(entry))
-        if len(found) == 1:
-            return found[0]
-        return _read_only(Rows(*(np.concatenate(arrays) for arrays in zip(*found, strict=True))))
+        parts = list(self._parts(entry))
+        if len(parts) == 1:
+            return parts[0]
+        return _read_only(Rows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True))))
 
     def _parts(self, entry: layout.SiteFile) -> Iterator[Rows]:
         kind = self._shard.kind
@@ -206,9 +212,8 @@ class ShardCapture(RequestCapture):
         ends = np.cumsum([len(batch.positions) for batch in batches]).tolist()
         first, last = entry.offset, entry.offset + entry.rows
         if last > (ends[-1] if ends else 0) or first == last:
-            raise damaged(
-                self.path, f"{ends[-1] if ends else 0} rows of {self.id}", f"{self.sidecar.rows} as its sidecar says"
-            )
+            got, expected = f"{ends[-1] if ends else 0} rows of {self.id}", f"{self.sidecar.rows}, as its sidecar says"
+            raise damaged(self.path, got, expected)
         for batch, end in zip(batches, ends, strict=True):
             begin = end - len(batch.positions)
             low, high = max(first - begin, 0), min(last, end) - begin
@@ -218,14 +223,14 @@ class ShardCapture(RequestCapture):
                 yield _read_only(Rows(rows, positions, batch.token_ids[low:high]))
 
     def verify_rows(self) -> None:
-        """Compare every row with its hash, and every site's positions, tokens and hashes with the sidecar's."""
+        """Compare every row with its hash, and each site's columns with the sidecar's checksum."""
         batches = self._decoded()
         for number, batch in enumerate(batches):
             hashes = np.empty(len(batch.hashes), np.uint64)
             hashes_of(self._bytes(batch), hashes)
             if (bad := np.flatnonzero(hashes != batch.hashes)).size:
-                what = f"another checksum of row {bad[0]} of batch {number} of {self.id}"
-                raise damaged(self.path, what, "the row that was written")
+                got = f"another checksum of row {bad[0]} of batch {number} of {self.id}"
+                raise damaged(self.path, got, "the row that was written")
         columns = [np.concatenate(arrays) for arrays in zip(*(b[:3] for b in batches), strict=True)] if batches else []
         for entry in self.sidecar.sites:
             part = slice(entry.offset, entry.offset + entry.rows)
@@ -251,36 +256,39 @@ class ShardCapture(RequestCapture):
 
 
 class ShardSet:
-    """The shards under a root; `refresh` finds those that came. Captures come in the order in which their shards were begun.
+    """The shards under a root, in the order in which they were begun.
 
-    What is damaged is no error here but a `Damage` in its place.
+    sealed_only: whether to leave out the shards that are being written.
+
+    Damage raises no error here; a `Damage` takes the place of what cannot be read.
     """
 
     def __init__(self, root: Path, *, sealed_only: bool = False) -> None:
         self.root = root
         self.sealed_only = sealed_only
         self._shards: dict[str, Shard] = {}
-        self._last = LastRows()
-        # Shards of which nothing can be read.
+        self._last: LastRows = {}
+        # Shards that cannot be read at all.
         self._unread: dict[str, Damage] = {}
-        self._found: dict[str, list[tuple[Shard, Entry]]] | None = None
+        # The captures of each id; None until they are asked for.
+        self._by_id: dict[str, list[tuple[Shard, Entry]]] | None = None
 
     def refresh(self) -> None:
-        """Look for shards that are new, sealed since, or have grown; raises OSError when the root cannot be listed."""
+        """Look for shards that are new, sealed since or grown; raises OSError when the root cannot be listed."""
         writers = () if self.sealed_only else self.root.glob(f"{layout.PARTIAL_PREFIX}*")
         paths = {path.name: path for writer in writers for path in found_in(writer, PATTERN)}
         paths |= {path.name: path for path in self.root.glob(PATTERN)}
         if self._shards.keys() - paths.keys():
             self._shards = {name: shard for name, shard in self._shards.items() if name in paths}
-            self._found = None
+            self._by_id = None
         self._unread = {}
         for name, path in paths.items():
-            known = self._shards.get(name)
-            if known is None or not known.sealed or known.path != path:
-                self._open(name, path, known)
+            shard = self._shards.get(name)
+            if shard is None or not shard.sealed or shard.path != path:
+                self._open(name, path, shard)
 
     def find(self, request_id: str) -> Iterator[ShardCapture | Damage]:
-        """Yield the captures of an id in the shards that are known."""
+        """Yield the captures of an id, as of the last refresh."""
         for shard, entry in self._entries_of(request_id):
             try:
                 yield shard.capture(entry)
@@ -297,14 +305,13 @@ class ShardSet:
 
     @property
     def damage(self) -> list[Damage]:
-        """What of the shards cannot be read, captures that an index names apart."""
-        found = [
-            Damage(shard.path, error, of_capture=False) for shard in self._shards.values() for error in shard.damage
-        ]
-        return [*self._unread.values(), *found]
+        """The damage of the shards, without that of captures that an index lists."""
+        shards = self._shards.values()
+        parts = [Damage(shard.path, error, of_capture=False) for shard in shards for error in shard.damage]
+        return [*self._unread.values(), *parts]
 
     def verify(self) -> Iterator[Damage]:
-        """Check every shard as a whole; yield the first that is wrong with each, and what is of none that can be read."""
+        """Check every shard as a whole; yield the first damage of each, and the shards that cannot be read."""
         yield from self._unread.values()
         for shard in self._shards.values():
             try:
@@ -313,40 +320,44 @@ class ShardSet:
                 yield Damage(shard.path, e, of_capture=False)
 
     def _entries_of(self, request_id: str) -> Sequence[tuple[Shard, Entry]]:
-        if self._found is None:
-            self._found = {}
+        if self._by_id is None:
+            self._by_id = {}
             for shard, entry in self._entries():
-                self._found.setdefault(entry.request, []).append((shard, entry))
-        return self._found.get(request_id, ())
+                self._by_id.setdefault(entry.request, []).append((shard, entry))
+        return self._by_id.get(request_id, ())
 
     def _entries(self) -> Iterator[tuple[Shard, Entry]]:
         for name in sorted(self._shards):
             yield from zip(itertools.repeat(self._shards[name]), self._shards[name].entries)
 
-    def _open(self, name: str, path: Path, known: Shard | None) -> None:
+    def _open(self, name: str, path: Path, before: Shard | None) -> None:
         shard = Shard(path, self._last)
         try:
-            if known is not None and known.path == path and known.file.size == path.stat().st_size:
+            if before is not None and before.path == path and before.file.size == path.stat().st_size:
                 return
             shard.open()
         except CapflowError as e:
-            if path.parent == self.root:  # else it has just been begun, and holds nothing yet
+            if path.parent == self.root:  # a shard that was just begun cannot be read yet
                 self._unread[name] = Damage(path, e, of_capture=False)
             return
-        except FileNotFoundError:  # sealed meanwhile, and elsewhere
+        except FileNotFoundError:  # sealed meanwhile, and moved to the root
             sealed = self.root / name
             if path != sealed and sealed.exists():
-                self._open(name, sealed, known)
+                self._open(name, sealed, before)
             return
         except OSError as e:
             self._unread[name] = Damage(path, damaged(path, e.strerror or str(e), "a shard"), of_capture=False)
             return
         self._shards[name] = shard
-        self._found = None
+        self._by_id = None
 
 
 def site_digest(positions: npt.NDArray[Any], token_ids: npt.NDArray[Any], hashes: npt.NDArray[Any]) -> str:
-    """Return the xxh3 of what a shard has of a site beside its rows: positions and token ids int32, the rows' hashes uint64."""
+    """Return the xxh3 of a site's columns in a shard, all but the rows themselves.
+
+    positions, token_ids: hashed as int32.
+    hashes: of the rows, hashed as uint64.
+    """
     columns = (positions, np.int32), (token_ids, np.int32), (hashes, np.uint64)
     return xxhash.xxh3_64_hexdigest(b"".join([np.asarray(column, dtype).tobytes() for column, dtype in columns]))
 
@@ -358,7 +369,7 @@ def _read_only(rows: Rows) -> Rows:
 
 
 def _kind_within(file: Any) -> Kind | None:
-    """Return what the rows of a stream are whose head is damaged, by what is left of it; None when nothing says so."""
+    """Infer the kind of rows from surviving sidecars when the stream's head is damaged; None when there are none."""
     for _, sidecar in layout.sidecars_within(file):
         dtype = next((entry.dtype for entry in sidecar.sites if entry.dtype), sidecar.dtype)
         for compressed in (False, True):
@@ -369,7 +380,12 @@ def _kind_within(file: Any) -> Kind | None:
 
 
 def _sidecar(batch: StoredBatch, rows: int | None = None) -> layout.Sidecar:
-    """Return the sidecar of a commit; raises ValueError where there is none, or other than `rows` rows came before it."""
+    """Return the sidecar of a commit.
+
+    rows: how many rows came before it, where that is known.
+
+    Raises ValueError when the batch has no sidecar, or the sidecar has another number of rows.
+    """
     if batch.sidecar is None:
         raise ValueError("no sidecar")
     sidecar = layout.read_sidecar(batch.sidecar)

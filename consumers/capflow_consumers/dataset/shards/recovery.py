@@ -1,9 +1,9 @@
-"""What a dead writer left of a shard: its whole requests are sealed, and it is kept where some of what was promised cannot be read.
+"""Recovery of a shard whose writer died: its whole requests are sealed, and a damaged file is kept.
 
     ROOT/shard~N-….parquet              every request that is whole
-    ROOT/.damaged-shard~N-….parquet     the file as it was found, where more than a torn end is wrong with it
+    ROOT/.damaged-shard~N-….parquet     the file as it was, where more than a torn end is wrong with it
 
-What always holds: only what lies behind the last whole commit, and has no commit that was written to its end, is thrown away.
+Invariant: nothing is deleted but bytes behind the last whole commit, and these only if they hold no complete commit.
 """
 
 from __future__ import annotations
@@ -27,49 +27,50 @@ logger = logging.getLogger("capflow.consumer")
 DAMAGED_PREFIX = ".damaged-"
 
 _COPIES_NAME = "copies"
-_COMMIT_END_BYTES = 8  # behind a commit's sidecar, and a row where rows are not compressed
+# The bytes behind a commit's sidecar, with a row before them where rows are not compressed.
+_COMMIT_END_BYTES = 8
 
 
 def recover(path: Path, root: Path) -> None:
-    """Seal what a dead writer left of a shard: every request in it that is whole. Raises OSError."""
+    """Seal every whole request in the shard of a dead writer. Raises OSError."""
     shard = Shard(path)
     whole: list[Entry] = []
-    lost: list[str] = []
+    problems: list[str] = []
     try:
         shard.map()
         shard.scan()
     except CapflowError as e:
         if _has_commit(shard.file, _COMMIT_END_BYTES):
-            lost.append(str(e))
+            problems.append(str(e))
     else:
-        lost += map(str, shard.damage)
+        problems += map(str, shard.damage)
         room = _COMMIT_END_BYTES + (0 if shard.kind.compressed else shard.kind.row_bytes)
         if _has_commit(shard.file.slice(shard.end), room):
-            lost.append(f"{path}: a commit behind byte {shard.end} cannot be read")
+            problems.append(f"{path}: a commit behind byte {shard.end} cannot be read")
     for entry in shard.entries:
         try:
             shard.capture(entry).verify_rows()
         except CapflowError as e:
-            lost.append(f"request {entry.request} is not kept: {e}")
+            problems.append(f"request {entry.request} is lost: {e}")
         else:
             whole.append(entry)
-    if not lost:
+    if not problems:
         publish(path, shard.end, whole, root, sync=True)
     else:
         kept = root / f"{DAMAGED_PREFIX}{path.name}"
-        for what in lost:
-            logger.error("%s", what)
+        for problem in problems:
+            logger.error("%s", problem)
         if whole:
             copy = _copy(shard, whole)
-            publish(copy.path, copy.end, [Entry(*request) for request in copy.requests], root, sync=True)
+            publish(copy.path, copy.end, copy.requests, root, sync=True)
         path.rename(kept)
         disk.sync(root)
-        logger.error("%s is damaged, and kept as %s; delete it when nothing is to be had of it", path.name, kept)
-    logger.info("%s has %d requests that a writer left who did not seal it", root / path.name, len(whole))
+        logger.error("%s is damaged, and kept as %s; delete that when it is of no use", path.name, kept)
+    logger.info("%s has %d requests of a writer that did not seal it", root / path.name, len(whole))
 
 
 def publish(path: Path, end: int, entries: Sequence[Entry], root: Path, *, sync: bool) -> None:
-    """Seal a shard and give it its name under the root; one without requests is removed. Raises OSError."""
+    """Seal a shard and move it to the root. A shard without requests is removed. Raises OSError."""
     if not entries:
         path.unlink()
         return
@@ -82,7 +83,7 @@ def publish(path: Path, end: int, entries: Sequence[Entry], root: Path, *, sync:
 
 
 def _copy(shard: Shard, entries: Sequence[Entry]) -> ShardFile:
-    """Return a shard of the same name that has these requests only, in a directory beside it; raises OSError."""
+    """Copy some requests to a new shard of the same name, in a directory beside the old one; raises OSError."""
     directory = shard.path.parent / _COPIES_NAME
     directory.mkdir(0o700, exist_ok=True)
     copy = ShardFile(directory / shard.path.name, shard.kind, stat.S_IMODE(shard.path.stat().st_mode))
@@ -102,5 +103,8 @@ def _copy(shard: Shard, entries: Sequence[Entry]) -> ShardFile:
 
 
 def _has_commit(data: Any, room: int) -> bool:
-    """Return whether bytes that cannot be decoded hold a commit that was written to its end: a sidecar, and as much behind it as follows one."""
+    """Return whether bytes that cannot be decoded hold a commit that was written to its end.
+
+    room: how many bytes follow the sidecar of a commit.
+    """
     return any(data.size - end >= room for end, _ in layout.sidecars_within(data))

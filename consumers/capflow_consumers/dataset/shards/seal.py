@@ -1,14 +1,16 @@
-"""What makes a Parquet file of a shard's stream: row groups that point into it, and behind it the rest, the index and the footer.
+"""Sealing: making a Parquet file of a shard's stream.
+
+Row groups point into the stream. Behind the stream come the other columns, the index and the footer:
 
     stream, its end                 as `capflow_consumers.dataset.shards.stream` describes it
     vectors                         of the small batches, copied together into larger row groups
     the other columns               of each row group: who, where, and the rows' hashes
-    index                           the requests, and the hashes of what comes before it but for their rows, as msgpack
+    index                           the requests, and the hashes of all bytes before it that are no rows, as msgpack
     locator                         where the index lies, and the hashes of index and footer
     footer                          Parquet's
 
-What always holds: sealing changes nothing of the stream, so that one that is cut short is done again from the stream. Each byte before the index has a
-hash: a row of a request its own, which its batch has, and what lies between those rows the index's.
+Invariant: sealing does not change the stream, so an interrupted seal is done again from the stream. Every byte before
+the index has a hash: a request's row has its own, in its batch; the index has those of the bytes between the rows.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from capflow_consumers.dataset.shards.stream import END, Kind, StoredBatch, chun
 
 FORMAT = 2
 BLOCK_BYTES = 4 * limits.MIB
-GATHERED_BYTES_MAX = 64 * limits.MIB  # of rows in one row group of small batches
+# Of rows in one row group of small batches.
+GATHERED_BYTES_MAX = 64 * limits.MIB
 
 PHASES = "prompt", "generated"
 
@@ -47,7 +50,12 @@ _MAGIC = b"capflow1"
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One capture: the request's id, its engine, and where its batches begin, its commit's last."""
+    """One capture.
+
+    request: the request's id.
+    engine: the engine's id.
+    batches: where its batches begin, that of the commit last.
+    """
 
     request: str
     engine: str
@@ -55,15 +63,15 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class IndexFormat(msgspec.Struct, frozen=True, array_like=True):
-    """How an index of any format begins."""
+    """The first field of an index, in every format."""
 
     format: int
 
 
 class Index(msgspec.Struct, frozen=True, array_like=True):
-    """What is in a shard.
+    """The index of a shard.
 
-    rows: where those lie that have hashes of their own, as begin and length.
+    rows: the begin and length of the ranges of rows, which have hashes of their own.
     blocks: the xxh3 of each of `blocks_of`.
     """
 
@@ -74,14 +82,17 @@ class Index(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Located(NamedTuple):
-    """Where a shard's index and footer lie, as begin, length and xxh3."""
+    """Where a shard's index and footer lie, each as begin, length and xxh3."""
 
     index_at: tuple[int, int, int]
     footer_at: tuple[int, int, int]
 
 
 class _Piece(NamedTuple):
-    """A batch, whose it is, and how many rows of it came in batches before."""
+    """A batch of a request.
+
+    first: how many rows of the request are in earlier batches.
+    """
 
     sidecar: layout.Sidecar
     first: int
@@ -89,7 +100,7 @@ class _Piece(NamedTuple):
 
 
 def seal(path: Path, end: int, entries: Sequence[Entry]) -> int:
-    """Make a Parquet file of a stream that ends at `end`; return how long it is. Raises OSError."""
+    """Make a Parquet file of a stream that ends at `end`; return the length of the file. Raises OSError."""
     with path.open("r+b") as file:
         fd = file.fileno()
         os.ftruncate(fd, end)
@@ -112,7 +123,7 @@ def seal(path: Path, end: int, entries: Sequence[Entry]) -> int:
 
 
 def locate(file: Any) -> Located | None:
-    """Return where index and footer of a mapped file lie; None when it is not a whole shard."""
+    """Return where index and footer of a mapped file lie; None when the file is no sealed shard."""
     size = file.size
     tail = bytes(file.slice(size - 8)) if size > 8 + _LOCATOR.size else b""
     footer = size - 8 - int.from_bytes(tail[:4], "little")
@@ -121,15 +132,13 @@ def locate(file: Any) -> Located | None:
     magic, begin, length, index, about, own = _LOCATOR.unpack(bytes(file.slice(footer - _LOCATOR.size, _LOCATOR.size)))
     if magic != _MAGIC or own != xxhash.xxh3_64_intdigest(struct.pack("<2Q", begin, length)):
         return None
-    return (
-        Located((begin, length, index), (footer, size - footer, about))
-        if begin + length + _LOCATOR.size == footer
-        else None
-    )
+    if begin + length + _LOCATOR.size != footer:
+        return None
+    return Located((begin, length, index), (footer, size - footer, about))
 
 
 def blocks_of(file: Any, end: int, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[int, memoryview]]:
-    """Yield the bytes of a file up to a place that are no rows, in blocks, and where each begins."""
+    """Yield the bytes of a file before `end` that are no rows, in blocks, each with its place."""
     view = memoryview(file)
     ends = [0, *(begin + length for begin, length in rows)]
     for first, last in zip(ends, [*(begin for begin, _ in rows), end], strict=True):
@@ -140,7 +149,10 @@ def blocks_of(file: Any, end: int, rows: Sequence[tuple[int, int]]) -> Iterator[
 def _groups(
     fd: int, file: Any, tip: int, entries: Sequence[Entry]
 ) -> tuple[list[parquet.RowGroup], list[tuple[int, int]], int, Kind]:
-    """Write what row groups want behind the stream; return them, where rows lie in the stream, and where the file ends."""
+    """Write the columns of the row groups behind the stream.
+
+    Return the row groups, the ranges of rows in the stream, the end of the file, and the kind of rows.
+    """
     kind, schema, _ = opened(file)
     groups: list[parquet.RowGroup] = []
     small: list[_Piece] = []
@@ -185,7 +197,7 @@ def _gather(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Pie
 
 
 def _add(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Piece], vectors: parquet.ColumnChunk) -> int:
-    """Write the other columns of a row group."""
+    """Write the other columns of a row group, and add it to `groups`; return the end of the file."""
     chunks = []
     written = []
     for pages, chunk in _columns(pieces):
@@ -199,7 +211,7 @@ def _add(fd: int, tip: int, groups: list[parquet.RowGroup], pieces: list[_Piece]
 
 
 def _columns(pieces: list[_Piece]) -> Iterator[tuple[bytes, parquet.ColumnChunk]]:
-    """Yield the pages of the columns before the vectors, in the schema's order."""
+    """Yield the pages of each column before the vectors, in the schema's order."""
     counts = [len(piece.batch.positions) for piece in pieces]
     sites = [site for piece in pieces for site in _sites(piece)]
     positions = _joined([piece.batch.positions for piece in pieces])
@@ -217,19 +229,19 @@ def _columns(pieces: list[_Piece]) -> Iterator[tuple[bytes, parquet.ColumnChunk]
 
 
 def _texts(words: list[str], counts: list[int]) -> tuple[bytes, parquet.ColumnChunk]:
-    different = {word: number for number, word in enumerate(dict.fromkeys(words))}
-    runs = ((different[word], count) for word, count in zip(words, counts, strict=True))
-    return parquet.texts(list(different), _merged(runs))
+    numbers = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    runs = ((numbers[word], count) for word, count in zip(words, counts, strict=True))
+    return parquet.texts(list(numbers), _merged(runs))
 
 
 def _merged(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield runs `(index, count)` with neighbours of one index made one."""
+    """Yield runs `(index, count)`, with neighbours of the same index joined."""
     for index, same in itertools.groupby(runs, key=itemgetter(0)):
         yield index, sum(count for _, count in same)
 
 
 def _phases(positions: npt.NDArray[np.int32], pieces: list[_Piece], counts: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the runs of rows of one phase, by its number in `PHASES`."""
+    """Yield the runs of rows of one phase as `(index in PHASES, count)`."""
     prompts = np.repeat([piece.sidecar.prompt_length for piece in pieces], counts)
     generated = positions >= prompts
     starts = [0, *(np.flatnonzero(generated[1:] != generated[:-1]) + 1).tolist(), len(generated)]
@@ -238,7 +250,7 @@ def _phases(positions: npt.NDArray[np.int32], pieces: list[_Piece], counts: list
 
 
 def _sites(piece: _Piece) -> Iterator[tuple[layout.SiteFile, int]]:
-    """Yield the sites of a piece's rows, in their order, and how many rows of each it has."""
+    """Yield the sites of a piece's rows, in order, each with its number of rows in the piece."""
     begin, end = piece.first, piece.first + len(piece.batch.positions)
     first = 0
     for entry in piece.sidecar.sites:

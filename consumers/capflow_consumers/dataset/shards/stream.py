@@ -1,18 +1,19 @@
-"""The stream that a shard is while it is written, and stays: an Arrow stream behind the eight bytes with which Parquet begins.
+"""The stream of a shard: an Arrow stream behind the eight bytes with which Parquet begins. Sealing keeps it as it is.
 
     PAR1 0000                     Parquet's magic, filled up
     schema                        Arrow's, with `capflow.dtype`, `capflow.hidden_size` and `capflow.compression`
-    batch … batch, commit         a request: its rows in the order of its sites, then one batch of a row that is none, with the sidecar
+    batch … batch, commit         a request: its rows in the order of its sites, then one batch with the sidecar
     batch … batch, commit         the next one
 
-A batch has for each row `position`, `token_id`, `xxh3` (of the row's bytes) and its `vector`. In its first row `page` holds what Parquet
-wants before the vectors, which follow it in the file; where it is empty, sealing copies them into a page. With compression
-`page` holds a whole compressed page, and there are no vectors. A page begins with four numbers of 32 bits that say where in it
-its parts are: see `page_of`. A commit's only row has position -1, and `sidecar` the JSON of a
-`layout.Sidecar`.
+A batch has for each row `position`, `token_id`, `xxh3` (of the row's bytes) and its `vector`. In the first row, `page`
+holds the bytes that Parquet needs before the vectors, which follow it in the file. Where `page` is empty, sealing
+copies the vectors into a page. With compression, `page` holds a whole compressed page, and there are no vectors.
+A page begins with four 32-bit numbers that say where its parts are: see `page_of`. A commit has one row, of position
+-1; its `sidecar` holds the JSON of a `layout.Sidecar`.
 
-What always holds: what comes before the end of a commit is whole, but for what the disk did to it. What comes behind the last one is of no
-request. A message begins at a multiple of 8 bytes and with a mark, so that behind one that is damaged the next is found.
+Invariant: everything up to the end of a commit is whole, unless the disk damaged it. Bytes behind the last commit
+belong to no request. A message begins at a multiple of 8 bytes and with a mark, so that a reader finds the next message
+behind a damaged one.
 """
 
 from __future__ import annotations
@@ -32,16 +33,23 @@ from capflow_consumers.dataset.shards import parquet
 
 HEAD = parquet.MAGIC + bytes(4)
 END = b"\xff\xff\xff\xff\0\0\0\0"
-"""What ends an Arrow stream."""
+"""The end mark of an Arrow stream."""
 
 _PAGE_HEAD = struct.Struct("<4I")
-_CONTINUATION = 0xFFFFFFFF  # with which Arrow's messages begin, and then how long their metadata is
+# The mark that begins an Arrow message. The length of its metadata follows.
+_CONTINUATION = 0xFFFFFFFF
 _METADATA_BYTES_MAX = 1 << 16
-_SEARCHED_AT_ONCE = 1 << 20  # places
+# Places that are searched for a message in one numpy operation.
+_SEARCHED_AT_ONCE = 1 << 20
 
 
 class Kind(NamedTuple):
-    """What a shard's rows are: their dtype by name, their width, and whether they are compressed."""
+    """The kind of a shard's rows.
+
+    dtype: by name.
+    hidden_size: the width of a row.
+    compressed: whether rows are compressed with zstd.
+    """
 
     dtype: str
     hidden_size: int
@@ -49,7 +57,7 @@ class Kind(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """How long a row is."""
+        """The length of a row, bytes."""
         return self.hidden_size * DTYPES[self.dtype].itemsize
 
     def schema(self) -> pa.Schema:
@@ -66,7 +74,7 @@ class Kind(NamedTuple):
         return pa.schema([pa.field(*column, nullable=False) for column in columns], metadata=self.about())
 
     def about(self) -> dict[str, str]:
-        """Return what the schemas say of the rows."""
+        """Return the metadata of the schemas."""
         compression = "zstd" if self.compressed else "none"
         return {
             "capflow.dtype": self.dtype,
@@ -76,7 +84,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, schema: pa.Schema) -> Kind:
-        """Return what a stream's schema says; raises ValueError when it is no shard's."""
+        """Return the kind that a stream's schema describes; raises ValueError when the schema is not a shard's."""
         about = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
         try:
             kind = cls(
@@ -85,15 +93,19 @@ class Kind(NamedTuple):
         except KeyError as e:
             raise ValueError(f"no {e} in the schema") from e
         if kind.dtype not in DTYPES:
-            raise ValueError(f"rows of {kind.dtype}")
+            raise ValueError(f"rows of the unknown dtype {kind.dtype}")
         return kind
 
 
 class StoredBatch(NamedTuple):
-    """A batch of `n` rows: positions and token_ids `[n]` int32, hashes `[n]` uint64, rows `[n, row_bytes]` uint8, None where they are compressed.
+    """A batch of `n` rows in a file.
 
-    page: what it holds for Parquet, and where in the file that begins.
-    sidecar: of a commit.
+    positions, token_ids: `[n]` int32.
+    hashes: `[n]` uint64, the xxh3 of each row.
+    rows: `[n, row_bytes]` uint8; None where they are compressed.
+    page: the content of `page`.
+    page_begin: where that begins in the file.
+    sidecar: of a commit; None for a batch of rows.
     end: where the next batch begins.
     """
 
@@ -108,7 +120,7 @@ class StoredBatch(NamedTuple):
 
 
 class Encoder:
-    """Makes the messages of one stream."""
+    """Encodes the messages of one stream."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
@@ -116,10 +128,11 @@ class Encoder:
         self._sink = _Parts()
         self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, "w"), self._schema)
         nothing = np.zeros(0, np.uint8)
-        self.batch(nothing.view(np.int32), nothing.view(np.int32), nothing.view(np.uint64), nothing)  # and the schema
+        # The writer puts the schema before its first batch; `head` returns it instead.
+        self.batch(nothing.view(np.int32), nothing.view(np.int32), nothing.view(np.uint64), nothing)
 
     def head(self) -> bytes:
-        """Return how a file begins."""
+        """Return the bytes with which a file begins: `HEAD` and the schema."""
         return HEAD + bytes(self._schema.serialize())
 
     def batch(
@@ -130,9 +143,10 @@ class Encoder:
         page: npt.NDArray[np.uint8],
         sidecar: bytes = b"",
     ) -> list[Any]:
-        """Return the parts of a batch before its vectors, which are to follow, filled up with zeros to a multiple of 8 bytes.
+        """Return the parts of a batch before its vectors.
 
-        The parts are views of the arrays: what is written into these before the parts are used is in them.
+        The caller writes the vectors behind them, padded with zeros to a multiple of 8 bytes. The parts are views of
+        the arrays: what is written into the arrays before the parts are used is in them.
         """
         count = len(positions)
         columns = [
@@ -142,7 +156,7 @@ class Encoder:
             _in_first(np.frombuffer(sidecar, np.uint8), count),
             _in_first(page, count),
         ]
-        vectors = np.empty(count * self.kind.row_bytes, np.uint8)  # untouched, and not written
+        vectors = np.empty(count * self.kind.row_bytes, np.uint8)  # stands for the vectors; never written
         if not self.kind.compressed:
             columns.append(self._vectors(vectors, count))
         self._sink.parts = []
@@ -150,8 +164,8 @@ class Encoder:
         parts = self._sink.parts
         if self.kind.compressed or count == 0:
             return parts
-        where = [getattr(part, "address", 0) for part in parts].index(vectors.ctypes.data)
-        return parts[:where]  # behind the vectors there are the zeros
+        place = [getattr(part, "address", 0) for part in parts].index(vectors.ctypes.data)
+        return parts[:place]
 
     def _vectors(self, values: npt.NDArray[np.uint8], count: int) -> Any:
         kind = parquet.vector_type(self.kind.dtype, self.kind.hidden_size)
@@ -160,7 +174,7 @@ class Encoder:
 
 
 class _Parts:
-    """A file for Arrow to write to, which keeps the buffers that it is given, uncopied."""
+    """A file for Arrow to write to; it keeps the buffers that it is given, without copying them."""
 
     closed = False
 
@@ -173,7 +187,10 @@ class _Parts:
 
 
 def decode(file: Any, begin: int, kind: Kind, schema: pa.Schema) -> StoredBatch:
-    """Return the batch at a place of a mapped file, without touching its rows; raises ValueError when there is no whole one."""
+    """Return the batch that begins at a place of a mapped file, without reading its rows.
+
+    Raises ValueError when no whole batch begins there.
+    """
     try:
         reader = pa.BufferReader(file.slice(begin))
         batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), schema)
@@ -187,7 +204,7 @@ def decode(file: Any, begin: int, kind: Kind, schema: pa.Schema) -> StoredBatch:
     buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer]
     last = max(buffer.address + buffer.size for buffer in buffers) - file.address
     if last + -last % 8 != end:
-        raise ValueError(f"a batch that ends at byte {last}, and its message at {end}")
+        raise ValueError(f"a batch that ends at byte {last} in a message that ends at {end}")
     positions, token_ids, hashes = (_values(batch.column(i), dtype) for i, dtype in enumerate(_DTYPES))
     sidecar, page = _first(batch.column(3)), _first(batch.column(4))
     commit = len(sidecar) or positions[0] < 0
@@ -205,23 +222,26 @@ def decode(file: Any, begin: int, kind: Kind, schema: pa.Schema) -> StoredBatch:
 
 
 def batches(file: Any, kind: Kind, schema: pa.Schema, begin: int) -> Iterator[tuple[int, StoredBatch | None]]:
-    """Yield the whole batches from a place on, each with where it begins, and None for what stands before one and is none."""
-    known = begin  # where the last batch begins
+    """Yield the whole batches from a place on, each with the place where it begins.
+
+    None stands for bytes before a batch that are no batch.
+    """
+    last = begin  # where the last whole batch begins
     while begin < file.size and bytes(file.slice(begin, min(len(END), file.size - begin))) != END:
         try:
             batch = decode(file, begin, kind, schema)
         except ValueError:
-            found = _next(file, known + 8, kind, schema)
-            if found is None:
+            following = _next(file, last + 8, kind, schema)
+            if following is None:
                 return
             yield begin, None
-            begin, batch = found
+            begin, batch = following
         yield begin, batch
-        known, begin = begin, batch.end
+        last, begin = begin, batch.end
 
 
 def _next(file: Any, begin: int, kind: Kind, schema: pa.Schema) -> tuple[int, StoredBatch] | None:
-    """Return the first whole batch that begins at a place or behind it, and where; None when there is none."""
+    """Return the first whole batch at or behind a place, with its place; None when there is none."""
     if file.size < begin + 8:
         return None
     words = np.frombuffer(file, np.uint32, (file.size - begin) // 8 * 2, begin).reshape(-1, 2)
@@ -235,9 +255,12 @@ def _next(file: Any, begin: int, kind: Kind, schema: pa.Schema) -> tuple[int, St
 
 
 def opened(file: Any) -> tuple[Kind, pa.Schema, int]:
-    """Return what a mapped file is, its stream's schema, and where its first batch begins; raises ValueError when it is no shard."""
+    """Return the kind of a mapped file, its stream's schema, and where its first batch begins.
+
+    Raises ValueError when the file is no shard.
+    """
     if file.size < len(HEAD) or bytes(file.slice(0, len(HEAD))) != HEAD:
-        raise ValueError("it does not begin as a shard does")
+        raise ValueError("other first bytes than a shard has")
     reader = pa.BufferReader(file.slice(len(HEAD)))
     try:
         schema = pa.ipc.read_schema(reader)
@@ -245,40 +268,41 @@ def opened(file: Any) -> tuple[Kind, pa.Schema, int]:
         raise ValueError(str(e)) from e
     kind = Kind.of(schema)
     if not schema.equals(kind.schema(), check_metadata=True):
-        raise ValueError("another schema than that of its rows")
+        raise ValueError("another schema than its metadata describes")
     return kind, schema, len(HEAD) + reader.tell()
 
 
 def page_of(pages: parquet.VectorPages, room: int | None = None) -> npt.NDArray[np.uint8]:
-    """Return what a batch holds as `page`: four numbers, zeros, and the pages, together `room` long.
+    """Return the content of a batch's `page`: four numbers, zeros, and the pages, together `room` long.
 
-    The numbers are where the pages begin, and in them the data page and its body, and how long that is uncompressed.
+    The numbers are: where the pages begin; in the pages, where the data page and its body begin; the body's length
+    without compression.
     """
     room = _PAGE_HEAD.size + len(pages.bytes) if room is None else room
     begin = room - len(pages.bytes)
-    filling = bytes(begin - _PAGE_HEAD.size)
-    return np.frombuffer(b"".join((_PAGE_HEAD.pack(begin, *pages[1:]), filling, pages.bytes)), np.uint8)
+    padding = bytes(begin - _PAGE_HEAD.size)
+    return np.frombuffer(b"".join((_PAGE_HEAD.pack(begin, *pages[1:]), padding, pages.bytes)), np.uint8)
 
 
 def page_room(kind: Kind, count: int, nbytes: int) -> int:
-    """Return how long the page before rows can become, a multiple of 8, so that these follow it at once."""
+    """Return the largest length of the page before rows, rounded up to 8, so that the rows follow it directly."""
     longest = parquet.vector_head_bytes_max(kind.dtype, kind.hidden_size, count, nbytes)
     return (_PAGE_HEAD.size + longest + 7) // 8 * 8
 
 
 def chunk_of(batch: StoredBatch, kind: Kind) -> parquet.ColumnChunk | None:
-    """Return where a batch's vectors lie as pages; None where they do not."""
+    """Return the chunk of a batch's vectors; None where they do not lie in pages."""
     if not len(batch.page):
         return None
-    begin, *where = _PAGE_HEAD.unpack(batch.page[: _PAGE_HEAD.size].tobytes())
+    begin, *places = _PAGE_HEAD.unpack(batch.page[: _PAGE_HEAD.size].tobytes())
     length = len(batch.page) - begin + (0 if kind.compressed else len(batch.positions) * kind.row_bytes)
     values = len(batch.positions) * kind.hidden_size
-    pages = parquet.VectorPages(b"", *where)
+    pages = parquet.VectorPages(b"", *places)
     return parquet.vector_chunk(batch.page_begin + begin, length, values, pages, compressed=kind.compressed)
 
 
 def rows_of(batch: StoredBatch, kind: Kind) -> npt.NDArray[Any]:
-    """Return a batch's rows `[n, row_bytes]`, mapped, or decompressed. Raises ValueError when they cannot be."""
+    """Return a batch's rows `[n, row_bytes]`, mapped or decompressed. Raises ValueError when they are damaged."""
     if batch.rows is not None:
         return batch.rows
     count = len(batch.positions)
@@ -287,14 +311,14 @@ def rows_of(batch: StoredBatch, kind: Kind) -> npt.NDArray[Any]:
     try:
         begin, _, body, plain_body = _PAGE_HEAD.unpack(batch.page[: _PAGE_HEAD.size].tobytes())
         return parquet.page_rows(kind.dtype, kind.hidden_size, count, batch.page[begin + body :], plain_body)
-    except MemoryError:  # which is one of Arrow's too, and says nothing of the page
+    except MemoryError:  # pyarrow's is an ArrowException too, but the page is not at fault
         raise
     except (pa.ArrowException, OSError, struct.error) as e:
         raise ValueError(str(e)) from e
 
 
 def hashes_of(rows: npt.NDArray[np.uint8], into: npt.NDArray[np.uint64]) -> None:
-    """Put the xxh3 of each row `[n, row_bytes]` into an array."""
+    """Write the xxh3 of each row `[n, row_bytes]` into `into`, `[n]`."""
     into[:] = np.fromiter(map(xxhash.xxh3_64_intdigest, np.ascontiguousarray(rows)), np.uint64, len(rows))
 
 
@@ -302,7 +326,7 @@ _DTYPES: tuple[np.dtype[Any], ...] = (np.dtype(np.int32), np.dtype(np.int32), np
 
 
 def _in_first(value: npt.NDArray[np.uint8], count: int) -> Any:
-    """Return a column whose first row holds a value, and the others nothing."""
+    """Return a binary column whose first row holds a value; the other rows are empty."""
     ends = np.full(count + 1, len(value), np.int32)
     ends[0] = 0
     return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(ends), pa.py_buffer(value)])

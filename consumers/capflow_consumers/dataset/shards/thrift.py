@@ -1,4 +1,4 @@
-"""Thrift's compact protocol, as far as Parquet's metadata needs it: what is written, never read."""
+"""Thrift's compact protocol, as far as Parquet's metadata needs it: encoding only."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 TRUE, FALSE, BYTE, I32, I64, BINARY, LIST, STRUCT = 1, 2, 3, 5, 6, 8, 9, 12
 
 Field = tuple[int, int, Any]
-"""A field's number, its type and its value; a value of None leaves the field out. A list's value is `(type, items)`, a struct's is encoded."""
+"""A field's number, its type and its value.
+
+None leaves the field out. A list's value is `(type, items)`. A struct's value is encoded.
+"""
 
 
 def varint(number: int) -> bytes:
-    """Return an unsigned number in seven bits a byte, the lowest first."""
+    """Encode an unsigned number in seven bits a byte, the lowest first."""
     if number <= 0x7F:
         return _BYTES[number]
     out = bytearray()
@@ -24,9 +27,9 @@ def varint(number: int) -> bytes:
 
 
 def struct(*fields: Field, head: bytes = b"", before: int = 0) -> bytes:
-    """Return an encoded struct; fields come in the order of their numbers.
+    """Encode a struct; fields come in the order of their numbers.
 
-    head: the fields up to number `before`, encoded.
+    head: the fields up to number `before`, already encoded.
     """
     out = bytearray(head)
     for number, kind, value in fields:
