@@ -1,23 +1,24 @@
-"""The frames that a request's rows came in, for knowing one that comes again."""
+"""A log of the frames that a request's rows came in, to recognise repeated frames."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from capflow.capture.frame import FrameHeader, Rank
 from capflow.capture.intervals import Intervals
 
 Worker = tuple[str, Rank]
-"""One boot of one worker: its boot and rank."""
+"""One boot of one worker: the boot and the rank."""
 
 
 class FrameLog:
-    """The numbers of the frames that were noted, by worker, and of no others."""
+    """The numbers of the noted frames, by worker."""
 
     __slots__ = ("_frames",)
 
     def __init__(self) -> None:
-        self._frames: dict[Worker, Intervals] = {}
+        self._frames: defaultdict[Worker, Intervals] = defaultdict(Intervals)
 
     def add(self, header: FrameHeader) -> None:
         """Note a frame."""
@@ -25,16 +26,11 @@ class FrameLog:
 
     def note(self, worker: Worker, first: int, last: int) -> None:
         """Note the frames `first ..= last` of a worker."""
-        frames = self._frames.get(worker)
-        if frames is None:
-            frames = self._frames[worker] = Intervals()
-        frames.add(first, last)
+        self._frames[worker].add(first, last)
 
     def take(self, worker: Worker, seq: int) -> bool:
-        """Note a frame; return whether it was not noted before."""
-        frames = self._frames.get(worker)
-        if frames is None:
-            frames = self._frames[worker] = Intervals()
+        """Note a frame; return whether it is new."""
+        frames = self._frames[worker]
         if frames.append(seq, seq):
             return True
         new = seq not in frames
@@ -42,7 +38,7 @@ class FrameLog:
         return new
 
     def update(self, other: FrameLog) -> None:
-        """Note what another log has."""
+        """Note the frames of another log."""
         for worker, first, last in other.runs():
             self.note(worker, first, last)
 
@@ -52,17 +48,17 @@ class FrameLog:
         return frames is not None and header.seq in frames
 
     def reaches(self, header: FrameHeader) -> bool:
-        """Return whether a frame was noted that its worker sent with or after this one."""
+        """Return whether this frame or a later one of the same worker was noted."""
         return any(header.seq <= last for worker, _, last in self.runs() if worker == (header.boot, header.rank))
 
     def knows_otherwise(self, header: FrameHeader) -> bool:
-        """Return whether frames were noted of the worker's place, and none of this boot of it."""
+        """Return whether frames of the worker's rank were noted, but none of this boot."""
         if (header.boot, header.rank) in self._frames:
             return False
         return any(rank == header.rank for _, rank in self._frames)
 
     def runs(self) -> Iterator[tuple[Worker, int, int]]:
-        """Yield the frames noted as `(worker, first, last)`, each run without a gap."""
+        """Yield the noted frames as `(worker, first, last)`, each run without a gap."""
         for worker, frames in self._frames.items():
             for first, last in frames:
                 yield worker, first, last

@@ -1,13 +1,14 @@
-"""The gate: steer a request from the position after one at which a probe fires.
+"""The gate: a controller that steers a request from the position after one at which a probe fires.
 
-A controller: it runs between two steps, in the worker. A request is steered from the position behind a row at the probe's site
-that scores at or above `threshold`; with `release`, a row that scores below it takes the steering back, and the next firing
-steers anew. Only generated tokens are steered (see `capflow.steering.action.Steer`), so what the prompt's rows come to holds from the first
-of them on.
+It runs between two steps, in the worker. A row at the probe's site fires when it scores at or above `threshold`, and
+the request is steered from the next position on. With `release`, a row that scores below it ends the steering, and the
+next row that fires starts it again. Only generated tokens are steered (see `capflow.steering.action.Steer`), so the
+state after the prompt's rows takes effect at the first generated token.
 
-Invariant: every row counts, in the order of the positions, so that it makes no difference how a prompt is cut into chunks or
-what else is in the batch. Scores are computed in float64, row by row and in one fixed order of additions, not by a matrix
-product whose order depends on the batch and the machine. The gate remembers nothing: the latest row that says something holds.
+Invariant: every row counts, in the order of the positions. The result depends neither on how a prompt is cut into
+chunks nor on the other requests of the batch. Scores are computed in float64, row by row and in one fixed order of
+additions; a matrix product's order would depend on the batch and the machine. The gate has no state of its own: the
+latest row that fires or releases decides.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class GateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer gate:`.
 
     probe: a probe file with one probe.
-    vector: a vector file; its site is where the vector is added, `scale` times.
-    threshold: the probe file's unless given.
-    release: never, unless given; at most the threshold.
+    vector: a vector file; its site is where the vector is added.
+    threshold: the score from which a row fires; the probe file's by default.
+    scale: the factor of the vector.
+    release: the score below which a row ends the steering, at most the threshold; never by default.
     positions: which tokens are scored.
     """
 
@@ -48,8 +50,9 @@ class GateConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GateState(msgspec.Struct, frozen=True):
-    """What the workers are sent.
+    """The state that the workers receive.
 
+    layer, hook: the probe's site.
     weight: `[hidden_size]` float32, little-endian.
     """
 
@@ -64,7 +67,7 @@ class GateState(msgspec.Struct, frozen=True):
 
 
 class Gate(Controller):
-    """Steers a request while a probe says so."""
+    """Steers a request while a probe fires."""
 
     name: ClassVar[str] = "gate"
     Config: ClassVar[type[msgspec.Struct]] = GateConfig
@@ -72,7 +75,7 @@ class Gate(Controller):
 
     @classmethod
     def load(cls, config: GateConfig) -> GateState:
-        """Read the files; raise UsageError when they are no probe and vector, or do not agree with the options."""
+        """Read the files; raise UsageError when they hold no probe and vector, or do not fit the options."""
         probe = Probe.load(config.probe)
         if len(probe.names) != 1:
             raise UsageError(explain(f"{config.probe}: weight", got=f"{len(probe.names)} probes", expected="one"))
@@ -87,9 +90,8 @@ class Gate(Controller):
         if config.release is not None and not config.release <= threshold:
             expected = f"at most the threshold, {threshold}"
             raise UsageError(explain("consumers.gate.release", got=config.release, expected=expected))
-        CaptureSpec.parse(
-            {"hooks": {probe.site.hook: [probe.site.layer]}, "positions": config.positions}, where="consumers.gate"
-        )
+        spec = {"hooks": {probe.site.hook: [probe.site.layer]}, "positions": config.positions}
+        CaptureSpec.parse(spec, where="consumers.gate")
         return GateState(
             layer=probe.site.layer,
             hook=probe.site.hook,
@@ -117,22 +119,20 @@ class Gate(Controller):
         return [self.state.vector.site]
 
     def open(self, model: ModelInfo) -> None:
-        """Raise UsageError unless the model has both sites tapped and the width of the files."""
+        """Raise UsageError unless the model has both sites tapped, and the width of the files."""
+        probe = f"consumers.{self.instance}.probe"
         if self._weight.size != model.hidden_size:
             expected = f"{model.hidden_size}, the model's width"
-            raise UsageError(
-                explain(f"consumers.{self.instance}.probe", got=f"{self._weight.size} numbers", expected=expected)
-            )
+            raise UsageError(explain(probe, got=f"{self._weight.size} numbers", expected=expected))
         if self._site not in model.sites:
             do = f"start the engine with --sites {self._site} to tap it"
-            raise UsageError(
-                explain(f"consumers.{self.instance}.probe", got=str(self._site), expected="a tapped site", do=do)
-            )
+            raise UsageError(explain(probe, got=str(self._site), expected="a tapped site", do=do))
         self.state.vector.check(model.sites, model.hidden_size, where=f"consumers.{self.instance}.vector")
 
     def on_step(self, view: StepView) -> Sequence[Action]:
-        """Return a `Steer` for each request whose latest row that says something fires, and an `Unsteer` where it releases."""
-        latest: dict[str, tuple[int, bool]] = {}  # the position of that row, and whether it fires
+        """Return a `Steer` or an `Unsteer` for each request with a row that fires or releases; the latest decides."""
+        # By request: the position of the latest row that decides, and whether it fires.
+        latest: dict[str, tuple[int, bool]] = {}
         for step in view.rows():
             if step.site == self._site and (last := self._last(step.rows)) is not None:
                 position = step.start + last[0]
@@ -141,14 +141,14 @@ class Gate(Controller):
         return [Steer(request, self._vectors) if fires else Unsteer(request) for request, (_, fires) in latest.items()]
 
     def _last(self, rows: Rows) -> tuple[int, bool] | None:
-        """Return the number of the last row that fires or releases, and whether it fires; None where none does either."""
+        """Return the index of the last row that fires or releases, and whether it fires; None when there is none."""
         for end in range(len(rows), 0, -_BLOCK):
             first = max(end - _BLOCK, 0)
             scores = self._scores(rows[first:end])
             fires = scores >= self.state.threshold
-            says = fires if self.state.release is None else fires | (scores < self.state.release)
-            if says.any():
-                last = int(np.flatnonzero(says)[-1])
+            decides = fires if self.state.release is None else fires | (scores < self.state.release)
+            if decides.any():
+                last = int(np.flatnonzero(decides)[-1])
                 return first + last, bool(fires[last])
         return None
 
@@ -159,7 +159,8 @@ class Gate(Controller):
 
 
 Rows = npt.NDArray[np.float32]
-_BLOCK = 64  # rows that are scored at once, from the last one back
+# Rows are scored in blocks of so many, the last block first.
+_BLOCK = 64
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""The log consumer: one line for each finished request. It is small to be copied."""
+"""The log consumer: one line for each finished request. It is small, as an example to copy."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ logger = logging.getLogger("capflow.consumer.log")
 class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of the log consumer.
 
-    every: log one of so many requests.
-    positions: of which tokens, at every post_block site that is tapped.
+    every: log one request in so many.
+    positions: the positions to capture, at every `post_block` site that is tapped.
     """
 
     every: int = 1
@@ -42,7 +42,7 @@ class LogConsumer(Consumer):
 
     def __init__(self, config: LogConfig) -> None:
         super().__init__(config)
-        # Rows, sum of norms, sites.
+        # Rows, sum of norms and sites, by engine and request.
         self.seen: dict[tuple[str, str], tuple[int, float, frozenset[Site]]] = {}
         self.finished = 0
 
@@ -53,14 +53,14 @@ class LogConsumer(Consumer):
             raise UsageError(explain(f"consumers.{self.instance}.every", got=self.config.every, expected="1 or more"))
 
     def spec(self) -> CaptureSpec:
-        """Ask for the same of every request."""
+        """Ask for the same positions of every request."""
         value = {"hooks": {"post_block": "all"}, "positions": self.config.positions}
         return CaptureSpec.parse(value, where=f"consumers.{self.instance}")
 
     def on_frame(self, frame: Frame) -> None:
-        """Add up the norms and let the rows go."""
-        found = [(chunk, np.linalg.norm(chunk.rows.astype(np.float32), axis=-1)) for chunk in frame.chunks()]
-        for chunk, norms in found:  # from here on nothing fails: a frame is taken whole or not at all
+        """Add up the norms; the rows are not kept."""
+        norms_of = [(chunk, np.linalg.norm(chunk.rows.astype(np.float32), axis=-1)) for chunk in frame.chunks()]
+        for chunk, norms in norms_of:  # nothing fails from here on: a frame is taken whole or not at all
             key = (frame.header.engine, chunk.request.id)
             rows, total, sites = self.seen.get(key, (0, 0.0, frozenset()))
             self.seen[key] = (rows + norms.size, total + float(norms.sum()), sites.union(chunk.sites))

@@ -1,4 +1,4 @@
-"""A bar on stderr for what takes long, where that is a terminal."""
+"""A progress bar on stderr for slow work, where stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress(what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-    """Show how many of `total` are done; what it gives is called after each.
+def progress(description: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+    """Show how much work is done; yield the function to call after each item.
 
-    total: None where it is not known.
+    total: the number of items; None where it is unknown.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
-        task = shown.add_task(what, total=total)
-        yield lambda: shown.advance(task)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda: bar.advance(task)

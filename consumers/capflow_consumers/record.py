@@ -1,7 +1,8 @@
-"""The record consumer: frames as they came, all that is in them, for `capflow replay`.
+"""The record consumer: whole frames as they came, for `capflow replay`.
 
-`capflow.protocol.recording` is the format. Every frame with a row that the options name, or that a request asked for, is kept whole, header and
-payload, once: one that is given again after a kill is known by its number.
+`capflow.protocol.recording` is the format. A frame is kept when it has a row that the options describe or that a
+request asked for. It is kept whole, header and payload, and once: a frame that is delivered again after a kill is
+recognised by its number.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from capflow.protocol.recording import Recorder
 class RecordConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of `--consumer record:`.
 
-    path: the recording's directory, made when missing; one that is there is gone on with.
+    path: the recording's directory. It is made when missing; an existing recording is continued.
     hooks, layers, positions: what to capture of every request.
     capture: `requests` to keep only what requests ask for themselves.
-    bytes_max: how large the recording may become.
-    fsync: whether a request is on the disk, and not only with the kernel, when its result says `ok`.
+    bytes_max: the largest size of the recording, bytes.
+    fsync: whether a request is on the disk when its result says `ok`; otherwise it may be with the kernel only.
     """
 
     path: str
@@ -55,7 +56,7 @@ class RecordConsumer(Consumer):
         self._context: Context | None = None
 
     def spec(self) -> CaptureSpec | None:
-        """Return what the options name, or None with `capture=requests`."""
+        """Return the spec that the options describe; None with `capture=requests`."""
         if self.config.capture == "requests":
             return None
         layers = read_layers(self.config.layers, f"consumers.{self.instance}.layers")
@@ -72,38 +73,38 @@ class RecordConsumer(Consumer):
         path = self._recorder.path
         check_root(path, f"{where}.path")
         if path.is_dir() and any(path.iterdir()) and not (path / "lock").is_file():
-            expected = "a recording, or a directory that is empty or not there"
-            raise UsageError(explain(f"{where}.path", got=f"{path}, with something else in it", expected=expected))
+            expected = "a recording, an empty directory, or a path that does not exist"
+            raise UsageError(explain(f"{where}.path", got=f"{path}, which holds other files", expected=expected))
 
     def claim(self) -> tuple[str, str]:
         """Return the recording's directory."""
         return "path", str(self._recorder.path.resolve())
 
     def open(self, context: Context) -> None:
-        """Take the directory."""
+        """Open or make the recording."""
         self._context = context
         self._recorder.open()
 
     def on_session(self, engine: str, model: ModelInfo) -> None:
-        """Note which model the frames are of."""
+        """Record the model of the engine."""
         self._recorder.engine(engine, model)
 
     def on_frame(self, frame: Frame) -> None:
-        """Keep the frame."""
+        """Record the frame."""
         if not self._recorder.frame(frame) and self._context is not None:
             self._context.count("frames_again")
 
     def on_request_done(self, done: RequestDone) -> CaptureResult:
-        """Note the end, and have everything before it on the disk."""
+        """Record the end of the request; with `fsync`, wait until everything before it is on the disk."""
         self._recorder.done(done, sync=self.config.fsync)
         return CaptureResult("ok", payload={"path": str(self._recorder.path), "rows": done.rows})
 
     def look(self) -> tuple[str, str]:
-        """Return the recording, and the command that says it again."""
+        """Return the recording, and the command that replays it."""
         return self.config.path, f"capflow replay {self.config.path} --consumer log"
 
     def close(self) -> None:
-        """Have the rest on the disk."""
+        """Write the rest to the disk."""
         self._recorder.close()
 
 

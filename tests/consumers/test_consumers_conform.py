@@ -29,13 +29,13 @@ def scored():
 
     with duckdb.connect("scores.duckdb", read_only=True) as database:
         sql = "SELECT request_id, list((position, token_id) ORDER BY position) FROM tokens GROUP BY 1"
-        found = database.sql(sql)
-        return dict(found.fetchall())
+        return dict(database.sql(sql).fetchall())
 
 
 def recorded():
     """Return how often the end of each request was recorded."""
-    ends = [said.request for said in recording.read(Path("rec")) if isinstance(said, RequestDone)]
+    events = recording.read(Path("rec"))
+    ends = [event.request for event in events if isinstance(event, RequestDone)]
     return {request: ends.count(request) for request in ends}
 
 

@@ -69,11 +69,11 @@ def test_what_is_decided_is_the_same_wherever_the_rows_are_cut(scores, cuts):
     for score in scores:
         expected = STEER if score >= 1.0 else UNSTEER if score < 0.5 else expected
     bounds = sorted({0, *(cut for cut in cuts if cut < len(scores)), len(scores)})
-    controller, said = gate(release=0.5), None
+    controller, last = gate(release=0.5), None
     for first, end in itertools.pairwise(bounds):
         actions = controller.on_step(view(("a", scores[first:end], READ, first)))
-        said = actions[0] if actions else said
-    assert said == expected
+        last = actions[0] if actions else last
+    assert last == expected
 
 
 def test_every_row_counts_in_the_order_of_the_positions():
@@ -93,8 +93,8 @@ def test_the_bias_counts():
 
 def test_below_release_the_steering_is_taken_back_and_may_come_again():
     controller = gate(release=0.5)
-    said = [controller.on_step(view(("a", [score]))) for score in (0.0, 1.0, 0.5, 0.4, 0.9, 1.0)]
-    assert said == [[UNSTEER], [STEER], [], [UNSTEER], [], [STEER]]
+    actions = [controller.on_step(view(("a", [score]))) for score in (0.0, 1.0, 0.5, 0.4, 0.9, 1.0)]
+    assert actions == [[UNSTEER], [STEER], [], [UNSTEER], [], [STEER]]
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=8, max_size=8), st.integers(0, 5), st.booleans())

@@ -166,7 +166,7 @@ class FilesystemStore:
         return rows
 
     def rows(self):
-        found: Counter[storemodel.Place] = Counter()
+        counts: Counter[storemodel.Place] = Counter()
         for capture in capflow.open(self.root):
             sidecar = capture.sidecar
             model = MODELS[sidecar.engine]
@@ -176,8 +176,8 @@ class FilesystemStore:
                     expected = row_of(sidecar.request, site, position, model.hidden_size, model.dtype)
                     np.testing.assert_array_equal(row, expected)
                     assert token == token_of(sidecar.request, position)
-                    found[sidecar.engine, sidecar.request, site, position] += 1
-        return found
+                    counts[sidecar.engine, sidecar.request, site, position] += 1
+        return counts
 
 
 class RecordStore:
@@ -208,16 +208,16 @@ class RecordStore:
         return rows
 
     def rows(self):
-        found: Counter[storemodel.Place] = Counter()
-        for what in recording.read(self.root):
-            if isinstance(what, Frame):
-                for chunk in what.chunks():
+        counts: Counter[storemodel.Place] = Counter()
+        for event in recording.read(self.root):
+            if isinstance(event, Frame):
+                for chunk in event.chunks():
                     for site in chunk.sites:
-                        found.update(
-                            (what.header.engine, chunk.request.id, site, chunk.start + at)
+                        counts.update(
+                            (event.header.engine, chunk.request.id, site, chunk.start + at)
                             for at in range(chunk.rows.shape[1])
                         )
-        return found
+        return counts
 
 
 def run(store, chance, *, requests=8, **rates):

@@ -54,7 +54,6 @@ RUNNING_NAME = "running.jsonl"
 PACKED_NAME = "rows.safetensors"
 
 
-
 class SiteFile(msgspec.Struct, frozen=True):
     """One site's file; with the layout `packed`, the site's part of the one file.
 
