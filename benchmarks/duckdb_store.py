@@ -1,18 +1,20 @@
-"""What the duckdb consumer adds to DuckDB: scoring rows and writing them, against bare inserts of the same Arrow tables.
+"""The cost of the duckdb consumer over DuckDB: scoring and writing rows, against bare inserts of the same Arrow tables.
 
     PYTHONPATH=. python3 benchmarks/duckdb_store.py --directory DISK
 
-Four linear probes at one site of 640 numbers, bfloat16. The consumer is given frames as the hub gives them, and the end of each request; every table
-that it appends is kept, and a bare connection with the same settings then inserts the same tables in the same transactions. They take turns; each line
-is the medians of their rates in token rows a second (a token row is one row of `tokens` and four of `scores`) and the ratio of these. After each turn the two
-files are compared.
+There are four linear probes at one site of 640 numbers, bfloat16. The consumer gets frames as from a hub, and the end
+of each request. Every table that it appends is kept; a bare connection with the same settings then inserts the same
+tables in the same transactions. The two take turns. Each line has the medians of their rates in token rows a second,
+and the ratio of the medians. A token row is one row of `tokens` and four of `scores`. After each turn the two files are
+compared.
 
 `prompts`: frames of 4 requests with 256 tokens each. `answers`: frames of 64 requests with one token each.
 
-Predicted, on two slow cores: an insert of 5 rows with text costs DuckDB 4 µs (200 ns a value-heavy row, one thread, and a write-ahead log). Of a row in `prompts`
-the consumer copies 1280 bytes, widens them, and multiplies 640 by 4: 0.7 µs; its columns cost 1 µs more: ratio 0.7, above 100k rows/s. In `answers`
-each row is a Python object with a token, a mark and a copy, 10 to 15 µs: ratio 0.25, 50k rows/s, which is what an engine of 64 requests makes
-in 780 steps a second. Goal, for prompts: 100k rows/s or 0.5 of the bare inserts, whichever is less.
+Predicted, on two slow cores: an insert of 5 rows with text costs DuckDB 4 µs (200 ns a value-heavy row, one thread, and
+a write-ahead log). In `prompts` the consumer copies 1280 bytes of each row, widens them, and multiplies 640 by 4: 0.7
+µs. Its columns cost 1 µs more: ratio 0.7, above 100k rows/s. In `answers` each row is a Python object with a token, a
+mark and a copy, 10 to 15 µs: ratio 0.25, 50k rows/s. An engine of 64 requests makes that many in 780 steps a second.
+Goal, for prompts: 100k rows/s or 0.5 of the bare inserts, whichever is less.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from capflow_consumers.duckdb.database import Database
 HIDDEN = 640
 SITE = Site(12, "post_block")
 MODEL = ModelInfo("bench", 18, HIDDEN, "bfloat16", (SITE,), 1)
-SHAPES = {"prompts": (4, 256), "answers": (64, 1)}  # requests in a frame, and tokens of each
+# Requests in a frame, and tokens of each.
+SHAPES = {"prompts": (4, 256), "answers": (64, 1)}
 REQUEST_TOKENS = 1024
 GOAL_ROWS, GOAL_RATIO = 100_000, 0.5
 
@@ -50,11 +53,11 @@ class Nothing:
     """A context for a consumer that has no hub."""
 
     def act(self, action: object) -> None:
-        """Refuse: nobody acts here."""
+        """Refuse: the consumer has no actions."""
         raise AssertionError(action)
 
     def count(self, name: str, amount: int = 1) -> None:
-        """Refuse: what is counted here went wrong."""
+        """Refuse: a count here is an error."""
         raise AssertionError((name, amount))
 
 
@@ -84,7 +87,7 @@ def frames(together: int, length: int, tokens: int) -> tuple[list[Frame], list[R
 def scored(
     file: Path, probes: Path, made: list[Frame], ends: list[RequestDone]
 ) -> tuple[float, list[dict[str, pa.Table]]]:
-    """Return how long the consumer took, and what it appended."""
+    """Return how long the consumer takes, seconds, and the tables that it appended."""
     appended: list[dict[str, pa.Table]] = []
 
     def append(self: Database, tables: Mapping[str, pa.Table]) -> None:
@@ -108,7 +111,7 @@ def scored(
 
 
 def bare(file: Path, probes: Path, appended: list[dict[str, pa.Table]]) -> float:
-    """Return how long a bare connection takes for the same tables."""
+    """Return how long a bare connection takes for the same tables, seconds."""
     database = Database.open(file, memory_bytes_max=DuckdbConfig("").memory_bytes_max, where="bench")
     database.add_probe(Probe.load(probes))
     connection = database._connection  # noqa: SLF001  the same tables and settings
@@ -127,7 +130,8 @@ def bare(file: Path, probes: Path, appended: list[dict[str, pa.Table]]) -> float
 def contents(file: Path) -> list[tuple[object, ...]]:
     with duckdb.connect(str(file), read_only=True) as connection:
         return connection.execute(
-            "SELECT count(*), count(DISTINCT (capture, position, probe)), sum(hash(score, position, capture)) FROM scores "
+            "SELECT count(*), count(DISTINCT (capture, position, probe)), sum(hash(score, position, capture)) "
+            "FROM scores "
             "UNION ALL SELECT count(*), count(DISTINCT (capture, position)), sum(hash(token_id, text)) FROM tokens"
         ).fetchall()
 
@@ -150,9 +154,9 @@ def main() -> None:
             Probe.make(SITE, rng.normal(size=(4, HIDDEN)), names=list("abcd")).save(probes)
             seconds, appended = scored(directory / "consumer.duckdb", probes, made, ends)
             plainly = bare(directory / "bare.duckdb", probes, appended)
-            found = contents(directory / "consumer.duckdb")
-            assert found == contents(directory / "bare.duckdb")
-            assert found[0][0] == found[0][1] == 4 * arguments.tokens
+            counts = contents(directory / "consumer.duckdb")
+            assert counts == contents(directory / "bare.duckdb")
+            assert counts[0][0] == counts[0][1] == 4 * arguments.tokens
             shutil.rmtree(directory)
             if turn:
                 took["bare"].append(plainly)

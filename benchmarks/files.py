@@ -1,28 +1,39 @@
-"""What the filesystem consumer costs over writing and reading files, layout by layout.
+"""The cost of the filesystem consumer over plain writing and reading of files, layout by layout.
 
     PYTHONPATH=.:consumers python3 benchmarks/files.py --directory DISK
 
-Writing: the consumer is given frames of whole requests and told of their ends, as by a hub; beside it a loop writes the rows of the same frames
-into one file, under the same fsync policy: with `fsync` both have each request on the disk before the next. The clock runs until the consumer
-is closed, its shards sealed. Requests of a row a site are compared with files opened, written and renamed, of as many bytes and as many as
-`per_file` makes of them; `packed` and `sharded`, which make fewer of the same requests, count as if they had made those, and then as the files that they make.
-Reading: every byte of a sharded set looked at through `capflow.open`, against `cat` to /dev/null, the page cache dropped before each;
-then one site of a request that is drawn, in a set that was just opened and in one that is open. All take turns; a line is the
-medians and the ratio of these.
+Writing: the consumer gets frames of whole requests and the requests' ends, as from a hub. Beside it, a loop writes the
+    rows of the same frames into one file, with the same fsync policy: with `fsync`, both have each request on the disk
+    before the next. The clock runs until the consumer is closed and its shards are sealed.
 
-Predicted, on two cores and a disk of 150 to 400 MB/s. Synced, packed and sharded wait for the disk: 0.9. Not synced, a request is copied
-out of its frame (3 GB/s), hashed row by row (2 GB/s) and its CRC32 taken (2 GB/s) beside the copy into the page cache (1 GB/s), the last
-two on other threads: 0.7 for sharded, 0.8 for packed, which only hashes. per_file: 200 us of Python a request, 20 us a file more than a
-bare one: 0.3 with one site, 0.7 with 18. Random access: a dictionary, one page of the file for each batch, a page for a row: below 1 ms
-in an open set; opening reads 30 us a shard and 1 us a request. Sequentially 0.9 of cat, which waits for the same disk.
-Goals: 0.85 for writing, 0.8 for per_file and for reading, milliseconds.
+Requests with one row at each site are compared with opening, writing and renaming as many files of as many bytes as
+`per_file` makes. `packed` and `sharded` make fewer files of the same requests; the first figure counts them as if they
+had made those of `per_file`, the second counts their own files.
 
-Found instead, as docs/performance.md has it: the disk takes 0.6 to 1.4 GB/s synced, and the page cache 3 GB/s of one payload that stays in the processor's cache. Of these
-packed has 0.65 to 1.08 synced and 0.3 to 0.6 not synced, sharded 0.38 to 0.79 and 0.17 to 0.56. per_file has 0.57 to 0.83 of the bare files with 2 files a request and 0.65 to
-0.99 with 19. Reading 10 GB has 1.02 of cat; one site 5 ms, 0.7 when cached, 24 with opening the set.
+Reading: every byte of a sharded set is read through `capflow.open`, against `cat` to /dev/null; the page cache is
+    dropped before each. Then one site of a random request is read, in a set that was just opened and in one that is
+    open. All take turns; a line has the medians and their ratio.
 
-A virtual machine whose host takes free memory back writes to memory that it must ask for anew five times as slowly, whoever writes: so a turn writes no more than is left
-to it, and there are many.
+Predicted, on two cores and a disk of 150 to 400 MB/s:
+
+* Synced, packed and sharded wait for the disk: 0.9.
+* Not synced, a request is copied out of its frame (3 GB/s), hashed row by row (2 GB/s), and its CRC32 is taken (2
+  GB/s), beside the copy into the page cache (1 GB/s). The last two are on other threads: 0.7 for sharded, 0.8 for
+  packed, which only hashes.
+* per_file: 200 µs of Python a request, and 20 µs a file more than a bare one: 0.3 with one site, 0.7 with 18.
+* Random access: a dictionary, one page of the file for each batch, a page for a row: below 1 ms in an open set. Opening
+  reads 30 µs a shard and 1 µs a request.
+* Sequentially 0.9 of cat, which waits for the same disk.
+
+Goals: 0.85 for writing, 0.8 for per_file and for reading, milliseconds for random access.
+
+Measured instead (see docs/performance.md): the disk takes 0.6 to 1.4 GB/s synced, and the page cache 3 GB/s of one
+payload that stays in the processor's cache. packed has 0.65 to 1.08 synced and 0.3 to 0.6 not synced, sharded 0.38 to
+0.79 and 0.17 to 0.56. per_file has 0.57 to 0.83 of the bare files with 2 files a request, and 0.65 to 0.99 with 19.
+Reading 10 GB has 1.02 of cat. One site takes 5 ms, 0.7 when cached, 24 with opening the set.
+
+A virtual machine whose host takes free memory back writes five times as slowly to memory that it must ask for again,
+whoever writes. So a turn writes little enough to need none, and there are many turns.
 """
 
 from __future__ import annotations
@@ -53,7 +64,7 @@ MODEL_DTYPE = "bfloat16"
 
 
 def frames(count: int, layers: int, tokens: int) -> Iterator[tuple[Frame, RequestDone]]:
-    """Yield requests, each a frame with all of its rows and its end; the payload is the same of all."""
+    """Yield requests, each as a frame with all of its rows, and its end; all share one payload."""
     sites = tuple(Site(layer, "post_block") for layer in range(layers))
     payload = np.random.default_rng(0).bytes(layers * tokens * HIDDEN * 2)
     for number in range(count):
@@ -78,7 +89,8 @@ def frames(count: int, layers: int, tokens: int) -> Iterator[tuple[Frame, Reques
 
 def consumed(directory: Path, requests: list[tuple[Frame, RequestDone]], *, fsync: bool, **options: object) -> float:
     """Return how long the consumer takes, seconds."""
-    consumer = FilesystemConsumer(FilesystemConfig(root=str(directory), fsync=fsync, **options))  # type: ignore[arg-type]
+    config = FilesystemConfig(root=str(directory), fsync=fsync, **options)  # type: ignore[arg-type]
+    consumer = FilesystemConsumer(config)
     consumer.open(None)  # type: ignore[arg-type]
     sites = requests[0][0].header.blocks[0].sites
     consumer.on_session("engine", ModelInfo("model", len(sites), HIDDEN, MODEL_DTYPE, sites))
@@ -96,7 +108,7 @@ def consumed(directory: Path, requests: list[tuple[Frame, RequestDone]], *, fsyn
 
 
 def plain(directory: Path, requests: list[tuple[Frame, RequestDone]], *, fsync: bool) -> float:
-    """Return how long a loop takes that writes the requests' rows into one file."""
+    """Return how long a loop takes to write the requests' rows into one file, seconds."""
     fd = os.open(directory / "plain", os.O_WRONLY | os.O_CREAT)
     begun = time.perf_counter()
     for frame, _ in requests:
@@ -111,7 +123,7 @@ def plain(directory: Path, requests: list[tuple[Frame, RequestDone]], *, fsync: 
 
 
 def bare(directory: Path, count: int, nbytes: int) -> float:
-    """Return how long it takes to open, write and rename as many files."""
+    """Return how long it takes to open, write and rename `count` files, seconds."""
     body = bytes(nbytes)
     begun = time.perf_counter()
     for number in range(count):
@@ -123,7 +135,7 @@ def bare(directory: Path, count: int, nbytes: int) -> float:
 
 
 def turn(directory: Path, run: Callable[[Path], float]) -> float:
-    """Return how long a run takes in a directory of its own, with the disk at rest."""
+    """Return how long a run takes in a directory of its own, with the disk at rest, seconds."""
     os.sync()
     place = Path(tempfile.mkdtemp(dir=directory))
     try:
@@ -133,16 +145,19 @@ def turn(directory: Path, run: Callable[[Path], float]) -> float:
 
 
 def compare(name: str, unit: str, amount: float, turns: int, runs: dict[str, Callable[[], float]]) -> dict[str, float]:
-    """Print how much each run does in a second, the first being what the others are compared with; return the medians in seconds."""
-    seconds: dict[str, list[float]] = {what: [] for what in runs}
+    """Print the rate of each run, and its ratio to that of the first run; return the median times, seconds.
+
+    amount: how many units a run does.
+    """
+    seconds: dict[str, list[float]] = {label: [] for label in runs}
     for _ in range(turns):
-        for what, run in runs.items():
-            seconds[what].append(run())
-    medians = {what: statistics.median(took) for what, took in seconds.items()}
+        for label, run in runs.items():
+            seconds[label].append(run())
+    medians = {label: statistics.median(took) for label, took in seconds.items()}
     base = next(iter(medians.values()))
-    for what, took in medians.items():
-        spread = f"{amount / max(seconds[what]):.0f}-{amount / min(seconds[what]):.0f}"
-        print(f"{name:34} {what:10} {amount / took:8.0f} {unit:8} {base / took:5.2f}   {spread}", flush=True)
+    for label, took in medians.items():
+        spread = f"{amount / max(seconds[label]):.0f}-{amount / min(seconds[label]):.0f}"
+        print(f"{name:34} {label:10} {amount / took:8.0f} {unit:8} {base / took:5.2f}   {spread}", flush=True)
     return medians
 
 
@@ -181,7 +196,7 @@ def small(directory: Path, turns: int) -> None:
 
 
 def drop(root: Path) -> None:
-    """Take a data set out of the page cache."""
+    """Drop a data set from the page cache."""
     for path in root.iterdir():
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
@@ -215,7 +230,7 @@ def reading(directory: Path, turns: int, megabytes: int) -> None:
     nbytes = layers * tokens * HIDDEN * 2
     root = Path(tempfile.mkdtemp(dir=directory))
     count = megabytes * limits.MIB // nbytes
-    for begin in range(0, count, 64):  # a hub's life each, so that not all are in memory
+    for begin in range(0, count, 64):  # one consumer for each part, so that not all are in memory
         batch = [(f, d) for f, d in frames(min(count, begin + 64), layers, tokens)][begin:]
         consumed(root, batch, fsync=False, layout="sharded")
     os.sync()
@@ -233,13 +248,13 @@ def reading(directory: Path, turns: int, megabytes: int) -> None:
         capflow.open(root)[name][layer, "post_block"].rows[-1].tobytes()
         times["open and one site"].append(time.perf_counter() - begun)
         drop(root)
-        for what in ("one site, cold", "one site, cached"):
+        for label in ("one site, cold", "one site, cached"):
             begun = time.perf_counter()
             dataset[name][layer, "post_block"].rows.tobytes()
-            times[what].append(time.perf_counter() - begun)
-    for what, took in times.items():
+            times[label].append(time.perf_counter() - begun)
+    for label, took in times.items():
         print(
-            f"random access, {what:20} {statistics.median(took) * 1e3:8.2f} ms, at most {max(took) * 1e3:.1f} ms",
+            f"random access, {label:20} {statistics.median(took) * 1e3:8.2f} ms, at most {max(took) * 1e3:.1f} ms",
             flush=True,
         )
     shutil.rmtree(root)

@@ -1,12 +1,16 @@
-"""The tap's kernel on a GPU: correct against float64 and inside CUDA graphs whose plans change, then timed. Prints Markdown tables.
+"""The tap's kernel on a GPU. Prints Markdown tables.
+
+The kernel is compared with float64, also inside CUDA graphs whose plans change; then it is timed.
 
     PYTHONPATH=.:engine_ext:tests python3 benchmarks/gpu_kernels.py [--out FILE]
 
-Needs torch, triton, numpy, msgspec, ml_dtypes, xxhash and pluggy; not vLLM. Under eight minutes on one GPU. Without a GPU `--smoke`
-runs the same code in Triton's interpreter on small shapes, so that it is known to work before one is there; its times mean nothing.
+It needs torch, triton, numpy, msgspec, ml_dtypes, xxhash and pluggy, but not vLLM. It takes under eight minutes on one
+GPU. Without a GPU, `--smoke` runs the same code in Triton's interpreter on small shapes, which shows that it works; the
+times then mean nothing.
 
-Predicted: an idle tap costs one launch in the graph, about 1.3 µs; a capturing one the time to read the stream twice and write it
-once. Goals: idle at most 1.5 µs a tap; the rows of 256 tokens at 36 layers within 1.2 times what 36 launches and the bytes cost.
+Predicted: an idle tap costs one launch in the graph, about 1.3 µs. A capturing one costs the time to read the stream
+    twice and write it once. Goals: idle at most 1.5 µs a tap; the rows of 256 tokens at 36 layers within 1.2 times the
+    cost of 36 launches and the bytes.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ HOOK = "post_block"
 
 
 def check_cases() -> int:
-    """Hold the kernel to the float64 reference on odd shapes and poisoned buffers; return how many cases there were."""
+    """Compare the kernel with the float64 reference on odd shapes and poisoned buffers; return the number of cases."""
     done = 0
     for case in tap_cases.CASES:
         for seed in range(1 if SMOKE else 20):
@@ -65,7 +69,7 @@ def check_cases() -> int:
 class Stack:
     """A stack of layers over a split stream, with a tap behind each, as one graph; its tensors never move.
 
-    A layer is elementwise, so what it computes does not depend on the batch, and a reference without taps is exact.
+    A layer is elementwise, so its result does not depend on the batch, and a reference without taps is exact.
     """
 
     def __init__(self, width: int, tokens: int, dtype: torch.dtype, *, taps: bool) -> None:
@@ -89,16 +93,16 @@ class Stack:
         self.replay = _graph_of(self.forward)
 
     def _configurations(self, rows: torch.Tensor, kind: int) -> list[Steered]:
-        """Return slots that do one operation with one of the rows at every layer."""
-        found = []
+        """Return slots that do one operation at every layer, each with one of the rows."""
+        slots = []
         for row in rows.numpy():
             ops = tuple(SiteOps(n, HOOK, (Op(kind, 0, 1.0, -1.0, 1.0),)) for n in range(LAYERS))
             content = row.tobytes()
-            found.append(self.bank.acquire(SteeringProgram(self.width, content, (digest(content),), ops, ops), 1))
-        return found
+            slots.append(self.bank.acquire(SteeringProgram(self.width, content, (digest(content),), ops, ops), 1))
+        return slots
 
     def forward(self) -> None:
-        """Run the layers; what leaves the last is in `hidden` and `residual`."""
+        """Run the layers; the stream after the last is in `hidden` and `residual`."""
         self.hidden.copy_(self.entry[0])
         self.residual.copy_(self.entry[1])
         tensors = [*self.tables.device_tensors().values(), *self.bank.device_tensors().values()]
@@ -108,13 +112,13 @@ class Stack:
                 launch(self.hidden, self.residual, self.sites[number], *tensors)
 
     def layer(self, number: int, hidden: torch.Tensor, residual: torch.Tensor) -> None:
-        """Run one layer in place: the halves of the stream are added and split anew."""
+        """Run one layer in place: the halves of the stream are added and split again."""
         residual.add_(hidden)
         torch.mul(residual, self.weight[number], out=hidden)
         hidden.tanh_()
 
     def expected(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the staging rows and the stream that a plan must give, computed without the kernel and without a graph."""
+        """Return the staging rows and the stream of a plan, computed without the kernel and without a graph."""
         hidden, residual = self.entry[0].clone(), self.entry[1].clone()
         rows = torch.full((plan.rows, self.width), tap_cases.POISON, dtype=hidden.dtype, device=DEVICE)
         for number in range(LAYERS):
@@ -138,7 +142,7 @@ class Stack:
 def check_graphs() -> int:
     """Replay one graph while plans change between replays; return how many replays were right.
 
-    Requests come and go, are steered or not, captured or not, in a random order; every buffer is poisoned before.
+    Requests come and go, steered or not, captured or not, in a random order. Every buffer is poisoned before.
     """
     checked = 0
     for width, tokens in ((WIDTHS[0], 7), (WIDTHS[0] + 5, 33)):
@@ -176,14 +180,12 @@ def _random_plan(rng: np.random.Generator, tokens: int, stack: Stack) -> Plan:
         prompt = int(rng.integers(1, start + length + 1))
         request = Tracked(str(row), str(row), prompt, planner.program(wanted), planner.nothing)
         if rng.random() < 0.4:
-            every = [
-                stack.steered[ADD],
-                stack.steered[PATCH],
-            ]  # what a clamp does is rounded on its way: see `check_cases`
+            # No clamps, whose result is rounded on its way: see `check_cases`.
+            every = [stack.steered[ADD], stack.steered[PATCH]]
             prefill, decode = (every[rng.integers(2)][rng.integers(CONFIGURATIONS)] for _ in range(2))
             request.steered = [SlotRange(0, request.prompt_length, Steered(prefill.prefill, decode.decode, {}))]
         batch.append(Scheduled(request, row, start, length))
-        row += length + int(rng.random() < 0.2)  # a request that wants nothing lies between
+        row += length + int(rng.random() < 0.2)  # a request without captures lies between
     return planner.plan(batch)
 
 
@@ -191,7 +193,10 @@ def _random_plan(rng: np.random.Generator, tokens: int, stack: Stack) -> Plan:
 
 
 def plan_of(kind: str, tokens: int, stack: Stack) -> Plan:
-    """Return the plan of a decode step of `tokens` requests: idle, capturing everything, or all of them steered at every layer."""
+    """Return the plan of a decode step of `tokens` requests.
+
+    kind: `idle`, `capture` (everything), `add` or `clamp` (all requests steered at every layer).
+    """
     planner = Planner(LAYERS)
     wanted = dict.fromkeys(range(LAYERS), Positions.ALL) if kind == "capture" else {}
     batch = []
@@ -205,7 +210,11 @@ def plan_of(kind: str, tokens: int, stack: Stack) -> Plan:
 
 
 class Cost(NamedTuple):
-    """Microseconds of one replay of the whole stack, by kind; and of the bare copy of the same rows and of as many launches."""
+    """The cost of one replay of the whole stack, microseconds.
+
+    step: by kind.
+    floor: of a bare copy of the same rows and as many launches.
+    """
 
     width: int
     tokens: int
@@ -214,7 +223,7 @@ class Cost(NamedTuple):
 
 
 def measure(width: int, tokens: int, bytes_per_us: float) -> Cost:
-    """Return what a step costs without taps, with idle ones, capturing, adding vectors and clamping, interleaved."""
+    """Return the cost of a step without taps, with idle ones, capturing, adding and clamping; the turns interleave."""
     plain, tapped = (Stack(width, tokens, torch.bfloat16, taps=taps) for taps in (False, True))
     times: dict[str, list[float]] = {}
     for _ in range(ROUNDS):
@@ -239,7 +248,10 @@ def device_bandwidth() -> float:
 
 
 def staging_copy() -> list[tuple[int, float, float]]:
-    """Return, for steps of several sizes, their bytes, the microseconds of the copy to the host, and what the link allows."""
+    """Time the copy of steps of several sizes to the host.
+
+    Return of each its bytes, the microseconds of the copy, and the microseconds at the link's bandwidth.
+    """
     pinned = not SMOKE
     big = 2**16 if SMOKE else 2**28
     device, host = (
@@ -247,18 +259,18 @@ def staging_copy() -> list[tuple[int, float, float]]:
         torch.empty(big, dtype=torch.uint8, pin_memory=pinned),
     )
     link = big / statistics.median(_time(lambda: host.copy_(device, non_blocking=True)) for _ in range(ROUNDS))
-    found = []
+    copies = []
     for rows in (LAYERS, LAYERS * 8, LAYERS * 64, LAYERS * 256):
         size = min(rows * WIDTHS[-1] * 2, big)
         copy = statistics.median(
             _time(lambda n=size: host[:n].copy_(device[:n], non_blocking=True)) for _ in range(ROUNDS)
         )
-        found.append((size, copy, size / link))
-    return found
+        copies.append((size, copy, size / link))
+    return copies
 
 
 def _graph_of(body: Callable[[], object]) -> Callable[[], object]:
-    """Return what replays `body`: as a CUDA graph, or as it is where there is no GPU."""
+    """Return a function that replays `body`: as a CUDA graph, or `body` itself where there is no GPU."""
     body()
     if SMOKE:
         return body
@@ -270,7 +282,7 @@ def _graph_of(body: Callable[[], object]) -> Callable[[], object]:
 
 
 def _time(call: Callable[[], object]) -> float:
-    """Return the microseconds that a call takes on the device, in a row of many."""
+    """Return the microseconds of a call on the device, as the mean of many in a row."""
     if SMOKE:
         begun = time.perf_counter()
         call()
@@ -315,8 +327,9 @@ def main() -> None:
         sys.exit("gpu_kernels: no GPU here; --smoke runs in Triton's interpreter")
     name = "Triton's interpreter" if SMOKE else torch.cuda.get_device_name()
     cases, replays, bandwidth = check_cases(), check_graphs(), device_bandwidth()
+    checked = f"{cases} cases equal to float64, {replays} replays with changing plans right"
     lines = [
-        f"{name}, torch {torch.__version__}: {cases} cases equal to float64, {replays} replays with changing plans right.",
+        f"{name}, torch {torch.__version__}: {checked}.",
         "",
         *report([measure(width, tokens, bandwidth) for width in WIDTHS for tokens in TOKENS]),
         "",

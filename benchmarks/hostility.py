@@ -1,8 +1,8 @@
 """How long a well-behaved worker waits for its acknowledgements while others attack its hub.
 
-One hub in a process of its own, one honest worker that sends a small frame each 20 ms, never waiting for the one before; attacks in processes of their
-own (`tests/kit/attacks.py` has them). Rounds are interleaved: in each, every attack once and a quiet time before each. Times are from sending to
-acknowledgement, over all rounds.
+One hub runs in a process of its own. One honest worker sends a small frame each 20 ms, without waiting for the one
+before. Attacks run in processes of their own (see `tests/kit/attacks.py`). Rounds interleave: each has every attack
+once, and a quiet time before each. Times are from sending to acknowledgement, over all rounds.
 
     python benchmarks/hostility.py --rounds 3 --seconds 5
 """
@@ -23,7 +23,7 @@ QUIET = "quiet"
 
 
 def measure(attack: str, seconds: float) -> list[float]:
-    """Return the sorted seconds of each acknowledgement under an attack, with a hub of its own."""
+    """Return the seconds of each acknowledgement under an attack, sorted; each call has a hub of its own."""
     command = [sys.executable, str(PROCESSES / "hostile_hub.py"), "tcp://127.0.0.1:0"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -48,18 +48,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each attack in each round")
     parser.add_argument("attacks", nargs="*", choices=[*ATTACKS, []], help="default: all")
-    asked = parser.parse_args()
-    names = asked.attacks or list(ATTACKS)
-    found: dict[str, list[float]] = {name: [] for name in (QUIET, *names)}
-    for _ in range(asked.rounds):
+    options = parser.parse_args()
+    names = options.attacks or list(ATTACKS)
+    times: dict[str, list[float]] = {name: [] for name in (QUIET, *names)}
+    for _ in range(options.rounds):
         for name in names:
-            found[QUIET] += measure(QUIET, asked.seconds / len(names))
-            found[name] += measure(name, asked.seconds)
-    quiet_ms_p99 = percentile(sorted(found[QUIET]), 0.99) * 1000
-    for name, took in found.items():
+            times[QUIET] += measure(QUIET, options.seconds / len(names))
+            times[name] += measure(name, options.seconds)
+    quiet_ms_p99 = percentile(sorted(times[QUIET]), 0.99) * 1000
+    for name, took in times.items():
         took.sort()
         p99_ms = percentile(took, 0.99) * 1000
-        told = {
+        record = {
             "attack": name,
             "frames": len(took),
             "median_ms": round(statistics.median(took) * 1000, 1),
@@ -67,7 +67,7 @@ def main() -> None:
             "max_ms": round(took[-1] * 1000, 1),
             "p99_of_quiet": round(p99_ms / quiet_ms_p99, 1),
         }
-        print(json.dumps(told), flush=True)
+        print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":

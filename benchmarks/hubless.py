@@ -1,12 +1,14 @@
-"""What a hub that is gone costs the engine: tokens a second with it stopped, or never there, against a run with it.
+"""The cost of a missing hub for the engine: tokens a second with the hub stopped, or never there, against one with it.
 
     python benchmarks/hubless.py [--rounds N] [--model demo] [--policy drop|spill] [--dtype float32]
 
-Two engines with the policy live in processes of their own for the whole run: one that has met a hub which captures every layer and position of every
-request, and one whose hub was never there. The first engine's turns are with the hub running and with it stopped, all turns interleaved, and a
-ratio is the median of those of turns beside each other. The answers of all must be equal. `CAPFLOW_BENCH_PROMPTS` and `CAPFLOW_BENCH_LENGTHS` are as in `overhead.py`.
+Two engines with the policy live in processes of their own for the whole run. One has met a hub that captures every
+layer and position of every request; the other's hub was never there. The first engine takes turns with the hub running
+and with it stopped. All turns interleave, and a ratio is the median of the ratios of adjacent turns. The answers of all
+must be equal. `CAPFLOW_BENCH_PROMPTS` and `CAPFLOW_BENCH_LENGTHS` are as in `overhead.py`.
 
-Predicted: with the hub stopped the rows go to the spool instead of the socket, or nowhere; with none there nothing is captured: 1.00 and above. Goal: 0.98.
+Predicted: with the hub stopped, the rows go to the spool instead of the socket, or nowhere. Without a hub, nothing is
+    captured: 1.00 and above. Goal: 0.98.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ MODES = ("hub", "stopped", "absent")
 
 
 class Hub:
-    """`capflow run` with the filesystem consumer, started and stopped again and again."""
+    """`capflow run` with the filesystem consumer, which can be started and stopped many times."""
 
     def __init__(self, address: str, root: Path) -> None:
         consumer = f"filesystem:root={root},on_collision=overwrite,policy=block"
@@ -39,7 +41,7 @@ class Hub:
         self.process: subprocess.Popen[bytes] | None = None
 
     def run(self, *, wanted: bool) -> None:
-        """Have it run, or not."""
+        """Start or stop it, unless it is so already."""
         if wanted and self.process is None:
             self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL)
             with Client(self.address, 60) as client:
@@ -90,7 +92,8 @@ def main() -> int:
     median = {mode: statistics.median(values) for mode, values in seconds.items()}
     generated = PROMPTS * TOKENS
     print(
-        f"\npolicy {args.policy}, {PROMPTS} prompts, {model.rsplit('/', 1)[-1]}, {2 * args.rounds} turns each, interleaved"
+        f"\npolicy {args.policy}, {PROMPTS} prompts, {model.rsplit('/', 1)[-1]}, "
+        f"{2 * args.rounds} turns each, interleaved"
     )
     print("| hub | generated tok/s (median) | of a run with it | quartiles | goal | spread | answers equal |")
     print("|---|---|---|---|---|---|---|")
@@ -99,7 +102,8 @@ def main() -> int:
         spread = f"{generated / max(seconds[mode]):.0f}-{generated / min(seconds[mode]):.0f}"
         ratio, quartiles = ratio_of(seconds["hub"], seconds[mode])
         print(
-            f"| {mode} | {generated / median[mode]:.0f} | {ratio:.3f} | {quartiles} | {GOAL} | {spread} | {same}/{PROMPTS} |"
+            f"| {mode} | {generated / median[mode]:.0f} | {ratio:.3f} | {quartiles} | {GOAL} "
+            f"| {spread} | {same}/{PROMPTS} |"
         )
     shutil.rmtree(work)
     return 0

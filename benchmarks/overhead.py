@@ -1,13 +1,15 @@
-"""What capflow costs: plain vLLM against capflow armed but idle, and against capturing everything to disk.
+"""The cost of capflow: plain vLLM against capflow armed but idle, and against capturing everything to disk.
 
     make bench          (or: python benchmarks/overhead.py [--rounds N] [--model demo] [--json FILE])
 
-Two engines live in processes of their own for the whole run, one plain, one with capflow; their turns interleave, plain,
-idle, capture, capture, idle, plain, …, and a ratio is the median of the ratios of turns of the same half round: a machine that
-is slow for a minute is so for both. Each turn runs the same prompts, greedily, with
-`ignore_eos` and fixed lengths; `CAPFLOW_BENCH_PROMPTS` (48) and `CAPFLOW_BENCH_LENGTHS` (128,32: tokens of a prompt and of an
-answer) make a turn shorter on a slow machine. The clock of a capturing turn stops when every row lies on disk, synced and published; then
-every row is read back, counted and its checksum verified, off the clock.
+Two engines live in processes of their own for the whole run, one plain, one with capflow. Their turns interleave:
+plain, idle, capture, capture, idle, plain, … A ratio is the median of the ratios of turns of the same half round, so a
+minute in which the machine is slow affects both.
+
+Each turn runs the same prompts, greedily, with `ignore_eos` and fixed lengths. `CAPFLOW_BENCH_PROMPTS` (48) and
+`CAPFLOW_BENCH_LENGTHS` (128,32: tokens of a prompt and of an answer) make a turn shorter on a slow machine. The clock
+of a capturing turn stops when every row is on disk, synced and published. Then every row is read back, counted and
+verified, off the clock.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ GOALS = {"idle": 0.98, "capture": 0.85}
 
 
 def child(kind: str, model: str, root: str, *, eager: bool, dtype: str) -> None:
-    """Be an engine: read a mode a line, run the prompts, answer a line of JSON."""
+    """Be an engine: read one mode a line, run the prompts, answer with a line of JSON."""
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -70,9 +72,10 @@ def child(kind: str, model: str, root: str, *, eager: bool, dtype: str) -> None:
     params: Any
     for turn, line in enumerate(sys.stdin):
         if line.strip() == "logprobs":
-            outputs = llm.generate(prompts, SamplingParams(**fixed | {"max_tokens": 1, "logprobs": 20}), use_tqdm=False)
-            found = [{str(t): p.logprob for t, p in o.outputs[0].logprobs[0].items()} for o in outputs]
-            out.write(json.dumps({"logprobs": found}) + "\n")
+            first = SamplingParams(**fixed | {"max_tokens": 1, "logprobs": 20})
+            outputs = llm.generate(prompts, first, use_tqdm=False)
+            logprobs = [{str(t): p.logprob for t, p in o.outputs[0].logprobs[0].items()} for o in outputs]
+            out.write(json.dumps({"logprobs": logprobs}) + "\n")
             continue
         if line.startswith("steer"):
             params = steered(int(line.split()[1]), llm.capflow_model, fixed)
@@ -92,7 +95,10 @@ def child(kind: str, model: str, root: str, *, eager: bool, dtype: str) -> None:
 
 
 def steered(configurations: int, model: Any, fixed: dict[str, Any]) -> list[Any]:
-    """Return parameters that add a vector at every layer and position; request n has configuration n % configurations."""
+    """Return parameters that add a vector at every layer and position.
+
+    Request n has configuration n % configurations.
+    """
     import numpy as np
 
     import capflow
@@ -141,7 +147,7 @@ class Engine:
 
 
 def verify(root: Path, turn: int) -> tuple[int, int]:
-    """Read back what a turn captured; return its rows and bytes, having checked every file."""
+    """Read back the captures of a turn and verify every file; return the number of rows and of bytes."""
     import capflow
 
     data = capflow.open(root)
@@ -164,7 +170,7 @@ def moved(engines: dict[str, Engine]) -> float:
 
 
 def ratio_of(plain: list[float], mode: list[float]) -> tuple[float, str]:
-    """Return how fast a mode was next to plain, as the median over pairs of turns, and the quartiles of these."""
+    """Return the speed of a mode relative to plain: the median over pairs of turns, and the quartiles."""
     ratios = [p / m for p, m in zip(plain, mode, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return middle, f"{low:.3f}-{high:.3f}"
@@ -178,7 +184,7 @@ def report(
     captured: tuple[int, int],
     largest: float,
 ) -> None:
-    """Print what was measured."""
+    """Print the results."""
     median = {mode: statistics.median(values) for mode, values in seconds.items()}
     generated = PROMPTS * TOKENS
     print(
@@ -195,12 +201,14 @@ def report(
         print(f"| {mode} | {generated / median[mode]:.0f} | {ratio:.3f} | {quartiles} | {goal} | {spread} |")
     rows, size = captured
     print(
-        f"\ncapture: {rows} rows, {size / 1e6:.0f} MB a turn, {size / median['capture'] / 1e6:.0f} MB/s, each file verified"
+        f"\ncapture: {rows} rows, {size / 1e6:.0f} MB a turn, {size / median['capture'] / 1e6:.0f} MB/s, "
+        "each file verified"
     )
     same = {m: sum(a == b for a, b in zip(tokens[m], tokens["plain"], strict=True)) for m in ("idle", "capture")}
     print(
         f"answers equal to plain vLLM's: idle {same['idle']}/{PROMPTS}, capture {same['capture']}/{PROMPTS}; "
-        f"idle equal to capture: {sum(a == b for a, b in zip(tokens['idle'], tokens['capture'], strict=True))}/{PROMPTS}"
+        f"idle equal to capture: "
+        f"{sum(a == b for a, b in zip(tokens['idle'], tokens['capture'], strict=True))}/{PROMPTS}"
     )
     print(f"largest difference between logprobs of the first token, top 20: {largest:.4f}")
 

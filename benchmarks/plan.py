@@ -1,11 +1,11 @@
-"""What planning a step costs the step thread.
+"""The cost of planning a step for the step thread.
 
     PYTHONPATH=.:engine_ext python3 benchmarks/plan.py
 
-Each line is a batch that decodes, or as said: the median time of `Planner.plan`, of binding the plan to a step on the CPU
-(`Step`), and of writing the GPU's tables (`Tables.load`, into host memory, without the copy to a device). The ratio is that
-of `plan` against a bare loop over the batch that unpacks each entry and does nothing. A program is one request's choice of
-sites and positions; `sites` is how many of the 36 it names.
+Each line is a batch that decodes, unless its name says otherwise. It has the median times of `Planner.plan`, of binding
+the plan to a step on the CPU (`Step`), and of writing the GPU's tables (`Tables.load`, into host memory, without the
+copy to a device). The ratio is that of `plan` against a bare loop over the batch that unpacks each entry and does
+nothing. A program is one request's choice of sites and positions; `sites` is how many of the 36 it names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ SITES, TOKENS, PROMPT = 36, 8192, 64
 
 
 class Case:
-    """A batch that is planned again and again. captured: how many of the requests ask for something."""
+    """A batch that is planned many times.
+
+    captured: how many of the requests ask for something; all by default.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,7 @@ class Case:
 
 
 class Prefill(Case):
-    """One request's prompt of `TOKENS` tokens in one step, from its first."""
+    """One request's prompt of `TOKENS` tokens in one step."""
 
     def batches(self, steps: int) -> Iterator[list[Scheduled]]:
         """Yield the batch of each step."""
@@ -99,7 +102,7 @@ def microseconds(call: Callable[[], object]) -> float:
 
 
 def measure(case: Case, steps: int) -> tuple[Plan, dict[str, float]]:
-    """Return the last plan with rows, and medians by what was timed."""
+    """Return the last plan that has rows, and the median times."""
     bank = Bank(Size(1, 1, 1), {}, 1, torch.device("cpu"))
     tables = Tables(
         sites=SITES,

@@ -1,13 +1,15 @@
-"""How fast a replay gives frames to a consumer, against reading the same frames and giving them to nobody.
+"""How fast a replay delivers frames to a consumer, against only reading the same frames.
 
     PYTHONPATH=.:consumers python3 benchmarks/replay.py --directory DISK
 
-A recording (`capflow record`) and a data set (the `filesystem` consumer, `packed`) of the same requests: a prompt as one step, each generated token as
-one. Bare: every frame that `recording.read` or `entries_of` makes is looked at, in this thread. Replay: the same, through a hub of this process to a consumer that does nothing, until
-that has had the last. What lies on the disk is in memory. They take turns; a line is the medians and their ratio.
+A recording (`capflow record`) and a data set (the `filesystem` consumer, `packed`) hold the same requests: a prompt as
+one step, each generated token as one. Bare: every frame of `recording.read` or `entries_of` is read in this thread.
+Replay: every frame also goes through a hub of this process to a consumer that does nothing, until the consumer has had
+the last. The files are in the page cache. The two take turns; a line has the medians and their ratio.
 
-Predicted, on two cores: a frame costs the hub and the two threads 150 us beside reading it; a frame of one token at 18 sites takes 60 us to read from a recording, and 300 to make
-of a data set, one of a prompt 1 ms: 0.3, 0.6 and 0.8. No goal: who replays waits for the consumer.
+Predicted, on two cores: a frame costs the hub and the two threads 150 µs beside reading it. A frame of one token at 18
+sites takes 60 µs to read from a recording, and 300 to make from a data set, one of a prompt 1 ms: 0.3, 0.6 and 0.8.
+There is no goal: a replay waits for the consumer.
 """
 
 from __future__ import annotations
@@ -40,10 +42,8 @@ from capflow_consumers.filesystem.consumer import FilesystemConfig, FilesystemCo
 HIDDEN, LAYERS = 640, 18
 SITES = tuple(Site(layer, "post_block") for layer in range(LAYERS))
 MODEL = ModelInfo("bench", LAYERS, HIDDEN, "bfloat16", SITES)
-SHAPES = {
-    "prompts of 160 tokens": (160, 1),
-    "answers of 160 tokens": (1, 160),
-}  # tokens of a prompt, and steps of a request
+# Tokens of a prompt, and steps of a request.
+SHAPES = {"prompts of 160 tokens": (160, 1), "answers of 160 tokens": (1, 160)}
 
 
 class Null(Consumer):
@@ -64,8 +64,8 @@ class Null(Consumer):
         self.rows += rows_of(frame.header).total()
 
 
-def said(prompt: int, steps: int, megabytes: int) -> Iterator[Entry]:
-    """Yield what an engine says of requests, one at a time."""
+def entries(prompt: int, steps: int, megabytes: int) -> Iterator[Entry]:
+    """Yield the entries of requests, one request after another."""
     yield RecordedEngine("engine", MODEL)
     tokens = prompt + steps - 1
     rows = tokens * LAYERS
@@ -78,7 +78,8 @@ def said(prompt: int, steps: int, megabytes: int) -> Iterator[Entry]:
             start, count = (0, prompt) if step == 0 else (prompt + step - 1, 1)
             finished = (Finished(name, "stop", prompt, tokens, rows),) if step == steps - 1 else ()
             header = FrameHeader(
-                engine="engine", boot="boot", rank=Rank(0, 0, 0), seq=seq, step=seq, time_ns=seq, dtype="bfloat16", hidden_size=HIDDEN,
+                engine="engine", boot="boot", rank=Rank(0, 0, 0), seq=seq, step=seq, time_ns=seq,
+                dtype="bfloat16", hidden_size=HIDDEN,
                 requests=(RequestRows(name, prompt, start, tuple(range(count))),),
                 blocks=(Block(SITES, count, (Span(0, start, count, 0),)),), finished=finished,
             )  # fmt: skip
@@ -88,35 +89,35 @@ def said(prompt: int, steps: int, megabytes: int) -> Iterator[Entry]:
         )
 
 
-def keep(directory: Path, what: Iterable[Entry]) -> tuple[Path, Path]:
-    """Record it, and write it as a data set; return where they are."""
+def keep(directory: Path, entries: Iterable[Entry]) -> tuple[Path, Path]:
+    """Write entries as a recording and as a data set; return where both are."""
     root = directory / "rows"
     files = FilesystemConsumer(FilesystemConfig(str(root), fsync=False))
     files.open(None)  # type: ignore[arg-type]
     with Recorder(directory / "recording") as recorder:
-        for one in what:
-            match one:
+        for entry in entries:
+            match entry:
                 case RecordedEngine(name, model):
                     recorder.engine(name, model)
                     files.on_session(name, model)
                 case Frame():
-                    recorder.frame(one)
-                    files.on_frame(one)
+                    recorder.frame(entry)
+                    files.on_frame(entry)
                 case RequestDone():
-                    recorder.done(one, sync=False)
-                    files.on_request_done(one)
+                    recorder.done(entry, sync=False)
+                    files.on_request_done(entry)
     files.close()
     return directory / "recording", root
 
 
-def rows_in(what: Iterable[Entry]) -> int:
-    return sum(rows_of(one.header).total() for one in what if isinstance(one, Frame))
+def rows_in(entries: Iterable[Entry]) -> int:
+    return sum(rows_of(entry.header).total() for entry in entries if isinstance(entry, Frame))
 
 
-def replayed(what: Iterable[Entry]) -> int:
+def replayed(entries: Iterable[Entry]) -> int:
     null = Null()
     with MemoryHub(ConfiguredConsumer.of(null, policy="block")) as hub:
-        Replay(hub.hub, ReplayPace()).run(what)
+        Replay(hub.hub, ReplayPace()).run(entries)
         assert hub.stop()
     return null.rows
 
@@ -125,19 +126,20 @@ def measure(name: str, turns: int, source: Callable[[], Iterable[Entry]]) -> Non
     """Print a line of the table."""
     took: dict[str, list[float]] = {"bare": [], "replay": []}
     rows: set[int] = set()
-    frames = sum(isinstance(one, Frame) for one in source())
+    frames = sum(isinstance(entry, Frame) for entry in source())
     for _ in range(turns):
-        for what, run in (("bare", rows_in), ("replay", replayed)):
+        for label, run in (("bare", rows_in), ("replay", replayed)):
             begun = time.perf_counter()
             rows.add(run(source()))
-            took[what].append(time.perf_counter() - begun)
+            took[label].append(time.perf_counter() - begun)
     assert len(rows) == 1, rows
-    bare, replay = (statistics.median(took[what]) for what in ("bare", "replay"))
+    bare, replay = (statistics.median(took[label]) for label in ("bare", "replay"))
     ratios = [b / r for b, r in zip(took["bare"], took["replay"], strict=True)]
     megabytes = rows.pop() * HIDDEN * 2 / 1e6
     spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
     print(
-        f"| {name} | {frames / bare:,.0f} | {frames / replay:,.0f} | {megabytes / replay:,.0f} | {bare / replay:.2f} | {spread} |",
+        f"| {name} | {frames / bare:,.0f} | {frames / replay:,.0f} | {megabytes / replay:,.0f} "
+        f"| {bare / replay:.2f} | {spread} |",
         flush=True,
     )
 
@@ -152,7 +154,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for shape, (prompt, steps) in SHAPES.items():
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-            kept, root = keep(Path(directory), said(prompt, steps, arguments.megabytes))
+            kept, root = keep(Path(directory), entries(prompt, steps, arguments.megabytes))
             measure(f"recording, {shape}", arguments.turns, lambda kept=kept: recording.read(kept))
             measure(f"data set, {shape}", arguments.turns, lambda root=root: entries_of(capflow.open(root)))
 

@@ -1,22 +1,26 @@
-"""What serving with capflow costs, by vLLM's own load generator: `vllm serve` against `capflow serve` with the same flags.
+"""The cost of serving with capflow: `vllm serve` against `capflow serve` with the same flags.
 
-    python benchmarks/serving.py [--model demo | llama-3-8b | PATH] [--rounds N] [--engine-arg gpu_memory_utilization=0.4] [--json FILE]
+    python benchmarks/serving.py [--model demo | llama-3-8b | PATH] [--rounds N] [--json FILE]
+                                 [--engine-arg gpu_memory_utilization=0.4]
 
-Both servers live for the whole run, and a hub whose `filesystem` consumer writes what requests capture. Each turn is one run of `vllm bench
-serve`: random prompts of a fixed length, fixed answers, `ignore_eos`, a number of requests at a time, no prefix cache. Turns interleave,
-forth and back, and turns of one half round send the same prompts, so that a ratio is of turns beside each other.
+The load generator is vLLM's own. Both servers live for the whole run, and so does a hub whose `filesystem` consumer
+writes the captures. Each turn is one run of `vllm bench serve`: random prompts of a fixed length, fixed answers,
+`ignore_eos`, a number of requests at a time, no prefix cache. Turns interleave, forth and back. Turns of one half round
+send the same prompts, so a ratio is of adjacent turns.
 
-* `plain`: vLLM. `idle`: capflow, asked for nothing.
+* `plain`: vLLM. `idle`: capflow that is asked for nothing.
 * `steered`: every request at every tapped site, by a module that is registered under a name.
-* `captured`: every site and position of every request to disk. The clock is the clients', who do not wait for the disk; the next
-  turn does, and checks every file. With the disk in the clock: `overhead.py`.
-* `inline`, beside `plain alone`: one request at a time, answers of two tokens, for the time to the first of them. Each body brings the vectors
-  of all sites, the same ones; `steering_ttft.py` sends new ones with each request.
+* `captured`: every site and position of every request to disk. The clock is that of the clients, who do not wait for
+  the disk. The next turn waits for it, and checks every file. `overhead.py` has the disk in the clock.
+* `inline`, beside `plain alone`: one request at a time with answers of two tokens, for the time to the first token.
+  Each body brings the vectors of all sites, always the same; `steering_ttft.py` sends new ones with each request.
 
-`llama-3-8b` is that model's shape with random weights and a tokenizer of made-up words, so that nothing is downloaded. Two of them fit
-one GPU of 80 GiB or more, each with its share of the memory. Goals are printed with what came of them; they fail nothing.
+`llama-3-8b` is that model's shape with random weights and a tokenizer of made-up words, so nothing is downloaded. Two
+of them fit one GPU of 80 GiB or more, each with its share of the memory. The report has a verdict on each goal; a
+missed goal is no failure.
 
-Predicted, on a GPU: idle 1 launch for each tap, below 1 %; steered 3 %, the stream read and written once more at each layer; inline 3 ms.
+Predicted, on a GPU: idle 1 launch for each tap, below 1 %; steered 3 %, because the stream is read and written once
+more at each layer; inline 3 ms.
 """
 
 from __future__ import annotations
@@ -51,14 +55,19 @@ DISK_WAIT_S = 600
 VOCABULARY = 128_256
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": VOCABULARY,
-    "max_position_embeddings": 8192, "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-    "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16",
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 8192, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "bfloat16",
 }  # fmt: skip
 
 
 class Mode(NamedTuple):
-    """What a turn asks for. goal: the smallest ratio to plain, or None. alone: one request at a time."""
+    """What a turn asks for.
+
+    server: which server it goes to.
+    goal: the smallest ratio to plain, or None.
+    alone: whether there is one request at a time.
+    """
 
     server: str
     goal: float | None = None
@@ -76,7 +85,7 @@ MODES = {
 
 
 def save_shape(directory: Path) -> None:
-    """Save the configuration of an 8B Llama 3 without its weights, and a tokenizer with one token for each of as many words."""
+    """Save the configuration of an 8B Llama 3 without weights, and a tokenizer with one made-up word for each token."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -110,30 +119,33 @@ class Server(Process):
 
     def __init__(self, name: str, arguments: list[str], directory: Path, environment: dict[str, str]) -> None:
         self.port = free_port()
-        where = ["--host", "127.0.0.1", "--port", str(self.port)]
-        super().__init__(name, [*arguments, *where], directory, environment)
+        address = ["--host", "127.0.0.1", "--port", str(self.port)]
+        super().__init__(name, [*arguments, *address], directory, environment)
 
     def wait(self) -> None:
         """Return once it answers."""
         wait_for(self.process, self.port, str(self.log))
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return what a route answers."""
+        """Return the answer of a route; end the program when it is an error."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             data = None if body is None else json.dumps(body)
             connection.request("GET" if body is None else "POST", path, data, {"Content-Type": "application/json"})
             answer = connection.getresponse()
-            said = answer.read()
+            content = answer.read()
         finally:
             connection.close()
         if answer.status != 200:
-            sys.exit(f"serving: {path} answered {answer.status}: {said[:500]!r}")
-        return dict(json.loads(said))
+            sys.exit(f"serving: {path} answered {answer.status}: {content[:500]!r}")
+        return dict(json.loads(content))
 
 
 def serve(arguments: list[str]) -> None:
-    """Be `vllm serve`, in the way of `capflow serve`; vLLM's own command wants a distribution named vllm, which its CPU build is not."""
+    """Be `vllm serve`, in the way of `capflow serve`.
+
+    vLLM's own command needs a distribution named vllm, which its CPU build is not.
+    """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -146,7 +158,10 @@ def serve(arguments: list[str]) -> None:
 
 
 def load(arguments: list[str]) -> None:
-    """Be `vllm bench serve` once for each line read: its arguments, and the extra body, too long to be one of them; answer its result."""
+    """Be `vllm bench serve` once for each line read, and answer with its result.
+
+    A line has the arguments, and the extra body, which is too long to be an argument.
+    """
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     from vllm.benchmarks.serve import add_cli_args, main
@@ -159,7 +174,7 @@ def load(arguments: list[str]) -> None:
         args = parser.parse_args([*arguments, *turn["arguments"]])
         args.extra_body = turn["body"]
         out.write(json.dumps(main(args)) + "\n")
-        gc.unfreeze()  # each run freezes what is there, with the tokenizer of the one before
+        gc.unfreeze()  # each run freezes all objects, also the tokenizer of the run before
         gc.collect()
 
 
@@ -185,7 +200,10 @@ def bodies(server: Server) -> dict[str, dict[str, Any]]:
 
 
 class Load:
-    """The load generator, in a process of its own. directory: where its log and the rows that are captured lie."""
+    """The load generator, in a process of its own.
+
+    directory: where its log and the captured rows lie.
+    """
 
     def __init__(self, args: argparse.Namespace, model: str, servers: dict[str, Server], directory: Path) -> None:
         self.args, self.servers, self.directory = args, servers, directory
@@ -200,7 +218,7 @@ class Load:
             )
 
     def turn(self, mode: str, seed: int) -> dict[str, float]:
-        """Run one turn and return what it measured; it ends the program when a request failed."""
+        """Run one turn and return its measurements; end the program when a request failed."""
         args, alone = self.args, MODES[mode].alone
         prompts = min(args.num_prompts, ALONE_PROMPTS_MAX) if alone else args.num_prompts
         tokens = ALONE_TOKENS if alone else args.output_len
@@ -208,13 +226,13 @@ class Load:
             "port": self.servers[MODES[mode].server].port, "seed": seed, "num-prompts": prompts,
             "random-output-len": tokens, "max-concurrency": 1 if alone else args.concurrency,
         }  # fmt: skip
-        found = self.ask([f"--{name}={value}" for name, value in flags.items()], self.bodies.get(mode))
-        if found["completed"] != prompts or found["total_output_tokens"] != prompts * tokens:
-            sys.exit(f"serving: {mode}: {found['completed']} of {prompts} requests answered; see {self.directory}")
+        result = self.ask([f"--{name}={value}" for name, value in flags.items()], self.bodies.get(mode))
+        if result["completed"] != prompts or result["total_output_tokens"] != prompts * tokens:
+            sys.exit(f"serving: {mode}: {result['completed']} of {prompts} requests answered; see {self.directory}")
         if mode == "captured":
             self.settle(prompts)
         names = {"s": "duration", "tok/s": "output_throughput", "tpot": "median_tpot_ms", "ttft": "median_ttft_ms"}
-        return {name: found[field] for name, field in names.items()}
+        return {name: result[field] for name, field in names.items()}
 
     def ask(self, arguments: list[str], body: dict[str, Any] | None) -> dict[str, Any]:
         """Return the result of one run."""
@@ -234,7 +252,7 @@ class Load:
         self.process.wait(60)
 
     def settle(self, requests: int) -> None:
-        """Wait until what a turn captured lies on disk, check all of it, and remove it."""
+        """Wait until the captures of a turn are on disk, check all of them, and remove them."""
         import capflow
 
         root, deadline = self.directory / "rows", time.monotonic() + DISK_WAIT_S
@@ -250,7 +268,10 @@ class Load:
 
 
 def verdict(values: list[float], goal: float | None, *, most: bool = False) -> str:
-    """Return a goal and whether it is met, as far as the middle half of the turns agree. most: the values are to be below it."""
+    """Return a goal and whether it is met, as far as the middle half of the turns agree.
+
+    most: whether the goal is the largest value rather than the smallest.
+    """
     if goal is None:
         return ""
     if len(values) < TURNS_MIN:
@@ -261,7 +282,7 @@ def verdict(values: list[float], goal: float | None, *, most: bool = False) -> s
 
 
 def report(turns: dict[str, list[dict[str, float]]]) -> None:
-    """Print what was measured."""
+    """Print the results."""
 
     def column(mode: str, name: str) -> list[float]:
         return [turn[name] for turn in turns[mode]]
@@ -283,7 +304,8 @@ def report(turns: dict[str, list[dict[str, float]]]) -> None:
         added = [m - p for p, m in zip(plain, own, strict=True)]
         low, middle, high = statistics.quantiles(added, n=4)
         print(
-            f"\none request at a time: TTFT {statistics.median(plain):.1f} ms, with inline vectors {statistics.median(own):.1f} ms; "
+            f"\none request at a time: TTFT {statistics.median(plain):.1f} ms, "
+            f"with inline vectors {statistics.median(own):.1f} ms; "
             f"added {middle:.1f} ms ({low:.1f}..{high:.1f}; goal at most {verdict(added, INLINE_MS_MAX, most=True)})"
         )
 
@@ -306,9 +328,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def start(args: argparse.Namespace, model: str, directory: Path, stack: contextlib.ExitStack) -> dict[str, Server]:
-    """Start the hub and both servers, one after the other, so that each finds the memory that the one before left.
+    """Start the hub and both servers, one after another, so that each sees the memory that the one before left.
 
-    stack: what ends them.
+    stack: ends them.
     """
     (directory / "run").mkdir(mode=0o700)
     quiet = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -356,12 +378,13 @@ def main() -> int:
         stack.callback(generator.close)
         for half in range(-1, 2 * args.rounds):  # the first warms up
             for mode in modes if half % 2 else reversed(modes):
-                found = generator.turn(mode, half + 1)
-                print(f"{mode}: {found['s']:.1f} s", file=sys.stderr, flush=True)
+                result = generator.turn(mode, half + 1)
+                print(f"{mode}: {result['s']:.1f} s", file=sys.stderr, flush=True)
                 if half >= 0:
-                    turns[mode].append(found)
+                    turns[mode].append(result)
     print(
-        f"\n{args.num_prompts} prompts x {args.input_len} tokens + {args.output_len} generated, {args.concurrency} at a time, "
+        f"\n{args.num_prompts} prompts x {args.input_len} tokens + {args.output_len} generated, "
+        f"{args.concurrency} at a time, "
         f"{Path(model).name}, {2 * args.rounds} turns each, interleaved"
     )
     report(turns)

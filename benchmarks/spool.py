@@ -1,15 +1,15 @@
-"""What the spool costs over writing files: its append against a plain `write` loop under the same fsync policy.
+"""The cost of the spool over plain writing: its append against a `write` loop with the same fsync policy.
 
     PYTHONPATH=. python3 benchmarks/spool.py --directory DISK
 
-Both write the same records, into files of 64 MiB, while a thread syncs whatever is not synced yet, 5 ms after it
-last did, and wait for it when 64 MiB are not synced. A new file's name is
-synced with its first bytes. The clock runs from the first record until all are durable. The two take turns; each line is the medians
-of their rates and the ratio of these. After each turn everything that the spool took is read back and compared.
+Both write the same records into files of 64 MiB. In both, a thread syncs whatever is not synced yet, 5 ms after its
+last sync; writers wait for it when 64 MiB are not synced. The name of a new file is synced with its first bytes. The
+clock runs from the first record until all are durable. The two take turns. Each line has the medians of their rates and
+the ratio of the medians. After each turn the spool's records are read back and compared.
 
-Predicted: a record costs the spool a hash (34 GB/s), a header, a lock and a wake-up, some 15 µs, beside a copy into the page cache of
-about 20 µs for 64 KiB and 300 µs for 1 MiB; with the disk at 1.3 GB/s it is hidden behind the sync at both sizes: 0.9 at
-64 KiB and 0.97 at 1 MiB. Goal: 0.8.
+Predicted: a record costs the spool a hash (34 GB/s), a header, a lock and a wake-up, some 15 µs, beside a copy into the
+    page cache of about 20 µs for 64 KiB and 300 µs for 1 MiB. With the disk at 1.3 GB/s it is hidden behind the sync at
+    both sizes: 0.9 at 64 KiB and 0.97 at 1 MiB. Goal: 0.8.
 """
 
 from __future__ import annotations
@@ -36,18 +36,21 @@ class Plain:
         self.directory = directory
         self.names = os.open(directory, os.O_RDONLY)
         self.changed = threading.Condition()
-        self.files: list[int] = []  # not wholly synced, the newest last
+        # Files that are not wholly synced, the newest last.
+        self.files: list[int] = []
         self.made = 0
-        self.size = 0  # of the newest
+        # Of the newest file.
+        self.size = 0
         self.written = 0
         self.synced = 0
         self.ended = False
-        self.rest = threading.Event()  # set at the end
+        # Set at the end.
+        self.rest = threading.Event()
         self.thread = threading.Thread(target=self.sync)
         self.thread.start()
 
     def write(self, record: bytes) -> None:
-        """Write a record, waiting while too much is not synced."""
+        """Write a record; wait while too many bytes are not synced."""
         with self.changed:
             self.changed.wait_for(lambda: self.written - self.synced + len(record) <= limits.SPOOL_UNSYNCED_BYTES_MAX)
             if not self.files or self.size + len(record) > limits.SEGMENT_BYTES_MAX:
@@ -112,9 +115,9 @@ def spooled(directory: Path, record: bytes, count: int) -> float:
         assert spool.wait_synced(count)
         took = time.perf_counter() - begun
         for number in range(1, count + 1):
-            found = spool.read()
-            assert isinstance(found, Record)
-            assert (found.id, found.body) == (number, record)
+            entry = spool.read()
+            assert isinstance(entry, Record)
+            assert (entry.id, entry.body) == (number, record)
     return took
 
 

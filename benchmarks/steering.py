@@ -1,17 +1,20 @@
-"""What steering costs: plain vLLM against capflow armed but idle, and against every request steered at every layer.
+"""The cost of steering: plain vLLM against capflow armed but idle, and against every request steered at every layer.
 
     python benchmarks/steering.py [--rounds N] [--model demo] [--dtype float32]
 
     PYTHONPATH=.:engine_ext:tests python benchmarks/steering.py --clamps
 
-The second compares a tap that clamps with the arithmetic alone: for each clamp a product with the stream and one step along the
-direction. Predicted: some microseconds for each operation besides, so 2 to 3 times for one token and below 2 for a prompt. No engine starts.
+The second command compares a tap that clamps with the arithmetic alone: for each clamp, a product with the stream and
+one step along the direction. No engine starts. Predicted: some microseconds for each operation besides, so 2 to 3 times
+for one token and below 2 for a prompt.
 
-As `overhead.py`, whose engines these are: two processes for the whole run, turns interleaved, ratios of turns beside each other. Request n of a turn
-has configuration n mod K, a vector of its own for every layer, for K from 1 to the number of prompts.
+The engines are those of `overhead.py`: two processes for the whole run, turns interleaved, ratios of adjacent turns.
+Request n of a turn has configuration n mod K, for K from 1 to the number of prompts. A configuration has a vector of
+its own for every layer.
 
-Predicted: idle as in `overhead.py`. Steering reads and writes the stream once more at each layer, and reads as many vectors, whatever K is:
-a few percent of a step of the demo model on a CPU, where each site costs some tens of microseconds besides; less on a GPU.
+Predicted: idle as in `overhead.py`. Steering reads and writes the stream once more at each layer, and reads as many
+    vectors, whatever K is. That is a few percent of a step of the demo model on a CPU, where each site costs some tens
+    of microseconds besides; less on a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ CHAINS = {
 
 
 def clamps() -> int:
-    """Print what clamps at one site of width 640 cost, and of that arithmetic."""
+    """Print the cost of clamps at one site of width 640, and that of their arithmetic."""
     import torch
 
     from tests.kit.tap_cases import clamp_seconds

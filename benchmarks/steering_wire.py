@@ -1,11 +1,11 @@
-"""What reading a request's steering costs, by the form that it comes in.
+"""The cost of reading a request's steering, by the form that it comes in.
 
     PYTHONPATH=. python3 benchmarks/steering_wire.py
 
-Each line is 36 layers of 4096 numbers in one form. `parse` is the median time of `Steering.parse` on what the carrier
-decoded; `json` is that of decoding the body alone (`msgspec.json.decode`), where the form goes over HTTP; the two take
-turns. The ratio is `parse` against `json`: below 1, reading costs less than decoding what was sent. `predicted` is the most
-that the form was thought to cost before it was measured.
+Each line is 36 layers of 4096 numbers in one form. `parse` is the median time of `Steering.parse` on the decoded body.
+`json` is that of decoding the body alone (`msgspec.json.decode`), where the form goes over HTTP. The two take turns.
+The ratio is `parse` against `json`: below 1, reading costs less than decoding. `predicted` is an upper bound from
+before the measurement.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ SEED = 7
 
 
 class Case:
-    """One body. predicted_us: the most that `parse` was thought to take, microseconds."""
+    """One body.
+
+    predicted_us: the predicted bound of the time of `parse`, microseconds.
+    """
 
     def __init__(self, about: str, fields: dict[str, Any], predicted_us: float, *, json: bool) -> None:
         self.about, self.predicted_us = about, predicted_us

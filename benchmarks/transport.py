@@ -1,16 +1,17 @@
-"""What sessions cost over ZMQ: frames through a worker's link, a hub and a consumer that does nothing, against a bare pyzmq loop.
+"""The cost of sessions over ZMQ: frames through a worker's link, a hub and an idle consumer, against a bare pyzmq loop.
 
     PYTHONPATH=. python3 benchmarks/transport.py
 
-Both send the same buffers from this process to a child of it over ipc, as two parts of which the second is the payload, without a copy on either side
-(DEALER to ROUTER), with 256 MiB under way at most, and the clock runs from the first message until this process knows that the last has arrived:
-by an acknowledgement here, by one message back there. The two take turns; each line is of the medians of their rates.
+Both send the same buffers from this process to a child process over ipc, as two parts; the second is the payload, which
+is not copied on either side (DEALER to ROUTER). At most 256 MiB are under way. The clock runs from the first message
+until this process knows that the last has arrived: by an acknowledgement with capflow, by one message back in the bare
+loop. The two take turns; each line has the medians of their rates.
 
-Then, for the latency, 1,000 frames of 64 KiB a second: from `WorkerLink.send` to the consumer's `on_frame`.
+Then the latency of 1,000 frames of 64 KiB a second is measured, from `WorkerLink.send` to the consumer's `on_frame`.
 
-Predicted: a bare message of 64 KiB takes 20 µs, and a frame costs the link and the hub some 80 µs of Python beside that, in two processes: 0.3 at 64 KiB. At
-1 MiB a message takes 300 µs and the two checksums 60 to 140: 0.6; at 16 MiB the copies of the kernel decide: 0.8. Goal: 0.7. Latency: p50 0.5 ms,
-p99 5 ms; goal 10 ms.
+Predicted: a bare message of 64 KiB takes 20 µs, and a frame costs the link and the hub some 80 µs of Python beside
+    that, in two processes: 0.3 at 64 KiB. At 1 MiB a message takes 300 µs and the two checksums 60 to 140: 0.6. At 16
+    MiB the copies of the kernel decide: 0.8. Goal: 0.7. Latency: p50 0.5 ms, p99 5 ms; goal 10 ms.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ HIDDEN = 4096
 SITE = Site(0, "post_block")
 MODEL = ModelInfo("null", 1, HIDDEN, "float32", (SITE,))
 RANK = Rank(0, 0, 0)
-BUFFERS = 8  # that are sent in turn
+# Buffers that are sent in turn.
+BUFFERS = 8
 GOAL, GOAL_MS = 0.7, 10.0
 
 
 class Null(Consumer):
-    """Notes how old each frame is, and does nothing with it."""
+    """Notes the age of each frame, and drops it."""
 
     name = "null"
 
@@ -70,7 +72,7 @@ class Null(Consumer):
 
 
 def be_hub(address: str) -> None:
-    """Run a hub; for each line read, say the ages of the frames since the last."""
+    """Run a hub; for each line read, print the ages of the frames since the line before."""
     consumer = Null()
     with rare_collections(), Hub(address, [ConfiguredConsumer.of(consumer)]):
         print("ready", flush=True)
@@ -80,7 +82,7 @@ def be_hub(address: str) -> None:
 
 
 def be_bare(address: str) -> None:
-    """Receive messages; a first one without a payload says how many come, and is answered when they have."""
+    """Receive messages; one without a payload says how many follow, and is answered after them."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as receiver:
         receiver.set(zmq.RCVHWM, limits.MESSAGES_UNREAD_MAX)
         receiver.bind(address)
@@ -194,11 +196,11 @@ def latency(link: WorkerLink, hub: subprocess.Popen[str], seconds: float, rate: 
         assert link.send(header_of(SIZES[0], number), buffer) is None
     while not acknowledged(link):
         time.sleep(0.001)
-    found = sorted(ages())
-    p50, p99 = (found[int(len(found) * part)] / 1e6 for part in (0.5, 0.99))
+    sorted_ages = sorted(ages())
+    p50, p99 = (sorted_ages[int(len(sorted_ages) * part)] / 1e6 for part in (0.5, 0.99))
     print(
-        f"\nlatency at {rate} frames of 64 KiB a second, {len(found)} frames: p50 {p50:.2f} ms, p99 {p99:.2f} ms "
-        f"(goal {GOAL_MS:g}), largest {found[-1] / 1e6:.1f} ms"
+        f"\nlatency at {rate} frames of 64 KiB a second, {len(sorted_ages)} frames: p50 {p50:.2f} ms, p99 {p99:.2f} ms "
+        f"(goal {GOAL_MS:g}), largest {sorted_ages[-1] / 1e6:.1f} ms"
     )
 
 
