@@ -2,9 +2,9 @@
 
 The formats are described in `capflow_consumers.dataset.layout` and `capflow_consumers.dataset.shards.stream`.
 
-Rows are collected in memory. When their request ends, a thread of their own writes them while the next rows come (see
-`writing`). Past `buffer_bytes_max`, the rows of the largest requests are moved to files early; with `tail_s`, those of
-all requests are.
+Rows are collected in memory. When their request ends, the thread of `writing` writes them while the next rows come.
+Past `buffer_bytes_max`, the rows of the largest requests are moved to files early; with `tail_s`, those of all requests
+are.
 
 A request becomes part of the data set when all of it is on the disk. A reader of the root sees it whole or not at all,
 also after a kill or a power cut. Its sidecar lists the frames that it was made of; so when a hub delivers those again

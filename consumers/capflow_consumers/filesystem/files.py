@@ -242,7 +242,7 @@ class PackedFile(RequestFiles):
     """A request whose rows go into one file when it ends; early rows wait in files of their sites."""
 
     kept_as: ClassVar[layout.Layout] = "packed"
-    # From `prepare` to `release`.
+    # From `prepare` on; `release` empties it.
     _parts: list[Any]
     _entries: list[layout.SiteFile]
 

@@ -106,9 +106,9 @@ class ShardWriter:
         return self.root / shard.path.name
 
     def settle(self) -> dict[Path, OSError]:
-        """Settle the committed requests, on the disk if `sync`.
+        """Keep the committed requests, on the disk if `sync`.
 
-        Return the shards where that failed; their requests since the last settling are lost.
+        Return the shards where that failed; their requests since they were last settled are lost.
         """
         failed = {}
         for shard in [*self._open.values(), *self._unsealed]:
@@ -214,7 +214,7 @@ class ShardRows(RequestFiles):
     """A request whose rows go into a shard when it ends; early rows wait in files of their sites."""
 
     kept_as: ClassVar[layout.Layout] = "sharded"
-    # From `prepare` to `write`.
+    # From `prepare` on; `release` empties the batches.
     _kind: Kind
     _batches: list[EncodedBatch]
     _entries: list[layout.SiteFile]

@@ -387,7 +387,7 @@ def test_a_row_that_was_changed_is_named(tmp_path):
     place = whole.index(row_of("c", SITES[0], 1, HIDDEN).tobytes())
     whole[place] ^= 1
     path.write_bytes(whole)
-    with pytest.raises(CapflowError, match=r"another checksum of row \d of batch 0 of c"):
+    with pytest.raises(CapflowError, match=r"a wrong checksum of row \d of batch 0 of c"):
         capflow.open(tmp_path)["c"].verify()
     capflow.open(tmp_path)["a"].verify()
 

@@ -130,14 +130,14 @@ class Shard:
         blocks = seal.blocks_of(self.file, self._located.index_at[0], self._index.rows)
         for (begin, block), digest in zip(blocks, self._index.blocks, strict=True):
             if xxhash.xxh3_64_intdigest(block) != digest:
-                raise damaged(self.path, f"another checksum of bytes {begin}..{begin + len(block)}", "what was written")
+                raise damaged(self.path, f"a wrong checksum of bytes {begin}..{begin + len(block)}", "what was written")
         if xxhash.xxh3_64_intdigest(self.file.slice(*footer[:2])) != footer[2]:
-            raise damaged(self.path, "another checksum of the footer", "what was written")
+            raise damaged(self.path, "a wrong checksum of the footer", "that of the bytes that were written")
 
     def _read_index(self, begin: int, length: int, digest: int) -> None:
         text = self.file.slice(begin, length)
         if xxhash.xxh3_64_intdigest(text) != digest:
-            raise damaged(self.path, "another checksum of the index", "what was written")
+            raise damaged(self.path, "a wrong checksum of the index", "that of the bytes that were written")
         try:
             number = _format_decoder.decode(text).format
             if number != seal.FORMAT:
@@ -229,13 +229,13 @@ class ShardCapture(RequestCapture):
             hashes = np.empty(len(batch.hashes), np.uint64)
             hashes_of(self._bytes(batch), hashes)
             if (bad := np.flatnonzero(hashes != batch.hashes)).size:
-                got = f"another checksum of row {bad[0]} of batch {number} of {self.id}"
-                raise damaged(self.path, got, "the row that was written")
+                got = f"a wrong checksum of row {bad[0]} of batch {number} of {self.id}"
+                raise damaged(self.path, got, "that of the row that was written")
         columns = [np.concatenate(arrays) for arrays in zip(*(b[:3] for b in batches), strict=True)] if batches else []
         for entry in self.sidecar.sites:
             part = slice(entry.offset, entry.offset + entry.rows)
             if site_digest(*(column[part] for column in columns)) != entry.xxh3_64:
-                raise damaged(self.path, f"another checksum of {entry.site} of {self.id}", entry.xxh3_64)
+                raise damaged(self.path, f"a wrong checksum of {entry.site} of {self.id}", entry.xxh3_64)
 
     def _bytes(self, batch: StoredBatch) -> npt.NDArray[np.uint8]:
         try:
