@@ -1,6 +1,6 @@
-"""Attacks on a hub by peers that speak the protocol, each in a process of its own: `python attacks.py NAME ADDRESS SECONDS`.
+"""Attacks on a hub by peers that speak the protocol, each in its own process.
 
-It prints a line when it is prepared, and begins when it reads one.
+Run as `python attacks.py NAME ADDRESS SECONDS`. It prints a line when it is ready, and begins when it reads one.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def headers(address, seconds):
 
 
 def leaves(address, seconds):
-    """Open as many requests as there is room for, be started again, which ends them all, and so on; likewise with questions."""
+    """Open as many requests as there is room for, restart, which ends them all, and repeat; the same with questions."""
     names = [f"{number}" for number in range(limits.AWAITED_MAX)]
     asks = message.encode(Await(tuple(names), wait=True))
     steps = [
@@ -201,7 +201,7 @@ def attacking(address, seconds, *names):
 
 
 def acknowledged_s(link, seconds):
-    """Send a frame each 20 ms; return how long each took until it was acknowledged, sorted: none waits for the one before."""
+    """Send a frame every 20 ms without waiting; return the sorted times from each frame to its acknowledgement."""
     sent, took = [], []
     session = link._session
     before = session.acked

@@ -40,7 +40,8 @@ def write(
 ):
     """Write a data set of requests, each with every row at every site, and return its root.
 
-    dropped: by request, `(rows, reason)` that its worker counts as dropped. lost: by request, the positions `start, stop` that no frame brings.
+    dropped: by request, `(rows, reason)` that its worker counts as dropped.
+    lost: by request, the positions `start, stop` without a frame.
     died: requests whose engine died before it reported their end.
     """
     consumer = FilesystemConsumer(

@@ -1,6 +1,6 @@
-"""Engines in a process of their own, for what a process can choose only once: the model runner, and Triton's interpreter.
+"""Engines in a child process, for what a process can choose only once: the model runner, and Triton's interpreter.
 
-The child is this module run as a script: it reads a `Run` as JSON, and writes what `capflow.LLM` answered.
+The child is this module run as a script: it reads a `Run` as JSON, and writes the answers of `capflow.LLM`.
 """
 
 import collections
@@ -19,20 +19,25 @@ from tests.kit.watching import watch
 
 @dataclasses.dataclass
 class Run:
-    """One engine and the requests it is given, all at once. steering: `{layer: seed of a vector}`, by request id."""
+    """One engine and its requests, which start together.
+
+    requests: dictionaries with `id`, `prompt`, `capture` and `max_tokens`.
+    steering: `{layer: seed of a vector}`, by request id.
+    ahead: how many steps are scheduled before the output of one is processed; above 0, async scheduling is on.
+    """
 
     model: str
     root: str
-    requests: list  # of {"id", "prompt", "capture", "max_tokens"}
+    requests: list
     steering: dict = dataclasses.field(default_factory=dict)
     engine: dict = dataclasses.field(default_factory=dict)
     v2: bool = False
-    ahead: int = 0  # how many steps are scheduled before the output of one is taken in; above 0, async scheduling is on
+    ahead: int = 0
 
 
 @dataclasses.dataclass
 class Answer:
-    """What became of a request."""
+    """The answer to a request."""
 
     id: str
     prompt: list
@@ -40,21 +45,21 @@ class Answer:
     status: str
 
 
-def run(what, timeout=300):
-    """Return the answers of a child that ran this, and all that it said: counts, and what runner and scheduler it had."""
+def run(job, timeout=300):
+    """Return the answers of a child that ran a `Run`, and its report: counts, and its model runner and scheduler."""
     environment = {
         **os.environ,
-        "VLLM_USE_V2_MODEL_RUNNER": "1" if what.v2 else "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if job.v2 else "0",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
-    if what.v2:
+    if job.v2:
         environment["TRITON_INTERPRET"] = "1"
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(ROOT / "tests" / "kit" / "triton_cpu"), environment["PYTHONPATH"]]
         )
     done = subprocess.run(
         [sys.executable, __file__],
-        input=json.dumps(dataclasses.asdict(what)),
+        input=json.dumps(dataclasses.asdict(job)),
         env=environment,
         capture_output=True,
         text=True,
@@ -62,8 +67,8 @@ def run(what, timeout=300):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    said = json.loads(done.stdout.splitlines()[-1])
-    return [Answer(**answer) for answer in said["answers"]], said
+    report = json.loads(done.stdout.splitlines()[-1])
+    return [Answer(**answer) for answer in report["answers"]], report
 
 
 def requests(lengths, max_tokens):
@@ -97,32 +102,32 @@ def _keep_async_scheduling():
 
 
 def _child():
-    what = Run(**json.load(sys.stdin))
-    if what.ahead:
+    job = Run(**json.load(sys.stdin))
+    if job.ahead:
         _keep_async_scheduling()
-    arguments = {"consumers": [f"filesystem:root={what.root},capture=requests"], "seed": 0, **what.engine}
-    with engine(what.model, **arguments) as llm:
+    arguments = {"consumers": [f"filesystem:root={job.root},capture=requests"], "seed": 0, **job.engine}
+    with engine(job.model, **arguments) as llm:
         core = llm.llm_engine.engine_core.engine_core
         kinds = {
             "runner": type(core.model_executor.driver_worker.worker.model_runner).__mro__[2].__module__,
             "scheduler": type(core.scheduler).__name__,
         }
-        if what.ahead:  # as deep as with pipeline stages
-            core.batch_queue_size = what.ahead + 1
-            core.batch_queue = collections.deque(maxlen=what.ahead + 1)
+        if job.ahead:  # as deep as with pipeline stages
+            core.batch_queue_size = job.ahead + 1
+            core.batch_queue = collections.deque(maxlen=job.ahead + 1)
         counts = watch(llm)
         params = [
             capflow.sampling_params(
                 id=request["id"],
                 capture=request["capture"],
                 steering_vectors={"post_block": {int(n): vector(seed) for n, seed in steering.items()}}
-                if (steering := what.steering.get(request["id"]))
+                if (steering := job.steering.get(request["id"]))
                 else None,
                 **{**GREEDY, "max_tokens": request["max_tokens"], **request.get("sampling", {})},
             )
-            for request in what.requests
+            for request in job.requests
         ]
-        asked = [{"prompt_token_ids": request["prompt"]} for request in what.requests]
+        asked = [{"prompt_token_ids": request["prompt"]} for request in job.requests]
         outputs = llm.generate(asked, params, use_tqdm=False)
         answers = [
             Answer(
@@ -131,7 +136,7 @@ def _child():
                 list(output.outputs[0].token_ids),
                 {r.status for r in output.capture_results.values()}.pop() if output.capture_results else "none",
             )
-            for request, output in zip(what.requests, outputs, strict=True)
+            for request, output in zip(job.requests, outputs, strict=True)
         ]
     print(json.dumps({"answers": [dataclasses.asdict(a) for a in answers], "counts": counts, **kinds}))
 

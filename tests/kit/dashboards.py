@@ -35,7 +35,7 @@ def context():
 
 @contextlib.contextmanager
 def dashboard(**options):
-    """Yield a dashboard that is checked and not open; on any free port unless told otherwise."""
+    """Yield a dashboard that is checked and not open; on any free port unless detail otherwise."""
     consumer = Dashboard(DashboardConfig(**({"port": 0} | options)))
     consumer.check()
     yield consumer
@@ -93,7 +93,7 @@ class Pageless:
         self.socket.send(json.dumps({"select": key}))
 
     def until(self, condition, limit_s=20.0):
-        """Take messages until the condition holds of this; return what it gave."""
+        """Take messages until the condition holds; return its value."""
         deadline = time.monotonic() + limit_s
         while not (result := condition(self)):
             self.take(self.socket.recv(timeout=max(0.0, deadline - time.monotonic())))

@@ -71,4 +71,7 @@ def query(tmp_path: Path, sql: str) -> list[tuple]:
         return connection.execute(sql).fetchall()
 
 
-OPENER = "import sys, duckdb; c = duckdb.connect(sys.argv[1], read_only='ro' in sys.argv); print('open', flush=True); input()"
+OPENER = (
+    "import sys, duckdb; c = duckdb.connect(sys.argv[1], read_only='ro' in sys.argv); "
+    "print('open', flush=True); input()"
+)

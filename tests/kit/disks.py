@@ -1,7 +1,7 @@
-"""A disk in memory that keeps its promises and no others: what was not synced may be lost in a crash, in any part and order.
+"""A disk in memory that keeps its promises and no others: a crash may lose unsynced data, in any part and order.
 
-`Disk.crash` returns what a crash left of it. A failed sync drops the writes that it should have synced, as Linux does: they are
-still read, the next sync succeeds, and a crash shows that they are gone.
+`Disk.crash` returns what a crash left of it. A failed sync drops the writes that it should have synced, as Linux does:
+they are still read, the next sync succeeds, and a crash shows that they are gone.
 """
 
 from __future__ import annotations

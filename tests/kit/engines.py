@@ -78,11 +78,12 @@ atexit.register(gc.unfreeze)  # what is never freed, Triton's bindings report as
 
 @contextlib.contextmanager
 def collecting_little():
-    """Have the garbage collector pass over the objects that exist when the block begins, and over no others.
+    """Let the garbage collector visit the objects that exist when the block begins once, and no others.
 
-    vLLM starts and ends an engine with nine full collections. Each reads every object of the process, and nearly all objects
-    belong to modules: an engine costs half a second of CPU time, and the nine collections cost three and more. vLLM's own
-    `gc.freeze` and `gc.unfreeze` do nothing in the block, so that the collections read and free what the engine made.
+    vLLM starts and ends an engine with nine full collections. Each reads every object of the process, and nearly all
+    objects belong to modules: an engine costs half a second of CPU time, and the nine collections cost three seconds
+    and more. vLLM's own `gc.freeze` and `gc.unfreeze` do nothing in the block, so the collections read and free only
+    the objects of the engine.
     """
     gc.collect()
     gc.freeze()

@@ -30,9 +30,9 @@ class Desk:
             memory_bytes_max=memory_bytes_max,
         )
 
-    def say(self, peer, said, user=""):
+    def say(self, peer, sent, user=""):
         """Have a peer say a message or a frame; do what that leads to."""
-        parts = said.encode() if isinstance(said, Frame) else [message.encode(said)]
+        parts = sent.encode() if isinstance(sent, Frame) else [message.encode(sent)]
         self.exchange.receive(peer, parts, user)
         self.turn()
 

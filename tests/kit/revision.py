@@ -11,7 +11,7 @@ def revision() -> str:
     """Return the commit, marked where files differ from it; `unknown` outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return found.stdout.strip()
+    return result.stdout.strip()

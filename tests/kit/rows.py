@@ -35,7 +35,7 @@ def _hold(rows, tokens, reference, steering, positions, bound):
 
 
 class Keeper(Consumer):
-    """Keeps every row that requests ask for, whose it was, and which worker sent it; a row that comes twice is an error."""
+    """Keeps every captured row with its request and its worker; a row that comes twice is an error."""
 
     name = "keeper"
     reads_requests = True

@@ -33,16 +33,16 @@ def modules() -> dict[str, Path]:
     }
 
 
-def imports_of(source: str, known: set[str]) -> set[str]:
-    """Return the modules that a source imports, also inside functions; `from p import m` is `p.m` where that is known."""
-    found: set[str] = set()
+def imports_of(source: str, modules: set[str]) -> set[str]:
+    """Return the modules that a source imports, in functions too; `from p import m` is `p.m` if that is a module."""
+    imported: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             assert node.module is not None
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                found.add(inner if inner in known else node.module)
-    return found
+                imported.add(inner if inner in modules else node.module)
+    return imported

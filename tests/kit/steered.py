@@ -1,7 +1,7 @@
-"""Steering of every kind at once, in one batch, and what Transformers computes with the same interventions.
+"""Steering of every kind at once, in one batch, compared with the same interventions in Transformers.
 
-`python tests/steered.py MODEL` proves a batch on an engine in this process, as the environment says: `test_steering_engine` runs it for
-the V2 model runner.
+`python -m tests.kit.steered MODEL` proves a batch on an engine in this process, as the environment says;
+`test_steering_engine` runs it for the V2 model runner.
 """
 
 import sys
@@ -128,8 +128,10 @@ class SteeredReference(Reference):
     def run(self, tokens, prompt_length, fields, *, modules=None, everywhere=None, generated=None):
         """Return the logits, and what each site holds before anything steers it there, `{site: [tokens, hidden]}`.
 
-        fields: those of the request. modules: by name, the fields of modules; everywhere: those of the global state. generated: the
-        positions that are not the prompt's; those from its end on where it is left out.
+        fields: the request's.
+        modules: the fields of modules, by name.
+        everywhere: the fields of the global state.
+        generated: the generated positions; by default those from the prompt's end on.
         """
         parts = [(everywhere or {}, 1.0), *named(fields, modules or {}), (fields, 1.0)]
         behind = np.arange(len(tokens)) >= prompt_length
@@ -175,7 +177,7 @@ class SteeredReference(Reference):
 
     @staticmethod
     def _phase(x, site, tiers, parts):
-        """Return `[n, hidden]` with the sum of all vectors added, then each clamp done: of each part, base before phase."""
+        """Return `[n, hidden]` with all vectors added, then all clamps applied; in each part base precedes phase."""
         x = x.copy()
         norms = np.linalg.norm(x, axis=1, keepdims=True)
         for fields, scale in parts:
@@ -212,7 +214,7 @@ def lengths():
 
 
 def prove(llm, reference, max_tokens=5):
-    """Run all cases in one batch; hold the logits of every generated token against the reference. Return the answers."""
+    """Run all cases in one batch, compare the logits of generated tokens with the reference, and return the answers."""
     asked = cases()
     assert set().union(*asked.values()) <= set(STEERING_FIELDS)
     given = prompts(lengths(), seed=3)
@@ -226,8 +228,8 @@ def prove(llm, reference, max_tokens=5):
         prompt = given[number]["prompt_token_ids"]
         answer = list(outputs[number].outputs[0].token_ids)
         expected = reference.logits([*prompt, *answer[:-1]], len(prompt), fields)[len(prompt) - 1 :]
-        found = logits(outputs[number])
-        error = np.abs(found - expected).max()
+        actual = logits(outputs[number])
+        error = np.abs(actual - expected).max()
         assert error < LOGITS_MAX, f"{name}: logits are off by {error:.1e}"
         unsteered = reference.logits(prompt, len(prompt), {})[-1]
         plain[name] = np.abs(expected[0] - unsteered).max()

@@ -1,7 +1,7 @@
-"""A model of what gives a store its frames: an inbox in memory, a lane that keeps its place, kills, and a disk that refuses writes.
+"""A model of the source of a store's frames: an inbox in memory, a lane, kills, and a disk that refuses writes.
 
-`Lane.run` gives a script to a store, in an order chosen by a seed. What the store is not done with after a kill is given again, from the first
-record of the oldest such request, as an inbox does.
+`Lane.run` gives a script to a store, in an order chosen by a seed. After a kill the store gets unfinished work again,
+from the first record of the oldest unfinished request, as from an inbox.
 """
 
 from __future__ import annotations
@@ -134,7 +134,11 @@ class Lane:
         self._futures: dict[int, Future[CaptureResult]] = {}
 
     def run(self, *, failing: float = 0.2, deadly: float = 0.05) -> None:
-        """Give every record, until every request is done. failing, deadly: how often the disk begins to refuse, and the store is killed."""
+        """Give every record, until every request is done.
+
+        failing: how often the disk begins to refuse writes.
+        deadly: how often the store is killed.
+        """
         chance, store = self._chance, self._store
         consumer = self._opened(store.open())
         at = 0
@@ -219,7 +223,7 @@ class Lane:
         self._futures.clear()
 
 
-def check(results: dict[int, CaptureResult], expected: dict[int, Counter[Place]], found: Counter[Place]) -> None:
+def check(results: dict[int, CaptureResult], expected: dict[int, Counter[Place]], stored: Counter[Place]) -> None:
     """Assert that a store has every row that it promised once, and no row twice."""
     promised: Counter[Place] = Counter()
     every: Counter[Place] = Counter()
@@ -227,8 +231,8 @@ def check(results: dict[int, CaptureResult], expected: dict[int, Counter[Place]]
         every += rows
         if results[number].status == "ok":
             promised += rows
-    assert not promised - found, f"{(promised - found).total()} rows of requests that are ok are missing"
-    assert not found - every, f"{(found - every).total()} rows are there twice"
+    assert not promised - stored, f"{(promised - stored).total()} rows of requests that are ok are missing"
+    assert not stored - every, f"{(stored - every).total()} rows are there twice"
 
 
 def _error_of(call: Any) -> BaseException | None:

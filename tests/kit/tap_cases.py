@@ -29,7 +29,11 @@ POISON = -12352.0  # exact in every dtype
 
 
 class Made(NamedTuple):
-    """A step. steering: of each steered token row its program, and by site what that does there. scale: of the stream, to what is captured and steered."""
+    """A step.
+
+    steering: for each steered token row its program, and its operations by site.
+    scale: of the stream, relative to what is captured and steered.
+    """
 
     plan: Plan
     hidden: torch.Tensor
@@ -40,7 +44,10 @@ class Made(NamedTuple):
 
 
 def make(case, seed, device=CPU, kinds=3):
-    """Return a planner's plan with capture, view and steering mixed, and random tensors for it. kinds: of operations, from the first."""
+    """Return a planner's plan with capture, view and steering mixed, and random tensors for it.
+
+    kinds: the number of kinds of operations.
+    """
     sites, width, dtype, split, lengths = case
     rng = np.random.default_rng(seed)
     planner = Planner(sites)
@@ -73,12 +80,12 @@ def make(case, seed, device=CPU, kinds=3):
 
 
 def exact(rng, shape, limit, dtype):
-    """Return random multiples of 1/4: what is computed of them in float32 is exact, so that it can be compared for equality."""
+    """Return random multiples of 1/4: float32 results of these are exact, so they can be compared for equality."""
     return torch.from_numpy(rng.integers(-4 * limit, 4 * limit, shape) / 4).to(dtype)
 
 
 def random_program(rng, sites, width, kinds=3):
-    """Return a program of additions, clamps and patches; its directions have few numbers, so that their sums stay exact."""
+    """Return a program of additions, clamps and patches; its directions have few numbers, so their sums stay exact."""
 
     def row():
         values = np.zeros(width, np.float32)
@@ -110,15 +117,15 @@ def random_program(rng, sites, width, kinds=3):
 
 
 def operations(program, position, prompt_length):
-    """Return what a program does at a position, by site, said once more."""
-    found = {}
+    """Return what a program does at a position, by site, computed independently."""
+    by_site = {}
     for written, ops in program.patched:
         if position == (written if written >= 0 else prompt_length + written):
             for site, _, each in ops:
-                found.setdefault(site, []).extend(each)
+                by_site.setdefault(site, []).extend(each)
     for site, _, each in program.prefill if position < prompt_length else program.decode:
-        found.setdefault(site, []).extend(each)
-    return found
+        by_site.setdefault(site, []).extend(each)
+    return by_site
 
 
 def rounded(values, dtype, truncate):
@@ -140,9 +147,9 @@ def reference(made, sites, truncate):
             for run in group.runs:
                 at = group.base + place * group.rows + run.target
                 rows[at : at + run.length] = stream[run.source : run.source + run.length]
-    for token, (program, found) in made.steering.items():
+    for token, (program, by_site) in made.steering.items():
         given = torch.from_numpy(program.array().copy()).double()
-        for site, ops in found.items():
+        for site, ops in by_site.items():
             x = stream[token].clone()
             for kind, number, amount, low, high in ops:
                 row = given[number]

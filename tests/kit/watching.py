@@ -1,4 +1,4 @@
-"""What a scheduler does, counted by watching it."""
+"""The work of a scheduler, counted by watching it."""
 
 from collections import Counter
 
@@ -6,8 +6,8 @@ from collections import Counter
 def watch(llm):
     """Return counts that grow while an engine of this process runs.
 
-    steps; ahead: the most steps that were under way when another was scheduled; overshot: parts of steps that were computed
-    for a request that had ended; preempted; drafts accepted and rejected; chunks: the most steps that one prompt took.
+    `steps`; `ahead`, the most steps under way when another was scheduled; `overshot`, parts of steps computed for a
+    request that had ended; `preempted`; `drafts` accepted and rejected; `chunks`, the most steps of one prompt.
     """
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     counts = Counter()

@@ -19,15 +19,15 @@ FILES = sorted(
 
 
 def offences(source: str) -> list[str]:
-    """Return what is banned in a source, each with its line."""
+    """Return the banned imports and calls of a source, each with its line."""
     tree = ast.parse(source)
     names = _names(tree)
-    found = []
+    problems = []
     for node in ast.walk(tree):
-        what = _offence(node, names)
-        if what:
-            found.append(f"line {getattr(node, 'lineno', '?')}: {what}")
-    return found
+        offence = _offence(node, names)
+        if offence:
+            problems.append(f"line {getattr(node, 'lineno', '?')}: {offence}")
+    return problems
 
 
 def _names(tree: ast.AST) -> dict[str, str]:

@@ -48,14 +48,14 @@ def python(bare, source):
 
 
 def test_it_has_no_engine(bare):
-    said = python(
+    output = python(
         bare,
         """
         import importlib.util
         print([n for n in ("torch", "vllm", "triton", "transformers") if importlib.util.find_spec(n)])
         """,
     )
-    assert said == "[]\n"
+    assert output == "[]\n"
 
 
 def test_what_is_locked_is_all_that_is_needed(bare):
@@ -63,7 +63,7 @@ def test_what_is_locked_is_all_that_is_needed(bare):
 
 
 def test_every_core_and_consumer_module_imports(bare):
-    said = python(
+    output = python(
         bare,
         """
         import importlib, pkgutil, capflow, capflow_consumers, capflow_dashboard
@@ -79,17 +79,17 @@ def test_every_core_and_consumer_module_imports(bare):
         print("all")
         """,
     )
-    assert said == "all\n"
+    assert output == "all\n"
 
 
 def test_plugins_are_listed(bare):
-    said = run(bare, "capflow", "plugins")
+    output = run(bare, "capflow", "plugins")
     for name in ("dashboard", "duckdb", "filesystem", "gate", "log"):
-        assert name in said
+        assert name in output
 
 
 def test_a_frame_goes_over_the_wire_and_back(bare):
-    said = python(
+    output = python(
         bare,
         """
         import numpy as np
@@ -104,7 +104,7 @@ def test_a_frame_goes_over_the_wire_and_back(bare):
         print(chunk.request.id, chunk.sites[0], chunk.token_ids, chunk.rows.ravel().tolist() == rows.tolist())
         """,
     )
-    assert said == "r post_block:3 (5, 6) True\n"
+    assert output == "r post_block:3 (5, 6) True\n"
 
 
 def test_a_hub_starts_answers_and_drains_on_ctrl_c(bare, tmp_path):
@@ -134,14 +134,14 @@ def test_what_needs_an_engine_says_how_to_get_one(bare, tmp_path, command):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "prompt": "b"}\n')
     more = () if command[0] == "serve" else ("--prompts", str(prompts), "--consumer", "log")
-    said = run(bare, "capflow", *command, *more, code=2)
-    (line,) = [line for line in said.splitlines() if line.startswith("capflow: ") and "listening" not in line]
+    output = run(bare, "capflow", *command, *more, code=2)
+    (line,) = [line for line in output.splitlines() if line.startswith("capflow: ") and "listening" not in line]
     assert "vLLM is not installed" in line
     assert "pip install 'capflow[" in line
 
 
 def test_the_library_says_so_too(bare):
-    said = python(
+    output = python(
         bare,
         """
         import capflow
@@ -151,9 +151,9 @@ def test_the_library_says_so_too(bare):
             print(e)
         """,
     )
-    assert "vLLM is not installed; pip install" in said
+    assert "vLLM is not installed; pip install" in output
 
 
 def test_doctor_calls_it_a_consumers_machine(bare):
-    said = run(bare, "capflow", "doctor")
-    assert "This machine can consume" in said
+    output = run(bare, "capflow", "doctor")
+    assert "This machine can consume" in output

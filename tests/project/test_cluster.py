@@ -33,7 +33,7 @@ DTYPES = ("bfloat16", "float32")
 
 
 def write_shards(root, dtype, count=3):
-    """Write shards with the filesystem consumer, four requests in each; return the rows as float32, by request and layer."""
+    """Write shards of four requests with the filesystem consumer; return the rows as float32, by request and layer."""
     random = np.random.default_rng(0)
     sites = tuple(Site(layer, "post_block") for layer in range(LAYERS))
     rows = {}
@@ -94,10 +94,10 @@ def check(tables, rows, probe, count):
             ),
             reverse=True,
         )
-        found = [row for row in tables if row[0] == name]
+        rows = [row for row in tables if row[0] == name]
         expected = [(request, position) for _, request, position in scores[:count]]
-        assert [(row[1], int(row[2])) for row in found] == expected
-        assert [float(row[4]) for row in found] == pytest.approx([score for score, *_ in scores[:count]], rel=1e-4)
+        assert [(row[1], int(row[2])) for row in rows] == expected
+        assert [float(row[4]) for row in rows] == pytest.approx([score for score, *_ in scores[:count]], rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

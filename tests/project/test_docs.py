@@ -1,8 +1,8 @@
-"""The documentation: what can be run is run, what is named exists, and no link leads nowhere.
+"""The documentation: every runnable snippet runs, every named thing exists, and every link has a target.
 
-A fenced block says after its language what becomes of it: `file=PATH` writes it to a file, `test` runs it, `engine` runs
-it on a real model, `needs:WHAT` is not run here. A page's blocks are run in order in one directory, with an environment of its
-own, in which `pip install -e .` of a page may do as it likes.
+The words after the language of a fenced block say how it is used: `file=PATH` writes it to a file, `test` runs it,
+`engine` runs it on a real model, `needs:NAME` is not run here. The blocks of a page run in order in one directory, with
+an environment of their own, so that `pip install -e .` on a page is harmless.
 """
 
 import os
@@ -42,11 +42,11 @@ class Block(NamedTuple):
 
 
 def blocks(page):
-    found = []
+    blocks = []
     for match in _FENCE.finditer(page.read_text(encoding="utf-8")):
         language, _, mark = match["info"].partition(" ")
-        found.append(Block(language, mark.strip(), match["body"]))
-    return found
+        blocks.append(Block(language, mark.strip(), match["body"]))
+    return blocks
 
 
 def pages_with(*marks):
@@ -116,13 +116,13 @@ def run_page(page, tmp_path, marks):
 
 @pytest.mark.parametrize("page", pages_with("test"), ids=lambda page: page.stem)
 def test_snippets_run(page, tmp_path):
-    said = run_page(page, tmp_path, {"test"})
+    output = run_page(page, tmp_path, {"test"})
     if page.stem == "tutorial":
-        assert "loudest" in said
-        assert "24 passed" in said
+        assert "loudest" in output
+        assert "24 passed" in output
     if page.stem == "security":
-        assert "key ann: got the right to read, expected the right to steer" in said
-        assert "does not allow this key; on its machine: capflow keys allow" in said
+        assert "key ann: got the right to read, expected the right to steer" in output
+        assert "does not allow this key; on its machine: capflow keys allow" in output
 
 
 @pytest.mark.engine
@@ -133,7 +133,7 @@ def test_snippets_run(page, tmp_path):
     ids=lambda page: page.stem,
 )
 def test_snippets_that_need_a_model_run(page, tmp_path):
-    said = run_page(page, tmp_path, {"test", "engine"} if page.stem == "tutorial" else {"engine"})
+    output = run_page(page, tmp_path, {"test", "engine"} if page.stem == "tutorial" else {"engine"})
     expected = {
         "README": ["ok", "(13, 640)"],
         "first-capture": ["checksums all right", "fox (15, 640) bfloat16", "ok", "Site(layer=17, hook='post_block')"],
@@ -145,12 +145,12 @@ def test_snippets_that_need_a_model_run(page, tmp_path):
         "tutorial": ['"request": "fox"', '"position": '],
     }
     for words in expected[page.stem]:
-        assert words in said
+        assert words in output
     if page.stem == "steering":
-        answers = [line for line in said.splitlines() if re.match(r"[+-]\d\.0 ", line)]
+        answers = [line for line in output.splitlines() if re.match(r"[+-]\d\.0 ", line)]
         assert len({line[4:] for line in answers}) == 3, "each scale answers differently"
-        assert "patched 0.0:  Paris" not in said
-        assert re.search(r"2\s+requests\s+steered", said)
+        assert "patched 0.0:  Paris" not in output
+        assert re.search(r"2\s+requests\s+steered", output)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -159,8 +159,8 @@ def test_every_block_says_what_becomes_of_it(page):
         assert page.name in (ROOT / "tests" / RUN_BY_OTHERS[page.name]).read_text(encoding="utf-8")
         return
     for block in blocks(page):
-        known = block.mark in ("test", "engine") or block.mark.startswith(("file=", "needs:"))
-        assert known or block.language in PLAIN_LANGUAGES, f"{page.name}: ```{block.language} {block.mark}"
+        runs = block.mark in ("test", "engine") or block.mark.startswith(("file=", "needs:"))
+        assert runs or block.language in PLAIN_LANGUAGES, f"{page.name}: ```{block.language} {block.mark}"
     assert page.read_text(encoding="utf-8").count("```") == 2 * len(blocks(page)), (
         "a fence is not closed, or has no language"
     )

@@ -55,9 +55,9 @@ def test_their_own_tests_pass(environment):
 def test_they_are_plugins_like_any(environment):
     command = [sys.executable, "-m", "capflow", "plugins", "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    found = {plugin["name"]: plugin for plugin in json.loads(done.stdout)}
-    assert {"reward", "sae"} <= set(found)
-    assert {option["name"] for option in found["sae"]["options"] if option["required"]} == {"out", "site"}
+    plugins = {plugin["name"]: plugin for plugin in json.loads(done.stdout)}
+    assert {"reward", "sae"} <= set(plugins)
+    assert {option["name"] for option in plugins["sae"]["options"] if option["required"]} == {"out", "site"}
 
 
 class Sparse:
@@ -89,7 +89,7 @@ def test_an_autoencoder_learns_the_dictionary_behind_the_rows_that_pass(environm
         with worker_link(address, hello) as link, Client(address) as client:
 
             def learnt(request, rows):
-                """Have the hub take a request of these rows; return how far the training is, and what was skipped so far."""
+                """Send the hub a request with these rows; return the progress of the training and the skipped rows."""
                 frame = make_frame([(request, 1, 0, len(rows))], [SITE], hidden=hidden)
                 frame = Frame.seal(frame.header, rows.reshape(-1).view(np.uint8))
                 assert link.send(frame.header, frame.payload) is None
@@ -120,8 +120,8 @@ def test_an_autoencoder_learns_the_dictionary_behind_the_rows_that_pass(environm
         about = json.loads(file.metadata()["sae"])
         tensors = {name: file.get_tensor(name).numpy() for name in ("encoder", "bias", "scale")}
     assert 0 <= (sent + 4095 - skipped) - about["steps"] * batch < batch, "each row is learnt from once, or was skipped"
-    found = (data.directions @ decoder.T).max(1)
-    assert (found > 0.9).mean() >= 0.9, np.sort(found)
+    cosines = (data.directions @ decoder.T).max(1)
+    assert (cosines > 0.9).mean() >= 0.9, np.sort(cosines)
     fresh = data.rows(2000) / tensors["scale"]
     activations = torch.from_numpy(np.maximum((fresh - tensors["bias"]) @ tensors["encoder"].T, 0))
     largest, places = activations.topk(active)

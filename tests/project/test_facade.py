@@ -1,4 +1,4 @@
-"""The public names: what plugins, examples and the documentation import comes from `capflow` itself, and costs nothing before its use."""
+"""The public names: plugins, examples and documentation import from `capflow`, which imports nothing before its use."""
 
 import ast
 import importlib
@@ -18,7 +18,7 @@ PUBLIC = {
     "capflow_engine.serve.rpc.capflow_pb2_grpc": {"GenerateStub", "SteeringStub"},
     "capflow_models": set(importlib.import_module("capflow_models").__all__),
 }
-"""Module → the names that may be imported from it. The modules of gRPC are generated, and their names are the schema's."""
+"""The names that may be imported from each module. The modules of gRPC are generated from the schema."""
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SNIPPET = re.compile(r"^```python[^\n]*\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -39,7 +39,7 @@ def imported(source):
 
 
 def inner(source):
-    """Return the imports of a source that reach behind the public names. A plugin's own package is not one of capflow's."""
+    """Return the imports of inner names in a source. The package of a plugin is not one of capflow's."""
     packages = {name.partition(".")[0] for name in modules()}
     return [
         (module, name)
@@ -58,11 +58,11 @@ def test_plugins_and_examples_import_public_names(path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_snippets_import_public_names(page):
     snippets = SNIPPET.findall(page.read_text(encoding="utf-8"))
-    assert [found for code in snippets for found in inner(code)] == []
+    assert [name for code in snippets for name in inner(code)] == []
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "imports"),
     [
         ("from capflow.errors import explain", [("capflow.errors", "explain")]),
         ("from capflow import limits", [("capflow", "limits")]),
@@ -70,8 +70,8 @@ def test_snippets_import_public_names(page):
         ("import capflow\nfrom capflow import explain\nfrom capflow.testing import MemoryHub\nimport numpy", []),
     ],
 )
-def test_the_reader_of_imports_sees_what_is_inner(source, found):
-    assert inner(source) == found
+def test_the_reader_of_imports_sees_what_is_inner(source, imports):
+    assert inner(source) == imports
 
 
 def homes():
@@ -106,7 +106,9 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def loaded(source):
     """Return the modules, outside the standard library, that a program has loaded at its end."""
-    code = f"{source}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}} - sys.stdlib_module_names, *(n for n in sys.modules if n.startswith('capflow.')))"
+    packages = "{name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names"
+    inner_modules = "(name for name in sys.modules if name.startswith('capflow.'))"
+    code = f"{source}\nimport sys; print(*{packages}, *{inner_modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     return set(done.stdout.split())
 

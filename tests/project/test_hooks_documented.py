@@ -64,21 +64,24 @@ def test_every_hook_is_documented_with_its_signature(kind, name, call):
 
 
 def test_the_page_names_nothing_else():
-    told = set(re.findall(r"^\* `(\w+)\(", PAGE, re.MULTILINE))
-    assert told == {name for _, name, _ in DOCUMENTED}
+    documented = set(re.findall(r"^\* `(\w+)\(", PAGE, re.MULTILINE))
+    assert documented == {name for _, name, _ in DOCUMENTED}
 
 
 def test_every_rule_of_the_conformance_suite_is_documented():
     rules = [name for name, _ in inspect.getmembers(Conformance, inspect.isfunction) if name.startswith("test_")]
-    told = re.findall(r"^\| `(test_\w+)` \| (.+) \|$", PAGE, re.MULTILINE)
-    assert sorted(told) == sorted((name, inspect.getdoc(getattr(Conformance, name))) for name in rules)
+    documented = re.findall(r"^\| `(test_\w+)` \| (.+) \|$", PAGE, re.MULTILINE)
+    assert sorted(documented) == sorted((name, inspect.getdoc(getattr(Conformance, name))) for name in rules)
 
 
 # What is documented is called.
 
 
 def recording(kind, called, **gives):
-    """Return a subclass that fills in everything there is to fill in, notes what was called, and gives what is said, else what the class gives."""
+    """Return a subclass that overrides every method and records the calls.
+
+    gives: the results of methods; the others return what the class returns.
+    """
 
     def filled_in(name, own):
         def method(_, *args):
@@ -127,10 +130,10 @@ def test_every_method_of_a_controller_is_called(monkeypatch):
     called = {}
     steer = Steer("r1", (SteeringVector.make(Site(0, "post_block"), np.ones(8)),))
     gives = {"load": NoConfig(), "spec": CaptureSpec({"post_block": [0]}), "steers": (), "on_step": [steer]}
-    known = {"every": recording(Controller, called, **gives)}
-    monkeypatch.setattr(control, "load_plugins", lambda: known)
+    plugins = {"every": recording(Controller, called, **gives)}
+    monkeypatch.setattr(control, "load_plugins", lambda: plugins)
     model = make_model()
-    running = control.Controllers([configure("every", {}, known).spec()], model, model.sites, 0)
+    running = control.Controllers([configure("every", {}, plugins).spec()], model, model.sites, 0)
     assert running.captures() == [gives["spec"]]
     decided = running.run(7, Planner(1).plan([]), np.zeros(0, np.uint8), {}, {"r1": "key"}, lambda key: {})
     assert decided == [control.Decided("key", 0, 0, steer)]

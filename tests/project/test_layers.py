@@ -1,4 +1,4 @@
-"""Who may import whom: the layers that keep a consumer's machine free of torch and each file free of what is above it."""
+"""Who may import whom: consumers run without torch, and no file imports from a layer above it."""
 
 import ast
 import collections
@@ -37,7 +37,7 @@ LAYERS = {
         "worker serve jobs",
     ),
 }
-"""The folders and files of each package, lowest first: a module imports from its own line and from those above it in this table."""
+"""The folders and files of each package, lowest first. A module imports from its own line and from earlier lines."""
 
 FILES_MAX = 14
 """A folder has at most so many modules beside its folders, so that a listing explains it."""
@@ -101,7 +101,9 @@ def test_packages_say_what_they_own(name):
 
 
 def test_no_module_imports_itself_through_others():
-    graph = {name: {i for i in found if i in FILES and i not in ("capflow", name)} for name, found in IMPORTS.items()}
+    graph = {
+        name: {i for i in imported if i in FILES and i not in ("capflow", name)} for name, imported in IMPORTS.items()
+    }
     del graph["capflow"]  # the facade imports everything
     graphlib.TopologicalSorter(graph).prepare()
 
@@ -131,10 +133,10 @@ def test_the_engine_knows_no_models(name):
 
 def test_few_modules_of_the_models_know_the_engine_and_none_vllm():
     models = {name: {top(i) for i in IMPORTS[name]} for name in FILES if top(name) == "capflow_models"}
-    know = {name for name, found in models.items() if "capflow_engine" in found}
+    importers = {name for name, imported in models.items() if "capflow_engine" in imported}
     named = ("backends", "model", "stream", "transformers_model", "vectors", "vllm_model")
-    assert know <= {f"capflow_models.{name}" for name in named}
-    assert not [name for name, found in models.items() if "vllm" in found]
+    assert importers <= {f"capflow_models.{name}" for name in named}
+    assert not [name for name, imported in models.items() if "vllm" in imported]
 
 
 @pytest.mark.parametrize("name", ["spec", "specfiles", "model"])
@@ -155,8 +157,8 @@ def test_only_transport_imports_zmq(name):
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_only_rpc_imports_grpc(name):
-    found = {top(i) for i in IMPORTS[name]} & {"grpc", "grpc_health", "grpc_reflection", "google"}
-    assert inside(name, {"capflow_engine.serve.rpc"}) or not found
+    imported = {top(i) for i in IMPORTS[name]} & {"grpc", "grpc_health", "grpc_reflection", "google"}
+    assert inside(name, {"capflow_engine.serve.rpc"}) or not imported
 
 
 @pytest.mark.parametrize(
@@ -207,6 +209,6 @@ def test_public_classes_have_names_of_their_own():
             classes = [
                 node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)
             ]
-            for found in classes:
-                homes[found.name].append(name)
-    assert {found: names for found, names in homes.items() if len(names) > 1 and not found.startswith("_")} == {}
+            for node in classes:
+                homes[node.name].append(name)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1 and not name.startswith("_")} == {}

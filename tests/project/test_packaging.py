@@ -112,7 +112,7 @@ def test_the_core_lock_is_part_of_the_whole_and_free_of_engines():
 
 
 def audit(tmp_path, report):
-    """Run `make audit` with a pip-audit that writes this report, or none, and calls that free of vulnerabilities as pip-audit does."""
+    """Run `make audit` with a pip-audit that writes this report, or none, and exits as pip-audit does."""
     checkout = tmp_path / "checkout"
     (checkout / "requirements").mkdir(parents=True)
     for name in ("tools.sh", "tools.lock"):

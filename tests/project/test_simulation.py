@@ -60,8 +60,8 @@ def test_a_mend_that_is_undone_is_found(mutation, first):
 
 def test_the_command_of_a_failing_seed_repeats_it():
     _, output = simulate("--mutate", "D4", "--seeds", SEEDS, "--jobs", 1, "--until-failure")
-    (found,) = re.findall(r"replay: python -m tests.simulation (.*)", output)
-    code, again = simulate(*found.split())
+    (replay,) = re.findall(r"replay: python -m tests.simulation (.*)", output)
+    code, again = simulate(*replay.split())
     assert code == 1
     off = [line.strip() for line in output.splitlines() if line.startswith("  ") and "replay:" not in line]
     assert off

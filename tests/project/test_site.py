@@ -157,8 +157,8 @@ def test_the_navigation_begins_in_the_order_of_a_reader(site, pages):
 
 def errors():
     """Return the names of capflow's errors."""
-    found = inspect.getmembers(capflow.errors, inspect.isclass)
-    return {name for name, kind in found if kind.__module__ == "capflow.errors"}
+    classes = inspect.getmembers(capflow.errors, inspect.isclass)
+    return {name for name, kind in classes if kind.__module__ == "capflow.errors"}
 
 
 def test_every_public_name_is_in_the_reference(site, pages):

@@ -1,4 +1,4 @@
-"""Files of earlier versions stay readable: each specimen opens with the public commands and holds the rows that were written."""
+"""Files of earlier versions stay readable: each specimen opens with the public commands and holds its rows."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def assert_whole(capture, length, *, start=0):
 
 
 def test_every_specimen_is_opened_here():
-    found = {path.name.removesuffix(".tar.xz") for path in SPECIMENS.glob("*.tar.xz")}
+    names = {path.name.removesuffix(".tar.xz") for path in SPECIMENS.glob("*.tar.xz")}
     kinds = (*LAYOUTS, "recording", "database", "worker")
-    assert found == {f"{kind}-{end}" for kind in kinds for end in ("closed", "killed")} | {
+    assert names == {f"{kind}-{end}" for kind in kinds for end in ("closed", "killed")} | {
         "inbox-killed",
         "dead-closed",
     }
@@ -126,8 +126,8 @@ def test_a_database_is_queried_and_the_next_writer_goes_on_with_it(specimen, end
 
 def assert_database(path, ended):
     """Assert that a database has the requests that ended, with each token, row and score once."""
-    found = query(path, "SELECT request_id, status, capture_status, computed_length AS n FROM requests ORDER BY 1")
-    assert found == [
+    rows = query(path, "SELECT request_id, status, capture_status, computed_length AS n FROM requests ORDER BY 1")
+    assert rows == [
         {"request_id": name, "status": "stop", "capture_status": "ok", "n": length} for name, length in ended.items()
     ]
     done = f"request_id IN ({', '.join(repr(name) for name in ended)})"
@@ -163,8 +163,8 @@ class Keeper(capflow.Consumer):
 def test_a_hub_goes_on_with_an_inbox(specimen, monkeypatch):
     directory = specimen("inbox-killed")
     (place,) = (directory / "spool").iterdir()
-    told = json.loads(command("spool", "verify", place, "--json"))
-    assert (told["lost"], told["requests"]["waiting"], told["requests"]["incomplete"]) == ([], 1, 0)
+    report = json.loads(command("spool", "verify", place, "--json"))
+    assert (report["lost"], report["requests"]["waiting"], report["requests"]["incomplete"]) == ([], 1, 0)
     home = directory / "state" / "capflow" / "spool"
     home.mkdir(parents=True)
     (directory / "spool").rename(home / "hub")

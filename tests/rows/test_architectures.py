@@ -1,6 +1,6 @@
-"""One architecture of each structural pattern against Transformers, every hook at every layer; `make architectures` runs all.
+"""One architecture of each structural pattern against Transformers, every hook at every layer.
 
-The engines take turns in this process and share one hub.
+`make architectures` runs all.
 """
 
 import numpy as np
@@ -63,10 +63,10 @@ def test_a_wrong_place_is_noticed(hub, monkeypatch):
     resolve = compat_model.resolve
 
     def misled(layer, *args):
-        found = resolve(layer, *args)
-        norm = found.places["mlp_in"]
-        found.places["mlp_in"] = HookPlace(norm.module, found.places["post_attn"].slots)  # before the norm
-        return found
+        hooks = resolve(layer, *args)
+        norm = hooks.places["mlp_in"]
+        hooks.places["mlp_in"] = HookPlace(norm.module, hooks.places["post_attn"].slots)  # before the norm
+        return hooks
 
     monkeypatch.setattr(compat_model, "resolve", misled)
     result = checks.check("llama", "float32", *hub)
@@ -94,7 +94,7 @@ def result_of(**fields):
 
 
 def test_the_matrix_names_what_is_right_and_why_others_are_not(monkeypatch, tmp_path):
-    found = {
+    results = {
         "all": result_of(
             dtypes={
                 "bfloat16": result_of(errors={"post_block": 7e-3}),
@@ -109,13 +109,13 @@ def test_the_matrix_names_what_is_right_and_why_others_are_not(monkeypatch, tmp_
     document = tmp_path / "compatibility.md"
     document.write_text(f"before\n{checks.BEGIN}\n{checks.END}\nafter\n")
     monkeypatch.setattr(checks, "MATRIX", document)
-    checks.write(found, {"bert": "an encoder"}, {"all": "a note"})
+    checks.write(results, {"bert": "an encoder"}, {"all": "a note"})
     text = document.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert (
-        "| some | SomeForCausalLM | all | all | all | all | 2 of 3<sup>3</sup> | 1e-07 | -<sup>4</sup> | -<sup>4</sup> |"
-        in text
+        "| some | SomeForCausalLM | all | all | all | all "
+        "| 2 of 3<sup>3</sup> | 1e-07 | -<sup>4</sup> | -<sup>4</sup> |" in text
     )
     assert "| all<sup>2</sup> | SomeForCausalLM | all | all | all | all | all | 1e-07 | 7e-03 | -<sup>1</sup> |" in text
     assert "<sup>1</sup> vLLM refuses it in this dtype" in text
@@ -126,7 +126,7 @@ def test_the_matrix_names_what_is_right_and_why_others_are_not(monkeypatch, tmp_
     assert "* rows differ from Transformers' by 2e-03, for an unknown reason: off" in text
     assert "* an encoder: bert" in text
     assert checks.rights(text) == {"all", "some"}
-    checks.write(found, {}, {})
+    checks.write(results, {}, {})
     assert checks.rights(document.read_text()) == {"all", "some"}
 
 
@@ -136,8 +136,8 @@ def test_a_wrong_scale_is_more_than_rounding():
         noise = 1 + 2 * size * np.random.default_rng(1).uniform(-1, 1, rows.shape)
         for scale, right in ((1.0, True), (1.05, False), (0.4, False)):
             error = architectures.usual_distance(rows * noise * scale, rows)
-            found = {"dtypes": {dtype: result_of(errors={"post_block": error})}}
-            assert checks.passed_in(found, dtype) == right
+            result = {"dtypes": {dtype: result_of(errors={"post_block": error})}}
+            assert checks.passed_in(result, dtype) == right
     assert not checks.passed_in(result_of(), "float16")  # which was not tried
 
 

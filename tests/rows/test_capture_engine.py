@@ -1,4 +1,4 @@
-"""Rows by consumer through real vLLM: chunked, preempted, cached and batched, each consumer has exactly what was asked for it."""
+"""Rows by consumer through real vLLM: chunked, preempted, cached and batched, each consumer has its wanted rows."""
 
 import pytest
 
@@ -30,7 +30,7 @@ ASKED = [
 
 @pytest.fixture(scope="module")
 def crowd(tiny, tmp_path_factory):
-    """The outputs of six requests that preempt each other, those of the same again with cached prompts, and where the rows lie."""
+    """The outputs of six requests that preempt each other, of the same with cached prompts, and the rows' path."""
     root = tmp_path_factory.mktemp("rows")
     consumers = [f"{name}:root={root / name},capture=requests" for name in (PLAIN, COLD)]
     with engine(tiny, consumers=consumers, **CROWDED) as llm:

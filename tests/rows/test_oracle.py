@@ -1,6 +1,7 @@
 """Random requests against the oracle, and proof that it notices a plan that is wrong by one.
 
-`CAPFLOW_ORACLE_REQUESTS` says how many requests (`make soak-requests`: 5,000), `CAPFLOW_ORACLE_SEED` repeats a run; the seed is printed.
+`CAPFLOW_ORACLE_REQUESTS` is the number of requests (`make soak-requests`: 5,000). `CAPFLOW_ORACLE_SEED` repeats a run;
+the seed is printed.
 """
 
 import dataclasses
@@ -97,7 +98,7 @@ def test_a_plan_that_is_wrong_by_one_is_noticed(tiny, tmp_path, wrong, monkeypat
     scenario = [_request(10, 30), _request(60, 35), _request(100, 25)]
     with live.start() as llm:
         live.prove(llm, scenario)
-        if wrong in (by_one_row, by_one_layer):  # in what the taps do, not in what is said of it
+        if wrong in (by_one_row, by_one_layer):  # an error of the taps, not of the report
             original = Step.__init__
             monkeypatch.setattr(Step, "__init__", lambda self, plan, *rest: original(self, wrong(plan), *rest))
         else:

@@ -1,4 +1,4 @@
-"""Engines of several processes: pipeline stages that each tell of their layers, and replicas that each have their requests."""
+"""Engines of several processes: pipeline stages with their own layers, and replicas with their own requests."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_two_replicas_each_deliver_their_own_requests_once(tiny_with_words, refe
     server = subprocess.Popen(command, env=variables, start_new_session=True)
     try:
         wait_until(lambda: healthy(port), 300, server)
-        found = {}
+        choices = {}
 
         def ask(n):
             words = " ".join(f"w{t}" for t in prompts((9 + 3 * n,), seed=n)[0]["prompt_token_ids"])
@@ -65,7 +65,7 @@ def test_two_replicas_each_deliver_their_own_requests_once(tiny_with_words, refe
                 asked["steering_vectors"] = {"post_block": {"1": vector(3).tolist()}}
             body = {"model": "tiny", "prompt": words, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
             body |= {"return_token_ids": True, "vllm_xargs": {"capflow": json.dumps(asked)}}
-            (found[n],) = post(port, body, **{"X-data-parallel-rank": str(n % 2)})["choices"]
+            (choices[n],) = post(port, body, **{"X-data-parallel-rank": str(n % 2)})["choices"]
 
         threads = [threading.Thread(target=ask, args=(n,)) for n in range(6)]
         for thread in threads:
@@ -74,7 +74,7 @@ def test_two_replicas_each_deliver_their_own_requests_once(tiny_with_words, refe
             thread.join(120)
         eventually(lambda: len(keeper.done) >= 6, 30)
         for n in range(6):
-            tokens = prompts((9 + 3 * n,), seed=n)[0]["prompt_token_ids"] + found[n]["token_ids"]
+            tokens = prompts((9 + 3 * n,), seed=n)[0]["prompt_token_ids"] + choices[n]["token_ids"]
             keeper.hold(f"r{n}", tokens, reference, {1: 3} if n == 3 else None)
             assert {rank.dp for ranks in keeper.ranks[f"r{n}"].values() for rank in ranks} == {n % 2}
     finally:

@@ -1,6 +1,6 @@
 """The rules that rows obey, each against real vLLM and Transformers; the rule for drafts is in `test_speculative`.
 
-Rule 1: every row is the row of that request and that position, delivered once. Rule 4: requests that ask for nothing are
+Rule 1: every row is the row of its request and position, delivered once. Rule 4: requests that ask for nothing are
 neither slowed nor changed.
 """
 
@@ -72,11 +72,12 @@ class Driver:
     def results(self, *names):
         """Return what the hub says of requests, once it is final."""
         with self.llm.capflow_settings.hubs[0].client() as client:
-            return {name: found["keeper"].status for name, found in client.results(names, wait=True).items()}
+            results = client.results(names, wait=True)
+            return {name: by_consumer["keeper"].status for name, by_consumer in results.items()}
 
 
 def test_rule_1_rows_are_their_requests_whatever_comes_and_goes_beside_them(tiny, reference, keeper):
-    """Prompts of many chunks, arrivals in the middle, prefix-cache hits, an abort while prefilling and one while decoding."""
+    """Prompts of many chunks, late arrivals, prefix-cache hits, an abort during prefill and one during decode."""
     long, short, shared, doomed, last = (p["prompt_token_ids"] for p in prompts((200, 7, 70, 90, 40)))
     small = {"max_num_batched_tokens": 24, "long_prefill_token_threshold": 8, "max_num_seqs": 8, "block_size": 32}
     with engine(tiny, hub=keeper.address, enable_prefix_caching=True, **small) as llm:

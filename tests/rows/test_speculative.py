@@ -23,9 +23,9 @@ def test_rule_3_rejected_drafts_are_never_delivered_and_accepted_ones_once(tiny,
         tiny, str(tmp_path / "without"), requests((30, 5, 60, 17, 90), (60, 33, 48, 61, 40)), steering=STEERED
     )
     drafting = dataclasses.replace(without, root=str(tmp_path / "drafting"), engine={"speculative_config": NGRAM})
-    answers, said = run(drafting)
-    assert said["counts"]["accepted"] > 10
-    assert said["counts"]["rejected"] > 10
+    answers, report = run(drafting)
+    assert report["counts"]["accepted"] > 10
+    assert report["counts"]["rejected"] > 10
     check_answers(answers, drafting.root, reference, STEERED)
     # What is steered at the drafts' positions decides which are accepted, so the answers are those without drafts.
     assert [a.tokens for a in answers] == [a.tokens for a in run(without)[0]]
@@ -39,8 +39,8 @@ def test_tokens_behind_a_stop_string_in_the_same_step_have_no_rows(tiny_with_wor
         stop = {"stop": [f"{digit} " for digit in range(10)], "include_stop_str_in_output": True}
         request["sampling"] = {**stop, "min_tokens": 40 + len(request["prompt"]) % 7, "detokenize": True}
     stopping = Run(tiny_with_words, str(tmp_path / "rows"), asked, engine=words)
-    answers, said = run(stopping)
-    assert said["counts"]["accepted"] > 10
+    answers, report = run(stopping)
+    assert report["counts"]["accepted"] > 10
     check_answers(answers, stopping.root, reference, {})
     data = capflow.open(stopping.root)
     for answer, request in zip(answers, asked, strict=True):
@@ -58,9 +58,9 @@ def test_drafts_and_preemption_together_neither_lose_nor_repeat_a_row(tiny, refe
         steering=STEERED,
         engine={"speculative_config": NGRAM, **limits},
     )
-    answers, said = run(crowded)
-    assert said["counts"]["preempted"] > 0
-    assert said["counts"]["rejected"] > 10
+    answers, report = run(crowded)
+    assert report["counts"]["preempted"] > 0
+    assert report["counts"]["rejected"] > 10
     check_answers(answers, crowded.root, reference, STEERED)
 
 
@@ -83,10 +83,10 @@ def test_rule_3_holds_with_a_model_that_drafts(tiny, reference, tmp_path, v2):
         engine={"speculative_config": model},
         v2=v2,
     )
-    answers, said = run(drafting)
-    assert said["runner"] == ("vllm.v1.worker.cpu.model_runner" if v2 else "vllm.v1.worker.cpu_model_runner")
-    assert said["counts"]["accepted"] > 0
-    assert said["counts"]["rejected"] > 0
+    answers, report = run(drafting)
+    assert report["runner"] == ("vllm.v1.worker.cpu.model_runner" if v2 else "vllm.v1.worker.cpu_model_runner")
+    assert report["counts"]["accepted"] > 0
+    assert report["counts"]["rejected"] > 0
     check_answers(answers, drafting.root, reference, STEERED)
 
 

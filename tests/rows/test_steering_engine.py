@@ -1,4 +1,4 @@
-"""Steering in real engines: every hook, tier and operation in one batch, the prefix cache, and a bank that is too small."""
+"""Steering in real engines: hooks, tiers and operations in one batch, the prefix cache, and a small bank."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ def test_every_operation_in_one_batch_eager(model, steered):
 
 @pytest.mark.long
 def test_64_mixed_requests_are_each_as_if_alone(model, steered):
-    """Each tier, operation and module, and plain ones; vLLM without capflow answers the plain ones token for token alike."""
+    """Each tier, operation and module, and plain requests, which vLLM without capflow answers with the same tokens."""
     modules = {
         "glad": {"steering_vectors": ONE, "decode_steering_vectors": OTHER, "steering_clamps": BOUND},
         "calm": {"prefill_steering_clamps": ABLATION, "steering_vectors": OTHER},
@@ -217,15 +217,15 @@ CAPTURED = {"hooks": {"post_block": "all", "mlp_out": "all"}, "positions": [{"la
 def test_tokens_and_rows_are_those_of_an_engine_without_a_cache(cached, uncached, root, name):
     """The second request captures the end of its prompt and its answer, so that it may read blocks of the first."""
     first, second, tokens = POISONINGS[name]
-    found = []
+    answers = []
     cached.reset_prefix_cache()
     for place, llm in (("cached", cached), ("uncached", uncached)):
         ask(llm, first)
         output = ask(llm, {**second, "id": f"{name} {place}", "capture": CAPTURED})
         assert output.capture_results["filesystem"].status == "ok"
         capture = capflow.open(root)[f"{name} {place}"]
-        found.append((output, {site: np.asarray(capture[site].rows) for site in capture.sites}))
-    (with_cache, rows), (without, expected) = found
+        answers.append((output, {site: np.asarray(capture[site].rows) for site in capture.sites}))
+    (with_cache, rows), (without, expected) = answers
     assert (with_cache.num_cached_tokens, without.num_cached_tokens) == (min(tokens, 64), 0)
     assert answers([with_cache]) == answers([without])
     assert set(rows) == set(expected)
@@ -261,7 +261,7 @@ def test_what_was_generated_is_read_only_by_what_is_steered_alike(cached, steere
     ],
 )
 def test_a_connector_that_would_bring_steered_blocks_to_others_is_refused_before_anything_runs(model, argument, value):
-    """vLLM's example knows blocks by their tokens: behind a request that is steered, it gives a plain one what that computed."""
+    """vLLM's example finds blocks by their tokens: a plain request gets the blocks that a steered one computed."""
     flag = f"--{argument.replace('_', '-')} is not supported"
     with pytest.raises(UsageError, match=flag), engine(model, **{argument: value}):
         pass
@@ -375,7 +375,7 @@ def test_the_scheduler_ends_a_request_that_nobody_refused(worded, monkeypatch):
     assert output.outputs[0].finish_reason == "abort"
 
 
-# --- what is said, and what is enqueued ---
+# --- reports and enqueued requests ---
 
 WRONG = {
     "a vector of one number": ({"post_block": {1: [3.0]}}, "post_block.1: got 1 numbers, expected 64"),
@@ -385,9 +385,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_does_not_fit_the_model_is_neither_registered_nor_set(worded, what):
-    vectors, words = WRONG[what]
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_the_model_is_neither_registered_nor_set(worded, case):
+    vectors, words = WRONG[case]
     steering = Steering.parse({"steering_vectors": vectors})
     for change in (lambda: worded.steering.register("wrong", steering), lambda: worded.steering.set_global(steering)):
         with pytest.raises(capflow.UsageError, match=f"^steering_vectors.{words}"):
@@ -526,7 +526,7 @@ def test_256_configurations_run_in_one_batch(model, steered):
     [("granite", "float32", 1e-4), ("minicpm3", "float32", 1e-4), ("deepseek_v2", "float16", 0.02)],
 )
 def test_a_vector_adds_to_a_scaled_stream_what_it_says(model_type, dtype, error, tmp_path):
-    """What enters the next layer is the stream that Transformers has at the site, and the vector; a clamp and a patch likewise."""
+    """The next layer gets Transformers' stream at the site plus the vector; the same for a clamp and a patch."""
     from tests.architectures import table as architectures
 
     model = tmp_path / "model"

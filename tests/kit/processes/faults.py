@@ -1,7 +1,7 @@
-"""A hub with a consumer that does well and one that does not: `faults_child.py ADDRESS KIND POLICY QUEUE_BYTES [SPOOL_DIR]`.
+"""A hub with a good consumer and a bad one: `faults.py ADDRESS KIND POLICY QUEUE_BYTES [SPOOL_DIR]`.
 
-KIND is what the second consumer does with a frame, see `Bad`; `none` leaves it out. SIGTERM stops the hub as `capflow run` does; then it says, in
-seconds, how long that took.
+KIND is how the second consumer handles a frame, see `Bad`; `none` leaves it out. SIGTERM stops the hub as `capflow run`
+does; then it prints how long that took, in seconds.
 """
 
 from __future__ import annotations

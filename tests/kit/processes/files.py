@@ -1,7 +1,7 @@
-"""A filesystem consumer that is given the same requests in every life, and kills itself at a chosen call that changes the disk.
+"""A filesystem consumer that gets the same requests in every life, and kills itself at a chosen call to the disk.
 
-Run as `files_child.py ROOT CALL OPTIONS`: OPTIONS is JSON; CALL counts from 1, 0 is never. Writes only half of what it should when the call is a
-write. Prints each request that was acknowledged.
+Run as `files.py ROOT CALL OPTIONS`: OPTIONS is JSON. CALL numbers the calls that change the disk, from 1; 0 is never.
+If the call is a write, it writes only half. Prints each acknowledged request.
 """
 
 import json

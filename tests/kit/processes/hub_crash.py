@@ -1,6 +1,6 @@
 """A hub with the filesystem consumer and its inbox, which kills itself at a named point of the inbox's spool.
 
-Run as `hub_crash_child.py ADDRESS DIRECTORY POINT AFTER LAYOUT`, see `spool_child.py`; it stops well when standard input ends.
+Run as `hub_crash.py ADDRESS DIRECTORY POINT AFTER LAYOUT`, see `spool.py`; it stops cleanly when standard input ends.
 """
 
 import sys

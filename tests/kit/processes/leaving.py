@@ -1,7 +1,7 @@
 """A hub with the filesystem consumer and its inbox, which serves until standard input ends and its engines are gone.
 
-Run as `leaving_child.py ADDRESS DIRECTORY LAYERS POINT`: the inbox lies in DIRECTORY/spool, and its process kills itself
-at POINT of the removal of the inbox; see `spool_child.py`.
+Run as `leaving.py ADDRESS DIRECTORY LAYERS POINT`: the inbox lies in DIRECTORY/spool, and its process kills itself at
+POINT of the removal of the inbox; see `spool.py`.
 """
 
 import os
@@ -16,7 +16,7 @@ from tests.kit.waiting import eventually
 
 
 class KilledAtRemoval(Killed):
-    """Kills the process at a point of the removal of a directory: before it, or when this many of its files are gone."""
+    """Kills the process at a point of a directory's removal: before it, or when this many of its files are gone."""
 
     def remove(self, path, names):
         self.reach("before-remove")

@@ -1,6 +1,7 @@
-"""A worker that spills a request, and is killed while it leaves: `leaving_worker_child.py ADDRESS ROOT POINT`.
+"""A worker that spills a request, and is killed while it leaves: `leaving_worker.py ADDRESS ROOT POINT`.
 
-POINT is `close` or `bye`: killed before it closes its outbox, with no acknowledgement on the disk, or before it says Bye.
+POINT is `close` or `bye`: killed before it closes its outbox, with no acknowledgement on the disk, or before it sends
+Bye.
 """
 
 import os
@@ -29,7 +30,7 @@ def main():
         outbox._spool._persist = lambda: None
     else:
         send = PeerSession.send
-        PeerSession.send = lambda self, said, now: die() if isinstance(said, Bye) else send(self, said, now)
+        PeerSession.send = lambda self, sent, now: die() if isinstance(sent, Bye) else send(self, sent, now)
     link = WorkerLink(address, hello, policy="spill", outbox=outbox, outbound_bytes_max=1000)
     link.start()
     assert link.wait_welcome(20)

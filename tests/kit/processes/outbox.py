@@ -1,4 +1,4 @@
-"""A worker that sends what it is told over a real link and spills, until it is killed: `outbox_child.py ADDRESS ROOT BOOT COUNT`."""
+"""A worker that sends frames over a real link and spills, until it is killed: `outbox.py ADDRESS ROOT BOOT COUNT`."""
 
 import sys
 from pathlib import Path

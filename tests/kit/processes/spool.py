@@ -1,7 +1,7 @@
-"""A process that fills and empties a spool, says what it was promised, and kills itself at a named point.
+"""A process that fills and empties a spool, prints its promises, and kills itself at a named point.
 
-Run as `spool_child.py DIRECTORY POINT AFTER SEED`. Its lines: `append NUMBER TOKEN` before a record is appended, `durable NUMBER` and `done NUMBER`
-once that was promised.
+Run as `spool.py DIRECTORY POINT AFTER SEED`. Its lines: `append NUMBER TOKEN` before a record is appended, `durable
+NUMBER` and `done NUMBER` once that was promised.
 """
 
 import os
@@ -59,8 +59,8 @@ class Killed(Files):
         super().unlink(path)
 
 
-def say(*what):
-    os.write(1, (" ".join(map(str, what)) + "\n").encode())
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 def main():
@@ -85,11 +85,11 @@ def main():
             spool.wait_acknowledged(spool.acknowledged_through + 1, 0.05)
         if len(spool) > choose.randrange(5, 40):
             for _ in range(choose.randrange(10)):
-                found = spool.read()
-                if found is None:
+                record = spool.read()
+                if record is None:
                     break
-                assert isinstance(found, Record), found
-                spool.acknowledge(found.id)
+                assert isinstance(record, Record), record
+                spool.acknowledge(record.id)
         if spool.acknowledged_through > done:
             done = spool.acknowledged_through
             say("done", done)

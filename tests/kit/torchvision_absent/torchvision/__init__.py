@@ -1,6 +1,6 @@
 """Stands in for torchvision, which is not installed: any name can be imported from it, and none does anything.
 
-vLLM and Transformers import it with each model of images. Their text side, which is all that is run here, does not call it.
+vLLM and Transformers import it with each model of images. The tests run only the text side, which does not call it.
 """
 
 import importlib.abc
