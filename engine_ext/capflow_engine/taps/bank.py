@@ -1,13 +1,13 @@
-"""The bank: what steers the requests that run, kept once however many ask for it, and counted.
+"""The bank: the steering programs of the running requests. Equal configurations are stored once and reference-counted.
 
-It lies in tensors that taps read and that never move:
+Taps read these tensors, which never move:
 
 | tensor | shape | meaning |
 |---|---|---|
 | rows | float32 [rows, hidden] | vectors, directions and patches |
 | heads | int32 [slots, sites] | the first operation of a configuration at each site; -1: none |
-| op_ints | int32 [ops, 3] | of an operation: its kind, its row, the operation that follows it (-1: none) |
-| op_floats | float32 [ops, 3] | of an operation: its amount, its low and its high bound |
+| op_ints | int32 [ops, 3] | per operation: its kind, its row, the next operation (-1: none) |
+| op_floats | float32 [ops, 3] | per operation: its amount, its lower and its upper bound |
 """
 
 from __future__ import annotations
@@ -29,16 +29,20 @@ NONE = -1
 
 
 class Steered(NamedTuple):
-    """The slots of one request: of its prompt, behind it, and of single positions; `NONE` where nothing is done here."""
+    """The slots of one request; `NONE` where this worker does nothing.
+
+    prefill: the slot of prompt positions.
+    decode: the slot of generated positions.
+    patched: the slots of single positions, in ascending order.
+    """
 
     prefill: int
     decode: int
-    # In order.
     patched: Mapping[int, int]
 
     @property
     def patched_last(self) -> int:
-        """The last position that has a slot of its own; -1 when there is none."""
+        """The last position with a slot of its own; -1 if there is none."""
         return next(reversed(self.patched), -1)
 
 
@@ -56,9 +60,8 @@ class _Slot:
 class Bank:
     """The bank of one worker.
 
-    index: the numbers of the sites that it taps.
-
-    Its tensors are on `device`; a copy to a GPU is ordered behind the steps that were launched before it.
+    index: the index of each tapped site.
+    device: where the tensors are. A copy to a GPU runs after the steps that were launched before it.
     """
 
     def __init__(self, size: Size, index: Mapping[Site, int], hidden: int, device: torch.device) -> None:
@@ -69,20 +72,20 @@ class Bank:
         self.op_floats = torch.empty((size.ops, 3), dtype=torch.float32, device=device)
         self._index = index
         self._slots: dict[int, _Slot] = {}
-        # By configuration.
+        # By the key of the configuration.
         self._slot_of: dict[str, int] = {}
         # By digest.
         self._row_of: dict[bytes, int] = {}
-        # Slots, by digest.
+        # The number of slots that use a row, by digest.
         self._row_holders: dict[bytes, int] = {}
         self._free_rows = _Free(size.rows)
         self._free_ops = _Free(size.ops)
         self._free_slots = _Free(size.slots)
 
     def acquire(self, program: SteeringProgram, prompt_length: int) -> Steered:
-        """Put what a request asks for into the bank; each call is matched by one `release`.
+        """Put a request's program into the bank; each call is matched by one `release`.
 
-        Raises CapflowError, with nothing taken, when there is no room; the scheduler's admission keeps that from happening.
+        If the bank has no room, CapflowError is raised and nothing is taken. The scheduler's admission prevents this.
         """
         configured = Configured.of(program, prompt_length)
         taken: list[int] = []
@@ -105,25 +108,25 @@ class Bank:
             raise
 
     def share(self, steered: Steered) -> None:
-        """Hold once more what one `acquire` took."""
+        """Add one reference to the slots of an `acquire`."""
         for number in (steered.prefill, steered.decode, *steered.patched.values()):
             if number != NONE:
                 self._slots[number].holders += 1
 
     def release(self, steered: Steered) -> None:
-        """Give back what one `acquire` or `share` took; what nobody holds is free."""
+        """Drop the references of one `acquire` or `share`; a slot without references is freed."""
         for number in (steered.prefill, steered.decode, *steered.patched.values()):
             self._release(number)
 
     def device_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that every tap carries, by the names of the op's arguments."""
+        """Return the tensors that every tap holds, by the names of the op's arguments."""
         return {name: getattr(self, name) for name in ("heads", "op_ints", "op_floats", "rows")}
 
     def __len__(self) -> int:
         return len(self._row_of)
 
     def _acquire(self, configuration: Configuration, program: SteeringProgram) -> int:
-        """Return the slot of a configuration; `NONE` when it does nothing at the sites of this worker."""
+        """Return the slot of a configuration; `NONE` if it does nothing at this worker's sites."""
         number = self._slot_of.get(configuration.key)
         if number is None:
             ops = [
@@ -193,26 +196,27 @@ class Bank:
 
     @staticmethod
     def _upload(target: torch.Tensor, lines: Sequence[int], values: npt.NDArray[Any]) -> None:
-        """Write lines of a table; on a GPU without waiting for it."""
+        """Write lines of a table; on a GPU, asynchronously."""
         if not target.is_cuda:
             target.numpy()[lines] = values
             return
-        source, where = torch.from_numpy(np.ascontiguousarray(values)), torch.tensor(lines)
-        # From memory that is not page-locked, a copy waits for the device.
+        source, index = torch.from_numpy(np.ascontiguousarray(values)), torch.tensor(lines)
+        # A copy from memory that is not page-locked waits for the device.
         source = source.pin_memory().to(target.device, non_blocking=True)
-        target.index_copy_(0, where.pin_memory().to(target.device, non_blocking=True), source)
+        target.index_copy_(0, index.pin_memory().to(target.device, non_blocking=True), source)
 
 
 class _Free:
-    """Numbers that are free."""
+    """The free numbers below `count`."""
 
     def __init__(self, count: int) -> None:
-        # Those above have been given back or taken.
+        # Numbers that were never taken.
         self._fresh = range(count)
+        # Numbers that were taken and given back.
         self._given: list[int] = []
 
     def take(self, count: int) -> list[int] | None:
-        """Take some; None, and none is taken, when there are too few."""
+        """Take `count` numbers; if fewer are free, take none and return None."""
         again = min(count, len(self._given))
         fresh = count - again
         if fresh > len(self._fresh):
@@ -223,5 +227,5 @@ class _Free:
         return taken
 
     def give(self, numbers: Sequence[int]) -> None:
-        """Give some back."""
+        """Give numbers back."""
         self._given.extend(numbers)

@@ -1,8 +1,8 @@
-"""The tap on a GPU: one Triton program per token, which returns at once when there is nothing to do.
+"""The tap on a GPU: one Triton program per token. A program with nothing to do returns at once.
 
-`launch` is the layout contract; the tables are those of `capflow_engine.taps.tables` and `capflow_engine.taps.bank`. The sum of a split
-stream is rounded once, to the model's dtype, after it was scaled. What steers works on the stream in float32; what it
-changes in all is added to `hidden`, and rounded once.
+`launch` checks the layout of the tables of `capflow_engine.taps.tables` and `capflow_engine.taps.bank`. A captured row
+of a split stream is summed and scaled in float32 and rounded once, to the model's dtype. Steering operations work on
+the stream in float32; their total change is added to `hidden` and rounded once.
 """
 
 from __future__ import annotations

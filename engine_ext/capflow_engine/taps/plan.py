@@ -1,23 +1,23 @@
 """The plan: what the taps do in one step, for every request of its batch.
 
-The planner is told the batch, in the order in which its tokens lie in the model's tensors, and says
-which token rows each site copies to where, and which slot of the bank steers which tokens.
+The planner takes the batch in the order of its tokens in the model's tensors. The plan names the token rows that each
+site copies, their target rows, and the slot of the bank that steers each token.
 
-Tokens of the step that are wanted at exactly the same sites form one *group*; each token is in one group at most. A group's rows
-lie in the step's buffer as `[sites of the group, rows, hidden]`, groups one after another. So the work of planning
-grows with the requests that are captured, and not with how many sites they name or how differently.
+Tokens of a step that are wanted at exactly the same sites form one *group*. In each channel, a token is in one group at
+most. The rows of a group lie in the step's buffer as `[sites of the group, rows, hidden]`, group after group. So the
+cost of planning grows with the number of captured requests, not with their sites.
 
-A request carries, for each channel, a `RequestProgress`: the sites that want its next positions, and up to which position that
-holds. Mostly that is for good, and planning a request is a comparison and a span.
+For each channel, a request has a `RequestProgress`: the sites that want its next positions, and the position where that
+set of sites changes. Most requests have no such change left, and planning one is a comparison and a span.
 
-A row of a request is planned once: positions below `Tracked.computed`, computed again after a
-preemption, are passed over. Planning changes `Tracked.computed` and cursors, and nothing else.
+A row of a request is planned once: positions below `Tracked.computed`, which a preemption makes vLLM compute again, are
+skipped. Planning changes `Tracked.computed` and each `RequestProgress`, and nothing else.
 
-A position that is computed again is steered as it was the first time: `Tracked.steered` says from which position on each
-change of a request's steering holds.
+A position that is computed again is steered as it was the first time: `Tracked.steered` holds the position from which
+each change of a request's steering applies.
 
-Rows for consumers (`SHIP`) come first in the buffer, those of each hub together; rows that only a controller looks at (`VIEW`)
-lie behind them and never leave the worker.
+Rows for consumers (`SHIP`) come first in the buffer, ordered by hub. Rows that only a controller reads (`VIEW`) follow
+them and never leave the worker.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ Indices = npt.NDArray[np.int64]
 
 
 class SiteSet:
-    """Sites by index, in order, for requests of one hub; one object for each different set of a program, compared by identity."""
+    """Site indices in ascending order, for requests of one hub; compared by identity.
+
+    Within a program, equal sets are one object; programs of one hub share most of them.
+    """
 
     __slots__ = ("hub", "sites")
 
@@ -52,9 +55,10 @@ class SiteSet:
 
 
 class Program:
-    """The positions wanted at each site, sites with the same positions together; compared by identity.
+    """The positions that a request wants at each site; compared by identity.
 
-    parts: the different sets of positions, each with its sites by index.
+    parts: each different set of positions, with the indices of its sites.
+    site_sets: the planner's sets of sites, shared by all programs of the hub.
     """
 
     def __init__(
@@ -63,26 +67,24 @@ class Program:
         self.parts = parts
         self.hub = hub
         self.any = bool(parts)
-        sites = tuple(sorted(site for _, some in parts for site in some))
-        # The sites of all parts.
-        self.every = site_sets.setdefault(sites, SiteSet(sites, hub))
-        # The planner's, shared by all programs of the hub.
         self._site_sets = site_sets
-        # At most 2 to the number of parts, and few in fact.
-        self._found: dict[tuple[bool, ...], SiteSet | None] = {}
+        # By chosen parts: at most 2 to the number of parts; in practice, few.
+        self._chosen: dict[tuple[bool, ...], SiteSet] = {}
+        self.all_sites = self.sites((True,) * len(parts))
 
-    def sites(self, parts: tuple[bool, ...]) -> SiteSet | None:
-        """Return the sites of the chosen parts; None when there are none."""
-        found = self._found.get(parts)
-        if found is None and any(parts):
-            chosen = zip(self.parts, parts, strict=True)
-            sites = tuple(sorted(site for (_, sites), here in chosen if here for site in sites))
-            found = self._found[parts] = self._site_sets.setdefault(sites, SiteSet(sites, self.hub))
-        return found
+    def sites(self, chosen: tuple[bool, ...]) -> SiteSet | None:
+        """Return the sites of the chosen parts; None if no part is chosen."""
+        site_set = self._chosen.get(chosen)
+        if site_set is None and any(chosen):
+            sites = tuple(
+                sorted(site for (_, part), use in zip(self.parts, chosen, strict=True) if use for site in part)
+            )
+            site_set = self._chosen[chosen] = self._site_sets.setdefault(sites, SiteSet(sites, self.hub))
+        return site_set
 
 
 class RequestProgress:
-    """Where one request stands in its program: `sites` want each of the positions `first .. stop`."""
+    """The progress of one request in its program: `sites` want each of the positions `first .. stop`."""
 
     __slots__ = ("_places", "_program", "first", "sites", "stop")
 
@@ -93,11 +95,11 @@ class RequestProgress:
         self.sites: SiteSet | None = None
 
     def move(self, position: int) -> None:
-        """Go to a position, forwards or back."""
+        """Move to a position, forwards or backwards."""
         self.first = position
         if len(self._places) == 1:
             inside, self.stop = self._places[0].stretch(position)
-            self.sites = self._program.every if inside else None
+            self.sites = self._program.all_sites if inside else None
             return
         stretches = [places.stretch(position) for places in self._places]
         self.stop = min(stop for _, stop in stretches)
@@ -106,8 +108,9 @@ class RequestProgress:
     def runs(self, first: int, end: int) -> Iterator[tuple[int, int, SiteSet]]:
         """Yield the wanted parts of positions `first .. end`, each with the sites that want it."""
         if len(self._places) == 1 and end - first > _STEPS_MAX:
+            assert self._program.all_sites is not None
             for begin, stop in self._places[0].runs(first, end):
-                yield begin, stop, self._program.every
+                yield begin, stop, self._program.all_sites
             return
         while first < end:
             if not self.first <= first < self.stop:
@@ -119,9 +122,9 @@ class RequestProgress:
 
 
 class SlotRange(NamedTuple):
-    """The slots of the bank that steer a request from position `first` on, up to the next one's `first`.
+    """The slots of the bank that steer a request from position `first` on, up to `first` of the next range.
 
-    split: the position from which on its slots for generated positions hold; those for the prompt hold before it.
+    split: the first position that the slots for generated positions steer; the slots for the prompt steer those before.
     """
 
     first: int
@@ -131,18 +134,20 @@ class SlotRange(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Tracked:
-    """A request that is running, as one worker knows it.
+    """A running request in one worker.
 
-    key: vLLM's id of it.
-    id: the id it is known by outside.
-    computed: its positions below this were planned.
-    generated: how many of the prompt's last tokens are steered as generated ones are.
-    steered: what steers it, by position, in order; None when nothing ever did.
-    hub: the number of the hub that has it.
-    acted: what its end tells of what steered it.
-    incarnation: differs between requests that have the same id one after another.
-    watched: some stage ships rows of it, so each stage tells of its end.
-    noted: what steers it is told with its end.
+    key: vLLM's id of the request.
+    id: the id that users and consumers see.
+    ship: the program of rows for consumers.
+    view: the program of rows for controllers.
+    generated: the number of the prompt's last tokens that are steered like generated ones.
+    computed: positions below this one were planned.
+    steered: the slots that steer it, in order of position; None if nothing ever steered it.
+    hub: the index of the request's hub.
+    acted: the record of its steering that its end carries.
+    incarnation: differs between requests that use the same id one after another.
+    watched: whether some pipeline stage ships rows of it; then every stage reports its end.
+    noted: whether its end carries `acted`.
     """
 
     key: str
@@ -159,23 +164,23 @@ class Tracked:
     incarnation: str = ""
     watched: bool = True
     noted: bool = False
-    ship_cursor: RequestProgress | None = field(init=False, repr=False)
-    view_cursor: RequestProgress | None = field(init=False, repr=False)
+    ship_progress: RequestProgress | None = field(init=False, repr=False)
+    view_progress: RequestProgress | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.ship_cursor = RequestProgress(self.ship, self.prompt_length) if self.ship.any else None
-        self.view_cursor = RequestProgress(self.view, self.prompt_length) if self.view.any else None
+        self.ship_progress = RequestProgress(self.ship, self.prompt_length) if self.ship.any else None
+        self.view_progress = RequestProgress(self.view, self.prompt_length) if self.view.any else None
 
     @property
     def steered_from(self) -> int:
-        """The first position that is steered as generated ones are."""
+        """The first position that is steered like generated ones."""
         return self.prompt_length - self.generated
 
 
 class Scheduled(NamedTuple):
     """A request's part of a step: its tokens are rows `row .. row+length` of the model's tensors.
 
-    start: the position of the first of them.
+    start: the position of the first token.
     """
 
     request: Tracked
@@ -193,9 +198,13 @@ class Run(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Tokens that are wanted at the same sites, given by index; the rows of the first lie at row `base` of the buffer.
+    """Tokens that are wanted at the same sites.
 
-    spans name requests by their number in `Plan.batch`; all of them are the hub's.
+    sites: the sites, by index.
+    rows: the number of rows at each site.
+    base: the row of the buffer where the rows of the first site begin.
+    runs: the token rows of the group.
+    spans: its requests, by their index in `Plan.batch`; all belong to `hub`.
     """
 
     channel: int
@@ -208,19 +217,19 @@ class Group(NamedTuple):
 
 
 def token_rows(runs: Sequence[Run]) -> Indices:
-    """Return the token row of each row that runs make, one run after another."""
+    """Return the token row of each row of the runs, run after run."""
     begins, _, lengths = np.array(runs, np.int64).T
     return np.repeat(begins, lengths) + counted(lengths)
 
 
 def counted(sizes: Indices) -> Indices:
-    """Return 0, 1, … up to each size, one after another."""
-    behind: Indices = np.cumsum(sizes)
-    return np.arange(behind[-1]) - np.repeat(behind - sizes, sizes)
+    """Return `0, 1, … size - 1` for each size, concatenated."""
+    ends: Indices = np.cumsum(sizes)
+    return np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
 
 
 class Slotted(NamedTuple):
-    """Token rows `source .. source+length` are steered by a slot of the bank."""
+    """Token rows `source .. source+length` that one slot of the bank steers."""
 
     source: int
     length: int
@@ -231,10 +240,9 @@ class Slotted(NamedTuple):
 class Plan:
     """One step.
 
-    rows: rows of the buffer.
-    ship_rows: how many of them are for consumers.
-
-    steered: which token rows are steered; where two name the same row, the later one holds.
+    rows: the number of rows of the buffer.
+    ship_rows: the number of rows for consumers, which come first.
+    steered: the token rows that are steered; if two entries name the same row, the later one applies.
     """
 
     batch: tuple[Scheduled, ...]
@@ -246,7 +254,7 @@ class Plan:
 
     @property
     def idle(self) -> bool:
-        """Whether no tap has anything to do."""
+        """Whether all taps have nothing to do."""
         return not self.groups and not self.steered
 
     def slots(self, tokens: int) -> npt.NDArray[np.int32]:
@@ -257,20 +265,23 @@ class Plan:
         return slots
 
     def shipped(self, hub: int) -> tuple[Group, ...]:
-        """Return the groups for the consumers of a hub: they lie in the buffer one after another."""
+        """Return the groups for the consumers of a hub; their rows are contiguous in the buffer."""
         return tuple(group for group in self.groups if group.channel == SHIP and group.hub == hub)
 
 
 def block_of(group: Group, sites: Sequence[Site]) -> Block:
-    """Return a group as a block of a frame, given the tapped sites in order."""
+    """Return a group as a block of a frame.
+
+    sites: the tapped sites, in the order of their indices.
+    """
     return Block(tuple(sites[i] for i in group.sites), group.rows, group.spans)
 
 
 class Planner:
-    """Makes plans for one worker.
+    """Makes the plans of one worker.
 
-    num_sites: the sites it taps, known by index from here on.
-    hubs: how many its rows go to.
+    num_sites: the number of tapped sites.
+    hubs: the number of hubs that the rows go to.
     """
 
     def __init__(self, num_sites: int, hubs: int = 1) -> None:
@@ -280,7 +291,11 @@ class Planner:
         self.nothing = Program((), self._site_sets[0], 0)
 
     def program(self, wanted: Mapping[int, Positions], hub: int = 0) -> Program:
-        """Return a program that wants these positions at these site indices, for a request of a hub."""
+        """Return a request's program.
+
+        wanted: the positions that are wanted at each site, by the site's index.
+        hub: the index of the request's hub.
+        """
         parts: dict[Positions, list[int]] = {}
         for site in sorted(wanted):
             if wanted[site]:
@@ -288,7 +303,7 @@ class Planner:
         if not parts:
             return self.nothing
         site_sets = self._site_sets[hub]
-        if len(site_sets) >= _SITE_SETS_KEPT_MAX:  # programs that still use them keep them
+        if len(site_sets) >= _SITE_SETS_KEPT_MAX:  # running programs keep the sets that they use
             site_sets.clear()
         return Program(tuple((positions, tuple(sites)) for positions, sites in parts.items()), site_sets, hub)
 
@@ -309,16 +324,16 @@ class Planner:
             request.computed = end
             first = max(start, computed)
             source = row + first - start
-            cursor = request.ship_cursor
-            if cursor is not None:
-                if cursor.first <= first and end <= cursor.stop:  # as nearly always while a request decodes
-                    if cursor.sites is not None:
-                        ship.setdefault(cursor.sites, []).append((number, first, end - first, source))
+            progress = request.ship_progress
+            if progress is not None:
+                if progress.first <= first and end <= progress.stop:  # nearly always true while a request decodes
+                    if progress.sites is not None:
+                        ship.setdefault(progress.sites, []).append((number, first, end - first, source))
                 else:
-                    _take(ship, cursor, number, first, end, source)
-            if request.view_cursor is not None:
-                _take(view, request.view_cursor, number, first, end, source)
-        if self.hubs > 1:  # each hub's together
+                    _take(ship, progress, number, first, end, source)
+            if request.view_progress is not None:
+                _take(view, request.view_progress, number, first, end, source)
+        if self.hubs > 1:  # the rows of one hub are contiguous
             ship = dict(sorted(ship.items(), key=lambda taken: taken[0].hub))
         shipped = _groups(ship, SHIP, 0)
         ship_rows = _end(shipped, 0)
@@ -328,23 +343,23 @@ class Planner:
 
 
 _Taken = dict[SiteSet, list[tuple[int, int, int, int]]]
-"""Of the tokens that are wanted at each set of sites: the request's number, first position, how many, first token row."""
+"""The spans that are wanted at each set of sites: the request's index, first position, length and first token row."""
 
 
-def _take(taken: _Taken, cursor: RequestProgress, number: int, first: int, end: int, source: int) -> None:
-    """Take what is wanted of positions `first .. end` of a request, the first of which is token row `source`."""
-    for begin, stop, sites in cursor.runs(first, end):
+def _take(taken: _Taken, progress: RequestProgress, number: int, first: int, end: int, source: int) -> None:
+    """Add the wanted positions of `first .. end` of a request to `taken`; `source` is the token row of `first`."""
+    for begin, stop, sites in progress.runs(first, end):
         taken.setdefault(sites, []).append((number, begin, stop - begin, source + begin - first))
 
 
 def _groups(taken: _Taken, channel: int, base: int) -> list[Group]:
-    """Return the groups, their rows from row `base` of the buffer on."""
+    """Return the groups; their rows begin at row `base` of the buffer."""
     groups = []
     for sites, parts in taken.items():
         spans: list[Span] = []
         runs: list[Run] = []
         rows = 0
-        begin = target = 0  # of the run being built; runs that touch are one
+        begin = target = 0  # of the run being built; adjacent runs are merged
         expected = -1
         for number, first, length, source in parts:
             spans.append(_span((number, first, length, rows)))
@@ -363,26 +378,26 @@ def _groups(taken: _Taken, channel: int, base: int) -> list[Group]:
 _span = functools.partial(tuple.__new__, Span)
 _run = functools.partial(tuple.__new__, Run)
 _slotted_run = functools.partial(tuple.__new__, Slotted)
-"""Like calling the class, at a third of the time: there is one of each for each request."""
+"""Equal to calling the class, in a third of the time: every step makes one of each per request."""
 
 _SITE_SETS_KEPT_MAX = 4096
-_STEPS_MAX = 8  # positions that a cursor goes through one stretch after another
+_STEPS_MAX = 8  # up to this many positions, `RequestProgress.runs` goes stretch by stretch
 
 
 def _end(groups: Sequence[Group], base: int) -> int:
-    """Return the row behind the last group, `base` when there is none."""
+    """Return the row after the last group; `base` if there is no group."""
     return groups[-1].base + groups[-1].rows * len(groups[-1].sites) if groups else base
 
 
 def _slotted(batch: Sequence[Scheduled]) -> tuple[Slotted, ...]:
-    """Return what steers each token row, by what held at its position when that was computed first."""
+    """Return the slot that steers each token row: the one of the time when its position was first computed."""
     slotted: list[Slotted] = []
     for request, row, start, length in batch:
         history = request.steered
         if history is None:
             continue
         first, from_here, steered = history[-1]
-        if first <= start and steered.patched_last < start:  # as nearly always
+        if first <= start and steered.patched_last < start:  # nearly always true
             split = from_here - start
             if split <= 0:
                 if steered.decode >= 0:
@@ -404,7 +419,7 @@ def _slotted(batch: Sequence[Scheduled]) -> tuple[Slotted, ...]:
 
 
 def _slot(slotted: list[Slotted], held: SlotRange, row: int, first: int, stop: int) -> None:
-    """Add what steers positions `first .. stop`, the first of which is token row `row`; single positions may differ."""
+    """Add the slots that steer positions `first .. stop` under `held`; `row` is the token row of `first`."""
     steered = held.steered
     split = min(max(held.split, first), stop)
     if first < split and steered.prefill >= 0:

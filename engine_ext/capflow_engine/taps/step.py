@@ -1,7 +1,7 @@
-"""The step in progress: a plan bound to the memory that its rows go to, and what each tap does on the CPU.
+"""The step in progress: a plan with the memory that its rows are copied to, and the work of each tap on the CPU.
 
-The CPU taps read the plan itself, through `current`; the GPU taps read tables that were filled from it
-(`capflow_engine.taps.tables`), because a CUDA graph replays kernels and no Python.
+The CPU taps read the plan itself, through `current`. The GPU taps read tables that were filled from it
+(`capflow_engine.taps.tables`), because a CUDA graph replays kernels and runs no Python.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from capflow.steering.program import ADD, CLAMP, PATCH, RELATIVE
 from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.plan import Plan, token_rows
 
-_INDEXED_RUNS_MIN = 8  # with fewer runs, going slice by slice is faster than gathering by index
-_SLICED_LENGTH_MIN = 16  # or with longer runs, tokens on average, where rows of the bank are used
+_INDEXED_RUNS_MIN = 8  # with fewer runs, copying slice by slice is faster than gathering by index
+_SLICED_LENGTH_MIN = 16  # so it is when runs have this many tokens on average and rows of the bank are used
 _NO_LENGTHS = np.empty(0, np.int64)
 
 
 class _Run(NamedTuple):
-    """`amount` times a row of the bank is added to token rows `begin .. end`.
+    """Adds `amount` times a row of the bank to token rows `begin .. end`.
 
-    wide: float32 memory for as many.
+    wide: float32 scratch memory for at least as many rows.
     """
 
     begin: int
@@ -36,25 +36,30 @@ class _Run(NamedTuple):
     wide: torch.Tensor
 
     def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float) -> None:
-        """Add it to a stream of which `hidden` is a part, `scale` times; in float32, rounded once."""
+        """Add it in float32 and round once; the stream is `scale` times a sum of which `hidden` is one part."""
         row = bank.rows[self.row]
         vector = row if self.amount == scale else row * self.amount / scale
         tokens = hidden[self.begin : self.end]
         if tokens.dtype == torch.float32:
             tokens.add_(vector)
-        else:  # torch would take new memory for each sum, and the system time to clear it
+        else:  # otherwise torch allocates memory for each sum, and the system spends time on clearing it
             tokens.copy_(self.wide[: self.end - self.begin].copy_(tokens).add_(vector))
 
 
 class _Gathered(NamedTuple):
-    """Rows of the bank, each so many times (None: once), are added to as many token rows; these lie together if they are a slice."""
+    """Adds one row of the bank to each of several token rows.
+
+    tokens: the token rows; a slice if they are contiguous.
+    rows: the row of the bank for each token row.
+    amounts: the factor of each row, `[tokens, 1]`; None if all are 1.
+    """
 
     tokens: slice | torch.Tensor
     rows: torch.Tensor
     amounts: torch.Tensor | None
 
     def add_to(self, hidden: torch.Tensor, bank: Bank, scale: float) -> None:
-        """Add them to a stream of which `hidden` is a part, `scale` times; in float32, rounded once."""
+        """Add them in float32 and round once; the stream is `scale` times a sum of which `hidden` is one part."""
         change = bank.rows.index_select(0, self.rows)
         if self.amounts is not None:
             change.mul_(self.amounts)
@@ -72,7 +77,7 @@ class _Gathered(NamedTuple):
 class Step:
     """One step on the CPU.
 
-    buffer: `[plan.rows, hidden]` in the model's dtype.
+    buffer: the memory for captured rows, `[plan.rows, hidden]` in the model's dtype; None if nothing is captured.
     """
 
     def __init__(self, plan: Plan, buffer: torch.Tensor | None, bank: Bank) -> None:
@@ -81,15 +86,15 @@ class Step:
         self.bank = bank
         # See `_runs`.
         self._runs: list[tuple[int, int, int]] = []
-        # Of the runs.
+        # The length of each run.
         self._lengths: npt.NDArray[np.int64] = _NO_LENGTHS
-        # Site → all that is done there, where that is adding.
+        # Site → its additions, for sites where every token has at most one operation, an addition.
         self._sums: dict[int, Sequence[_Run | _Gathered]] = {}
-        # Any other site → the first operation of each run.
+        # Any other steered site → the first operation of each run.
         self._heads: dict[int, npt.NDArray[np.int32]] = {}
         if plan.steered:
             self._plan_steering()
-        # Site index → (group's source, first row, rows).
+        # Site → (the group's runs or token rows, first row of the buffer, number of rows).
         self._copies: dict[int, list[tuple[Any, int, int]]] = {}
         for group in plan.groups:
             source = _source(group.runs)
@@ -97,9 +102,11 @@ class Step:
                 self._copies.setdefault(site, []).append((source, group.base + number * group.rows, group.rows))
 
     def tap(self, site: int, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float = 1.0) -> None:
-        """Copy the site's rows out, then steer it; `hidden` is changed in place.
+        """Copy the site's wanted rows, then steer the site.
 
-        hidden, residual: `[tokens, hidden]`; the site's value is `scale` times their sum, or `hidden` alone.
+        hidden: `[tokens, hidden]`; changed in place.
+        residual: the second part of a split stream, in the same shape; None if the stream is whole.
+        scale: the site's value is `scale` times the sum of both.
         """
         for source, row, rows in self._copies.get(site, ()):
             assert self.buffer is not None
@@ -123,7 +130,7 @@ class Step:
             self._steer(site, hidden, residual, scale)
 
     def _plan_steering(self) -> None:
-        """Find what is done at each site, once for all of them."""
+        """Choose the way to steer each site; done once per step."""
         self._runs = _runs(self.plan.slots(max(source + length for source, length, _ in self.plan.steered)))
         heads = self.bank.heads.numpy()[[slot for _, _, slot in self._runs]].T  # [sites, runs]
         kinds, numbers, following = np.moveaxis(self.bank.op_ints.numpy()[heads], -1, 0)
@@ -132,7 +139,8 @@ class Step:
         lengths = self._lengths = np.array([end - begin for begin, end, _ in self._runs])
         sliced = _few_or_long(len(lengths), int(lengths.sum()))
         wide = torch.empty((int(lengths.max()) if sliced else 0, self.bank.rows.shape[1]))
-        tokens: dict[bytes, slice | torch.Tensor] = {}  # by which runs they are of: most sites have the same
+        # By the mask of steered runs, which most sites share.
+        tokens: dict[bytes, slice | torch.Tensor] = {}
         for site in np.flatnonzero((heads >= 0).any(axis=1)).tolist():
             if not lone[site]:
                 self._heads[site] = heads[site]
@@ -140,32 +148,28 @@ class Step:
                 each = zip(self._runs, heads[site], numbers[site].tolist(), amounts[site].tolist(), strict=True)
                 self._sums[site] = [_Run(*run[:2], row, amount, wide) for run, head, row, amount in each if head >= 0]
             else:
-                there = heads[site] >= 0
-                if (key := there.tobytes()) not in tokens:
-                    tokens[key] = self._tokens(there)
-                times = np.where(there, lengths, 0)
-                rows, amount = torch.from_numpy(numbers[site].repeat(times)), amounts[site].repeat(times)
-                once = bool((amount == 1.0).all())
-                each_amount = None if once else torch.from_numpy(amount).unsqueeze(1)
-                self._sums[site] = [_Gathered(tokens[key], rows, each_amount)]
+                steered = heads[site] >= 0
+                if (key := steered.tobytes()) not in tokens:
+                    tokens[key] = self._tokens(steered)
+                times = np.where(steered, lengths, 0)
+                rows, factors = torch.from_numpy(numbers[site].repeat(times)), amounts[site].repeat(times)
+                amount = None if (factors == 1.0).all() else torch.from_numpy(factors).unsqueeze(1)
+                self._sums[site] = [_Gathered(tokens[key], rows, amount)]
 
-    def _tokens(self, there: npt.NDArray[np.bool_]) -> slice | torch.Tensor:
-        """Return the token rows of some of the runs; a slice where they lie together."""
-        runs = [run[:2] for run, has in zip(self._runs, there.tolist(), strict=True) if has]
+    def _tokens(self, steered: npt.NDArray[np.bool_]) -> slice | torch.Tensor:
+        """Return the token rows of the steered runs; a slice if they are contiguous."""
+        runs = [run[:2] for run, use in zip(self._runs, steered.tolist(), strict=True) if use]
         begin, end = runs[0][0], runs[-1][1]
         if end - begin == sum(stop - start for start, stop in runs):
             return slice(begin, end)
         return torch.from_numpy(np.concatenate([np.arange(*run) for run in runs]))
 
     def _steer(self, site: int, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float) -> None:
-        """Do a site's operations on every token that has some, in float32; round once."""
-        there = self._heads[site] >= 0
-        heads = self._heads[site][there].repeat(self._lengths[there])
-        tokens = torch.from_numpy(
-            np.concatenate(
-                [np.arange(begin, end) for (begin, end, _), has in zip(self._runs, there, strict=True) if has]
-            )
-        )
+        """Apply a site's operations to every steered token in float32; round once."""
+        steered = self._heads[site] >= 0
+        heads = self._heads[site][steered].repeat(self._lengths[steered])
+        runs = [np.arange(*run[:2]) for run, use in zip(self._runs, steered, strict=True) if use]
+        tokens = torch.from_numpy(np.concatenate(runs))
         half = hidden.index_select(0, tokens).float()
         stream = half.clone() if residual is None else half + residual.index_select(0, tokens).float()
         change = _changed(self.bank, heads, stream if scale == 1.0 else stream.mul_(scale))
@@ -173,27 +177,28 @@ class Step:
 
 
 def _runs(slots: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
-    """Return the first row, the row behind the last one, and the slot of all rows that lie together and have one slot."""
+    """Return the runs of adjacent token rows with the same slot: first row, end row, slot."""
     bounds = [0, *(np.flatnonzero(slots[1:] != slots[:-1]) + 1).tolist(), len(slots)] if len(slots) else []
     return [(begin, end, int(slots[begin])) for begin, end in pairwise(bounds) if slots[begin] >= 0]
 
 
 def _few_or_long(count: int, tokens: int) -> bool:
-    """Whether runs or chains of so many tokens in all are better done one after another than token by token at once."""
+    """Whether `count` runs or chains with `tokens` tokens in all are faster one by one than gathered by index."""
     return count < _INDEXED_RUNS_MIN or tokens >= _SLICED_LENGTH_MIN * count
 
 
 def _changed(bank: Bank, heads: npt.NDArray[np.int32], stream: torch.Tensor) -> torch.Tensor:
-    """Return what operations change, `[tokens, hidden]` float32.
+    """Return the change that the operations make, `[tokens, hidden]` float32.
+
+    Tokens with the same first operation have the same chain of operations. If the chains are few or have many tokens,
+    each chain is applied on its own, with one product per operation. Many short chains are applied together, operation
+    by operation, until few are left.
 
     heads: the first operation of each token.
-
-    stream: `[tokens, hidden]` float32, the site's value, which is changed too. Tokens with the same first operation
-        have the same chain of operations. A chain is done alone, at one product with its tokens an operation, where
-        chains are few or long; many short ones are done together, operation by operation, until few are left.
+    stream: the site's value, `[tokens, hidden]` float32; changed too.
     """
     change = torch.zeros_like(stream)
-    ops, on = heads, np.arange(len(heads))  # the next operation of each token that has one, and which token it is
+    ops, on = heads, np.arange(len(heads))  # the next operation of each unfinished token, and the tokens' indices
     while len(ops) and not _few_or_long(len(np.unique(ops)), len(ops)):
         _do_next(bank, ops, None if len(on) == len(heads) else torch.from_numpy(on), stream, change)
         following = bank.op_ints.numpy()[ops, 2]
@@ -217,7 +222,11 @@ def _changed(bank: Bank, heads: npt.NDArray[np.int32], stream: torch.Tensor) -> 
 def _do_next(
     bank: Bank, ops: npt.NDArray[np.int32], tokens: torch.Tensor | None, stream: torch.Tensor, change: torch.Tensor
 ) -> None:
-    """Do an operation of each of `tokens`, which are rows of `stream` and `change`; None for all rows."""
+    """Apply one operation to each token and add its effect to `stream` and `change`.
+
+    ops: the operation of each token.
+    tokens: the rows of `stream` and `change`; None for all rows.
+    """
     kinds, numbers, _ = bank.op_ints.numpy()[ops].T
     rows = bank.rows.index_select(0, torch.from_numpy(numbers.copy()))
     amount, low, high = torch.from_numpy(bank.op_floats.numpy()[ops]).unsqueeze(2).unbind(1)
@@ -241,9 +250,9 @@ def _do_next(
 
 
 def _do_chain(bank: Bank, op: int, stream: torch.Tensor, change: torch.Tensor) -> None:
-    """Do an operation and all that follow it on all rows of `stream`, and add what they change to `change`."""
+    """Apply an operation and all that follow it to all rows of `stream`, and add the total effect to `change`."""
     ints, floats = bank.op_ints.numpy(), bank.op_floats.numpy()
-    vectors, times = [], []  # what was added, and how many times to each token
+    vectors, times = [], []  # the rows that were added, and the factor of each token
     while op >= 0:
         amount, low, high = floats[op].tolist()
         kind, number, op = ints[op].tolist()
@@ -269,14 +278,14 @@ def _do_chain(bank: Bank, op: int, stream: torch.Tensor, change: torch.Tensor) -
 
 
 def _source(runs: Any) -> Any:
-    """Return the runs, or one index tensor when there are many."""
+    """Return the runs; if there are many, one index tensor."""
     if len(runs) < _INDEXED_RUNS_MIN:
         return runs
     return torch.from_numpy(token_rows(runs))
 
 
 current: Step | None = None
-"""The step whose forward pass runs now, on the CPU; None outside one. Set and cleared by `StepRunner.forward`.
+"""The step whose forward pass runs now, on the CPU; None outside a forward pass.
 
-One process runs one forward pass at a time: vLLM's worker calls it from one thread.
+`StepRunner.forward` sets and clears it. One process runs one forward pass at a time, from one thread of vLLM's worker.
 """

@@ -1,17 +1,17 @@
-"""The tables that tell the GPU taps what the plan says, and the staging buffer their rows land in.
+"""The tables that hold the plan for the GPU taps, and the staging buffer that their rows are copied to.
 
-All are allocated once, before graphs are captured, and never move.
+All tensors are allocated once, before CUDA graphs are captured, and never move.
 
 | tensor | shape | meaning |
 |---|---|---|
 | site_group | int32 [2, sites] | the line of `token_row` that each site reads, per channel (`SHIP`, `VIEW`); -1: none |
-| site_base | int32 [2, sites] | what each site adds to it, per channel |
-| token_row | int32 [2, lines, tokens] | the staging row of each token, less what the site adds; -1: not wanted |
+| site_base | int32 [2, sites] | the number that each site adds to the entries of that line, per channel |
+| token_row | int32 [2, lines, tokens] | the staging row of each token minus `site_base` of the site; -1: not wanted |
 | token_steer | int32 [tokens] | the slot of the bank that steers each token; -1: none |
-| staging | [rows, hidden] | the rows of the step, packed as the plan says |
+| staging | [rows, hidden] | the rows of the step, in the order of the plan |
 
-What steers is in the bank (`capflow_engine.taps.bank`). Where the taps read the plan itself, on the CPU, the tensors have one
-element each (`resident` is False).
+The steering operations are in the bank (`capflow_engine.taps.bank`). On the CPU, the taps read the plan itself; the
+tensors then have one element per dimension (`resident` is False).
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ _NOTHING = np.empty(0, np.int32)
 
 
 class Tables:
-    """The tables of one worker.
+    """The tables of one worker, allocated at their maximum size.
 
-    tokens: the most tokens of a step.
-    rows: the most rows of one; sites, as tapped.
-
+    sites: the number of tapped sites.
+    tokens: the maximum number of tokens of a step.
+    rows: the maximum number of rows of a step.
     device: where the model is.
-    resident: whether the taps read the tables. Everything is sized to its bound at once; `load` copies what a plan
-        fills.
+    resident: whether the taps read the tables.
     """
 
     def __init__(
@@ -60,20 +59,20 @@ class Tables:
         self.token_row = torch.full((CHANNELS, sites, tokens), -1, dtype=torch.int32, device=device)
         self.token_steer = torch.full((tokens,), -1, dtype=torch.int32, device=device)
         self.staging = torch.empty((rows, hidden), dtype=dtype, device=device)
-        # What the device holds of each table.
+        # The values last uploaded to each table.
         self._written: dict[str, npt.NDArray[np.int32]] = {}
-        # What the device holds now says "nothing to do".
+        # Whether the uploaded tables are those of an idle plan.
         self._idle = True
-        # Some token on the device has a steering slot.
+        # Whether the uploaded `token_steer` names a slot.
         self._steering = False
 
     def device_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that every tap carries, by the names of the op's arguments."""
+        """Return the tensors that every tap holds, by the names of the op's arguments."""
         names = ("site_group", "site_base", "token_row", "token_steer", "staging")
         return {name: getattr(self, name) for name in names}
 
     def load(self, plan: Plan, padded_tokens: int) -> None:
-        """Make the tables say what a plan says, for tensors of `padded_tokens` rows; asynchronous on a GPU."""
+        """Copy a plan to the tables, for model tensors of `padded_tokens` rows; asynchronous on a GPU."""
         if plan.idle and self._idle:
             return
         self._idle = plan.idle
@@ -99,7 +98,7 @@ class Tables:
         self._write("token_steer", self.token_steer, plan.slots(self.token_steer.shape[0]))
 
     def _write(self, name: str, target: torch.Tensor, values: npt.NDArray[np.int32]) -> None:
-        """Upload values unless they are what was uploaded last, as they are while a batch decodes."""
+        """Upload values if they differ from the last upload; while a batch decodes, they are mostly equal."""
         if not np.array_equal(self._written.get(name, _NOTHING), values):
             self._written[name] = values
             self._upload(target, values)
@@ -108,24 +107,24 @@ class Tables:
     def _upload(target: torch.Tensor, values: np.ndarray) -> None:
         source = torch.from_numpy(values)
         if target.device.type != "cpu":
-            source = source.pin_memory()  # kept by the caching host allocator until the copy is over
+            source = source.pin_memory()  # the caching host allocator keeps this memory until the copy is done
         target.copy_(source, non_blocking=True)
 
 
 def _lines(
     groups: Sequence[Group], tokens: int, line_of: npt.NDArray[np.int32], base_of: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int32]:
-    """Return the lines of `token_row` for one channel's groups; write which one each site reads, and what it adds.
+    """Return the lines of `token_row` for one channel's groups; fill `line_of` and `base_of` per site.
 
-    Where no site is in two groups, the sites of a group share a line and add where their own rows begin. Otherwise each
-    site has a line of its own. So there are never more lines than sites.
+    If no site is in two groups, the sites of a group share a line, and `base_of` is where a site's own rows begin.
+    Otherwise each site has a line of its own. So there are never more lines than sites.
     """
     sites = np.array([site for group in groups for site in group.sites])
-    sources = token_rows([run for group in groups for run in group.runs])  # of each row of each group
+    sources = token_rows([run for group in groups for run in group.runs])  # the token row of each row of each group
     sizes = np.array([group.rows for group in groups])
-    places = np.array([len(group.sites) for group in groups])
-    owners = np.repeat(np.arange(len(groups)), places)  # of each site, its group's number
-    bases = np.array([group.base for group in groups])[owners] + counted(places) * sizes[owners]
+    site_counts = np.array([len(group.sites) for group in groups])
+    owners = np.repeat(np.arange(len(groups)), site_counts)  # the group of each entry of `sites`
+    bases = np.array([group.base for group in groups])[owners] + counted(site_counts) * sizes[owners]
     used, lines_of_sites = np.unique(sites, return_inverse=True)
     if len(used) == len(sites):
         lines = np.full((len(groups), tokens), -1, np.int32)
@@ -134,8 +133,8 @@ def _lines(
         return lines
     lines = np.full((len(used), tokens), -1, np.int32)
     line_of[used] = np.arange(len(used))
-    rows = sizes[owners]  # of each site in each of its groups
+    rows = sizes[owners]  # the rows of each entry of `sites`
     within = counted(rows)
-    first = (np.cumsum(sizes) - sizes)[owners]  # where the group's rows begin in `sources`
+    first = (np.cumsum(sizes) - sizes)[owners]  # where the rows of its group begin in `sources`
     lines[np.repeat(lines_of_sites, rows), sources[np.repeat(first, rows) + within]] = np.repeat(bases, rows) + within
     return lines

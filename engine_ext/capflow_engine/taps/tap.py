@@ -1,12 +1,11 @@
 """The tap: one custom op, called by a forward hook at each tapped site, inside the compiled graph.
 
-`install` puts the taps where `capflow_engine.structure` found the hook points: before or after a module of the layer.
+`install` puts a tap at a hook point that `capflow_engine.structure` found: before or after a module of the layer.
 
-`capflow::tap` copies wanted rows of the residual stream out and steers it in place. It is
-declared to mutate `hidden` only: the staging buffer is written behind the compiler's back, and nothing in
-the graph reads it. All a tap needs besides the stream is in tensors that stay where they are, so a graph
-captured once serves every later plan; which site it is stands in a tensor too, so that the graphs of two layers
-are the same graph.
+`capflow::tap` copies wanted rows of the residual stream to the staging buffer and steers the stream in place. It is
+declared to mutate `hidden` only. The compiler does not know of the writes to the staging buffer, and nothing in the
+graph reads it. Besides the stream, a tap reads only tensors that never move, so a graph that is captured once serves
+every later plan. The index of the site is in a tensor too, so the graphs of two layers are the same graph.
 """
 
 from __future__ import annotations
@@ -40,13 +39,14 @@ def tap(
     rows: torch.Tensor,
     scale: float,
 ) -> None:
-    """Do what the current step's plan says for one site; the op's CPU implementation.
+    """Carry out the current step's plan at one site; the op's CPU implementation.
 
-    hidden, residual: `[tokens, hidden]`, with or without a leading 1; hidden is changed in place where the site is
-        steered.
-    site: the site's index, int32 `[1]`.
-    scale: the site's value is this many times what is given. The tables are those of `capflow_engine.taps.tables` and
-        `capflow_engine.taps.bank` and are not read here.
+    The tables of `capflow_engine.taps.tables` and `capflow_engine.taps.bank` are not read here.
+
+    hidden: `[tokens, hidden]`, with or without a leading 1; changed in place where the site is steered.
+    residual: the second part of a split stream, in the same shape; None if the stream is whole.
+    site: the index of the site, int32 `[1]`.
+    scale: the site's value is `scale` times the sum of `hidden` and `residual`.
     """
     step = step_module.current
     if step is not None and not step.plan.idle:
@@ -100,7 +100,7 @@ compat.register_op(_library, "tap", tap, _tap_gpu, _tap_fake, mutates=["hidden"]
 
 
 class Tap(nn.Module):
-    """A tap at one site: a submodule of the module that it stands before or after, called by that module's hook."""
+    """A tap at one site: a submodule of the module that it precedes or follows, called by that module's hook."""
 
     site: torch.Tensor
     site_group: torch.Tensor
@@ -121,15 +121,18 @@ class Tap(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
 
     def before(self, args: Any, kwargs: Any) -> None:
-        """Tap what a module is given."""
+        """Tap the arguments of a module."""
         self([slot.of(args, kwargs) for slot in self.slots])
 
     def after(self, output: Any) -> None:
-        """Tap what a module returns."""
+        """Tap the output of a module."""
         self([output] if isinstance(output, torch.Tensor) else [output[n] for n in self.items])
 
     def forward(self, parts: list[torch.Tensor | None]) -> None:
-        """Tap the stream, whole or in halves, in place; the second half may be missing."""
+        """Tap the stream in place.
+
+        parts: the stream as one tensor, or as `hidden` and `residual`; `residual` may be None.
+        """
         assert parts[0] is not None
         torch.ops.capflow.tap(
             parts[0],
@@ -151,7 +154,7 @@ class Tap(nn.Module):
 def install(layer: nn.Module, hook: str, place: HookPlace, tap: Tap) -> None:
     """Put a tap at a layer's hook point; called before anything is compiled."""
     module = layer.get_submodule(place.module)
-    while isinstance(module, nn.Sequential):  # which would call the tap as one of its own
+    while isinstance(module, nn.Sequential):  # it would call the tap as one of its own modules
         module = module[0 if place.slots else -1]
     setattr(module, _attribute(hook), tap)
     before, after = _HOOKS[hook]
@@ -166,9 +169,9 @@ def _attribute(hook: str) -> str:
 
 
 def _hooks(hook: str) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return the functions that call a module's tap for one hook, before and after its forward.
+    """Return the functions that call a module's tap for one hook: before, and after its forward.
 
-    They hold nothing: the compiled graphs of two layers differ in no constant.
+    They hold no state of a layer, so the compiled graphs of two layers have the same constants.
     """
     attribute = _attribute(hook)
 

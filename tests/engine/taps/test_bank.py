@@ -92,7 +92,7 @@ _steps = st.lists(st.tuples(_tier, _tier, _tier, st.integers(0, 5)), max_size=30
 @given(_steps)
 @settings(deadline=None)
 def test_what_the_scheduler_admits_fits_into_the_bank(steps):
-    """The scheduler counts, the worker allocates; whatever comes and goes, the one is never fuller than the other says."""
+    """The scheduler counts, the worker allocates: the bank is never fuller than the scheduler's count says."""
     it, holdings = bank(rows=6, ops=16, slots=5), Holdings(Size(6, 16, 5))
     running = {}
     for number, (base, prefill, decode, gone) in enumerate(steps):

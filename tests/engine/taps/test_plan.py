@@ -156,7 +156,7 @@ def test_any_split_into_steps_plans_each_row_once(want, prompt, parts):
 @given(wants, st.integers(1, 6), st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=12))
 @settings(max_examples=300, deadline=None)
 def test_positions_of_rejected_drafts_are_planned_again(want, prompt, parts):
-    """After each step its last few positions may turn out to be nobody's: computed goes back, and so does the cursor."""
+    """After a step, its last few positions may be rejected: `computed` moves back, and so does the progress."""
     planner = Planner(SITES)
     request = Tracked("r", "r", prompt, program_of(planner, want), planner.nothing)
     got, at = set(), 0
@@ -171,14 +171,14 @@ def test_positions_of_rejected_drafts_are_planned_again(want, prompt, parts):
     assert got == {(site, p) for site, (form, rows) in want.items() for p in meant(form, prompt, at, rows)}
 
 
-def test_steady_decoding_moves_no_cursor():
+def test_steady_decoding_moves_no_progress():
     planner = Planner(SITES)
     request = tracked(planner, "r", 3, {0: Positions.ALL, 1: Positions.ALL_PROMPT, 2: Positions.ALL_GENERATED})
     for start, length in ((0, 3), (3, 1)):
         planner.plan([Scheduled(request, 0, start, length)])
-    assert (request.ship_cursor.first, request.ship_cursor.stop) == (3, FOREVER)
+    assert (request.ship_progress.first, request.ship_progress.stop) == (3, FOREVER)
     planner.plan([Scheduled(request, 0, 4, 1)])
-    assert request.ship_cursor.first == 3
+    assert request.ship_progress.first == 3
 
 
 @pytest.mark.parametrize(

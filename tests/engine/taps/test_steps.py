@@ -82,7 +82,7 @@ def test_a_capturing_step_runs_the_compiled_code_that_any_other_runs(tiny, keepe
 
 
 def test_a_forward_pass_between_steps_finds_nothing_to_do():
-    """Replicas of a mixture of experts run one when another has requests; the rows of the last step may still be copied."""
+    """Replicas of a mixture of experts run one while another has requests; the last step's rows may still be copied."""
     kept = tables.Tables(
         sites=3,
         tokens=8,
@@ -160,8 +160,10 @@ ON_THE_STEP = [
     (kernel, "launch"),
     (tap, "_tap_gpu"),
 ]
-"""What runs on the step's thread where the tables are on a device. Controllers, which see the step before, are left out:
-they are promised its rows, so `_run_controllers` waits for them."""
+"""The functions that run on the step's thread when the tables are on a device.
+
+`_run_controllers` is left out: it waits for the rows of the step before, which controllers are promised.
+"""
 
 
 def calls(source):

@@ -26,18 +26,18 @@ def make_tables():
 
 
 def read(tables, tokens):
-    """What the kernel finds: for each channel, site and token with a row, which one."""
-    found = {}
+    """Return the staging row of each channel, site and token that has one, as the kernel computes it."""
+    rows = {}
     for channel in (SHIP, VIEW):
         for site in range(SITES):
             line = int(tables.site_group[channel, site])
             for token in range(tokens) if line >= 0 else ():
                 if (row := int(tables.token_row[channel, line, token])) >= 0:
-                    found[channel, site, token] = row + int(tables.site_base[channel, site])
-    return found
+                    rows[channel, site, token] = row + int(tables.site_base[channel, site])
+    return rows
 
 
-def said(plan):
+def planned(plan):
     return {
         (group.channel, site, run.source + i): group.base + place * group.rows + run.target + i
         for group in plan.groups
@@ -66,7 +66,7 @@ def test_each_token_finds_its_row_at_each_site_and_no_other(steps):
         plan = planner.plan(batch)
         for _ in range(1 + again):
             tables.load(plan, row + padding)
-            assert read(tables, row + padding) == said(plan)
+            assert read(tables, row + padding) == planned(plan)
 
 
 def test_a_batch_that_decodes_uploads_nothing_again():

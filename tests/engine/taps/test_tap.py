@@ -36,7 +36,7 @@ def test_the_cpu_tap_adds_relative_to_the_norm_as_the_reference_does(case, seed)
 
 def test_the_cases_add_relative_to_the_norm_among_other_operations():
     made = [make(case, seed, kinds=4) for case in CASES for seed in range(5)]
-    ops = [ops for one in made for _, found in one.steering.values() for ops in found.values()]
+    ops = [ops for one in made for _, by_site in one.steering.values() for ops in by_site.values()]
     assert {op.kind for some in ops for op in some} == {ADD, CLAMP, PATCH, RELATIVE}
     assert any(one.scale != 1.0 and one.residual is not None for one in made)
 
@@ -94,7 +94,7 @@ def test_the_cases_do_every_kind_of_thing():
     made = [make(case, seed) for case in CASES for seed in range(5)]
     plans = [one.plan for one in made]
     assert any(plan.ship_rows and plan.rows > plan.ship_rows and plan.steered for plan in plans)
-    ops = [ops for one in made for _, found in one.steering.values() for ops in found.values()]
+    ops = [ops for one in made for _, by_site in one.steering.values() for ops in by_site.values()]
     assert {op.kind for some in ops for op in some} == {ADD, CLAMP, PATCH}
     assert max(len(some) for some in ops) > 3
     assert any(len(group.runs) >= 8 for plan in plans for group in plan.groups)
