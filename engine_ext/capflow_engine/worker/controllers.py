@@ -1,7 +1,7 @@
-"""Sync controllers: run between two steps, they see the rows of the one and steer the next.
+"""Sync controllers: they run between two steps, see the rows of the first, and steer the second.
 
-On each pipeline stage the first tensor-parallel rank runs them, and the others do what it decides: so no fault of a plugin on
-one rank makes ranks compute different things.
+On each pipeline stage, the first tensor-parallel rank runs the controllers, and the other ranks apply its decisions. So
+a plugin that fails on one rank cannot make ranks compute different values.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ logger = logging.getLogger("vllm.capflow.control")
 
 
 class View:
-    """The rows that controllers asked for of one step.
+    """The rows of one step that controllers asked for.
 
     rows: `[plan.rows, hidden]` in the model's dtype.
-
-    limits: by vLLM's id, the position behind the last row that is the request's, where the step has more.
-    hub: whose requests.
+    sites: the tapped sites, in the order of their indices.
+    limits: by vLLM's id, the end of a request's valid positions, for requests of which the step has more.
+    hub: the index of the hub whose requests are shown.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class View:
         for group in self._plan.groups:
             if group.channel != VIEW or group.hub != self._hub:
                 continue
-            for place, index in enumerate(group.sites):
-                base = group.base + place * group.rows
+            for order, index in enumerate(group.sites):
+                base = group.base + order * group.rows
                 for number, start, length, row in group.spans:
                     request = self._plan.batch[number].request
                     end = min(start + length, self._limits.get(request.key, start + length))
@@ -75,10 +75,11 @@ class View:
 
 
 class Decided(NamedTuple):
-    """An action that a controller decided on, which fits the model.
+    """An action of a controller, checked against the model.
 
-    key: vLLM's id of its request.
-    order: the controller's place.
+    key: vLLM's id of the request.
+    hub: the index of the request's hub.
+    order: the controller's index in the hub's list.
     """
 
     key: str
@@ -88,59 +89,60 @@ class Decided(NamedTuple):
 
 
 class _Running:
-    """A controller that runs, and how it does.
+    """A controller and its counts.
 
-    capture: what it sees; None when it could not be started.
+    capture: the spec of the rows that it reads; None if it could not be started.
     """
 
     def __init__(self, owner: Owner, capture: CaptureSpec | None) -> None:
         self.owner = owner
         self.capture = capture
         self.controller: Controller | None = None
-        # Why it does nothing.
-        self._why_not = ""
-        # Steps, since the start.
+        # Why it is disabled; empty if it is not.
+        self._why_disabled = ""
+        # Exceptions since the start.
         self._failed = 0
         self._failed_in_a_row = 0
-        # Actions, since the start.
+        # Refused actions since the start.
         self._refused = 0
-        # Why the latest action was refused; empty when it was not.
+        # Why the latest action was refused; empty if it was applied.
         self._refusal = ""
-        # Steps, since the start.
+        # Steps since the start that it did not see, and why it missed the latest.
         self._missed = 0
         self._miss = ""
+        # The type of the latest exception.
         self._error = ""
 
-    def stop(self, why: str) -> None:
-        """Have it do nothing from now on."""
-        self.controller, self._why_not = None, why
-        logger.error("controller %s: %s; it does nothing", self.owner.name, why)
+    def disable(self, why: str) -> None:
+        """Disable it until the engine starts again."""
+        self.controller, self._why_disabled = None, why
+        logger.error("controller %s is disabled: %s", self.owner.name, why)
 
-    def failed(self, what: str, error: BaseException) -> None:
-        """Count an exception; the first is logged whole, and too many in a row switch the controller off."""
+    def failed(self, call: str, error: BaseException) -> None:
+        """Count an exception in `call`; log the first with its traceback; disable it after too many in a row."""
         self._failed += 1
         self._failed_in_a_row += 1
         self._error = type(error).__name__
         if self._failed == 1:
-            logger.error("controller %s failed in %s", self.owner.name, what, exc_info=error)
+            logger.error("controller %s failed in %s", self.owner.name, call, exc_info=error)
         elif not self._failed & (self._failed - 1):  # at each doubling, so that the log stays short
             logger.error("controller %s failed %d times; %s: %s", self.owner.name, self._failed, self._error, error)
         if self._failed_in_a_row >= limits.CONTROLLER_FAILURES_MAX:
-            self.stop(f"failed {self._failed_in_a_row} times in a row ({self._error}), so it is switched off")
+            self.disable(f"failed {self._failed_in_a_row} times in a row ({self._error})")
 
-    def did(self) -> None:
-        """Note that it did a step without an exception."""
+    def succeeded(self) -> None:
+        """Record a step without an exception."""
         self._failed_in_a_row = 0
 
     def refuse(self, why: str) -> None:
-        """Count an action that is not done."""
+        """Count an action that is not applied."""
         self._refused += 1
         self._refusal = why
         if not self._refused & (self._refused - 1):
-            logger.error("controller %s: an action is refused, %d so far; %s", self.owner.name, self._refused, why)
+            logger.error("controller %s: an action is refused (%d so far): %s", self.owner.name, self._refused, why)
 
     def accept(self) -> None:
-        """Note that an action is done."""
+        """Record that an action is applied."""
         self._refusal = ""
 
     def miss(self, why: str) -> None:
@@ -148,32 +150,34 @@ class _Running:
         self._missed += 1
         self._miss = why
         if not self._missed & (self._missed - 1):
-            logger.error("controller %s did not see a step, %d so far: %s", self.owner.name, self._missed, why)
+            logger.error("controller %s did not see a step (%d so far): %s", self.owner.name, self._missed, why)
 
     @property
     def trouble(self) -> str | None:
-        """Why it does not do what it is there for; None when it does."""
-        what = None
-        if self._why_not:
-            what = self._why_not
+        """Why it does not work as it should; None if it does."""
+        if self._why_disabled:
+            cause = f"disabled: {self._why_disabled}"
         elif self._failed_in_a_row:
-            what = f"failed in its last {self._failed_in_a_row} steps ({self._error}); see the engine's log"
+            cause = f"failed in its last {self._failed_in_a_row} steps ({self._error}); see the engine's log"
         elif self._refusal:
-            what = f"{self._refused} actions were refused; the last: {self._refusal}"
+            cause = f"refused actions: {self._refused}; the last: {self._refusal}"
         elif self._miss:
-            what = f"did not see {self._missed} steps; the last: {self._miss}"
-        return None if what is None else f"controller {self.owner.name}: {what}"[: limits.TROUBLE_LENGTH_MAX]
+            cause = f"missed steps: {self._missed}; the last: {self._miss}"
+        else:
+            return None
+        return f"controller {self.owner.name}: {cause}"[: limits.TROUBLE_LENGTH_MAX]
 
 
 class Controllers:
-    """The controllers that one hub wants in one worker, for its requests; made anew when it asks for others.
+    """The controllers of one hub in one worker, for the hub's requests; replaced when the hub asks for others.
 
-    sites: those that the worker's pipeline stage taps. A controller runs in the stage that has the sites it reads, and
-        steers there; one that reads or steers at several stages is refused.
-    decides: whether it runs in this worker, which is the stage's first tensor-parallel rank; the others do what that
-        one decides.
+    Invariant: no fault of a controller ends a step. Faults are counted, logged and reported as troubles.
 
-    Invariant: nothing that a controller does ends a step. What it cannot do is counted, logged and told as a trouble.
+    hub: the index of the hub.
+    sites: the sites that the worker's pipeline stage taps. A controller runs in the stage of the sites that it reads,
+        and steers there; one that reads or steers at several stages is refused.
+    decides: whether controllers run in this worker, the stage's first tensor-parallel rank; other ranks apply its
+        decisions.
     """
 
     def __init__(
@@ -190,38 +194,38 @@ class Controllers:
         self.info = info
         self.sites = sites
         self._own = frozenset(sites)
-        # By place, those of this stage.
+        # The controllers of this stage, by their index in the hub's list.
         self._all: dict[int, _Running] = {}
-        known, why_not = _installed() if specs and decides else ({}, "")
+        plugins, why_none = _installed() if specs and decides else ({}, "")
         for order, spec in enumerate(specs):
             running = _Running(Owner(order, spec.label), spec.capture)
             try:
                 if spec.capture is not None and not self._reads(spec.capture) & self._own:
-                    continue  # another stage's
+                    continue  # it runs in another stage
             except CapflowError as e:
-                running.stop(str(e))
+                running.disable(str(e))
             self._all[order] = running
-            if why_not:
-                running.stop(why_not)
+            if why_none:
+                running.disable(why_none)
             elif decides and not running.trouble:
-                self._start(running, spec, known.get(spec.name))
+                self._start(running, spec, plugins.get(spec.name))
 
     @property
     def here(self) -> bool:
-        """Whether any controller is this stage's; the same on each of its tensor-parallel ranks."""
+        """Whether this stage has a controller; the same on each of its tensor-parallel ranks."""
         return bool(self._all)
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """Why controllers do not do what they are there for."""
+        """The trouble of each controller that has one."""
         return tuple(trouble for each in list(self._all.values()) if (trouble := each.trouble) is not None)
 
     def owner(self, order: int) -> Owner:
-        """Return whose the actions of the controller at a place are."""
+        """Return the owner of a controller's actions."""
         return self._all[order].owner
 
     def captures(self) -> list[CaptureSpec]:
-        """Return the specs of what the controllers are to see in this worker."""
+        """Return the specs of the rows that running controllers read in this worker."""
         return [each.capture for each in self._all.values() if each.controller is not None and each.capture is not None]
 
     def run(
@@ -233,11 +237,13 @@ class Controllers:
         requests: Mapping[str, str],
         vectors: Callable[[str], Mapping[Owner, tuple[SteeringVector, ...]]],
     ) -> list[Decided]:
-        """Show the controllers a step and return what they want from the next position on, in their order.
+        """Show a step to the controllers; return their actions, in their order, which apply from the next position on.
 
-        ends: by vLLM's id, the position behind the last row that is the request's, where the step has more.
-        requests: vLLM's ids of the hub's requests, by id.
-        vectors: returns what is added to a request now, by owner; an action that would change nothing is left out.
+        An action that would change nothing is left out.
+
+        ends: by vLLM's id, the end of a request's valid positions, for requests of which the step has more.
+        requests: the key (vLLM's id) of each of the hub's requests, by id.
+        vectors: returns the vectors that are added to a request now, by owner.
         """
         rows = buffer.view(DTYPES[self.info.dtype]).reshape(-1, self.info.hidden_size)
         decided: list[Decided] = []
@@ -246,12 +252,12 @@ class Controllers:
                 continue
             view = View(step, plan, rows, self.sites, ends, self.hub)
             try:
-                wanted = _bounded(each.controller.on_step(view))
+                actions = _bounded(each.controller.on_step(view))
             except PLUGIN_FAULTS as e:
                 each.failed(f"step {step}", e)
                 continue
-            each.did()
-            for action in wanted:
+            each.succeeded()
+            for action in actions:
                 try:
                     key = self._key(action, requests)
                     held = vectors(key).get(each.owner, ())
@@ -262,7 +268,7 @@ class Controllers:
         return decided
 
     def forget(self, request: str) -> None:
-        """Tell the controllers that a request is over."""
+        """Call each controller's `on_request_done`."""
         for each in self._all.values():
             if each.controller is not None:
                 try:
@@ -271,14 +277,14 @@ class Controllers:
                     each.failed("on_request_done", e)
 
     def done(self, order: int, refusal: CapflowError | None) -> None:
-        """Note what came of an action of the controller at a place."""
+        """Record the outcome of an action; `refusal` is None if the action is applied."""
         if refusal is None:
             self._all[order].accept()
         else:
             self._all[order].refuse(str(refusal))
 
     def missed(self, rows: int, rows_max: int) -> None:
-        """Note that controllers do not see a step, which had more rows for them than there is memory for on the device."""
+        """Record that controllers do not see a step, because its rows do not fit in the device's staging memory."""
         why = explain(
             "staging memory",
             got=f"{rows:,} rows of a step",
@@ -291,26 +297,26 @@ class Controllers:
 
     def _start(self, running: _Running, spec: ControllerSpec, plugin: Plugin | None) -> None:
         if plugin is None or not issubclass(plugin, Controller):
-            running.stop("not installed where the engine runs")
+            running.disable("not installed where the engine runs")
             return
         try:
             controller = plugin(msgspec.msgpack.decode(spec.state, type=plugin.State))
             controller.instance = spec.label
             controller.open(self.info)
-            if running.capture is None:  # of a hub that does not tell it
+            if running.capture is None:  # the hub did not send it
                 running.capture = controller.spec()
             if self._reads(running.capture) - self._own:
-                running.stop(_split("it reads", self._reads(running.capture), self._own))
+                running.disable(_split("it reads", self._reads(running.capture), self._own))
             elif (steers := frozenset(controller.steers())) - self._own:
-                running.stop(_split("it steers at", steers, self._own))
+                running.disable(_split("it steers at", steers, self._own))
             else:
                 running.controller = controller
         except PLUGIN_FAULTS as e:
             logger.exception("controller %s did not start", spec.label)
-            running.stop(str(e) if isinstance(e, CapflowError) else f"did not start ({type(e).__name__}: {e})")
+            running.disable(str(e) if isinstance(e, CapflowError) else f"did not start ({type(e).__name__}: {e})")
 
     def _reads(self, capture: CaptureSpec) -> frozenset[Site]:
-        """Return the sites that a spec names; raise UsageError for one that the model does not tap."""
+        """Return the sites of a spec; raise UsageError if the model lacks one."""
         return frozenset(capture.resolve(self.info.sites, num_layers=self.info.num_layers))
 
     @staticmethod
@@ -319,11 +325,11 @@ class Controllers:
             raise UsageError(explain("on_step", got=type(action).__name__, expected="Steer and Unsteer"))
         key = requests.get(action.request)
         if key is None:
-            raise UsageError(explain("on_step: request", got="one that does not run", expected="one of the view's"))
+            raise UsageError(explain("on_step: request", got="one that is not running", expected="one of the view"))
         return key
 
     def _checked(self, action: Steer | Unsteer) -> Steer | Unsteer:
-        """Return an action as it travels; raise what shows that it is none, or does not fit the model and the stage."""
+        """Return an action as other ranks get it; raise if it is malformed or does not fit the model or the stage."""
         decoded: Steer | Unsteer = _actions.decode(msgspec.msgpack.encode(action))
         if isinstance(decoded, Steer):
             Steering(base=Tier(decoded.vectors)).check(self.info)
@@ -333,14 +339,14 @@ class Controllers:
 
 
 PLUGIN_FAULTS = (Exception, SystemExit)
-"""What a plugin may raise that is its own affair."""
+"""The exceptions of a plugin that capflow handles."""
 
 _actions = msgspec.msgpack.Decoder(Steer | Unsteer)
 _shared = msgspec.msgpack.Decoder(list[Decided])
 
 
 def _installed() -> tuple[Mapping[str, Plugin], str]:
-    """Return the plugins that are installed here by name, and why there are none."""
+    """Return the installed plugins by name, and why they could not be loaded (empty if they were)."""
     try:
         return load_plugins(), ""
     except PLUGIN_FAULTS as e:
@@ -348,26 +354,26 @@ def _installed() -> tuple[Mapping[str, Plugin], str]:
 
 
 def encode(decided: Sequence[Decided]) -> bytes:
-    """Return decisions as they travel to the other tensor-parallel ranks."""
+    """Return decisions as bytes for the other tensor-parallel ranks."""
     return msgspec.msgpack.encode(decided)
 
 
 def decode(data: bytes) -> list[Decided]:
-    """Return the decisions that `encode` made bytes of."""
+    """Return the decisions that `encode` encoded."""
     return _shared.decode(data)
 
 
 def _bounded(actions: Any) -> list[Any]:
-    """Return what a controller returned, all of it; it may be a generator that fails, or one that never ends."""
-    found = list(itertools.islice(actions, limits.ACTIONS_WAITING_MAX + 1))
-    if len(found) > limits.ACTIONS_WAITING_MAX:
-        got = f"more than {limits.ACTIONS_WAITING_MAX} actions"
-        raise UsageError(explain("on_step", got=got, expected="at most so many in a step"))
-    return found
+    """Return the actions of a controller as a list; `actions` may be a generator that fails or never ends."""
+    bounded = list(itertools.islice(actions, limits.ACTIONS_WAITING_MAX + 1))
+    if len(bounded) > limits.ACTIONS_WAITING_MAX:
+        expected = f"at most {limits.ACTIONS_WAITING_MAX} in a step"
+        raise UsageError(explain("on_step", got="more actions", expected=expected))
+    return bounded
 
 
 def _split(does: str, sites: Iterable[Site], own: Iterable[Site]) -> str:
-    """Return why a controller cannot run that needs more than one pipeline stage."""
+    """Return the error for a controller that needs more than one pipeline stage."""
     layers = sorted({site.layer for site in own})
     expected = f"sites of one pipeline stage, as of this one with layers {layers[0]}..{layers[-1]}" if layers else ""
     do = "read and steer at layers of one stage, or run without pipeline stages"

@@ -1,14 +1,15 @@
-"""What steers the requests of one worker, by position: what each came with, and the actions on it since.
+"""The steering of one worker's requests, by position: the program of each request, and the later actions on it.
 
-An action holds from a position on. What held before it stays in the bank until the request is over, because a preempted
-request computes those positions again.
+An action applies from a position on. The steering before it stays in the bank until the request ends, because a
+preempted request computes those positions again.
 
-Actions of several owners add up, each owner's as operations of its own: those of controllers in the order in which their hub
-lists them, then what came through a hub.
+The vectors of several owners add up, each owner's as operations of its own: first those of controllers, in the order of
+their hub's list, then those that came through a hub.
 
-Invariants: a position is steered by what held when it was computed first. What requests come with and what comes through a hub
-always fits into the bank, because the scheduler counted it; what controllers add has a reserve of its own (`Size.reserve`), and
-an action for which that has no room changes nothing.
+Invariant: a position is steered by the program that applied when it was first computed.
+Invariant: the programs of requests and of actions through a hub always fit in the bank, because the scheduler counted
+them. The vectors of controllers have a reserve of their own (`Size.reserve`); an action that does not fit in it changes
+nothing.
 """
 
 from __future__ import annotations
@@ -32,22 +33,25 @@ logger = logging.getLogger("vllm.capflow.worker")
 
 
 class Owner(NamedTuple):
-    """Whose an action is; owners add up in their order."""
+    """The owner of an action; the vectors of owners add up in this order."""
 
     order: int
     name: str
 
 
 HUB = Owner(sys.maxsize, "hub")
-"""Of what comes through a hub, from a client or a consumer: a later action takes the place of an earlier one."""
+"""The owner of actions through a hub, from a client or a consumer; a later action replaces an earlier one."""
 
 _Vectors = Mapping[Owner, tuple[SteeringVector, ...]]
 
 
 class _Change(NamedTuple):
-    """What holds from a position on.
+    """The steering of a request from a position on.
 
-    needs: what it takes of the reserve, under the name `reserved`.
+    held: the position and the slots of the bank.
+    vectors: the vectors that are added, by owner.
+    needs: its part of the reserve.
+    reserved: the name under which the reserve holds `needs`; empty if it needs nothing.
     """
 
     held: SlotRange
@@ -59,34 +63,35 @@ class _Change(NamedTuple):
 class Histories:
     """The histories of one worker's requests.
 
-    reserve: how much of the bank is for what controllers add.
+    reserve: the part of the bank for the vectors of controllers.
     """
 
     def __init__(self, bank: Bank, reserve: Size, info: ModelInfo) -> None:
         self.reserve = Holdings(reserve)
         self._bank = bank
         self._info = info
-        # What requests came with, by vLLM's id.
+        # The programs that requests arrived with, by vLLM's id.
         self._programs: dict[str, SteeringProgram] = {}
-        # By vLLM's id, of requests that anything ever steered.
+        # By vLLM's id, for requests that were ever steered.
         self._changes: dict[str, list[_Change]] = {}
         self._numbers = itertools.count()
 
     def admit(self, tracked: Tracked, program: SteeringProgram) -> None:
-        """Steer a new request by what it came with."""
+        """Steer a new request by its own program."""
         self._programs[tracked.key] = program
         self._change(tracked, 0, {})
 
     def vectors(self, key: str) -> _Vectors:
-        """Return what is added to a request now, by owner."""
+        """Return the vectors that are added to a request now, by owner."""
         changes = self._changes.get(key)
         return changes[-1].vectors if changes else {}
 
     def act(self, tracked: Tracked, owner: Owner, action: Steer | Unsteer) -> bool:
-        """Do an owner's action on a request, from its next position on; return whether it changed anything.
+        """Apply an owner's action to a request from its next position on; return whether it changed anything.
 
-        Only generated positions are steered by it. Raises CapflowError, with nothing changed, where a controller's action has
-        no room. An action that came through a hub always has: if need be, controllers lose what they added to the request.
+        It steers generated positions only. If a controller's action does not fit in the reserve, CapflowError is raised
+        and nothing is changed. An action through a hub always fits: if necessary, the vectors that controllers added to
+        the request are dropped.
         """
         before = self.vectors(tracked.key)
         after = {**before, owner: action.vectors} if isinstance(action, Steer) else {**before, owner: ()}
@@ -98,7 +103,7 @@ class Histories:
         return True
 
     def lengthen(self, tracked: Tracked) -> None:
-        """Take it that a request's prompt became longer by what was generated and by more input."""
+        """Continue the steering of a request whose prompt grew by the generated tokens and by more input."""
         changes = self._changes.get(tracked.key)
         if not changes:
             return
@@ -108,14 +113,14 @@ class Histories:
         self._append(tracked, last._replace(held=held, reserved=self._reserved(tracked.key, last.needs)))
 
     def cut(self, tracked: Tracked, limit: int) -> None:
-        """Undo what controllers decided by rows at position `limit` and behind it, which are nobody's."""
+        """Undo the actions that controllers took on rows at position `limit` and later, which belong to no request."""
         changes = self._changes.get(tracked.key, [])
         undone = [change for change in changes if change.held.first > limit]
         if not undone:
             return
         kept = changes[: len(changes) - len(undone)]
-        decided = {owner: some for owner, some in (kept[-1].vectors if kept else {}).items() if owner != HUB}
         before = kept[-1].vectors if kept else {}
+        decided = {owner: some for owner, some in before.items() if owner != HUB}
         self._drop(tracked, limit + 1)
         for held, vectors, _, _ in undone:
             after = {**decided, HUB: vectors[HUB]} if HUB in vectors else decided
@@ -124,21 +129,21 @@ class Histories:
                 before = after
 
     def forget(self, tracked: Tracked) -> None:
-        """Give back what a request holds, which is over."""
+        """Give back everything that a finished request holds."""
         self._drop(tracked, 0)
         self._changes.pop(tracked.key, None)
         self._programs.pop(tracked.key, None)
 
     def _order(self, tracked: Tracked, first: int, vectors: _Vectors) -> None:
-        """As `_change`, for what came through a hub: if need be, without what controllers added."""
+        """Do `_change` for an action through a hub; if the bank is full, without the vectors of controllers."""
         try:
             self._change(tracked, first, vectors)
         except CapflowError:
-            logger.error("request %s: the steering bank is full, so it loses what controllers added to it", tracked.id)
+            logger.error("request %s: the steering bank is full; the vectors of controllers are dropped", tracked.id)
             self._change(tracked, first, {HUB: vectors[HUB]} if HUB in vectors else {})
 
     def _change(self, tracked: Tracked, first: int, vectors: _Vectors) -> None:
-        """Have a request steered by what it came with and by these vectors from a position on."""
+        """Steer a request by its own program and these vectors, from position `first` on."""
         program, needs = self._composed(tracked, vectors)
         reserved = self._reserved(tracked.key, needs)
         try:
@@ -149,7 +154,7 @@ class Histories:
         self._append(tracked, _Change(SlotRange(first, tracked.steered_from, steered), vectors, needs, reserved))
 
     def _composed(self, tracked: Tracked, vectors: _Vectors) -> tuple[SteeringProgram | None, tuple[Need, ...]]:
-        """Return the program that these vectors make, and what it takes of the reserve."""
+        """Return a request's program with these vectors, and what it needs of the reserve."""
         counted = program = self._programs.get(tracked.key)
         for owner, some in vectors.items():
             program = with_vectors(program, self._info.hidden_size, some)
@@ -157,20 +162,18 @@ class Histories:
                 counted = with_vectors(counted, self._info.hidden_size, some)
         if program is None or not vectors.keys() - {HUB}:
             return program, ()
-        known = frozenset() if counted is None else frozenset(counted.digests)
-        keys = {need.key for need in needs_of(counted, tracked.steered_from)} if counted is not None else ()
+        rows: frozenset[bytes] = frozenset() if counted is None else frozenset(counted.digests)
+        keys = () if counted is None else {need.key for need in needs_of(counted, tracked.steered_from)}
         needs = [need for need in needs_of(program, tracked.steered_from) if need.key not in keys]
-        return program, tuple(need.beside(known) for need in needs)
+        return program, tuple(need.beside(rows) for need in needs)
 
     def _reserved(self, key: str, needs: Sequence[Need]) -> str:
-        """Take what is needed of the reserve; return the name that it is held under, empty where nothing is needed."""
+        """Take `needs` from the reserve; return the name that holds them, empty if there are none."""
         if not needs:
             return ""
         name = f"{key} {next(self._numbers)}"
         if not self.reserve.hold(name, needs):
-            got = (
-                f"no room for more {self.reserve.lacking(needs)} beside what controllers added to the running requests"
-            )
+            got = f"no room for more {self.reserve.lacking(needs)} in its part for controllers"
             do = "start the engine with more --steering-bank-bytes, or add fewer different vectors"
             raise CapflowError(explain("steering bank", got=got, do=do))
         return name
@@ -183,7 +186,7 @@ class Histories:
         tracked.steered.append(change.held)
 
     def _drop(self, tracked: Tracked, first: int) -> None:
-        """Forget what holds from position `first` on or from a later one."""
+        """Drop the changes that apply from position `first` or from a later one."""
         changes, held = self._changes.get(tracked.key, []), tracked.steered or []
         while changes and changes[-1].held.first >= first:
             change = changes.pop()

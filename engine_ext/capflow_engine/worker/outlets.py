@@ -1,8 +1,9 @@
-"""The outlets: how a worker's rows leave it, from the loading of the model to the worker's end.
+"""The outlets: the ways by which rows leave a worker, from the loading of the model to the worker's end.
 
-For each hub a link with a queue of its own, and with `spill` an outbox of its own; the sender before them; and what workers that
-are gone left on disk, which is sent in their names. What lies in the directory `hub-N` of the spool directory is for hub number N; what is
-for hub 0 lies beside these. So a hub that moved is still the hub that it was, as long as its place in the list is the same.
+Each hub has a link with its own queue and, with `spill`, its own outbox. One sender feeds all links. Frames that former
+workers left on disk are sent in their names. In the spool directory, the directory `hub-N` is for the hub with index N;
+the files of hub 0 lie beside these directories. So a hub keeps its outbox when its address changes, as long as its
+index in the list of hubs is the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from capflow import limits
 from capflow.buffers.spool import default_root
@@ -37,10 +37,11 @@ _DIRECTORY = re.compile(r"hub-(\d+)")
 
 
 class Outlets:
-    """The links of one worker, one for each hub, and the thread that feeds them. It begins when it is made.
+    """The links of one worker, one per hub, and the thread that feeds them; all start with the constructor.
 
-    ring: where the rows lie until they are sent.
-    troubles: says, on any thread, why a hub's controllers do nothing, by its number.
+    ring: the memory that holds rows until they are sent.
+    text_of: returns the text of a token id; None without a tokenizer.
+    troubles: returns the troubles of a hub's controllers, by the hub's index; called on any thread.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class Outlets:
         self._settings = settings
         self._troubles = troubles
         self._ring = ring
-        # For what workers that are gone left on disk.
+        # They send the frames that former workers left on disk.
         self.former: list[FormerLink] = []
-        # Each hub has a boot of its own, as it has numbers of its own: a spool given to another hub is never mistaken.
+        # Frames are numbered per hub. Boot ids are per hub too, so that the frames of a spool that is given to another
+        # hub differ from that hub's own.
         boots = [uuid.uuid4().hex for _ in settings.hubs]
         self.links = tuple(
             self._link(number, hub, Hello("worker", settings.engine, boot, rank, info))
@@ -67,7 +69,7 @@ class Outlets:
         )
         ways = list(map(Way, self.links, boots))
         if settings.outbound.policy == "spill":
-            _tell_of_others(Path(settings.outbound.spool_dir), settings.hubs)
+            _log_foreign_spools(Path(settings.outbound.spool_dir), len(settings.hubs))
         self._sender = Sender(ways, engine=settings.engine, rank=rank, info=info, sites=sites, text_of=text_of)
         for link in (*self.former, *self.links):
             link.start()
@@ -75,16 +77,16 @@ class Outlets:
 
     @property
     def ever_connected(self) -> bool:
-        """Whether any hub was ever there."""
+        """Whether any hub was ever connected."""
         return any(link.ever_connected for link in self.links)
 
     @property
     def patient(self) -> bool:
-        """Whether it is worth to wait for room: not once that was in vain, for as long as no hub is there."""
+        """Whether waiting for room is worthwhile: not after a wait in vain, until a hub is connected again."""
         return any(link.patient for link in self.links)
 
     def give_up(self) -> str:
-        """Note that it was waited for room in vain, or not at all; return the reason for which rows are lost."""
+        """Record that there was no room; return the reason under which the rows are counted as lost."""
         for link in self.links:
             link.give_up()
         return "queue_full" if any(link.connected for link in self.links) else "hub_gone"
@@ -94,26 +96,26 @@ class Outlets:
         self._sender.put(step)
 
     def close(self) -> None:
-        """Send what was put, for as long as the hubs take it and at most `limits.DRAIN_S_MAX` seconds, and leave them.
+        """Send the queued steps for at most `limits.DRAIN_S_MAX` seconds, then close the links.
 
-        A hub that acknowledges nothing for `limits.HANG_S_MAX` is not waited for any longer.
+        The worker stops waiting for a hub that acknowledges nothing for `limits.HANG_S_MAX` seconds.
         """
         _leave(self.former)
-        there = any(link.connected for link in self.links)
-        drain_s = limits.DRAIN_S_MAX if there else limits.LINGER_S  # nobody takes what waits for a hub
+        connected = any(link.connected for link in self.links)
+        drain_s = limits.DRAIN_S_MAX if connected else limits.LINGER_S
         closing = threading.Thread(target=self._sender.close, args=(drain_s,), name="capflow-closing", daemon=True)
         closing.start()
         deadline = time.monotonic() + drain_s
-        got_on = {link: (link.acked, time.monotonic()) for link in self.links}  # how far, and when it was there
-        while got_on and closing.is_alive() and time.monotonic() < deadline:
+        progress = {link: (link.acked, time.monotonic()) for link in self.links}  # acknowledgements, and their time
+        while progress and closing.is_alive() and time.monotonic() < deadline:
             closing.join(limits.IDLE_S)
             now = time.monotonic()
-            for link, (acked, since) in list(got_on.items()):
+            for link, (acked, since) in list(progress.items()):
                 if link.drained or link.acked != acked:
-                    got_on[link] = (link.acked, now)
+                    progress[link] = (link.acked, now)
                 elif now - since > limits.HANG_S_MAX:
-                    logger.error("the hub at %s takes nothing; the engine ends without it", link.address)
-                    del got_on[link]
+                    logger.error("the hub at %s acknowledges nothing; the engine ends without it", link.address)
+                    del progress[link]
                     _leave([link])
         closing.join(limits.GIVE_UP_S)
 
@@ -142,7 +144,7 @@ class Outlets:
 
 
 def _leave(links: Sequence[FormerLink | WorkerLink]) -> None:
-    """Stop links at once, all together."""
+    """Close links without draining them, in parallel."""
     closing = [threading.Thread(target=link.close, args=(0.0,), daemon=True) for link in links]
     for thread in closing:
         thread.start()
@@ -151,15 +153,14 @@ def _leave(links: Sequence[FormerLink | WorkerLink]) -> None:
 
 
 def _directory(root: Path, number: int) -> Path:
-    """Return the directory below which a hub's outboxes lie."""
+    """Return the directory of a hub's outboxes."""
     return root if number == 0 else root / f"hub-{number}"
 
 
-def _tell_of_others(root: Path, hubs: Sequence[Any]) -> None:
-    """Say what lies there for hubs that this engine does not have: it stays."""
+def _log_foreign_spools(root: Path, hubs: int) -> None:
+    """Log the spools of hubs that this engine does not have; they are left untouched."""
     for path in sorted(root.glob("hub-*")):
-        found = _DIRECTORY.fullmatch(path.name)
-        if found is not None and int(found[1]) >= len(hubs) and any(path.iterdir()):
-            logger.error(
-                "spool %s stays: it is for hub %s, and there are %d, counted from 0", path, found[1], len(hubs)
-            )
+        match = _DIRECTORY.fullmatch(path.name)
+        if match is not None and int(match[1]) >= hubs and any(path.iterdir()):
+            message = "spool %s is for hub %s; this engine has %d hubs, numbered from 0, and leaves it untouched"
+            logger.error(message, path, match[1], hubs)

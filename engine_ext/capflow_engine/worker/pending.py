@@ -1,8 +1,8 @@
-"""Steps that were computed and are not settled, until it is known which of their rows are anybody's.
+"""Steps that were computed but are not settled: it is not yet decided which of their rows belong to a request.
 
-A step is settled when the scheduler has taken its output in: then it is known which drafts were accepted and which requests
-ended in it. With async scheduling and with pipeline stages a worker begins further steps before that. What always
-holds: steps leave in order; a request's end leaves with its last step, or with a later one.
+A step is settled when the scheduler has processed its output, which decides the accepted drafts and the requests that
+ended. With async scheduling or pipeline stages, a worker begins further steps before that.
+Invariant: steps leave in order. The end of a request leaves with its last step, or with a later one.
 """
 
 from __future__ import annotations
@@ -22,42 +22,40 @@ READY: Callable[[], None] = lambda: None  # noqa: E731
 
 
 class Pending:
-    """The unsettled steps of one worker, oldest first, and the requests that are over but have rows in them."""
+    """The unsettled steps of one worker, oldest first, and the finished requests that have a part in them."""
 
     def __init__(self) -> None:
         self._steps: deque[Computed] = deque()
-        self._over: list[tuple[Tracked, Ended]] = []
+        self._finished: list[tuple[Tracked, Ended]] = []
 
     def add(self, step: Computed) -> None:
-        """Keep a step that was just launched."""
+        """Add a step that was just launched."""
         self._steps.append(step)
 
     def cut(self, key: str, limit: int) -> None:
-        """Drop a request's rows at position `limit` and behind it from every step."""
+        """Drop a request's rows at position `limit` and later from every step."""
         for step in self._steps:
             step.cut(key, limit)
 
     def end(self, request: Tracked, ended: Ended) -> None:
-        """Note that a request is over; its end leaves with the last step that holds rows of it."""
+        """Add the end of a request; it leaves with the request's last step, or with a later one."""
         self.cut(request.key, ended.limit)
-        self._over.append((request, ended))
+        self._finished.append((request, ended))
 
     def settle(self, settled: int) -> list[Computed]:
-        """Return the steps up to number `settled`, and ends that wait for none of the others, in order."""
+        """Return the steps up to number `settled`, in order, with the ends of requests that no later step holds."""
         steps = []
         while self._steps and self._steps[0].number <= settled:
             steps.append(self._steps.popleft())
-        if self._over:
-            waiting = [(r, e) for r, e in self._over if any(step.holds(r.key) for step in self._steps)]
-            told = [pair for pair in self._over if pair not in waiting]
-            self._over = waiting
-            if told and not steps:
+        ended = [end for end in self._finished if not any(step.holds(end[0].key) for step in self._steps)]
+        if ended:
+            self._finished = [end for end in self._finished if end not in ended]
+            if not steps:
                 steps.append(Computed(settled, time.time_ns(), EMPTY_PLAN, None, np.empty(0), READY))
-            if told:
-                steps[-1].ended = told
+            steps[-1].ended = ended
         return steps
 
     @property
     def bytes_held(self) -> int:
-        """Bytes that no waiting for the sender gives back."""
+        """The bytes that unsettled steps hold in the ring; waiting for the sender does not free them."""
         return sum(step.lent for step in self._steps)

@@ -1,8 +1,8 @@
-"""Host memory that a step's rows are written to and sent from, without a copy between.
+"""Host memory that a step's rows are written to and sent from, without a copy in between.
 
-A `Ring` lends buffers, bounded in bytes. A buffer comes back when the last view of it is gone: when the step, the
-sender and the transport, which holds a frame until it is acknowledged, all let go. Buffers are used again, because
-fresh memory costs a page fault for every 4 KiB written.
+A `Ring` lends buffers, up to a number of bytes. A buffer comes back when its last view is gone: when the step, the
+sender, and the transport, which keeps a frame until it is acknowledged, have all dropped it. Buffers are reused,
+because new memory costs a page fault for every 4 KiB written.
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ _SIZE_MIN = 64 * 1024
 
 
 class Ring:
-    """Buffers of page-locked (on a GPU) or plain host memory, `bytes_max` of them in all.
+    """Buffers of page-locked (on a GPU) or plain host memory.
 
-    A single buffer larger than `bytes_max` is lent when nothing else is. What steps under way hold comes on top.
+    bytes_max: the maximum number of bytes lent, not counting buffers of unsettled steps (`held` in `acquire`). A single
+        buffer may be larger if nothing else is lent.
+    pinned: whether the memory is page-locked.
     """
 
     def __init__(self, bytes_max: int, *, pinned: bool) -> None:
         self.bytes_max = bytes_max
         self.pinned = pinned
         self.bytes_lent = 0
-        # Lent or free.
+        # The bytes of all buffers, lent or free.
         self._bytes_held = 0
-        # By size.
+        # Free buffers, by size.
         self._free: dict[int, list[torch.Tensor]] = {}
-        # Guards all of the above; notified when a buffer comes back.
+        # Guards the fields above; notified when a buffer comes back.
         self._changed = threading.Condition()
 
     @staticmethod
     def size_of(nbytes: int) -> int:
-        """Return how much is lent for `nbytes` bytes."""
+        """Return the size of the buffer that is lent for `nbytes` bytes."""
         return max(_SIZE_MIN, 1 << (nbytes - 1).bit_length())
 
     def acquire(self, nbytes: int, timeout_s: float, held: int = 0) -> Any:
-        """Return a writable uint8 array of `nbytes` bytes, or None if there was no room for that long.
+        """Return a writable uint8 array of `nbytes` bytes, or None if there was no room for `timeout_s` seconds.
 
-        held: how much of what is lent comes back only after this is given, so that waiting for it would be in vain; it
-            does not count.
+        held: lent bytes that do not count against `bytes_max`: they come back only after this call, so waiting for them
+            would be in vain.
         """
         size = self.size_of(nbytes)
         with self._changed:

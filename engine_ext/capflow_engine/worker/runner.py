@@ -1,7 +1,8 @@
-"""The runners' part: where a step's batch is known and where its forward pass runs, in vLLM's V1 and V2 model runners.
+"""The hooks in vLLM's V1 and V2 model runners: they report a step's batch and bracket its forward pass.
 
-`tap_runner` subclasses a worker's runner in place, so the same mixin serves every platform. What always holds: rows are
-attributed by the batch that the runner itself prepared, in its order, never by the order in which requests came.
+`tap_runner` subclasses a worker's runner in place, so one mixin serves every platform.
+Invariant: rows are attributed by the batch that the runner prepared, in its order, never by the order in which requests
+arrived.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from capflow_engine.compat import step as compat_step
 
 
 class StepCapture(Protocol):
-    """What a runner needs of its worker's capflow."""
+    """The interface that a runner calls; `WorkerCapture` implements it."""
 
     def prepare(self, parts: Sequence[tuple[str, int, int, int]]) -> None:
-        """Plan a step, for its batch."""
+        """Plan a step for its batch."""
 
     def forward(self, tokens: int) -> contextlib.AbstractContextManager[None]:
         """Bracket a forward pass over tensors of `tokens` rows."""
 
 
 class StepRunner:
-    """Mixed into the platform's V1 model runner; `capflow` is the worker's."""
+    """A mixin of the platform's V1 model runner; `capflow` is the worker's."""
 
     capflow: StepCapture
 
@@ -39,14 +40,14 @@ class StepRunner:
 
 
 class StepRunnerV2:
-    """Mixed into the platform's V2 model runner; `capflow` is the worker's.
+    """A mixin of the platform's V2 model runner; `capflow` is the worker's.
 
-    Its forward pass has no method of its own, so the step is open from the end of `prepare_inputs`, which a dummy run does
-    not call, to the end of `execute_model`.
+    The V2 runner has no method of its own for the forward pass. So the step is open from the end of `prepare_inputs`,
+    which a dummy run does not call, to the end of `execute_model`.
     """
 
     capflow: StepCapture
-    # Of the `execute_model` that runs.
+    # Closed at the end of the running `execute_model`.
     _capflow_step: contextlib.ExitStack
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +64,7 @@ class StepRunnerV2:
 
 
 def tap_runner(runner: Any, capture: StepCapture, *, v2: bool) -> None:
-    """Make a model runner plan and bracket its steps for `capture`."""
+    """Make a model runner report its steps to `capture`."""
     runner.capflow = capture
     mixin = StepRunnerV2 if v2 else StepRunner
     runner.__class__ = type(f"Capture{type(runner).__name__}", (mixin, type(runner)), {})

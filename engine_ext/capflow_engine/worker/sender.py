@@ -1,10 +1,12 @@
-"""The sender: makes frames of finished steps, off the step thread, and hands them to the links.
+"""The sender: makes frames of settled steps, off the step thread, and hands them to the links.
 
-Each hub is sent a frame of its own requests, numbered, counted and refused by itself. With one hub that is the step's buffer, not
-copied. With several each hub's rows, which lie together in it, are copied out, so that no hub holds memory of another's.
+Each hub gets a frame of its own requests; frames are numbered, counted and refused per hub. With one hub, the payload
+is the step's buffer, without a copy. With several, the rows of each hub, which are contiguous in the buffer, are
+copied, so that the frame of one hub does not keep the memory of another's rows.
 
-A step is given to the sender when it is settled: only then is it known which requests ended in it and which drafts were
-accepted, and so which of its rows belong to no token of the answer. Encoding, waiting for the device's copy and waiting for room all happen here.
+The sender gets a step when it is settled. Only then is it decided which requests ended and which drafts were accepted,
+and so which rows belong to no token of the answer. The sender's thread waits for the copy from the device, encodes
+frames, and waits for room in the links.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ logger = logging.getLogger("vllm.capflow.sender")
 class Computed:
     """A step that was computed.
 
-    rows: its buffer as bytes, None when it shipped nothing or its rows were lost.
-
-    token_ids: the input ids of the step's tokens, `[tokens]`, valid when `ready` returned.
+    rows: its rows for consumers as bytes; None if it has none, or if they are lost.
+    token_ids: the input ids of the step's tokens, `[tokens]`; valid after `ready` returned.
+    ready: waits until `rows` and `token_ids` are copied from the device.
     lost: why `rows` is None although rows were planned.
-    ended: requests that are over, with what is known of them.
-    limits: by vLLM's id, the position behind the last row that is the request's; without one, all are.
-    lent: the bytes that the worker's ring lent for it.
+    ended: the finished requests whose end leaves with this step.
+    limits: by vLLM's id, the end of the positions that belong to the request; without an entry, all do.
+    lent: the bytes that the worker's ring lent for the rows.
     """
 
     number: int
@@ -58,7 +60,7 @@ class Computed:
     lent: int = 0
 
     def cut(self, key: str, limit: int) -> None:
-        """Keep no row of a request at position `limit` or behind it."""
+        """Drop the rows of a request at position `limit` and later."""
         self.limits[key] = min(limit, self.limits.get(key, limit))
 
     def holds(self, key: str) -> bool:
@@ -67,19 +69,19 @@ class Computed:
 
 
 class FrameSink(Protocol):
-    """What the sender needs of a transport."""
+    """The interface of a transport."""
 
     def send(self, header: FrameHeader, payload: Any) -> str | None:
-        """Take a frame; return None, or why it was not taken."""
+        """Take a frame; return None, or why it was refused."""
 
     def close(self, drain_s: float = ...) -> None:
-        """Send what is left for at most that long, and stop."""
+        """Send the queued frames for at most `drain_s` seconds, and stop."""
 
 
 class Way(NamedTuple):
     """The way to one hub.
 
-    boot: what the worker calls its life there.
+    boot: the worker's boot id at that hub.
     """
 
     link: FrameSink
@@ -87,10 +89,12 @@ class Way(NamedTuple):
 
 
 class Sender:
-    """One thread and its queue, from the start of a worker to its end.
+    """One thread and its queue, for the life of a worker.
 
-    ways: to each hub, by number. texts: makes the text of a token id, None without a tokenizer. The queue needs no
-        bound of its own: each step in it holds a buffer of the worker's ring, which is bounded.
+    The queue has no bound of its own: each step in it holds a buffer of the worker's ring, which is bounded.
+
+    ways: the way to each hub, by the hub's index.
+    text_of: returns the text of a token id; None without a tokenizer.
     """
 
     def __init__(
@@ -107,11 +111,11 @@ class Sender:
         self.engine, self.rank, self.info, self.sites = engine, rank, info, sites
         self.text_of = functools.lru_cache(maxsize=65536)(text_of) if text_of is not None else None
         self.dropped: tuple[Counter[str], ...] = tuple(Counter() for _ in ways)
-        """Rows not sent, by hub and reason, since the start; written by the thread."""
+        """The rows that were not sent, by hub and reason, since the start; written by the sender's thread."""
         self._row_bytes = info.hidden_size * DTYPES[info.dtype].itemsize
-        # Rows sent, by vLLM's id, of requests that run.
+        # The rows sent of each running request, by vLLM's id.
         self._sent: dict[str, int] = {}
-        # Rows not sent, likewise.
+        # The rows lost of each running request, by vLLM's id.
         self._lost: dict[str, Losses] = {}
         self._log = LossLog(logger, f"worker {tuple(rank)}", engine=engine, rank=list(rank))
         self._steps: queue.SimpleQueue[Computed | None] = queue.SimpleQueue()
@@ -128,7 +132,7 @@ class Sender:
         self._steps.put(step)
 
     def close(self, drain_s: float) -> None:
-        """Send what was put, for at most `drain_s` seconds, then stop the links."""
+        """Send the queued steps for at most `drain_s` seconds, then close the links."""
         self._steps.put(None)
         self._thread.join(drain_s)
         closing = [threading.Thread(target=way.link.close, args=(drain_s,)) for way in self.ways]
@@ -150,10 +154,10 @@ class Sender:
             self._send_to(hub, step)
 
     def _send_to(self, hub: int, step: Computed) -> None:
-        """Send a hub its part of a step, if it has one."""
+        """Send a hub its part of a step, if there is one."""
         link = self.ways[hub].link
         groups = step.plan.shipped(hub)
-        ended = [(request, how) for request, how in step.ended if request.hub == hub]
+        ended = [(request, end) for request, end in step.ended if request.hub == hub]
         spans = self._trimmed(step, groups)
         counts = _count(step.plan, groups, spans)
         reason = step.lost
@@ -167,9 +171,9 @@ class Sender:
         if reason is not None:
             self.dropped[hub][reason] += sum(counts.values())
             self._lose(step.plan, groups, spans, reason)
-        untold = ended if reason is not None or not counts else ended[limits.FINISHED_PER_FRAME_MAX :]
-        for begin in range(0, len(untold), limits.FINISHED_PER_FRAME_MAX):
-            ends = untold[begin : begin + limits.FINISHED_PER_FRAME_MAX]
+        rest = ended if reason is not None or not counts else ended[limits.FINISHED_PER_FRAME_MAX :]
+        for begin in range(0, len(rest), limits.FINISHED_PER_FRAME_MAX):
+            ends = rest[begin : begin + limits.FINISHED_PER_FRAME_MAX]
             link.send(self._header(hub, step, (), (), ends, {}), b"")
         for request, _ in ended:
             self._sent.pop(request.key, None)
@@ -177,7 +181,7 @@ class Sender:
                 self._log.tell(request.id, lost.dropped)
 
     def _lose(self, plan: Plan, groups: Sequence[Group], trimmed: list[tuple[Span, ...]], reason: str) -> None:
-        """Note which rows of a step are not sent."""
+        """Count the rows of a step that are not sent."""
         for group, spans in zip(groups, trimmed, strict=True):
             sites = [self.sites[number] for number in group.sites]
             for number, start, length, _ in spans:
@@ -193,7 +197,7 @@ class Sender:
         return rows[groups[0].base * self._row_bytes : end * self._row_bytes].copy()
 
     def _trimmed(self, step: Computed, groups: Sequence[Group]) -> list[tuple[Span, ...]]:
-        """Return each group's spans, without the rows that are no request's."""
+        """Return each group's spans without the rows that belong to no request."""
         ends = step.limits
         trimmed = []
         for group in groups:
@@ -212,18 +216,18 @@ class Sender:
     def _describe(
         self, step: Computed, groups: Sequence[Group], trimmed: list[tuple[Span, ...]]
     ) -> tuple[tuple[Block, ...], tuple[RequestRows, ...]]:
-        """Return the frame's blocks and requests; requests are numbered by their place in the latter."""
+        """Return the frame's blocks and requests; a block's spans name a request by its index in the requests."""
         first: dict[int, int] = {}
         end: dict[int, int] = {}
         for spans in trimmed:
             for number, start, length, _ in spans:
                 first[number] = min(first.get(number, start), start)
                 end[number] = max(end.get(number, 0), start + length)
-        places = {number: place for place, number in enumerate(first)}
+        index = {number: n for n, number in enumerate(first)}
         requests = tuple(self._request(step, number, first[number], end[number]) for number in first)
         blocks = tuple(
             block_of(group, self.sites)._replace(
-                spans=tuple(span._replace(request=places[span.request]) for span in spans)
+                spans=tuple(span._replace(request=index[span.request]) for span in spans)
             )
             for group, spans in zip(groups, trimmed, strict=True)
         )
@@ -235,21 +239,21 @@ class Sender:
         texts = tuple(map(self.text_of, ids)) if self.text_of is not None else ()
         return RequestRows(request.id, request.prompt_length, first, ids, texts, request.capture, request.incarnation)
 
-    def _finished(self, over: Sequence[tuple[Tracked, Ended]], more: Mapping[str, int]) -> tuple[Finished, ...]:
-        """Return what is said of the requests that are over, `more` rows of them being in this frame."""
+    def _finished(self, ended: Sequence[tuple[Tracked, Ended]], counts: Mapping[str, int]) -> tuple[Finished, ...]:
+        """Return the ends of watched requests; `counts` are their rows in this frame, which is not sent yet."""
         return tuple(
             Finished(
                 id=request.id,
-                status=ended.status,
+                status=end.status,
                 prompt_length=request.prompt_length,
-                computed_length=min(ended.limit, request.computed),
-                rows=self._sent.get(request.key, 0) + more.get(request.key, 0),
+                computed_length=min(end.limit, request.computed),
+                rows=self._sent.get(request.key, 0) + counts.get(request.key, 0),
                 dropped=lost.dropped if (lost := self._lost.get(request.key)) is not None else (),
                 capture=request.capture,
                 acted=tuple(request.acted),
                 incarnation=request.incarnation,
             )
-            for request, ended in over
+            for request, end in ended
             if request.watched
         )
 
@@ -259,12 +263,13 @@ class Sender:
         step: Computed,
         requests: tuple[RequestRows, ...],
         blocks: tuple[Block, ...],
-        over: Sequence[tuple[Tracked, Ended]],
+        ended: Sequence[tuple[Tracked, Ended]],
         counts: Mapping[str, int],
     ) -> FrameHeader:
-        """Return a frame's header, with the ends of requests.
+        """Return a frame's header.
 
-        counts: their rows in it.
+        ended: the finished requests whose end is in the frame.
+        counts: the rows of each request in the frame, by vLLM's id.
         """
         return FrameHeader(
             engine=self.engine,
@@ -277,10 +282,10 @@ class Sender:
             hidden_size=self.info.hidden_size,
             requests=requests,
             blocks=blocks,
-            finished=self._finished(over, counts),
+            finished=self._finished(ended, counts),
             acted=tuple(
                 ActedOn(request.id, request.incarnation, tuple(request.acted))
-                for request, _ in over
+                for request, _ in ended
                 if not request.watched
             ),
             step_tokens=step.plan.tokens,

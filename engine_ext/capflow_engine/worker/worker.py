@@ -1,10 +1,11 @@
-"""The worker's part: taps installed in the model, a plan for each step, rows handed to the sender.
+"""The worker's part: taps in the model, a plan for each step, and rows for the sender.
 
-`CaptureWorker` is what vLLM is given as `worker_cls`: the platform's own worker with its runner subclassed in place. All of
-capflow's state is in one object, `worker.capflow`.
+vLLM gets `CaptureWorker` as its `worker_cls`: the platform's own worker, with its runner subclassed in place. All state
+of capflow is in one object, `worker.capflow`.
 
-Order of a step: `begin` takes the orders and hands steps that they settle to the sender; `prepare` plans, once the runner
-knows its batch; `forward` brackets the model; the step then waits, with its rows, until a later `begin` settles it.
+Order of a step: `begin` takes the scheduler's orders and hands the steps that they settle to the sender; `prepare`
+makes the plan when the runner has prepared its batch; `forward` brackets the model. The step and its rows are then
+pending until a later `begin` settles it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ _NO_TOKENS = np.empty(0, np.int32)
 
 
 class _Viewed(NamedTuple):
-    """A step that controllers are to see: its number, plan, the buffer with its rows, and how to wait for them."""
+    """A step that controllers will see.
+
+    buffer: the memory of its rows.
+    ready: waits until the rows are copied from the device.
+    """
 
     number: int
     plan: Plan
@@ -63,7 +68,7 @@ class _Viewed(NamedTuple):
 
 
 class WorkerCapture:
-    """Everything capflow holds in one worker, from the loading of the model to the worker's end."""
+    """The state of capflow in one worker, from the loading of the model to the worker's end."""
 
     def __init__(self, worker: Any) -> None:
         compat.require()
@@ -76,7 +81,7 @@ class WorkerCapture:
         self._ranks = worker.vllm_config.parallel_config.tensor_parallel_size
         self.dtype: torch.dtype = worker.model_config.dtype
         owned = sorted(
-            compat_model.owned_sites(self.runner.get_model(), self.info, self.dtype), key=lambda found: found[0]
+            compat_model.owned_sites(self.runner.get_model(), self.info, self.dtype), key=lambda place: place[0]
         )
         self.sites = tuple(site for site, _, _ in owned)
         self.index = {site: n for n, site in enumerate(self.sites)}
@@ -89,7 +94,7 @@ class WorkerCapture:
         self.histories = Histories(self.bank, size.reserve, self.info)
         for n, (site, layer, place) in enumerate(owned):
             install(layer, site.hook, place, Tap(n, place, self.tables, self.bank, self.device))
-        # Also a stage without taps: its part of a request ends like any other's.
+        # A stage without taps sends too: its part of a request ends like that of any other stage.
         self.sends = self.rank.tp == 0
         self.ring = Ring(self.settings.outbound_bytes_max, pinned=self.tables.resident)
         # Of each hub.
@@ -98,20 +103,19 @@ class WorkerCapture:
         # By vLLM's id.
         self.requests: dict[str, Tracked] = {}
         self._pending = Pending()
-        # The step before, until the next one begins.
+        # The previous step, until the next one begins.
         self._viewed: _Viewed | None = None
         self._step = 0
-        # Of the step between `prepare` and the end of `forward`:
-        # All that was wanted of it.
+        # The step between `prepare` and the end of `forward`. All that is wanted of it:
         self._planned = EMPTY_PLAN
-        # What is done, which is less when there is no room; None in a dummy run.
+        # What the taps do, which is less if there is no room; None in a dummy run.
         self._plan: Plan | None = None
-        # Where its rows go.
+        # The memory that its rows are copied to.
         self._buffer: Any = None
-        # Why its rows for consumers are not taken.
+        # Why its rows for consumers are lost.
         self._lost: str | None = None
         self._copy_stream: Any = torch.cuda.Stream() if self.tables.resident else None
-        # Event: the copy of the step before has left the staging buffer.
+        # The event after the copy of the previous step's rows from the staging buffer.
         self._copied: Any = None
         self.outlets: Outlets | None = None
         if self.sends:
@@ -125,8 +129,8 @@ class WorkerCapture:
                 text_of=None if tokenizer is None else lambda token: str(tokenizer.decode([token])),
                 troubles=lambda hub: self.controllers[hub].troubles,
             )
-        where = ", ".join(hub.address for hub in self.settings.hubs)
-        logger.info("capflow: %d taps, rows go to %s", len(self.sites), where)
+        addresses = ", ".join(hub.address for hub in self.settings.hubs)
+        logger.info("capflow: %d taps; rows go to %s", len(self.sites), addresses)
 
     def _controllers(self, specs: Sequence[ControllerSpec], hub: int) -> Controllers:
         return Controllers(specs, self.info, self.sites, hub, decides=self.rank.tp == 0)
@@ -146,7 +150,7 @@ class WorkerCapture:
     # --- between steps ---
 
     def begin(self, orders: Orders | None, scheduler_output: Any) -> None:
-        """Take the orders of the step that starts, and send what they settle."""
+        """Take the orders of the step that begins, and send the steps that they settle."""
         orders = orders or Orders(self._step)
         cuts = orders.cuts | {key: ended.limit for key, ended in orders.ended.items()}
         actions = self._run_controllers(cuts)
@@ -215,11 +219,11 @@ class WorkerCapture:
         return self.planner.program(places, hub)
 
     def _order(self, key: str, action: Steer | Unsteer) -> None:
-        """Do what the scheduler orders and has room for."""
+        """Apply an action that the scheduler ordered; the scheduler has checked that it fits in the bank."""
         self.histories.act(self.requests[key], HUB, action)
 
     def _control(self, decided: Decided) -> None:
-        """Do what a controller decided, if there is room for it; on each tensor-parallel rank with the same outcome."""
+        """Apply a controller's action if there is room for it; all tensor-parallel ranks come to the same outcome."""
         key, hub, order, action = decided
         controllers = self.controllers[hub]
         try:
@@ -232,20 +236,21 @@ class WorkerCapture:
         self._note(key, f"controller {controllers.owner(order).name}", str(action.__struct_config__.tag), sites)
 
     def _note(self, key: str, by: str, kind: str, sites: tuple[Site, ...]) -> None:
-        """Have a request's end tell of a change to what steers it, if anybody is told of its end."""
+        """Record a change of a request's steering for the request's end, if its end carries this record."""
         tracked = self.requests[key]
         if tracked.noted and len(tracked.acted) < limits.ACTED_MAX:
             tracked.acted.append(Acted(by, kind, sites, self._step, time.time_ns()))
 
     def _run_controllers(self, cuts: Mapping[str, int]) -> list[Decided]:
-        """Show the controllers the step before, if they are to see any of it; return what they decide, the same on each rank."""
+        """Show the previous step to the controllers and return their decisions, which are the same on each rank."""
         viewed, self._viewed = self._viewed, None
         decided: list[Decided] = []
         if viewed is not None:
             viewed.ready()
             for controllers in self.controllers:
                 if controllers.here:
-                    # The cache blocks of a request that it does not see are open to other requests, so it must not steer that.
+                    # Other requests may read the cache blocks of a request that no controller watches, so controllers
+                    # must not steer it.
                     keys = {
                         each.id: key
                         for key, each in self.requests.items()
@@ -288,10 +293,9 @@ class WorkerCapture:
     # --- the step ---
 
     def prepare(self, parts: Sequence[tuple[str, int, int, int]]) -> None:
-        """Plan the step, now that the runner knows its batch.
+        """Plan the step; called when the runner has prepared its batch.
 
-        parts: for each request, by vLLM's id, its first row in the model's tensors, first position and number of
-            tokens.
+        parts: for each request, vLLM's id, its first row in the model's tensors, first position and number of tokens.
         """
         batch = []
         for key, row, start, length in parts:
@@ -315,7 +319,7 @@ class WorkerCapture:
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).numpy()
 
     def _find_room(self, plan: Plan) -> tuple[Any, str | None]:
-        """Return a buffer for the plan's rows, or why there is none."""
+        """Return a buffer for the plan's rows, or the reason why there is none."""
         assert self.outlets is not None
         if not self.outlets.ever_connected:
             return None, "no_hub"
@@ -351,17 +355,17 @@ class WorkerCapture:
         self._finish(plan, ready, token_ids)
 
     def rest(self) -> None:
-        """Have the taps do nothing in a forward pass that belongs to no step: nothing may be written over the last one's rows."""
+        """Make the taps idle in a forward pass that belongs to no step: it must not overwrite the last step's rows."""
         if self.tables.resident:
             self.tables.load(EMPTY_PLAN, 0)
 
     @staticmethod
     def _rows_end(plan: Plan) -> int:
-        """Return the row behind the last one of the model's tensors that belongs to a request of the plan."""
+        """Return the end of the rows in the model's tensors that belong to the plan's requests."""
         return max(part.row + part.length for part in plan.batch)
 
     def _finish(self, plan: Plan, ready: Callable[[], None], token_ids: Any) -> None:
-        """Keep the step, just launched, until it is settled."""
+        """Keep the step that was just launched until it is settled."""
         if plan.rows > plan.ship_rows:
             self._viewed = _Viewed(self._step, plan, self._buffer, ready)
         if self._planned.ship_rows:
@@ -372,9 +376,10 @@ class WorkerCapture:
         self._buffer = None
 
     def _copy_out(self, plan: Plan) -> tuple[Callable[[], None], Any]:
-        """Copy the step's rows and token ids to the host beside the step; return how to wait for them.
+        """Start to copy the step's rows and token ids to the host; return a function that waits for them, and the ids.
 
-        The ids are few and their buffer is the next step's too, so they are copied in the step's own stream.
+        The rows are copied on a stream of their own. The ids are copied on the step's stream: they are few, and the
+        next step uses the same buffer.
         """
         tokens = self._rows_end(plan)
         ids = torch.empty(tokens, dtype=torch.int32, pin_memory=True)
@@ -388,14 +393,14 @@ class WorkerCapture:
         return self._copied.synchronize, ids.numpy()
 
     def close(self) -> None:
-        """Send what was settled and leave the hubs; of the steps that were not, nobody knows which rows are anybody's."""
+        """Send the settled steps and leave the hubs; unsettled steps are dropped: their rows have no certain owner."""
         if self.outlets is not None:
             self.outlets.close()
             self.outlets = None
 
 
 def _only_viewed(plan: Plan) -> Plan:
-    """Return the plan without the rows for consumers."""
+    """Return the plan without rows for consumers."""
     groups = tuple(g._replace(base=g.base - plan.ship_rows) for g in plan.groups if g.channel == VIEW)
     return replace(plan, groups=groups, rows=plan.rows - plan.ship_rows, ship_rows=0)
 
@@ -412,19 +417,19 @@ class CaptureWorker(compat.worker_base()):  # type: ignore[misc]
         tap_runner(self.model_runner, self.capflow, v2=self.use_v2_model_runner)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Run a step, with its orders taken first."""
+        """Take a step's orders, and run the step."""
         assert self.capflow is not None
         self.capflow.begin(Orders.of(scheduler_output), scheduler_output)
         return super().execute_model(scheduler_output)
 
     def execute_dummy_batch(self) -> None:
-        """Keep step with other replicas that have requests."""
+        """Run a forward pass without requests, beside other replicas that have some."""
         assert self.capflow is not None
         self.capflow.rest()
         super().execute_dummy_batch()
 
     def shutdown(self) -> None:
-        """Send what is left, then stop."""
+        """Send the settled rows, then stop."""
         if self.capflow is not None:
             self.capflow.close()
             self.capflow = None

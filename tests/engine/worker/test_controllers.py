@@ -64,20 +64,20 @@ class Told(Controller):
         _do(self.done)
 
 
-def _do(what):
-    if isinstance(what, BaseException):
-        raise what
-    return what
+def _do(outcome):
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
 
 
 @pytest.fixture
 def started(monkeypatch):
-    """Start a controller that does as told, in a stage that has these layers."""
+    """Start a controller that behaves as given, in a stage that has these layers."""
 
-    def start(layers=range(4), **told):
-        kind = type("Told", (Told,), told)
+    def start(layers=range(4), **behaviour):
+        kind = type("Told", (Told,), behaviour)
         monkeypatch.setattr(control, "load_plugins", lambda: {"told": kind})
-        spec = ControllerSpec("told", msgspec.msgpack.encode(NoConfig()), "", told.get("capture", READ))
+        spec = ControllerSpec("told", msgspec.msgpack.encode(NoConfig()), "", behaviour.get("capture", READ))
         return Controllers([spec], MODEL, tuple(Site(layer, "post_block") for layer in layers), 0), kind
 
     return start
@@ -114,9 +114,9 @@ FAILS = {
 }
 
 
-@pytest.mark.parametrize("what", FAILS)
-def test_a_controller_that_fails_is_counted_and_told_and_switched_off_in_the_end(started, what, caplog):
-    wrong, error = FAILS[what]
+@pytest.mark.parametrize("case", FAILS)
+def test_a_controller_that_fails_is_counted_and_reported_and_disabled_in_the_end(started, case, caplog):
+    wrong, error = FAILS[case]
     controllers, kind = started(step=wrong)
     kind.on_step = (lambda self, view: wrong) if wrong is None else kind.on_step
     assert controllers.troubles == ()
@@ -126,7 +126,8 @@ def test_a_controller_that_fails_is_counted_and_told_and_switched_off_in_the_end
     assert sum("Traceback" in (record.exc_text or "") for record in caplog.records) == 1
     assert len(caplog.records) < 6
     run(controllers)
-    assert "so it is switched off" in controllers.troubles[0]
+    failures = f"failed {limits.CONTROLLER_FAILURES_MAX} times in a row ({error})"
+    assert controllers.troubles[0] == f"controller told: disabled: {failures}"
     kind.on_step = lambda self, view: [STEER]
     assert run(controllers) == []
 
@@ -162,20 +163,20 @@ REFUSED = {
     "an array for a vector": (Steer("r", (np.ones(8),)), "TypeError"),
     "data that are no bytes": (wrong_vector(data=np.ones(8)), "Error"),
     "vectors that are none": (Steer("r", None), "Expected `array`, got"),
-    "a request that does not run": (Steer("nobody", (TWO,)), "request: got one that does not run"),
+    "a request that does not run": (Steer("nobody", (TWO,)), "request: got one that is not running"),
     "a request that is no name": (Steer([], (TWO,)), "TypeError"),
     "an abort": (Abort("r"), "got Abort, expected Steer and Unsteer"),
     "something else": ("steer r", "got str, expected Steer and Unsteer"),
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_an_action_that_is_none_or_does_not_fit_is_refused_and_the_others_are_done(started, what, caplog):
-    wrong, words = REFUSED[what]
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_action_that_is_none_or_does_not_fit_is_refused_and_the_others_are_done(started, case, caplog):
+    wrong, words = REFUSED[case]
     controllers, kind = started(step=[wrong, STEER])
     for times in range(1, 20):
         assert run(controllers) == [STEER]
-        assert controllers.troubles[0].startswith(f"controller told: {times} actions were refused; the last: ")
+        assert controllers.troubles[0].startswith(f"controller told: refused actions: {times}; the last: ")
         assert words in controllers.troubles[0]
     assert len(caplog.records) == 5  # at 1, 2, 4, 8 and 16
     kind.step = [STEER]
@@ -187,7 +188,7 @@ def test_an_action_that_is_none_or_does_not_fit_is_refused_and_the_others_are_do
 def test_an_action_for_which_there_is_no_room_is_told(started):
     controllers, _ = started(step=[STEER])
     controllers.done(0, CapflowError("steering bank: got no room"))
-    assert controllers.troubles == ("controller told: 1 actions were refused; the last: steering bank: got no room",)
+    assert controllers.troubles == ("controller told: refused actions: 1; the last: steering bank: got no room",)
 
 
 def test_an_action_that_holds_already_is_left_out(started):
@@ -200,7 +201,7 @@ def test_an_action_that_holds_already_is_left_out(started):
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("behaviour", "words"),
     [
         ({"opens": ValueError("no")}, "did not start (ValueError: no)"),
         ({"opens": UsageError("x: got 1")}, "x: got 1"),
@@ -210,8 +211,8 @@ def test_an_action_that_holds_already_is_left_out(started):
     ],
     ids=["raises", "refuses", "steers raises", "steers at another stage", "reads at two stages"],
 )
-def test_a_controller_that_cannot_run_does_nothing_and_says_why(started, told, words):
-    controllers, _ = started(step=[STEER], **told)
+def test_a_controller_that_cannot_run_is_disabled_and_says_why(started, behaviour, words):
+    controllers, _ = started(step=[STEER], **behaviour)
     assert words in controllers.troubles[0]
     assert controllers.captures() == []
     assert run(controllers) == []
@@ -220,7 +221,7 @@ def test_a_controller_that_cannot_run_does_nothing_and_says_why(started, told, w
 def test_a_controller_that_is_not_installed_says_so(monkeypatch):
     monkeypatch.setattr(control, "load_plugins", dict)
     controllers = Controllers([ControllerSpec("told", b"\x80", "", READ)], MODEL, MODEL.sites, 0)
-    assert controllers.troubles == ("controller told: not installed where the engine runs",)
+    assert controllers.troubles == ("controller told: disabled: not installed where the engine runs",)
 
 
 @pytest.mark.parametrize("fault", [CapflowError("plugin broken cannot be loaded"), SystemExit("broken")])
@@ -267,9 +268,9 @@ def test_forgetting_a_request_ends_nothing(started):
     assert "ValueError" in controllers.troubles[0]
 
 
-@pytest.mark.parametrize("told", [{"capture": ValueError("no")}, {"opens": ValueError("no")}])
-def test_a_plugin_that_fails_in_the_hub_is_named(told):
-    controller = ConfiguredController("told@x", type("Told", (Told,), told), NoConfig())
+@pytest.mark.parametrize("behaviour", [{"capture": ValueError("no")}, {"opens": ValueError("no")}])
+def test_a_plugin_that_fails_in_the_hub_is_named(behaviour):
+    controller = ConfiguredController("told@x", type("Told", (Told,), behaviour), NoConfig())
     with pytest.raises(CapflowError, match=r"controller told@x failed: got ValueError: no"):
         controller.check(MODEL)
 
@@ -279,9 +280,9 @@ def test_the_hub_says_what_its_controllers_cannot_do(address):
     with running_hub(address) as hub:
         hello = make_hello()
         with worker_link(address, hello, staged=lambda: Staged(troubles=tuple(trouble))):
-            said = f"engine {hello.engine}: {trouble[0]}"
-            eventually(lambda: problems(hub, 0.0) == [said])
-            assert hub.status()["problems"] == [said]
+            problem = f"engine {hello.engine}: {trouble[0]}"
+            eventually(lambda: problems(hub, 0.0) == [problem])
+            assert hub.status()["problems"] == [problem]
             trouble.clear()
             eventually(lambda: problems(hub, 0.0) == [])
 
@@ -324,7 +325,7 @@ def test_a_step_with_more_rows_for_controllers_than_the_device_has_memory_for_wr
     capture.prepare([("seen", 0, 3, 4)])
     assert (capture._plan.rows, capture._plan.groups) == (0, ())
     (trouble,) = capture.controllers[0].troubles
-    assert "did not see 1 steps; the last: staging memory: got 4 rows of a step, expected at most 3" in trouble
+    assert "missed steps: 1; the last: staging memory: got 4 rows of a step, expected at most 3" in trouble
 
 
 @pytest.mark.engine

@@ -1,4 +1,4 @@
-"""What steers a request, by position: owners add up, what held is kept, and what was decided by rows that are nobody's is undone."""
+"""The steering of a request by position: owners add up, earlier steering stays, actions on rejected rows are undone."""
 
 import numpy as np
 import pytest
@@ -51,15 +51,15 @@ class Worker:
         """Return which vectors are added at positions `0 .. stop`, as one step would."""
         tracked.computed = max(tracked.computed, stop)
         slots = self.planner.plan([Scheduled(tracked, 0, 0, stop)]).slots(stop)
-        found = []
+        added = []
         for slot in slots:
             here, op = [], -1 if slot < 0 else int(self.bank.heads[slot, 0])
             while op >= 0:
                 _, row, op_after = self.bank.op_ints[op].tolist()
                 here.append(int(self.bank.rows[row].argmax()))
                 op = op_after
-            found.append(tuple(here))
-        return found
+            added.append(tuple(here))
+        return added
 
 
 def test_an_action_holds_from_the_next_position_and_what_held_before_stays():
@@ -233,7 +233,7 @@ def test_the_bank_always_has_room_for_what_was_counted(actions):
             try:
                 worker.histories.act(tracked, owner, action)
             except CapflowError as e:
-                if "controllers added" not in str(e):  # the bank itself is full, which it never may be
+                if "part for controllers" not in str(e):  # the bank itself is full, which must never happen
                     raise
     for tracked, _, _ in held.values():
         worker.histories.forget(tracked)

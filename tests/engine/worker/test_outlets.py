@@ -70,8 +70,9 @@ def test_what_was_spilled_for_a_hub_goes_to_it_wherever_it_is_now(addresses, tmp
         eventually(lambda: first.rows == {"first": 4} and second.rows == {"second": 4})
         eventually(lambda: not any(link.outbox.unacknowledged for link in outlets.former))
         outlets.close()
-    (said,) = [record.message for record in caplog.records if "stays" in record.message]
-    assert said == f"spool {tmp_path}/hub-2 stays: it is for hub 2, and there are 2, counted from 0"
+    (message,) = [record.message for record in caplog.records if "untouched" in record.message]
+    spool = tmp_path / "hub-2"
+    assert message == f"spool {spool} is for hub 2; this engine has 2 hubs, numbered from 0, and leaves it untouched"
     assert [path.name for path in tmp_path.iterdir() if any(path.iterdir())] == ["hub-2"]
 
 
@@ -87,8 +88,8 @@ def test_an_engine_ends_in_time_beside_a_hub_that_takes_nothing_and_the_others_g
         outlets.close()
         assert time.monotonic() - began < 10
         assert slow.rows["r1"] == 30 * 4
-        (said,) = [record.message for record in caplog.records if "takes nothing" in record.message]
-        assert addresses[0] in said
+        (message,) = [record.message for record in caplog.records if "acknowledges nothing" in record.message]
+        assert addresses[0] in message
 
 
 def test_what_is_spilled_for_a_hub_that_takes_nothing_is_left_on_disk(addresses, tmp_path, monkeypatch):

@@ -54,7 +54,7 @@ def test_an_end_waits_for_the_last_step_with_its_request(bench):
     assert first.ended == []
     assert bench.pending.settle(2) == [second]
     assert [request for request, _ in second.ended] == [one]
-    assert second.limits == {"1": 4}  # what it computed behind its end is nobody's
+    assert second.limits == {"1": 4}  # rows after its end belong to no request
     assert bench.pending.settle(3) == [third]
     assert third.ended == []
 
@@ -63,9 +63,9 @@ def test_an_end_that_waits_for_nothing_leaves_at_once(bench):
     one, two = bench.request("1"), bench.request("2")
     bench.step((two, 0, 4))
     bench.pending.end(one, Ended("abort", 2))
-    (told,) = bench.pending.settle(0)
-    assert [request for request, _ in told.ended] == [one]
-    assert told.rows is None
+    (step,) = bench.pending.settle(0)
+    assert [request for request, _ in step.ended] == [one]
+    assert step.rows is None
 
 
 def test_a_cut_holds_for_every_step_under_way_and_the_lowest_counts(bench):

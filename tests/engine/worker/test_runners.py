@@ -30,8 +30,8 @@ def stops(tiny):
             )
             for request in range(len(LENGTHS))
         ]
-        found = answers_of(llm.generate(prompts(LENGTHS), params, use_tqdm=False))
-    return [next((t for at, t in enumerate(tokens) if at > 1 and t not in tokens[:at]), None) for tokens in found]
+        answers = answers_of(llm.generate(prompts(LENGTHS), params, use_tqdm=False))
+    return [next((t for at, t in enumerate(tokens) if at > 1 and t not in tokens[:at]), None) for tokens in answers]
 
 
 def stopping(number, stop):
@@ -48,20 +48,20 @@ LONG = pytest.mark.long
     "ahead", [pytest.param(0, marks=LONG), 1, pytest.param(2, marks=LONG)], ids=["sync", "async", "deeper"]
 )
 def test_the_v2_runner_s_rows_are_those_of_their_requests(tiny_with_words, reference, stops, tmp_path, ahead):
-    """Prompts longer than a step's budget, decode beside prefill, requests that end at different steps, some steered."""
+    """Prompts longer than a step's budget, decode beside prefill, requests that end at different steps; steering."""
     asked = requests(LENGTHS, [9] * len(LENGTHS))
     for number, (request, stop) in enumerate(zip(asked, stops, strict=True)):
         request["sampling"] = stopping(number, stop)
     words = {"skip_tokenizer_init": False}
-    what = Run(tiny_with_words, str(tmp_path / "rows"), asked, steering=STEERED, engine=words, v2=True, ahead=ahead)
-    answers, said = run(what)
+    job = Run(tiny_with_words, str(tmp_path / "rows"), asked, steering=STEERED, engine=words, v2=True, ahead=ahead)
+    answers, report = run(job)
     stopped = [answer.tokens[-1] == stop for answer, stop in zip(answers, stops, strict=True) if stop is not None]
     assert len(stopped) > 2
     assert all(stopped)
-    assert (said["counts"]["overshot"] > 0) is (ahead > 0)  # rows behind the end are computed, and not delivered
-    assert said["runner"] == "vllm.v1.worker.cpu.model_runner"
-    assert said["scheduler"] == ("CaptureAsyncScheduler" if ahead else "CaptureScheduler")
-    assert said["counts"]["ahead"] == ahead
+    assert (report["counts"]["overshot"] > 0) is (ahead > 0)  # rows after the end are computed, and not delivered
+    assert report["runner"] == "vllm.v1.worker.cpu.model_runner"
+    assert report["scheduler"] == ("CaptureAsyncScheduler" if ahead else "CaptureScheduler")
+    assert report["counts"]["ahead"] == ahead
     check_answers(answers, tmp_path / "rows", reference, STEERED)
     data = capflow.open(tmp_path / "rows")
     statuses = [data[answer.id].sidecar.status for answer in answers]
@@ -71,7 +71,7 @@ def test_the_v2_runner_s_rows_are_those_of_their_requests(tiny_with_words, refer
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=LONG), True], ids=["sync", "async"])
 def test_the_v2_runner_preempts_and_resumes_without_losing_or_repeating_a_row(tiny, reference, tmp_path, ahead):
     limits = {"block_size": 32, "num_gpu_blocks_override": 8, "max_model_len": 128, "enable_prefix_caching": False}
-    what = Run(
+    job = Run(
         tiny,
         str(tmp_path / "rows"),
         requests((60, 58, 61), (12, 11, 13)),
@@ -80,6 +80,6 @@ def test_the_v2_runner_preempts_and_resumes_without_losing_or_repeating_a_row(ti
         v2=True,
         ahead=int(ahead),
     )
-    answers, said = run(what)
-    assert said["counts"]["preempted"] > 0
+    answers, report = run(job)
+    assert report["counts"]["preempted"] > 0
     check_answers(answers, tmp_path / "rows", reference, STEERED)

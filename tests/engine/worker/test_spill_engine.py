@@ -53,7 +53,7 @@ def test_what_is_computed_while_the_hub_is_gone_is_delivered_when_it_is_back(tin
 
 @pytest.mark.parametrize("policy", [pytest.param("drop", marks=pytest.mark.long), "spill"])
 def test_answers_are_the_same_whether_a_hub_is_there_or_not(tiny, address, tmp_path, monkeypatch, policy):
-    """Never there, there, and gone: with `drop` what is lost is said by nobody, as nobody is there; with `spill` nothing is."""
+    """The hub is absent, present, gone. With `drop` no hub is there to report the lost rows; with `spill` none are."""
     keeper, spool = Keeper(), {"spool_dir": str(tmp_path)} if policy == "spill" else {}
     plain = capflow.sampling_params(max_tokens=12, **GREEDY)
     with engine(tiny, capflow_on=False) as llm:
@@ -77,7 +77,7 @@ def test_answers_are_the_same_whether_a_hub_is_there_or_not(tiny, address, tmp_p
 
 
 def test_nothing_of_the_spool_or_the_socket_is_done_by_the_thread_that_computes(tiny, address, tmp_path, monkeypatch):
-    """All that touches a file of the spool, or the socket, is on threads behind the step, in an engine that spills while its hub is gone."""
+    """In an engine that spills while its hub is gone, only background threads touch the spool's files or the socket."""
     threads = {}
 
     def watch(owner, name):
