@@ -1,4 +1,4 @@
-"""What was applied: what a response says of what steered its request."""
+"""The record of applied steering that a response carries."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from capflow.steering.program import DIGEST_BYTES, SiteOps, SteeringProgram
 from capflow.steering.request import Steering
 
 NOTHING_KEY = "none"
-"""Stands for the key of a program that does nothing."""
-
+"""The key of a request without a steering program."""
 
 DYNAMIC_KEY = "dynamic"
-"""Stands for the key, or at its end behind a plus, where something else may have steered the request while it ran."""
+"""The key of a request that only actions or controllers may have steered; after `KEY+`, of one with a program too."""
 
 
 class Change(msgspec.Struct, frozen=True):
-    """An action through a hub that holds from a position of a request on; `request` is what the sample is called."""
+    """An action through a hub.
+
+    request: the id of the sample.
+    position: the first position that it steers.
+    """
 
     request: str
     kind: str
@@ -28,20 +31,28 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Dynamic(msgspec.Struct, frozen=True):
-    """What may have steered a request while it ran. controllers: those that watched it, by name; they may have steered it or not."""
+    """The actions and controllers that may have steered a request while it ran.
+
+    controllers: the names of the controllers that watched the request, whether they steered it or not.
+    """
 
     actions: tuple[Change, ...] = ()
     controllers: tuple[str, ...] = ()
 
 
 class SteeringSummary(msgspec.Struct, frozen=True, rename={"everywhere": "global"}):
-    """What steers a request, as its response says it.
+    """The steering of a request, as its response reports it.
 
-    key: of the program, equal for requests that are steered alike; `none` when nothing is done; `dynamic`, or `KEY+dynamic`, where
-    actions or controllers may have steered it besides, which `actions` and `controllers` name, as `Dynamic` has them. prefill, decode: how many
-    operations there are at each site, at the prompt's positions and at generated ones; no generated position is computed of an
-    answer of one token at most, so that nothing is done there. patched: the same at single positions, before that.
-    modules: the scales of the modules in it. everywhere: whether the global state is in it.
+    key: id of the steering program; equal programs have equal keys. `none` without a program; `dynamic` or
+        `KEY+dynamic` if actions or controllers may have steered the request.
+    prefill: the number of operations at each site, for the positions of the prompt.
+    decode: the same for generated positions. Empty if the answer has one token at most, which is computed from the
+        prompt.
+    patched: the same for single positions.
+    modules: the scale of each module in the program.
+    everywhere: whether the program contains the global state.
+    actions: as in `Dynamic`; unset if nothing may have steered the request while it ran.
+    controllers: as `actions`.
     """
 
     key: str
@@ -54,7 +65,7 @@ class SteeringSummary(msgspec.Struct, frozen=True, rename={"everywhere": "global
     controllers: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
 
     def beside(self, dynamic: Dynamic | None) -> SteeringSummary:
-        """Return this with what may have steered the request while it ran."""
+        """Return this summary with what may have steered the request while it ran."""
         if dynamic is None:
             return self
         key = dynamic_key(self.key)
@@ -64,9 +75,11 @@ class SteeringSummary(msgspec.Struct, frozen=True, rename={"everywhere": "global
     def of(
         cls, program: SteeringProgram | None, asked: Steering, *, everywhere: bool, max_tokens: int | None = None
     ) -> SteeringSummary:
-        """Return what a program applies, which was made of what a request asked for.
+        """Return the summary of a request's program.
 
-        max_tokens: how many tokens its answer has at most; None where that is not known.
+        asked: the steering that the request asked for.
+        everywhere: whether the program contains the global state.
+        max_tokens: the maximum number of tokens of the answer; None if it is unknown.
         """
         modules = {use.name: use.scale for use in asked.modules}
         if program is None:
@@ -82,16 +95,19 @@ class SteeringSummary(msgspec.Struct, frozen=True, rename={"everywhere": "global
 
 
 def dynamic_key(key: str | None) -> str:
-    """Return the key of a request that something may have steered while it ran; key: of what it came with."""
+    """Return the key of a request that actions or controllers may have steered.
+
+    key: the key of its own program.
+    """
     return DYNAMIC_KEY if key in (None, NOTHING_KEY) else f"{key}+{DYNAMIC_KEY}"
 
 
 def key_of(program: SteeringProgram | None) -> str:
-    """Return the name of everything that a program does: equal for equal programs; `none` for none."""
+    """Return the key of a program, equal for equal programs; `none` for None."""
     if program is None:
         return NOTHING_KEY
-    said = msgspec.msgpack.encode(msgspec.structs.replace(program, rows=b""))  # its digests say what the rows hold
-    return hashlib.blake2b(said, digest_size=DIGEST_BYTES).hexdigest()
+    content = msgspec.msgpack.encode(msgspec.structs.replace(program, rows=b""))  # the digests stand for the rows
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).hexdigest()
 
 
 def _counts(sites: Iterable[SiteOps]) -> dict[str, int]:

@@ -1,13 +1,16 @@
-"""Vectors in files: one for each layer, in the formats that tools write.
+"""Vectors in files: one per layer, in the formats that tools write.
 
-| file | what it holds | layers |
+| file | content | layer of a vector |
 |---|---|---|
-| `.safetensors` | `[hidden_size]` tensors | the number at the end of a name (`post_block.12`, `layer.12`, `12`), or the metadata's `site` for a single `vector` |
-| `.pt`, `.pth`, `.bin` | a tensor, or a dict of tensors by layer or name; nothing else is unpickled | the same; rows of `[layers, hidden_size]` |
-| `.gguf` | a control vector of llama.cpp: tensors `direction.N` | N is added as the stream leaves layer N |
+| `.safetensors` | `[hidden_size]` tensors | the number that ends its name (`post_block.12`, `layer.12`, `12`) |
+| `.pt`, `.pth`, `.bin` | a tensor, or a dict of tensors; nothing else is unpickled | the same, or its key in the dict |
+| `.gguf` | a control vector of llama.cpp: tensors `direction.N` | N: added as the stream leaves layer N |
 | `.npy`, `.npz` | an array, or arrays by name | as for `.pt` |
 
-Every vector comes as `[hidden_size]` float32.
+The layer of a single safetensors tensor `vector` is in the metadata's `site`. The rows of a `[layers, hidden_size]`
+tensor (`.pt`) or array (`.npy`) are the vectors of layers 0, 1, …
+
+Every vector is returned as `[hidden_size]` float32.
 """
 
 from __future__ import annotations
@@ -34,31 +37,32 @@ from capflow.steering import plain
 Vector = npt.NDArray[np.float32]
 
 _SINGLE = "vector"
-_ARCHIVE = b"PK\3\4"  # how a file begins that torch.load takes for an archive, whatever is behind it
-_PICKLES = 5  # in a row, in a file that is no archive, before the tensors' bytes
+_ARCHIVE = b"PK\3\4"  # torch.load reads every file with these first bytes as an archive
+_PICKLES = 5  # a torch file that is no archive begins with this many pickles, before the tensors' bytes
 _GLOBAL_LENGTH_MAX = 1_000
 _LAYER = re.compile(r"(?:^|[._\-:/])(\d{1,4})$")
 
-Found = dict[str | int, Any]
+Arrays = dict[str | int, Any]
+"""Arrays by name; the name is "" for an array without one."""
 
 
 def load_vectors(path: str | os.PathLike[str]) -> dict[int, Vector]:
     """Return the vectors in a file by layer, `[hidden_size]` float32, in the order of layers.
 
-    Raises UsageError, with the file first, for a file that cannot be read as what its name says, for tensors whose layer is
-    not told, for two of one layer, and for vectors that differ in width or hold NaN or infinity.
+    Raises UsageError, which begins with the file, if the file is not in the format of its suffix, a tensor's name has
+    no layer, two tensors are of one layer, or vectors differ in width or contain NaN or infinity.
     """
     vectors: dict[int, Vector] = {}
     for site, vector in load_sites(path).items():
         if site.layer in vectors:
             got = f"two vectors for layer {site.layer}"
-            raise UsageError(explain(os.fspath(path), got=got, expected="one for each layer"))
+            raise UsageError(explain(os.fspath(path), got=got, expected="one per layer"))
         vectors[site.layer] = vector
     return vectors
 
 
 def load_sites(path: str | os.PathLike[str]) -> dict[Site, Vector]:
-    """Return the vectors in a file by site, in order: the hook is what a name begins with, or else `post_block`.
+    """Return the vectors in a file by site, in order; a name without a hook before the layer means `post_block`.
 
     Raises UsageError as `load_vectors` does.
     """
@@ -70,7 +74,7 @@ def load_sites(path: str | os.PathLike[str]) -> dict[Site, Vector]:
             do = "load_vector reads a file of one vector"
             raise UsageError(explain(f"{where}: {name or 'the array'}", got="no layer", expected="NAME.LAYER", do=do))
         if site in vectors:
-            raise UsageError(explain(f"{where}: {site}", got="two vectors", expected="one for each layer"))
+            raise UsageError(explain(f"{where}: {site}", got="two vectors", expected="one per layer"))
         vectors[site] = _vector(value, f"{where}: {name}")
     widths = {vector.size for vector in vectors.values()}
     if len(widths) != 1:
@@ -80,9 +84,10 @@ def load_sites(path: str | os.PathLike[str]) -> dict[Site, Vector]:
 
 
 def load_vector(path: str | os.PathLike[str], layer: int | None = None) -> Vector:
-    """Return a vector, `[hidden_size]` float32: the only one in the file, or that of a layer.
+    """Return one vector, `[hidden_size]` float32: that of `layer`, or the only one in the file.
 
-    Raises UsageError as `load_vectors` does, and when the file has several and no layer is named, or not that layer.
+    Raises UsageError as `load_vectors` does, if the file lacks the layer, and if it has several vectors and `layer` is
+    None.
     """
     where = os.fspath(path)
     if layer is not None:
@@ -91,18 +96,18 @@ def load_vector(path: str | os.PathLike[str], layer: int | None = None) -> Vecto
             expected = f"one of {', '.join(map(str, vectors))}"
             raise UsageError(explain(f"{where}: layer", got=layer, expected=expected))
         return vectors[layer]
-    found = read(path)
-    if len(found) != 1:
-        raise UsageError(explain(where, got=f"{len(found)} vectors", expected="one", do="name its layer"))
-    ((name, value),) = found.items()
+    arrays = read(path)
+    if len(arrays) != 1:
+        raise UsageError(explain(where, got=f"{len(arrays)} vectors", expected="one", do="name its layer"))
+    ((name, value),) = arrays.items()
     return _vector(value, f"{where}: {name or 'the array'}")
 
 
-def read(path: str | os.PathLike[str]) -> Found:
-    """Return the arrays in a file by name, as they are stored; "" is the name of an array without one.
+def read(path: str | os.PathLike[str]) -> Arrays:
+    """Return the arrays in a file, as they are stored.
 
-    `capflow.probes.file.ProbeFile` reads the files that capflow writes, and refuses what it does not know; this function
-    reads the files of other tools. Raises UsageError, with the file first, for a file that cannot be read.
+    `capflow.probes.file.ProbeFile` reads the files that capflow writes, and refuses other content; this function reads
+    the files of other tools. Raises UsageError, which begins with the file, for a file that cannot be read.
     """
     where = os.fspath(path)
     suffix = Path(path).suffix.lower()
@@ -114,33 +119,33 @@ def read(path: str | os.PathLike[str]) -> Found:
         return _READERS[suffix](where)
     except UsageError:
         raise
-    except Exception as e:  # the readers raise whatever a damaged file leads them to
+    except Exception as e:  # a damaged file can make the readers raise anything
         got = f"{type(e).__name__}: {' '.join(str(e).split())}"
         raise UsageError(explain(where, got=got, expected=f"a {suffix} file of vectors")) from e
 
 
-def _safetensors(where: str) -> Found:
+def _safetensors(where: str) -> Arrays:
     with safe_open(where, "numpy") as file:
-        found: Found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+        arrays: Arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
         site = (file.metadata() or {}).get("site")
-    if site is not None and set(found) == {_SINGLE}:
+    if site is not None and set(arrays) == {_SINGLE}:
         layer, hook = Site.parse(site)
-        return {f"{hook}.{layer}": found[_SINGLE]}
-    return found
+        return {f"{hook}.{layer}": arrays[_SINGLE]}
+    return arrays
 
 
 def _check_archive(where: str) -> None:
-    """Raise UsageError when a file is an archive whose entries expand to more than `limits.VECTORS_BYTES_MAX`."""
+    """Raise UsageError if a file is an archive whose entries expand to more than `limits.VECTORS_BYTES_MAX`."""
     if zipfile.is_zipfile(where):
         with zipfile.ZipFile(where) as archive:
             nbytes = sum(entry.file_size for entry in archive.infolist())
         if nbytes > limits.VECTORS_BYTES_MAX:
-            got, expected = f"{nbytes:,} bytes once they are expanded", f"at most {limits.VECTORS_BYTES_MAX:,}"
+            got, expected = f"{nbytes:,} bytes after decompression", f"at most {limits.VECTORS_BYTES_MAX:,}"
             raise UsageError(explain(where, got=got, expected=expected))
 
 
 def _check_globals(where: str) -> None:
-    """Raise UsageError when a pickle names a class at length: torch.load takes quadratic time over the message that refuses it."""
+    """Raise UsageError if a pickle has a very long class name: torch.load's error for it takes quadratic time."""
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(Path(where).open("rb"))
         pickles: list[IO[bytes]] = [file] * _PICKLES
@@ -155,27 +160,26 @@ def _check_globals(where: str) -> None:
 
 
 def _global_length(pickled: IO[bytes]) -> int:
-    """Return how long the longest name of a class is in the next pickle. Raises ValueError when it is none."""
-    found = pickletools.genops(pickled)
-    return max((len(str(argument)) for opcode, argument, _ in found if opcode.name == "GLOBAL"), default=0)
+    """Return the length of the longest class name in the next pickle; raise ValueError if there is no pickle."""
+    operations = pickletools.genops(pickled)
+    return max((len(str(argument)) for opcode, argument, _ in operations if opcode.name == "GLOBAL"), default=0)
 
 
-def _torch(where: str) -> Found:
+def _torch(where: str) -> Arrays:
     import torch
 
     _check_archive(where)
     _check_globals(where)
-    found = torch.load(where, map_location="cpu", weights_only=True)
-    return _by_name(found, where)
+    return _by_name(torch.load(where, map_location="cpu", weights_only=True), where)
 
 
-def _numpy(where: str) -> Found:
+def _numpy(where: str) -> Arrays:
     _check_archive(where)
-    found = np.load(where, allow_pickle=False)
-    return _by_name(found if isinstance(found, np.ndarray) else dict(found), where)
+    content = np.load(where, allow_pickle=False)
+    return _by_name(content if isinstance(content, np.ndarray) else dict(content), where)
 
 
-def _gguf(where: str) -> Found:
+def _gguf(where: str) -> Arrays:
     import gguf
 
     reader = gguf.GGUFReader(where)
@@ -186,19 +190,19 @@ def _gguf(where: str) -> Found:
     return dict(tensors)
 
 
-def _by_name(found: Any, where: str) -> Found:
-    """Return arrays by name, the rows of a matrix by their number."""
-    if isinstance(found, Mapping):
-        return dict(found)
-    if getattr(found, "ndim", 0) == 2 and len(found) <= limits.LAYERS_MAX:
-        return dict(enumerate(found))
-    if getattr(found, "ndim", 0) == 1:
-        return {"": found}
-    got = f"shape {list(found.shape)}" if hasattr(found, "shape") else type(found).__name__
+def _by_name(content: Any, where: str) -> Arrays:
+    """Return arrays by name; the rows of a matrix by their index."""
+    if isinstance(content, Mapping):
+        return dict(content)
+    if getattr(content, "ndim", 0) == 2 and len(content) <= limits.LAYERS_MAX:
+        return dict(enumerate(content))
+    if getattr(content, "ndim", 0) == 1:
+        return {"": content}
+    got = f"shape {list(content.shape)}" if hasattr(content, "shape") else type(content).__name__
     raise UsageError(explain(where, got=got, expected="[hidden_size], [layers, hidden_size] or vectors by layer"))
 
 
-_READERS: dict[str, Callable[[str], Found]] = {
+_READERS: dict[str, Callable[[str], Arrays]] = {
     ".safetensors": _safetensors,
     ".pt": _torch,
     ".pth": _torch,
@@ -209,16 +213,16 @@ _READERS: dict[str, Callable[[str], Found]] = {
 }
 
 SUFFIXES = tuple(_READERS)
-"""How the names of these files end."""
+"""The suffixes of the file formats that are read."""
 
 
 def _site(name: str | int, where: str) -> Site | None:
-    """Return the site that a name tells, None when it tells no layer."""
-    found = _LAYER.search(str(name))
-    if found is None:
+    """Return the site that a name contains; None if it has no layer."""
+    match = _LAYER.search(str(name))
+    if match is None:
         return None
-    hook = hook_named(str(name)[: found.start()])
-    return Site(plain.layer_number(found[1], f"{where}: {name}"), hook or HOOK_DEFAULT)
+    hook = hook_named(str(name)[: match.start()])
+    return Site(plain.layer_number(match[1], f"{where}: {name}"), hook or HOOK_DEFAULT)
 
 
 def _vector(value: Any, where: str) -> Vector:

@@ -1,9 +1,11 @@
-"""What fits an engine: its model and its steering bank, which all that steers is held against, whichever way it comes.
+"""What fits an engine: steering from every source is checked here against the model and the steering bank.
 
-What always holds: what is refused here is named by the field that said it.
+Invariant: an error names the field of the user's steering that caused it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import msgspec
 
@@ -15,33 +17,43 @@ from capflow_engine.steering.store import SteeringStore
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """info: the model and its taps. size: of the steering bank."""
+    """The limits of one engine.
+
+    info: the model and its taps.
+    size: the size of the steering bank.
+    """
 
     info: ModelInfo
     size: Size
 
-    def check(self, steering: Steering, said: Steering) -> None:
-        """Raise UsageError for a module or a global state that does not fit. said: what was asked for, of which it came."""
-        said.check(self.info)
-        try:
-            program = program_of(self.info.hidden_size, [steering])
-        except SiteError as e:
-            raise e.named(said.field_at(e.site, e.kind) or "") from e
-        if program is not None:
-            program.check(self.info)
-        self.size.check(program, said=said)
+    def check(self, steering: Steering, asked: Steering) -> None:
+        """Raise UsageError for a module or a global state that does not fit.
+
+        steering: the state to store.
+        asked: the user's steering that it was made of.
+        """
+        asked.check(self.info)
+        self._checked(lambda: program_of(self.info.hidden_size, [steering]), asked)
 
     def program(self, asked: Steering | None, store: SteeringStore) -> SteeringProgram | None:
-        """Return everything that steers a request that asks for this, with what the store has for all; None when nothing does.
+        """Return the program of a request: the global state, its modules and its own vectors; None if there are none.
 
-        Raises UsageError for what does not fit, UnknownModuleError for a module that the store does not have.
+        Raises UsageError for steering that does not fit, UnknownModuleError for a module that is not in the store.
+
+        asked: the steering that the request asks for.
         """
-        said = asked or NOTHING
+        field = "steering_name" if asked and asked.modules else ""
+        return self._checked(lambda: store.resolve(asked, self.info.hidden_size), asked or NOTHING, field)
+
+    def _checked(
+        self, make: Callable[[], SteeringProgram | None], asked: Steering, field: str = ""
+    ) -> SteeringProgram | None:
+        """Return the program that `make` returns, checked; errors name a field of `asked`, or else `field`."""
         try:
-            program = store.resolve(asked, self.info.hidden_size)
+            program = make()
         except SiteError as e:
-            raise e.named(said.field_at(e.site, e.kind) or ("steering_name" if said.modules else "")) from e
+            raise e.named(asked.field_at(e.site, e.kind) or field) from e
         if program is not None:
             program.check(self.info)
-        self.size.check(program, said=said)
+        self.size.check(program, asked=asked)
         return program

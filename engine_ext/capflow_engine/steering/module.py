@@ -1,9 +1,10 @@
-"""Modules as people write them: in JSON, in a request's body or a file, and as files of vectors.
+"""Modules as users write them: JSON in a request's body or in a file, and files of vectors.
 
-A module has the vectors and clamps of a request, in fields that may leave out the word `steering`: `vectors`, `prefill_vectors`,
-`decode_vectors`, `clamps`, `prefill_clamps`, `decode_clamps`. A safetensors file has vectors alone: tensors `[hidden_size]`
-named `HOOK:LAYER`, with `prefill.` or `decode.` before it for a tier; or one tensor `vector`, as `capflow steer` takes it. Whatever
-else `capflow_engine.steering.files` reads, such as what `capflow vectors fit` writes, is added at every position.
+A module has the vectors and clamps of a request. Its fields may omit the word `steering`: `vectors`, `prefill_vectors`,
+`decode_vectors`, `clamps`, `prefill_clamps`, `decode_clamps`. A safetensors file has vectors only: `[hidden_size]`
+tensors named `HOOK:LAYER`, with `prefill.` or `decode.` before the name of one for a single tier; or one tensor
+`vector`, as for `capflow steer`. Other files that `capflow_engine.steering.files` reads, such as those of
+`capflow vectors fit`, hold vectors that are added at every position.
 """
 
 from __future__ import annotations
@@ -28,35 +29,38 @@ from capflow_engine.steering.files import SUFFIXES, load_sites, read
 MODULE_FIELDS = {
     f"{tier}{kind}": f"{tier}steering_{kind}" for kind in ("vectors", "clamps") for tier in ("", "prefill_", "decode_")
 }
-"""The fields of a module, and what they are called in the body of a request."""
+"""The fields of a module, and their names in the body of a request."""
 
 _TIERS = ("base", "prefill", "decode")
 _BEFORE = tuple(f"{tier}." for tier in _TIERS)
 _EXPECTED = f"a module in JSON, or a file of vectors ({', '.join(SUFFIXES)})"
 
 
-def parse_module(said: Any, *, info: ModelInfo | None = None, where: str = "") -> Steering:
-    """Return the steering that a module's fields describe; a field that is None says nothing.
+def parse_module(fields: Any, *, info: ModelInfo | None = None, where: str = "") -> Steering:
+    """Return the steering that a module's fields describe; a field with the value None is ignored.
 
-    info: the model that it is to fit, if that is known. where: what holds the fields, such as a file. Raises UsageError
-    that begins with the path of the field that is wrong, in the words that it was written in.
+    Raises UsageError, which begins with the path of the wrong field as the user wrote it.
+
+    info: the model that the module must fit; None to skip that check.
+    where: the source of the fields, such as a file; the error begins with it.
     """
     before = f"{where}: " if where else ""
-    if not isinstance(said, Mapping):
+    if not isinstance(fields, Mapping):
         expected = f"an object with some of {', '.join(MODULE_FIELDS)}"
-        raise UsageError(explain(where or "module", got=said, expected=expected))
-    written: dict[str, str] = {}  # how a field was written, by what it is called in a request
-    for name, value in said.items():
+        raise UsageError(explain(where or "module", got=fields, expected=expected))
+    # The user's name of each field, by the request's name.
+    written: dict[str, str] = {}
+    for name, value in fields.items():
         full = str(MODULE_FIELDS.get(name, name))
         if full not in MODULE_FIELDS.values():
             raise UsageError(explain(f"{before}{name}: unknown", expected=f"one of {', '.join(MODULE_FIELDS)}"))
         if value is None:
             continue
         if full in written:
-            raise UsageError(explain(f"{before}{name}: said twice", expected=f"either it or {written[full]}"))
+            raise UsageError(explain(f"{before}{name}: given twice", expected=f"either it or {written[full]}"))
         written[full] = name
     try:
-        steering = Steering.parse({full: said[name] for full, name in written.items()})
+        steering = Steering.parse({full: fields[name] for full, name in written.items()})
         if info is not None:
             steering.check(info)
     except UsageError as e:
@@ -65,7 +69,7 @@ def parse_module(said: Any, *, info: ModelInfo | None = None, where: str = "") -
 
 
 def _as_written(message: str, written: Mapping[str, str]) -> str:
-    """Return a message that begins with a field, with what that field was written as."""
+    """Return a message with the user's name of the field that it begins with."""
     for full, name in written.items():
         if message.startswith((f"{full}.", f"{full}:")):
             return name + message.removeprefix(full)
@@ -74,7 +78,7 @@ def _as_written(message: str, written: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def as_written() -> Iterator[None]:
-    """Name the fields of a module, in the UsageErrors of a block, as `MODULE_FIELDS` does."""
+    """Use the module's names of fields, instead of the request's, in the UsageErrors of a block."""
     try:
         yield
     except UsageError as e:
@@ -82,7 +86,10 @@ def as_written() -> Iterator[None]:
 
 
 def load_module(path: str | os.PathLike[str]) -> Steering:
-    """Return the module in a file: of vectors where its name ends so, else JSON. Raises UsageError when it holds none."""
+    """Return the module in a file: vectors if the suffix is one of `SUFFIXES`, otherwise JSON.
+
+    Raises UsageError if the file holds no module.
+    """
     where = os.fspath(path)
     if not Path(path).is_file():
         raise UsageError(explain(where, got="no such file", expected=_EXPECTED))
@@ -93,23 +100,26 @@ def load_module(path: str | os.PathLike[str]) -> Steering:
         return _everywhere(Path(path))
     try:
         text = Path(path).read_bytes()
-        said = jsontext.decode(text)
+        fields = jsontext.decode(text)
     except (msgspec.DecodeError, OSError) as e:
         raise UsageError(explain(where, got=str(e), expected=_EXPECTED)) from e
     jsontext.check_keys(text, where)
-    return parse_module(said, where=where)
+    return parse_module(fields, where=where)
 
 
 def load_modules(given: Sequence[str], check: Callable[[Steering, Steering], None]) -> dict[str, Steering]:
-    """Return the modules in files, `NAME=PATH` each as `--steering-modules` takes them, by name.
+    """Return the modules in files, by name.
 
-    check: as of `SteeringStore`. Raises UsageError for a file that holds no module, and for a module that does not fit.
+    Raises UsageError for a file that holds no module, and for a module that does not fit.
+
+    given: the values of `--steering-modules`, each `NAME=PATH`.
+    check: as in `SteeringStore`.
     """
     modules: dict[str, Steering] = {}
-    for one in given:
-        name, equals, path = one.partition("=")
+    for option in given:
+        name, equals, path = option.partition("=")
         if not (name and equals and path):
-            raise UsageError(explain("--steering-modules", got=one, expected="NAME=PATH"))
+            raise UsageError(explain("--steering-modules", got=option, expected="NAME=PATH"))
         if name in modules:
             raise UsageError(explain("--steering-modules", got=f"{name} twice", expected="each name once"))
         modules[name] = load_module(path)
@@ -120,7 +130,7 @@ def load_modules(given: Sequence[str], check: Callable[[Steering, Steering], Non
 
 @contextlib.contextmanager
 def of_file(path: str) -> Iterator[None]:
-    """Name the file, and its fields as it may have written them, in the UsageErrors of a block."""
+    """Name the file, and the module's names of fields, in the UsageErrors of a block."""
     try:
         with as_written():
             yield
@@ -145,14 +155,14 @@ def _from_tensors(path: Path) -> Steering:
             raise UsageError(_unknown_tensor(path, name)) from e
         vectors = tiers[tier or "base"]
         if any(vector.site == site for vector in vectors):
-            raise UsageError(explain(f"{path}: {name}", got=f"{site} twice", expected="one tensor for each site"))
+            raise UsageError(explain(f"{path}: {name}", got=f"{site} twice", expected="one tensor per site"))
         vectors.append(SteeringVector.make(site, tensors[name], where=f"{path}: {name}"))
     base, prefill, decode = (Tier(tuple(tiers[tier])) for tier in _TIERS)
     return Steering(base, prefill, decode)
 
 
 def _everywhere(path: Path) -> Steering:
-    """Return the module that adds the vectors in a file at every position."""
+    """Return the module that adds a file's vectors at every position."""
     sites = load_sites(path).items()
     return Steering(Tier(tuple(SteeringVector.make(site, vector, where=str(path)) for site, vector in sites)))
 

@@ -1,17 +1,17 @@
 """The store: named modules, and the global state that steers every request; shared by the processes of one server.
 
-Without a directory it is this process's own. With one, every process that has a store of the same directory sees what
-any of them changed, from its next question on. The directory holds
+A store without a directory belongs to one process. All processes with a store of the same directory share its content:
+each sees a change of another at its next access. The directory holds
 
 | file | content |
 |---|---|
-| `generation` | a byte for each change that there was; its size is all that anybody asks for |
-| `index` | msgpack: the digest of the global state and of each module, by name |
+| `generation` | one byte per change; only its size is read |
+| `index` | msgpack: the digest of the global state, and of each module by name |
 | `DIGEST.steering` | msgpack of one `Steering`, named by its content; never written twice |
-| `lock` | held by who changes something |
+| `lock` | locked by the process that changes something |
 
-What always holds: an index names only files that are there until the next index is; whoever has a `StoreState` has all of it,
-whatever others change. What fits a model is for whoever makes a store to say.
+Invariant: the files that an index names exist until the next index is written. A `StoreState` is complete and does not
+change. The creator of a store decides, with `check`, what fits the model.
 """
 
 from __future__ import annotations
@@ -37,28 +37,36 @@ _DIGEST_BYTES = 16
 
 
 class UnknownModuleError(UsageError):
-    """Nobody registered a module of this name."""
+    """No module of this name is registered."""
 
 
 class StoreState(msgspec.Struct, frozen=True):
-    """What a store holds at one time. generation: how many changes there were before."""
+    """The content of a store at one time.
+
+    generation: the number of changes before.
+    everywhere: the global state.
+    modules: the modules by name.
+    """
 
     generation: int = 0
     everywhere: Steering = NOTHING
     modules: Mapping[str, Steering] = msgspec.field(default_factory=dict)
 
     def module(self, name: str, where: str = "steering_name") -> Steering:
-        """Return a module; raises UnknownModuleError when there is none of this name."""
+        """Return a module; raise UnknownModuleError if there is none of this name.
+
+        where: the field that named it, for the error.
+        """
         try:
             return self.modules[name]
         except KeyError:
-            known = ", ".join(sorted(self.modules)) or "none is registered"
+            names = ", ".join(sorted(self.modules)) or "none is registered"
             raise UnknownModuleError(
-                explain(where, got=name, expected=f"a registered module ({known})", do="see GET /v1/steering/modules")
+                explain(where, got=name, expected=f"a registered module ({names})", do="see GET /v1/steering/modules")
             ) from None
 
     def parts(self, asked: Steering) -> list[Steering]:
-        """Return everything that steers a request, in order: the global state, its modules by their scales, its own."""
+        """Return the parts of a request's steering, in order: the global state, its scaled modules, its own vectors."""
         parts = [self.everywhere] if self.everywhere != NOTHING else []
         parts += [_scaled(self.module(use.name), use.scale) for use in asked.modules]
         own = msgspec.structs.replace(asked, modules=()) if asked.modules else asked
@@ -66,48 +74,57 @@ class StoreState(msgspec.Struct, frozen=True):
 
 
 Check = Callable[[Steering, Steering], None]
-"""Raises for a module or a global state that must not be: the first; the second is what was said, of which that came."""
+"""Raises UsageError for a module or a global state that must not be stored.
+
+The first argument is the state to store, the second the user's steering that it was made of.
+"""
 
 
 class SteeringStore:
-    """Modules by name, and the global state. directory: one that exists, for processes to share; None for this one alone.
+    """Modules by name, and the global state.
 
-    check: raises UsageError for what does not fit the model; without it everything does.
+    directory: an existing directory that processes share; None for a store of this process alone.
+    check: raises UsageError for steering that does not fit the model; by default, all fits.
     """
 
-    def __init__(self, directory: Path | None = None, check: Check = lambda _now, _said: None) -> None:
+    def __init__(self, directory: Path | None = None, check: Check = lambda _new, _asked: None) -> None:
         self._check = check
         self._files = None if directory is None else _Files(directory)
-        self._lock = threading.Lock()  # held while a thread of this process changes something
-        self._held = StoreState()  # as last seen; replaced whole
-        self._programs: tuple[int, dict[tuple[ModuleUse, ...], SteeringProgram | None]] = (0, {})  # of one generation
+        # Held while a thread of this process changes something.
+        self._lock = threading.Lock()
+        # The last state that was read; replaced as a whole.
+        self._held = StoreState()
+        # The programs of one generation, by the modules that a request uses.
+        self._programs: tuple[int, dict[tuple[ModuleUse, ...], SteeringProgram | None]] = (0, {})
 
     @property
     def held(self) -> StoreState:
-        """What the store holds now. While nobody changes anything this costs one system call."""
+        """The content of the store now; costs one system call if it has not changed."""
         if self._files is not None and self._files.generation() != self._held.generation:
             self._held = self._files.read(self._held)
         return self._held
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The modules' names, sorted."""
+        """The names of the modules, sorted."""
         return tuple(sorted(self.held.modules))
 
     @property
     def global_state(self) -> Steering:
-        """What steers every request; `NOTHING` when nothing does."""
+        """The steering of every request; `NOTHING` if there is none."""
         return self.held.everywhere
 
     def get(self, name: str) -> Steering:
-        """Return a module; raises UnknownModuleError when there is none of this name."""
+        """Return a module; raise UnknownModuleError if there is none of this name."""
         return self.held.module(name)
 
     def resolve(self, asked: Steering | None, hidden_size: int) -> SteeringProgram | None:
-        """Return the program of a request that asks for this: None when neither it nor the global state does anything.
+        """Return the program of a request; None if neither the request nor the global state steers.
 
-        It holds what it was made of: what is registered or set later does not reach it.
-        Raises UnknownModuleError for a name that nobody registered.
+        Later changes of modules or of the global state do not change the program.
+        Raises UnknownModuleError for a module that is not registered.
+
+        asked: the steering that the request asks for.
         """
         held = self.held
         if asked is None:
@@ -115,7 +132,7 @@ class SteeringStore:
         parts = held.parts(asked)
         if not parts:
             return None
-        if msgspec.structs.replace(asked, modules=()) != NOTHING:  # what it brings itself likely never comes again
+        if msgspec.structs.replace(asked, modules=()) != NOTHING:  # a request's own vectors rarely come again
             return program_of(hidden_size, parts)
         generation, programs = self._programs
         if generation != held.generation or len(programs) >= _PROGRAMS_KEPT_MAX:
@@ -125,13 +142,13 @@ class SteeringStore:
         return programs[asked.modules]
 
     def register(self, name: str, module: Steering) -> None:
-        """Give a module a name; requests that run with another of this name keep that.
+        """Register a module under a name; running requests keep the module that had this name before.
 
-        Raises UsageError for a wrong name, an empty module, one with patches or with modules of its own, and one that
-        does not fit the model.
+        Raises UsageError for a wrong name, and for a module that is empty, has patches, uses modules, or does not fit
+        the model.
         """
         if not isinstance(name, str) or not 0 < len(name) <= limits.STEERING_NAME_LENGTH_MAX or not name.isprintable():
-            expected = f"1..{limits.STEERING_NAME_LENGTH_MAX} characters that can be printed"
+            expected = f"1..{limits.STEERING_NAME_LENGTH_MAX} printable characters"
             raise UsageError(explain("name", got=name, expected=expected))
         _check_shared(module, f"module {name}")
         self._check(module, module)
@@ -146,7 +163,7 @@ class SteeringStore:
         self._change(change)
 
     def unregister(self, name: str) -> None:
-        """Forget a module; requests that run with it keep it. Raises UnknownModuleError when there is none."""
+        """Remove a module; running requests keep it. Raises UnknownModuleError if there is none of this name."""
 
         def change(held: StoreState) -> StoreState:
             held.module(name, "name")
@@ -155,13 +172,15 @@ class SteeringStore:
         self._change(change)
 
     def set_global(self, steering: Steering, *, replace: bool = False) -> None:
-        """Steer every request that comes from now on.
+        """Change the steering of all requests that arrive from now on.
 
-        At the sites that `steering` names in a tier, its vectors take the place of the vectors there, and its clamps of the
-        clamps; other sites stay as they are. With `replace` it takes the place of everything. A scale or a strength of 0
-        takes away what was there.
+        In each tier, the vectors of `steering` replace the vectors at their sites, and its clamps replace the clamps at
+        theirs; other sites stay as they are. A scale or a strength of 0 removes the old vector or clamp.
 
-        Raises UsageError for nothing, for patches and modules, and for what does not fit the model, alone or with what is there.
+        Raises UsageError if `steering` is empty, has patches or modules, or if it or the new state does not fit the
+        model.
+
+        replace: whether `steering` replaces the whole global state.
         """
         _check_shared(steering, "global state")
 
@@ -178,7 +197,7 @@ class SteeringStore:
         self._change(change)
 
     def clear_global(self) -> None:
-        """Steer no request any more but those that ask for it, and those that run."""
+        """Remove the global state; running requests keep it."""
         self._change(lambda held: msgspec.structs.replace(held, everywhere=NOTHING))
 
     def _change(self, change: Callable[[StoreState], StoreState]) -> None:
@@ -200,27 +219,29 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 class _Files:
-    """A store's directory, as one process sees it."""
+    """One process's access to a store's directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         path = directory / "generation"
-        self._generation = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)  # open as long as the process is
-        self._steerings: dict[str, Steering] = {}  # by digest, those of the index read last
+        # Stays open until the process ends.
+        self._generation = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        # The steerings of the index that was read last, by digest.
+        self._steerings: dict[str, Steering] = {}
 
     def generation(self) -> int:
-        """Return how many changes there were."""
+        """Return the number of changes so far."""
         return os.fstat(self._generation).st_size
 
     def read(self, last: StoreState) -> StoreState:
-        """Return what the directory holds; `last` if nothing can be read there any more."""
+        """Return the content of the directory; `last` if its files are gone."""
         while True:
             generation = self.generation()
             try:
                 index = self._index()
                 steerings = {digest: self._steerings.get(digest) or self._load(digest) for digest in index.digests}
             except FileNotFoundError:
-                if self.generation() != generation:  # somebody changed it meanwhile
+                if self.generation() != generation:  # another process changed it meanwhile
                     continue
                 return last
             self._steerings = steerings
@@ -231,22 +252,20 @@ class _Files:
             )
 
     def change(self, change: Callable[[StoreState], StoreState]) -> StoreState:
-        """Change what the directory holds; return what it holds then. Raises CapflowError when it cannot be written."""
+        """Change the content of the directory and return it; raise CapflowError if it cannot be written."""
         try:
             with self._locked():
                 old, before = self.read(StoreState()), self._index()
                 new = change(old)
-                after = _Index(
-                    None
-                    if new.everywhere == NOTHING
-                    else before.everywhere
-                    if new.everywhere is old.everywhere
-                    else self._save(new.everywhere),
-                    {
-                        name: before.modules[name] if old.modules.get(name) is module else self._save(module)
-                        for name, module in new.modules.items()
-                    },
-                )
+                everywhere = None
+                if new.everywhere != NOTHING:
+                    same = new.everywhere is old.everywhere
+                    everywhere = before.everywhere if same else self._save(new.everywhere)
+                modules = {
+                    name: before.modules[name] if old.modules.get(name) is module else self._save(module)
+                    for name, module in new.modules.items()
+                }
+                after = _Index(everywhere, modules)
                 write_whole(self._directory / "index", msgspec.msgpack.encode(after))
                 os.write(self._generation, b".")
                 for path in self._directory.glob("*.steering"):
@@ -268,7 +287,7 @@ class _Files:
         return msgspec.msgpack.decode(self._path(digest).read_bytes(), type=Steering)
 
     def _save(self, steering: Steering) -> str:
-        """Write what is not there yet; return its digest."""
+        """Write the file of a steering if it does not exist; return its digest."""
         content = msgspec.msgpack.encode(steering)
         digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).hexdigest()
         if not self._path(digest).exists():
@@ -285,7 +304,7 @@ class _Files:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
         finally:
-            os.close(lock)  # which gives the lock back
+            os.close(lock)  # releases the lock
 
 
 def _check_shared(steering: Steering, where: str) -> None:
@@ -294,7 +313,7 @@ def _check_shared(steering: Steering, where: str) -> None:
             explain(f"{where}: steering_patches", expected="nothing", do="send patches with their request")
         )
     if steering.modules:
-        raise UsageError(explain(f"{where}: steering_name", expected="nothing, for modules hold no others"))
+        raise UsageError(explain(f"{where}: steering_name", expected="nothing: a module uses no other modules"))
     if steering == NOTHING:
         raise UsageError(explain(where, got="nothing", expected="vectors or clamps"))
 

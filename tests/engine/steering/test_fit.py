@@ -1,4 +1,4 @@
-"""What fits an engine: what is registered or set for all requests, and the refusals that name field, limit and remedy."""
+"""What fits an engine: modules, the global state, and the refusals that name the field, the limit and the remedy."""
 
 import re
 
@@ -29,19 +29,19 @@ def store(request, tmp_path):
 WRONG = {
     "a vector of one number": ({"post_block": {1: [2.0]}}, r".post_block.1: got 1 numbers, expected 16"),
     "a vector of half the width": ({"post_block": {1: [2.0] * 8}}, r".post_block.1: got 8 numbers, expected 16"),
-    "one that would be taken away": ({"post_block": {1: {"vector": [2.0], "scale": 0.0}}}, r".post_block.1: got 1 numbers"),
+    "one to be removed": ({"post_block": {1: {"vector": [2.0], "scale": 0.0}}}, r".post_block.1: got 1 numbers"),
     "a layer that is none": ({"post_block": {4: [2.0] * WIDTH}}, r".post_block.4: got layer 4, expected 0..3"),
     "a site without a tap": ({"mlp_out": {1: [2.0] * WIDTH}}, r".mlp_out.1: got no tap"),
-    "more than the bank holds": ({"post_block": {n: [n + 1.0] * WIDTH for n in range(3)}}, r": got 4 different vectors"),
+    "more than the bank": ({"post_block": {n: [n + 1.0] * WIDTH for n in range(3)}}, r": got 4 different vectors"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("field", ["steering_vectors", "decode_steering_vectors"])
-def test_what_does_not_fit_is_neither_registered_nor_set(store, what, field):
-    vectors, words = WRONG[what]
+def test_what_does_not_fit_is_neither_registered_nor_set(store, case, field):
+    vectors, words = WRONG[case]
     fields = {field: vectors}
-    if "bank" in what:
+    if "bank" in case:
         fields["prefill_steering_vectors"] = {"post_block": {0: [9.0] * WIDTH}}
     steering = Steering.parse(fields)
     store.set_global(GOOD)
@@ -125,7 +125,7 @@ BYTES = 4 * WIDTH
 LIMITS = {
     "rows that more memory holds": (
         Size.of(10 * BYTES, WIDTH, 4), patches(1.0 + np.arange(20 * WIDTH).reshape(20, WIDTH)),
-        f"steering_patches: got 20 different vectors, expected at most 10, .*--steering-bank-bytes {20 * BYTES} or more",
+        f"steering_patches: got 20 different vectors, expected at most 10, .*-bank-bytes {20 * BYTES} or more",
     ),
     "operations": (
         Size(10, 20, 100), clamps(21),
@@ -133,14 +133,14 @@ LIMITS = {
     ),
     "configurations": (
         Size.of(1 << 20, WIDTH, 4), patches(1.0 + np.arange(1024 * WIDTH).reshape(1024, WIDTH)),
-        r"steering_patches: got 1,025 positions that are steered differently, expected at most 1,024, .*--max-num-seqs 257",
+        r"steering_patches: got 1,025 positions .* differently, expected at most 1,024, .*--max-num-seqs 257",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", LIMITS)
-def test_the_refusal_of_what_no_empty_bank_holds_names_the_limit_and_what_raises_it(what):
-    size, steering, words = LIMITS[what]
+@pytest.mark.parametrize("case", LIMITS)
+def test_the_refusal_of_what_no_empty_bank_holds_names_the_limit_and_what_raises_it(case):
+    size, steering, words = LIMITS[case]
     with pytest.raises(UsageError, match=words) as refused:
         Fit(INFO, size).program(steering, SteeringStore())
     named = set(re.findall(r"--[\w-]+", str(refused.value)))
@@ -154,7 +154,7 @@ def test_the_refusal_of_what_no_bank_holds_recommends_no_larger_one():
     digests = tuple(row.to_bytes(16, "little") for row in range(count))
     program = SteeringProgram(WIDTH, b"", digests, (SiteOps(1, "post_block", ops),))
     with pytest.raises(
-        UsageError, match=r"got 65,537 different vectors, .* no larger one would hold it; steer by fewer$"
+        UsageError, match=r"got 65,537 different vectors, .* no larger bank would hold it; use fewer vectors$"
     ):
         Size(65_536, 1 << 20, 1 << 10).check(program)
 

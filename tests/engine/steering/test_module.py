@@ -28,8 +28,8 @@ def test_fields_are_those_of_a_request_with_or_without_the_word_steering():
 
 
 def test_files_of_either_kind_hold_the_same(tmp_path):
-    said = {"vectors": VECTORS, "prefill_vectors": VECTORS, "decode_vectors": {"mlp_out": {"2": VECTOR}}}
-    (tmp_path / "module.json").write_text(json.dumps(said))
+    fields = {"vectors": VECTORS, "prefill_vectors": VECTORS, "decode_vectors": {"mlp_out": {"2": VECTOR}}}
+    (tmp_path / "module.json").write_text(json.dumps(fields))
     row = np.array(VECTOR, np.float16)
     tensors = {"post_block:1": row, "prefill.post_block:1": row, "decode.mlp_out:2": row}
     save_file(tensors, tmp_path / "module.safetensors")
@@ -42,20 +42,20 @@ def test_the_file_of_one_vector_is_a_module(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("fields", "words"),
     [
         ({"vectors": {"post_block": {"1": [0.5] * 7}}}, "vectors.post_block.1: got 7 numbers"),
         ({"steering_vectors": {"post_block": {"1": [0.5] * 7}}}, "steering_vectors.post_block.1: got 7 numbers"),
         ({"decode_vectors": {"post_block": {"2": VECTOR}}}, "decode_vectors.post_block.2: got no tap"),
-        ({"vectors": VECTORS, "steering_vectors": VECTORS}, "steering_vectors: said twice"),
+        ({"vectors": VECTORS, "steering_vectors": VECTORS}, "steering_vectors: given twice"),
         ({"steering_patches": {}}, "steering_patches: unknown"),
         ({"steering_name": "other"}, "steering_name: unknown"),
         ([], "module: got"),
     ],
 )
-def test_a_wrong_field_is_named_as_it_was_written(said, words):
+def test_a_wrong_field_is_named_as_it_was_written(fields, words):
     with pytest.raises(UsageError) as caught:
-        parse_module(said, info=INFO)
+        parse_module(fields, info=INFO)
     assert str(caught.value).startswith(words)
 
 

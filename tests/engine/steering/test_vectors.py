@@ -256,11 +256,11 @@ def write_pairs(path):
 def test_the_command_fits_a_file(model, tiny, tmp_path):
     pairs = write_pairs(tmp_path / "pairs.jsonl")
     common = ("--model", tiny, "--backend", "transformers", "--model-arg", "dtype=float32")
-    said = run_fit(
+    output = run_fit(
         tmp_path, *common, "--pairs", pairs, "--out", "v.safetensors", "--method", "pca", "--layers", "1-2",
         "--hook", "pre_attn",
     )  # fmt: skip
-    assert "2 vectors from 6 pairs" in said
+    assert "2 vectors from 6 pairs" in output
     expected = fit_vectors(model, PAIRS, "pca", [1, 2], hook="pre_attn")
     loaded = load_sites(tmp_path / "v.safetensors")
     assert set(loaded) == {Site(1, "pre_attn"), Site(2, "pre_attn")}
@@ -285,8 +285,8 @@ def test_the_command_names_what_is_wrong(tiny, tmp_path, change, message):
     write_pairs(tmp_path / "pairs.jsonl")
     options = {"--model": tiny, "--backend": "transformers", "--pairs": "pairs.jsonl", "--out": "v.safetensors"}
     options[change[0]] = change[1]
-    said = run_fit(tmp_path, *(each for pair in options.items() for each in pair), code=2)
-    (line,) = [line for line in said.splitlines() if line.startswith("capflow: ")]
+    output = run_fit(tmp_path, *(each for pair in options.items() for each in pair), code=2)
+    (line,) = [line for line in output.splitlines() if line.startswith("capflow: ")]
     assert message in line
     assert not (tmp_path / "v.safetensors").exists()
 
