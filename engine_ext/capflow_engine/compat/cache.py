@@ -1,8 +1,9 @@
-"""How far a request may read vLLM's prefix cache; `compat` has the keys of its blocks.
+"""How far a request may read vLLM's prefix cache. The keys of its blocks are in `compat.engine`.
 
-A cached token is not computed, so it has no row. vLLM lets a request read all of its cached prefix or, through
-`skip_reading_prefix_cache`, nothing. Here the scheduler's cache manager is subclassed in place: for a request of which prompt
-positions are captured it is shown the request as it is up to the first of them. Verified with vLLM 0.32.0.
+A cached token is not computed, so it has no row. vLLM lets a request read all of its cached prefix or, with
+`skip_reading_prefix_cache`, none of it. Here the scheduler's cache manager is subclassed in place: for a request with
+captured prompt positions, the manager searches the cache only for the tokens before the first of them. Verified with
+vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from capflow.capture.positions import Positions
 
 
 class _Prefix:
-    """A request as the search for cached blocks sees it, when only its first `num_tokens - 1` tokens may be found."""
+    """A view of a request for the search of cached blocks, which finds at most its first `num_tokens - 1` tokens."""
 
     def __init__(self, request: Any, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -24,30 +25,30 @@ class _Prefix:
 
 
 class _LimitedReads:
-    """Mixed in before vLLM's `KVCacheManager`."""
+    """A mixin of vLLM's `KVCacheManager`."""
 
     def get_computed_blocks(self, request: Any, max_cache_hit_length: int | None = None) -> Any:
         """Return the cached blocks that a request may read.
 
-        max_cache_hit_length: how many tokens at most, from vLLM 0.33 on.
+        max_cache_hit_length: the maximum number of tokens; vLLM passes it from 0.33 on.
         """
-        shown = _readable(request)
+        view = _readable(request)
         if max_cache_hit_length is None:
-            return super().get_computed_blocks(shown)  # type: ignore[misc]
-        return super().get_computed_blocks(shown, min(max_cache_hit_length, shown.num_tokens - 1))  # type: ignore[misc]
+            return super().get_computed_blocks(view)  # type: ignore[misc]
+        return super().get_computed_blocks(view, min(max_cache_hit_length, view.num_tokens - 1))  # type: ignore[misc]
 
 
 def limit_reads(scheduler: Any) -> None:
-    """Let a scheduler keep requests from reading cached blocks that `compute` says they must compute."""
+    """Make a scheduler's requests compute the positions that `compute` names, even if they are cached."""
     manager = scheduler.kv_cache_manager
     kind = type(manager)
     manager.__class__ = type(f"Capture{kind.__name__}", (_LimitedReads, kind), {})
 
 
 def compute(request: Any, wanted: Positions) -> None:
-    """Have a request compute these positions, and those behind the first of them, also where they are cached.
+    """Make a request compute the first of these positions and all later ones, even if they are cached.
 
-    The last position of a prompt is computed anyway.
+    The last position of a prompt is always computed.
     """
     request.capflow_wanted = wanted
     if wanted.at(request.num_prompt_tokens).first() == 0:
@@ -58,5 +59,5 @@ def _readable(request: Any) -> Any:
     wanted = getattr(request, "capflow_wanted", None)
     if wanted is None or isinstance(request, _Prefix):
         return request
-    first = wanted.at(request.num_prompt_tokens).first()  # streaming input makes prompts longer, so it is not kept
+    first = wanted.at(request.num_prompt_tokens).first()  # not cached: streaming input makes prompts longer
     return request if first >= request.num_prompt_tokens - 1 else _Prefix(request, min(first + 1, request.num_tokens))

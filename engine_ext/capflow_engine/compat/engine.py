@@ -1,10 +1,7 @@
-"""What capflow knows of vLLM's insides; only this module and those beside it whose names begin so name a private part of vLLM.
+"""Private names of vLLM: everything but models (`compat.model`), steps (`compat.step`) and the prefix cache's reads.
 
-`compat_model` knows how a model is made and where its layers are, `compat_step` what a step holds, `compat_cache` how
-far a request reads the prefix cache; here is everything else.
-
-`require` is called first in every process and fails with a clear message when vLLM is missing or of a version
-that was not tried. Verified with vLLM 0.31.0, 0.32.0 and 0.33.0. The bounds here are those of `pyproject.toml`'s `vllm` extra.
+Every process calls `require` first. It fails with a clear message if vLLM is missing or of an untested version.
+Verified with vLLM 0.31.0, 0.32.0 and 0.33.0. The bounds here are those of the `vllm` extra in `pyproject.toml`.
 """
 
 from __future__ import annotations
@@ -28,10 +25,7 @@ VERSION_BELOW = (0, 34)
 
 
 def vllm_version() -> tuple[str, str]:
-    """Return the installed distribution of vLLM and its version.
-
-    Raises CapflowError when there is none.
-    """
+    """Return the installed distribution of vLLM and its version; raise CapflowError if there is none."""
     for name in VLLM_DISTRIBUTIONS:
         try:
             return name, importlib.metadata.version(name)
@@ -43,9 +37,9 @@ def vllm_version() -> tuple[str, str]:
 
 
 def require() -> None:
-    """Raise CapflowError, with what to install, unless the installed vLLM is one that this module knows.
+    """Raise CapflowError, which says what to install, unless the installed vLLM is of a tested version.
 
-    From here on vLLM sends no usage statistics, unless the user set `VLLM_NO_USAGE_STATS` to 0.
+    After this call, vLLM sends no usage statistics, unless the user set `VLLM_NO_USAGE_STATS` to 0.
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     name, version = vllm_version()
@@ -60,11 +54,11 @@ _CPU_KV_CACHE_GIB = "2"
 
 
 def prepare_environment(arguments: Mapping[str, Any]) -> None:
-    """Set what vLLM on a CPU takes from the environment, unless the user did; without effect on a GPU.
+    """Set the environment variables of vLLM on a CPU that the user did not set; without effect on a GPU.
 
-    vLLM would take nearly all memory of a NUMA node for its cache, and bind its threads to one of them.
+    By default, vLLM takes nearly all memory of a NUMA node for its cache and binds its threads to that node.
 
-    arguments: the engine's, by vLLM's names.
+    arguments: the engine's arguments, by vLLM's names.
     """
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & {k for k, v in arguments.items() if v is not None}:
@@ -95,21 +89,21 @@ _PLUGIN_GROUPS = (
 
 
 def enable_endpoint_plugin(name: str) -> None:
-    """Have vLLM load an endpoint plugin, and besides it what it would load without this.
+    """Make vLLM load an endpoint plugin in addition to the plugins that it loads anyway.
 
-    `VLLM_PLUGINS` names every plugin that is loaded; without it that is all of them but those of endpoints.
+    vLLM loads the plugins that `VLLM_PLUGINS` names; without that variable, all but endpoint plugins.
     """
     before = os.environ.get("VLLM_PLUGINS")
     if before is None:
-        found = {point.name for group in _PLUGIN_GROUPS for point in importlib.metadata.entry_points(group=group)}
-        names = sorted(found)
+        entry_points = importlib.metadata.entry_points
+        names = sorted({point.name for group in _PLUGIN_GROUPS for point in entry_points(group=group)})
     else:
-        names = [one for one in before.split(",") if one]
+        names = [each for each in before.split(",") if each]
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*names, name]))
 
 
 def remove_route(app: Any, path: str) -> None:
-    """Remove what answers POST requests to a path, before a plugin's route takes its place.
+    """Remove the routes for POST requests to a path, before a plugin adds its own.
 
     vLLM below 0.32 keeps its own route, which comes first and would answer.
     """
@@ -121,7 +115,7 @@ def remove_route(app: Any, path: str) -> None:
 
 
 def worker_base() -> type[Any]:
-    """Return the worker class of the platform that vLLM runs on."""
+    """Return vLLM's worker class of the platform."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -138,7 +132,7 @@ def worker_base() -> type[Any]:
 
 
 def scheduler_base(vllm_config: Any) -> type[Any]:
-    """Return the scheduler class that vLLM itself would take for this configuration."""
+    """Return the scheduler class that vLLM uses by default for a configuration."""
     if vllm_config.scheduler_config.async_scheduling:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -151,9 +145,9 @@ def scheduler_base(vllm_config: Any) -> type[Any]:
 
 
 def let_workers_end() -> None:
-    """Have the engine of this process wait until its workers have sent their last rows, unless the user said how long.
+    """Make the engine of this process wait until its workers have sent their last rows, unless the user set a timeout.
 
-    vLLM would kill those in processes of their own after 5 seconds.
+    By default, vLLM kills worker processes after 5 seconds.
     """
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(round(limits.ENGINE_END_S_MAX)))
 
@@ -167,7 +161,7 @@ def register_op(
     *,
     mutates: list[str],
 ) -> None:
-    """Register a custom op without `torch.library.custom_op`'s dispatch cost; by the platform, one implementation."""
+    """Register a custom op for the platform, without the dispatch cost of `torch.library.custom_op`."""
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -178,11 +172,11 @@ def register_op(
 
 
 def check_arguments(engine_args: Any) -> None:
-    """Raise UsageError for arguments of an engine that `check_config` refuses too, but only once the engine starts.
+    """Raise UsageError for engine arguments that `check_config` refuses later, when the engine starts.
 
-    A KV connector brings cache blocks from elsewhere, and what it knows them by is its own affair: vLLM's example looks at
-    tokens alone, others at tokens and a salt that clients choose. So a request would be given blocks that were steered for
-    another. A token that is brought is not computed either, and has no row.
+    A KV connector loads cache blocks from elsewhere, by keys of its own: vLLM's example uses tokens alone, others use
+    tokens and a salt that clients choose. So a request could get blocks that were steered for another request. A loaded
+    token is also not computed, so it has no row.
     """
     for name in ("kv_transfer_config", "kv_offloading_size"):
         if getattr(engine_args, name, None) is not None:
@@ -191,7 +185,7 @@ def check_arguments(engine_args: Any) -> None:
 
 
 def check_config(vllm_config: Any) -> None:
-    """Raise UsageError for a vLLM configuration under which rows could not be attributed."""
+    """Raise UsageError for a vLLM configuration under which rows cannot be attributed to requests."""
     if not isinstance(vllm_config.additional_config, Settings):
         raise UsageError(
             explain(
@@ -226,7 +220,10 @@ def check_config(vllm_config: Any) -> None:
 
 
 def model_info(vllm_config: Any) -> ModelInfo:
-    """Return what a hub is told about the model of a vLLM configuration that carries `Settings`."""
+    """Return the description of the model that hubs get.
+
+    vllm_config: a configuration with `Settings` in `additional_config`.
+    """
     model = vllm_config.model_config
     settings: Settings = vllm_config.additional_config
     return ModelInfo(
@@ -244,9 +241,9 @@ def model_info(vllm_config: Any) -> ModelInfo:
 
 
 def flush(llm_engine: Any) -> None:
-    """Let an engine that lives in this process take the step in which its workers learn what is over.
+    """Make an engine of this process run the steps in which its workers learn which requests ended.
 
-    An engine in a process of its own takes it by itself.
+    An engine in a process of its own runs them without this call.
     """
     core = getattr(llm_engine.engine_core, "engine_core", None)
     while core is not None and not llm_engine.has_unfinished_requests() and core.scheduler.has_requests():
@@ -264,7 +261,7 @@ def abort_all(llm_engine: Any) -> None:
 
 
 def running_requests(engine: Any) -> list[str]:
-    """Return vLLM's ids of the requests that a client of an engine has not got the end of.
+    """Return vLLM's ids of the requests whose end an engine's client has not received.
 
     engine: vLLM's `AsyncLLM`.
     """
@@ -272,7 +269,7 @@ def running_requests(engine: Any) -> list[str]:
 
 
 async def stop_outputs(engine: Any) -> None:
-    """Have a client of an engine take no more outputs, where none will come: it would log the end of the engine as its failure.
+    """Stop the output handler of an engine's client; it would log the end of the engine as a failure.
 
     engine: vLLM's `AsyncLLM`.
     """
@@ -283,49 +280,49 @@ async def stop_outputs(engine: Any) -> None:
 
 
 def before_adding(engine: Any, check: Callable[[Any], None]) -> None:
-    """Have an engine call `check` with each new request, its prompt in tokens, before it is known; what that raises refuses it.
+    """Make an engine call `check` with each new, tokenised request before it adds it; an exception refuses the request.
 
-    More input of a request that runs is not looked at.
+    Later input of a running request is not checked.
 
     engine: vLLM's `LLMEngine` or `AsyncLLM`.
     """
-    known = engine.output_processor
-    add = known.add_request
+    processor = engine.output_processor
+    add = processor.add_request
 
     @functools.wraps(add)
     def checked(request: Any, *args: Any, **kwargs: Any) -> Any:
-        if request.request_id not in known.request_states:
+        if request.request_id not in processor.request_states:
             check(request)
         return add(request, *args, **kwargs)
 
-    known.add_request = checked
+    processor.add_request = checked
 
 
 def is_engine_request(prompt: Any) -> bool:
-    """Return whether a prompt is a request in the engine's own form, which has parameters of its own."""
+    """Return whether a prompt is a request in the engine's own form, which has its own parameters."""
     from vllm.v1.engine import EngineCoreRequest
 
     return isinstance(prompt, EngineCoreRequest)
 
 
 def prompt_length(request: Any) -> int:
-    """Return how many positions the prompt of a request has; it has tokens, embeddings, or both."""
+    """Return the number of positions of a request's prompt; the prompt has tokens, embeddings, or both."""
     tokens = request.prompt_token_ids
     return len(request.prompt_embeds if tokens is None else tokens)
 
 
 def rendered_length(prompt: Any) -> int | None:
-    """Return how many positions a prompt has as vLLM's renderer returns it; None for any other."""
+    """Return the number of positions of a prompt from vLLM's renderer; None for a prompt in another form."""
     if not isinstance(prompt, Mapping) or "type" not in prompt:
         return None
     if prompt["type"] == "enc_dec":
         prompt = prompt["decoder_prompt"]
-    held = prompt.get("prompt_token_ids", prompt.get("prompt_embeds"))
-    return None if held is None else len(held)
+    tokens = prompt.get("prompt_token_ids", prompt.get("prompt_embeds"))
+    return None if tokens is None else len(tokens)
 
 
 def outside_id(key: str) -> str:
-    """Return what the outputs of a request are called whose id `LLM.enqueue` returned: a number, where that has more behind it."""
+    """Return the id in a request's outputs, given the id that `LLM.enqueue` returned: its part before the first `-`."""
     return key.partition("-")[0]
 
 
@@ -340,7 +337,7 @@ def rank_of(worker: Any) -> tuple[int, int, int]:
 
 
 def from_first_rank(data: bytes) -> bytes:
-    """Return what the first tensor-parallel rank of this pipeline stage called this with; every rank of it must call it."""
+    """Return the `data` of this pipeline stage's first tensor-parallel rank; every rank of the stage must call it."""
     from vllm.distributed import get_tp_group
 
     shared: bytes = get_tp_group().broadcast_object(data, src=0)
@@ -348,15 +345,15 @@ def from_first_rank(data: bytes) -> bytes:
 
 
 def replica_of(vllm_config: Any) -> int:
-    """Return the number of the data-parallel replica that a configuration is for.
+    """Return the index of a configuration's data-parallel replica.
 
-    Replicas of a dense model know nothing of each other and each call themselves rank 0; their index tells them apart.
+    Replicas of a dense model are independent and each have data-parallel rank 0; only the index distinguishes them.
     """
     return int(vllm_config.parallel_config.data_parallel_index)
 
 
 def load_tokenizer(vllm_config: Any) -> Any:
-    """Return the model's tokenizer, or None when the engine was started without one."""
+    """Return the model's tokenizer; None if the engine was started without one."""
     model = vllm_config.model_config
     if model.skip_tokenizer_init:
         return None
@@ -371,15 +368,15 @@ _FINISHED = {"FINISHED_STOPPED": "stop", "FINISHED_LENGTH_CAPPED": "length", "FI
 
 
 def finished_status(request: Any) -> str:
-    """Return why a finished request is over: `stop`, `length`, `abort` or `error`."""
+    """Return why a request finished: `stop`, `length`, `abort` or `error`."""
     return _FINISHED.get(request.status.name, "error")
 
 
 def computed_limit(request: Any) -> int:
-    """Return the position behind the last row that belongs to a finished request.
+    """Return the end of the positions whose rows belong to a finished request.
 
-    The last token of a finished answer is never an input, though a step that was under way may have
-    computed it; what an aborted request had as input counts.
+    The last token of a finished answer is never an input, even if a step in flight computed it. All inputs of an
+    aborted request count.
     """
     tokens: int = request.num_tokens
     if finished_status(request) in ("stop", "length"):
@@ -388,9 +385,9 @@ def computed_limit(request: Any) -> int:
 
 
 def abort(scheduler: Any, key: str) -> bool:
-    """Abort a request from inside the scheduler; False when it is not running.
+    """Abort a request from inside the scheduler; return False if it is not running.
 
-    The front end is told through the step's outputs by `aborted_outputs`.
+    `add_finished_outputs` reports the abort to the front end.
     """
     from vllm.v1.request import RequestStatus
 
@@ -398,7 +395,7 @@ def abort(scheduler: Any, key: str) -> bool:
 
 
 def add_finished_outputs(engine_core_outputs: dict[int, Any], requests: Sequence[Any]) -> None:
-    """Tell the front ends of requests that the scheduler itself ended, in a step's outputs."""
+    """Add requests that the scheduler itself ended to a step's outputs, for the front ends."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
     for request in requests:
@@ -414,9 +411,9 @@ def add_finished_outputs(engine_core_outputs: dict[int, Any], requests: Sequence
 
 
 def fork_cache_from(request: Any, position: int, salt: str, hash_block_size: int) -> None:
-    """Key the request's cache blocks that reach beyond `position` by `salt`: nobody with another salt shares them.
+    """Add `salt` to the keys of a request's cache blocks that end after `position`: only equal salts share them.
 
-    Blocks that end at or before `position` keep their keys; those behind an earlier fork stay forked.
+    Blocks that end at or before `position` keep their keys. Blocks after an earlier fork keep its salt too.
     """
     if request._block_hasher is None:
         return
@@ -435,7 +432,7 @@ def fork_cache_from(request: Any, position: int, salt: str, hash_block_size: int
 
 
 class _Plain:
-    """A request with the keys that its blocks would have without forks; vLLM makes each key of the one before it."""
+    """A request with the keys that its blocks would have without forks; vLLM derives each key from the one before."""
 
     def __init__(self, request: Any, block_hashes: list[Any]) -> None:
         self.block_hashes = block_hashes
@@ -448,9 +445,8 @@ class _Plain:
 def _forked(inner: Any, plain: _Plain, forks: Sequence[tuple[int, bytes]], request: Any) -> list[Any]:
     """Return the keys of a request's next blocks.
 
-    forks: from which block on which secret is part of a key, in order.
-
-    A secret stands for those before it, so that the last one that holds says all.
+    forks: the first block and the secret of each fork, in order. A secret is derived from those before it, so a block's
+        key needs only the last one that applies.
     """
     done = len(request.block_hashes)
     del plain.block_hashes[done:]
@@ -464,19 +460,19 @@ def _forked(inner: Any, plain: _Plain, forks: Sequence[tuple[int, bytes]], reque
 
 
 def beam_length(prompt: Any) -> int:
-    """Return how many tokens a beam has, those of its prompt with those of its answer."""
+    """Return the number of tokens of a beam: its prompt and its answer so far."""
     return len(prompt["prompt_token_ids"])
 
 
 def generated_by_beams(instances: Sequence[Any]) -> int:
-    """Return how many tokens of an answer the beams of searches have that go forward together; it is the same for all."""
+    """Return the number of generated tokens of the beams of searches that advance together; it is equal for all."""
     beams = (beam for instance in instances for beam in instance.beams)
     return next((len(beam.tokens) - beam_length(beam.orig_prompt) for beam in beams), 0)
 
 
 def searchers(state: Any) -> list[Any]:
-    """Return what searches beams of an API server's parts.
+    """Return the parts of an API server that search beams.
 
-    state: that of the application.
+    state: the application's state.
     """
     return [part for part in vars(state).get("_state", {}).values() if hasattr(part, "beam_search")]

@@ -1,7 +1,7 @@
-"""Work in a forked child process whose result comes back; a child in which nothing moves is given up.
+"""Work in a forked child process that returns a result; a child without progress is killed.
 
-A child moves when it says what it is at, and when it or a process that it started uses the CPU. So a machine under load gives it
-the time that it needs, and one that waits for nothing ends.
+A child makes progress when it reports a stage, or when it or a process that it started uses the CPU. So a child on a
+machine under load gets the time that it needs, and a child that hangs ends.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from capflow.errors import CapflowError, UsageError, explain
 
 T = TypeVar("T")
 
-Say = Callable[[str], None]
-"""Says what a child is at."""
+Report = Callable[[str], None]
+"""Reports the stage of a child's work, such as `reading layer 3 of 4`."""
 
 STILL_S_MAX = 60.0
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 class _Stage(NamedTuple):
-    what: str
+    name: str
 
 
 class _Failed(NamedTuple):
@@ -35,14 +35,13 @@ class _Failed(NamedTuple):
     message: str
 
 
-def result_of(work: Callable[[Say], T], name: str, *, still_s_max: float = STILL_S_MAX) -> T:
-    """Return what `work` returns in a forked child.
+def result_of(work: Callable[[Report], T], name: str, *, still_s_max: float = STILL_S_MAX) -> T:
+    """Return the result of `work`, which runs in a forked child.
 
-    name: what it does, for errors.
-    still_s_max: seconds.
+    Raises the child's UsageError or CapflowError, and CapflowError if the child ends without a result or makes no
+    progress for `still_s_max` seconds.
 
-    Raises UsageError and CapflowError as the child does, and CapflowError when it ends without a result, or when nothing moves
-    in it for `still_s_max`.
+    name: the work, for errors.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -60,44 +59,45 @@ def result_of(work: Callable[[Say], T], name: str, *, still_s_max: float = STILL
     return outcome  # type: ignore[no-any-return]
 
 
-def _work(sender: Connection, work: Callable[[Say], Any], name: str) -> None:
+def _work(sender: Connection, work: Callable[[Report], Any], name: str) -> None:
     outcome: Any
     try:
-        outcome = work(lambda what: sender.send(_Stage(what)))
+        outcome = work(lambda stage: sender.send(_Stage(stage)))
     except CapflowError as e:
         outcome = _Failed(isinstance(e, UsageError), str(e))
-    except Exception as e:  # noqa: BLE001 - the parent tells of it
+    except Exception as e:  # noqa: BLE001 - the parent raises it
         outcome = _Failed(usage=False, message=explain(name, got=f"{type(e).__name__}: {e}"))
     sender.send(outcome)
 
 
 def _outcome(receiver: Connection, child: Any, name: str, still_s_max: float) -> Any:
-    stage, used, moved = "starting", 0.0, time.monotonic()
+    stage, used, progress = "starting", 0.0, time.monotonic()
     while True:
-        if receiver.poll(_LOOK_S):
+        if receiver.poll(_POLL_S):
             try:
-                said = receiver.recv()
+                message = receiver.recv()
             except EOFError:
                 child.join()
-                got = f"its process ended with exit code {child.exitcode} while {stage}"
+                got = f"exit code {child.exitcode} of its process while {stage}"
                 raise CapflowError(explain(name, got=got)) from None
-            if not isinstance(said, _Stage):
-                return said
-            stage, moved = said.what, time.monotonic()
+            if not isinstance(message, _Stage):
+                return message
+            stage, progress = message.name, time.monotonic()
         elif (now := _cpu_s(child.pid)) > used:
-            used, moved = now, time.monotonic()
-        elif time.monotonic() - moved > still_s_max:
-            got = f"nothing moved for {still_s_max:g} s while {stage}"
-            raise CapflowError(explain(name, got=got, do="try again; if it stays, report it with the model's name"))
+            used, progress = now, time.monotonic()
+        elif time.monotonic() - progress > still_s_max:
+            got = f"no progress for {still_s_max:g} s while {stage}"
+            do = "try again; if it fails again, report it with the model's name"
+            raise CapflowError(explain(name, got=got, do=do))
 
 
 def _cpu_s(pid: int) -> float:
-    """Return the CPU time of a process and of those that it started and that run, in seconds."""
+    """Return the CPU time, in seconds, of a process and of its running descendants."""
     used = 0.0
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        for one in (process, *process.children(recursive=True)):
+        for each in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                times = one.cpu_times()
+                times = each.cpu_times()
                 used += times.user + times.system + times.children_user + times.children_system
     return used

@@ -1,4 +1,4 @@
-"""A model's layers as vLLM makes them: found in a model that is loaded, and learned from a configuration before one is.
+"""The decoder layers of vLLM's models: those of a loaded model, and those that a configuration describes.
 
 Verified with vLLM 0.32.0.
 """
@@ -26,80 +26,81 @@ from capflow_engine.structure import HookPlace, Structure, UnclearError, large_o
 
 
 def check_model(engine_args: Any, patterns: Iterable[str]) -> Tapped:
-    """Return a model's number of layers and the sites that patterns name, from its configuration alone.
+    """Return the tapped sites of a model, from its configuration alone, before anything starts.
 
-    Raises UsageError for a model that cannot be found or followed, sites that it does not have, or arguments that
-    `compat.check_arguments` refuses, before anything starts.
+    Raises UsageError for a model that is not found or has an unknown structure, for sites that it lacks, and for
+    arguments that `compat.check_arguments` refuses.
+
+    patterns: the sites to tap, as in `--sites`.
     """
     compat.check_arguments(engine_args)
-    layers = structures(engine_args)
-    return Tapped.of(patterns, layers)
+    return Tapped.of(patterns, structures(engine_args))
 
 
 def structures(engine_args: Any) -> tuple[Structure, ...]:
     """Return the structure of each decoder layer of a model, from its configuration alone.
 
-    A child process makes the model without weights: making one changes classes and caches of vLLM and Transformers.
+    A child process makes the model without weights, because that changes classes and caches of vLLM and Transformers.
 
-    Raises UsageError for a model that cannot be found, and for one of unknown structure, and CapflowError when the child fails.
+    Raises UsageError for a model that is not found or has an unknown structure, and CapflowError if the child fails.
     """
     import torch
 
-    if torch.cuda.is_initialized():  # which no child that is forked survives
+    if torch.cuda.is_initialized():  # CUDA does not work in a forked child
         return _structures(engine_args, lambda _: None)
 
-    def work(say: forked.Say) -> tuple[Structure, ...]:
-        logging.disable(logging.WARNING)  # the engine says it all again
-        torch._C.set_num_threads(1)  # OpenMP's other threads stayed with the parent; vLLM disables the public function
-        return _structures(engine_args, say)
+    def work(report: forked.Report) -> tuple[Structure, ...]:
+        logging.disable(logging.WARNING)  # the engine logs the same again
+        torch._C.set_num_threads(1)  # a fork has none of OpenMP's other threads; vLLM disables the public function
+        return _structures(engine_args, report)
 
     return forked.result_of(work, f"model {engine_args.model}: reading its structure")
 
 
-def _structures(engine_args: Any, say: forked.Say) -> tuple[Structure, ...]:
+def _structures(engine_args: Any, report: forked.Report) -> tuple[Structure, ...]:
     single = copy.copy(engine_args)
     single.tensor_parallel_size = single.pipeline_parallel_size = single.data_parallel_size = 1
     single.distributed_executor_backend = single.speculative_config = None
     single.additional_config, single.worker_cls, single.scheduler_cls = {}, "auto", None
     single.enforce_eager = True
-    say("reading its configuration")
+    report("reading its configuration")
     with explaining(engine_args.model):
         config = single.create_engine_config()
     model_config = config.model_config
     num_layers = model_config.get_total_num_hidden_layers()
-    say("making it without weights")
+    report("making it without weights")
     try:
         with _skeleton(config) as model:
-            found = []
+            layers = []
             for number, layer in decoder_layers(model, num_layers):
-                say(f"reading layer {number} of {num_layers}")
-                found.append(structure_of(layer, model_config.dtype))
-            return in_one_scale(tuple(found))
+                report(f"reading layer {number} of {num_layers}")
+                layers.append(structure_of(layer, model_config.dtype))
+            return in_one_scale(tuple(layers))
     except CapflowError as e:
         raise UsageError(str(e)) from e
-    except Exception as e:  # whatever vLLM's model raises where it cannot be made
+    except Exception as e:  # vLLM's models raise anything when they cannot be made
         got = f"{type(e).__name__}: {_first_line(e)}"
         raise UsageError(explain(f"model {engine_args.model}: vLLM cannot make it here", got=got)) from e
 
 
 @contextlib.contextmanager
 def explaining(model: str) -> Iterator[None]:
-    """Raise UsageError, which says what is wrong with a model's name or files, in the place of the errors of other libraries."""
+    """Replace the errors of other libraries by a UsageError that says what is wrong with a model's name or files."""
     try:
         yield
     except UsageError:
         raise
     except (OSError, ValueError, AttributeError, KeyError) as e:
-        raise UsageError(_what_is_wrong(str(model), _first_line(e))) from e
+        raise UsageError(_diagnosis(str(model), _first_line(e))) from e
 
 
-def _what_is_wrong(model: str, said: str) -> str:
+def _diagnosis(model: str, error: str) -> str:
     """Return why a model cannot be read.
 
-    said: the error of the library that tried.
+    error: the message of the library that tried.
     """
     name, path = f"model {model}", Path(model).expanduser()
-    expected = "a directory with a config.json, or the name of a model that can be fetched"
+    expected = "a directory with a config.json, or the name of a model that can be downloaded"
     config = path / "config.json"
     if not model.strip():
         return explain("model", got=model, expected=expected)
@@ -114,28 +115,28 @@ def _what_is_wrong(model: str, said: str) -> str:
             return explain(str(config), got=f"{type(e).__name__}: {e}", expected="a JSON object")
         if not isinstance(fields, dict):
             return explain(str(config), got=fields, expected="a JSON object")
-        return explain(f"{name}: vLLM refuses it: {said}")
+        return explain(f"{name}: vLLM refuses it: {error}")
     if not _NAME.fullmatch(model):
         return explain(name, got="no such directory", expected=expected)
     offline = any(
         os.environ.get(variable, "0") not in ("", "0") for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     )
-    do = "HF_HUB_OFFLINE is set: unset it, or take a model that is in the cache" if offline else ""
-    return explain(name, got=said, expected=expected, do=do)
+    do = "HF_HUB_OFFLINE is set: unset it, or use a model that is in the cache" if offline else ""
+    return explain(name, got=error, expected=expected, do=do)
 
 
 _NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 """A model's name on a hub: `owner/name`, or `name`."""
 
-_SAID_LENGTH_MAX = 300
+_ERROR_LENGTH_MAX = 300
 
 
 def _first_line(e: Exception) -> str:
-    """Return what an exception says, on one line; of a pydantic one, its first complaint."""
+    """Return the first line of an exception's message; for pydantic, of its first error."""
     errors = getattr(e, "errors", None)
     text = str(errors()[0].get("msg", e)) if callable(errors) and errors() else str(e)
     line = next((line.strip() for line in text.splitlines() if line.strip()), type(e).__name__)
-    return line.removeprefix("Value error, ")[:_SAID_LENGTH_MAX]
+    return line.removeprefix("Value error, ")[:_ERROR_LENGTH_MAX]
 
 
 @contextlib.contextmanager
@@ -154,13 +155,13 @@ def _skeleton(vllm_config: Any) -> Iterator[Any]:
     from vllm.utils.network_utils import get_open_port
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    mine = not torch.distributed.is_initialized()
-    shared = rotary_embedding._ROPE_DICT  # vLLM gives models of one process the same ones; none may come from here
+    alone = not torch.distributed.is_initialized()
+    shared = rotary_embedding._ROPE_DICT  # all models of a process share these; none may come from this model
     before = dict(shared)
     try:
         shared.clear()
         with set_current_vllm_config(vllm_config):
-            if mine:
+            if alone:
                 init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
                 ensure_model_parallel_initialized(1, 1)
             with set_default_torch_dtype(vllm_config.model_config.dtype):
@@ -170,7 +171,7 @@ def _skeleton(vllm_config: Any) -> Iterator[Any]:
                 except NotImplementedError as e:
                     if "meta tensor" not in str(e):
                         raise
-                    # Its constructor reads a tensor, which has to exist for that.
+                    # The model's constructor reads the value of a tensor, so tensors must have memory.
                     vllm_config.compilation_config.static_forward_context.clear()
                     shared.clear()
                     with large_on_meta():
@@ -179,7 +180,7 @@ def _skeleton(vllm_config: Any) -> Iterator[Any]:
     finally:
         shared.clear()
         shared.update(before)
-        if mine:
+        if alone:
             destroy_model_parallel()
             destroy_distributed_environment()
 
@@ -187,7 +188,7 @@ def _skeleton(vllm_config: Any) -> Iterator[Any]:
 def decoder_layers(model: Any, num_layers: int) -> list[tuple[int, Any]]:
     """Return the decoder layers that this worker owns, with their numbers in the whole model.
 
-    Raises CapflowError unless the model holds exactly one list of `num_layers` layers that mix tokens.
+    Raises CapflowError unless the model has exactly one list of `num_layers` layers that mix tokens.
     """
     from torch import nn
     from vllm.model_executor.models.utils import PPMissingLayer
@@ -197,34 +198,29 @@ def decoder_layers(model: Any, num_layers: int) -> list[tuple[int, Any]]:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == num_layers
     ]
-    if len(lists) > 1:  # encoders of images and sound have layers too, but keep no cache
+    if len(lists) > 1:  # encoders of images and sound have layers too, but no cache
         lists = [(name, module) for name, module in lists if any(map(mixes_tokens, module.modules()))]
-    if len(lists) > 1:  # a slice of a list is one more list of the same layers
+    if len(lists) > 1:  # a slice of a list is another list of the same layers
         lists = list({tuple(map(id, module)): (name, module) for name, module in reversed(lists)}.values())
     if len(lists) != 1:
-        found = ", ".join(name for name, _ in lists) or "none"
-        raise CapflowError(
-            explain(
-                f"{type(model).__name__}: cannot find the decoder layers",
-                got=f"lists of {num_layers} layers: {found}",
-                expected="exactly one",
-            )
-        )
+        got = f"lists of {num_layers} layers: {', '.join(name for name, _ in lists) or 'none'}"
+        error = f"{type(model).__name__}: cannot find the decoder layers"
+        raise CapflowError(explain(error, got=got, expected="exactly one"))
     return [(n, layer) for n, layer in enumerate(lists[0][1]) if not isinstance(layer, PPMissingLayer)]
 
 
 def mixes_tokens(module: Any) -> bool:
-    """Return whether a module is the core of attention, or of a state-space layer: what keeps a cache."""
+    """Return whether a module is the core of attention or of a state-space layer, which has a cache."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     return isinstance(module, AttentionLayerBase)
 
 
 def divided_by(module: Any) -> float:
-    """Return by what a module divides what it returns in float16, and not in float32.
+    """Return the factor by which a module divides its output in float16, but not in float32.
 
-    vLLM multiplies what routed experts return by a factor; in float16 it divides what shared experts return instead, and
-    leaves it to the decoder layer to divide the rest.
+    vLLM multiplies the output of routed experts by a factor. In float16, it divides the output of shared experts by
+    that factor instead; the decoder layer must divide the rest of the stream.
     """
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
@@ -233,44 +229,33 @@ def divided_by(module: Any) -> float:
 
 
 def structure_of(layer: Any, dtype: Any) -> Structure:
-    """Return the structure of a decoder layer.
-
-    Raises CapflowError naming the layer's class when it cannot be followed.
-    """
+    """Return the structure of a decoder layer; raise CapflowError, which names its class, if it cannot be followed."""
     import torch
 
     try:
         return resolve(layer, dtype, mixes_tokens, divided_by if dtype == torch.float16 else lambda _: 1.0)
     except UnclearError as e:
-        raise CapflowError(
-            explain(f"{type(layer).__name__}: unknown structure of a decoder layer", got=str(e)),
-        ) from e
+        raise CapflowError(explain(f"{type(layer).__name__}: unknown structure of a decoder layer", got=str(e))) from e
 
 
 def in_one_scale(layers: tuple[Structure, ...]) -> tuple[Structure, ...]:
-    """Return the layers of a model, each of which takes the stream as often as the one before returns it, the first one once.
+    """Return a model's layers; each takes the stream times the factor with which the layer before returns it.
 
-    Raises CapflowError otherwise: then it is not known how often a layer's input is the stream.
+    The first layer takes the stream itself. Raises CapflowError otherwise: a layer's factor is then unknown.
     """
     scale = 1.0
     for number, layer in enumerate(layers):
         if not math.isclose(layer.taken, scale, rel_tol=1e-6):
-            expected = f"{scale:g} times it, as what comes before returns it"
-            raise CapflowError(
-                explain(
-                    f"layer {number}: its part of the stream",
-                    got=f"{layer.taken:g} times the stream",
-                    expected=expected,
-                )
-            )
+            got, expected = f"{layer.taken:g} times the stream", f"{scale:g} times it, as the layer before returns it"
+            raise CapflowError(explain(f"layer {number}: its part of the stream", got=got, expected=expected))
         scale = layer.given
     return layers
 
 
 def owned_sites(model: Any, info: ModelInfo, dtype: Any) -> Iterator[tuple[Site, Any, HookPlace]]:
-    """Yield each tapped site that this worker owns, with its layer and its place in it.
+    """Yield each tapped site that this worker owns, with its layer and its place in the layer.
 
-    Raises CapflowError for a site that the model, as it was loaded here, does not have.
+    Raises CapflowError for a site that the loaded model lacks.
     """
     tapped = set(info.sites)
     for number, layer in decoder_layers(model, info.num_layers):
@@ -279,7 +264,6 @@ def owned_sites(model: Any, info: ModelInfo, dtype: Any) -> Iterator[tuple[Site,
             if (site := Site(number, hook)) not in tapped:
                 continue
             if hook not in structure.places:
-                raise CapflowError(
-                    explain(f"site {site}", got=structure.missing[hook], expected="a site of the model as it is loaded")
-                )
+                got = structure.missing[hook]
+                raise CapflowError(explain(f"site {site}", got=got, expected="a site of the loaded model"))
             yield site, layer, structure.places[hook]

@@ -1,7 +1,7 @@
-"""What a step holds, in the words of vLLM's schedulers and model runners; `compat` has everything else of vLLM's insides.
+"""The content of a step in vLLM's schedulers and model runners.
 
-A batch is a list of `(vLLM's request id, first row in the model's tensors, first position, tokens)`. Verified with vLLM
-0.32.0.
+A batch is a list of `(vLLM's request id, first row in the model's tensors, first position, number of tokens)`. Verified
+with vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Batch = list[tuple[str, int, int, int]]
 
 
 def scheduled_batch(runner: Any, num_scheduled_tokens: Any) -> Batch:
-    """Return the V1 runner's batch; called after it prepared its inputs, when its batch has this step's order."""
+    """Return the V1 runner's batch; valid after it prepared its inputs, when its batch is in the step's order."""
     batch = runner.input_batch
     lengths = num_scheduled_tokens[: batch.num_reqs].tolist()
     starts = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
@@ -26,20 +26,20 @@ def scheduled_batch(runner: Any, num_scheduled_tokens: Any) -> Batch:
 
 
 def prepared_batch(batch: Any) -> Batch:
-    """Return the batch that the V2 runner prepared; its order is its own."""
+    """Return the batch that the V2 runner prepared, in the runner's order."""
     parts = (batch.query_start_loc_np, batch.num_computed_tokens_np, batch.num_scheduled_tokens)
     return list(zip(batch.req_ids, *(part[: batch.num_reqs].tolist() for part in parts), strict=True))
 
 
 def step_token_ids(runner: Any, tokens: int) -> Any:
-    """Return the input ids of the step that a runner prepared, `[tokens]`, on its device."""
-    buffers = getattr(runner, "input_buffers", None)  # of the V2 runner
+    """Return the input ids of the prepared step, `[tokens]`, on the runner's device."""
+    buffers = getattr(runner, "input_buffers", None)  # only the V2 runner has them
     ids = runner.input_ids.gpu if buffers is None else buffers.input_ids
     return ids[:tokens]
 
 
 def forward_tokens(input_ids: Any, kwargs: dict[str, Any]) -> int:
-    """Return how many token rows the tensors of a V1 forward pass have, padding included."""
+    """Return the number of token rows in the tensors of a V1 forward pass, including padding."""
     for tensor in (input_ids, kwargs.get("inputs_embeds")):
         if tensor is not None:
             return int(tensor.shape[0])
@@ -63,9 +63,9 @@ def new_requests(scheduler_output: Any) -> Iterator[tuple[str, int, dict[str, An
 def scheduled_tokens(
     scheduler_output: Any, requests: Mapping[str, Any]
 ) -> tuple[Mapping[str, int], dict[str, tuple[int, int]]]:
-    """Return what a step just scheduled computes, and its draft tokens.
+    """Return the tokens of a scheduled step: their number by request, and its drafts.
 
-    That is tokens by request, and for each request with drafts the position behind the last and their number.
+    The drafts of a request are given as the position after the last one and their number.
     """
     drafts = {
         key: (requests[key].num_computed_tokens, len(tokens))
@@ -76,39 +76,39 @@ def scheduled_tokens(
 
 
 def ends_input(request: Any) -> bool:
-    """Return whether what was added to a request that runs is no more input, but the word that there is none."""
+    """Return whether an addition to a running request is not more input but the end of its input."""
     return not getattr(request, "resumable", False)
 
 
 def sample_number(key: str) -> int:
-    """Return which of the samples that were asked for a request is, given its id; 0 for one that is none of several."""
+    """Return the index of a sample among its request's samples, given the sample's id; 0 if there is only one."""
     number = key.partition("_")[0]
     return int(number) if number.isdecimal() else 0
 
 
 def parent_of(key: str) -> str:
-    """Return the id of the request that one is a sample of, given its id."""
+    """Return the id of a sample's request, given the sample's id."""
     return key.partition("_")[2]
 
 
 def detokenizer(tokenizer: Any, request: Any) -> Any:
-    """Return what vLLM's front end searches the answer of a request with for its stop strings."""
+    """Return the object with which vLLM's front end searches a request's answer for its stop strings."""
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     return IncrementalDetokenizer.from_new_request(tokenizer, request)
 
 
 def stopped_by_token(request: Any) -> bool:
-    """Return whether a token ended a request: its text is no part of the answer then."""
+    """Return whether a token ended a request; the token's text is then no part of the answer."""
     return bool(request.status.name == "FINISHED_STOPPED")
 
 
 def sampled_tokens(model_runner_output: Any, key: str) -> int:
-    """Return how many tokens a step gave a request: those of its drafts that were accepted, and one more."""
+    """Return the number of tokens that a step sampled for a request: its accepted drafts and one more."""
     sampled = model_runner_output.sampled_token_ids
     return len(sampled[model_runner_output.req_id_to_index[key]]) if sampled else 0
 
 
 def drops_steps_under_way(request: Any) -> bool:
-    """Return whether the output of steps under way is to be dropped for a request that was just preempted."""
+    """Return whether the output of steps in flight must be dropped for a request that was just preempted."""
     return bool(getattr(request, "drop_stale_output", False)) and request.num_stale_output_tokens > 0

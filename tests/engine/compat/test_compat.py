@@ -169,7 +169,7 @@ _CHOICES = [("LLM", None), ("LLM", "0"), ("serve", None), ("doctor", None), ("vL
 
 @pytest.fixture(scope="module")
 def sends(tmp_path_factory):
-    """Return whether vLLM sends usage statistics, for each of the choices, in a fork of one process that imported vLLM."""
+    """Return whether vLLM sends usage statistics for each choice, in forks of one process that imported vLLM."""
     source = "import os, vllm, vllm.usage.usage_lib as usage\n"
     for start, value in _CHOICES:
         source += f"""
