@@ -10,6 +10,7 @@ every later plan. The index of the site is in a tensor too, so the graphs of two
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,45 +55,16 @@ def tap(
         step.tap(int(site), hidden, None if residual is None else residual.view(hidden.shape), scale)
 
 
-def _tap_gpu(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    site: torch.Tensor,
-    site_group: torch.Tensor,
-    site_base: torch.Tensor,
-    token_row: torch.Tensor,
-    token_steer: torch.Tensor,
-    staging: torch.Tensor,
-    heads: torch.Tensor,
-    op_ints: torch.Tensor,
-    op_floats: torch.Tensor,
-    rows: torch.Tensor,
-    scale: float,
-) -> None:
+@functools.wraps(tap)
+def _tap_gpu(hidden: torch.Tensor, residual: torch.Tensor | None, *tables_and_scale: Any) -> None:
     from capflow_engine.taps.kernel import launch
 
     hidden = hidden.view(-1, hidden.shape[-1])
-    residual = None if residual is None else residual.view(hidden.shape)
-    tables = (site_group, site_base, token_row, token_steer, staging, heads, op_ints, op_floats, rows)
-    launch(hidden, residual, site, *tables, scale)
+    launch(hidden, None if residual is None else residual.view(hidden.shape), *tables_and_scale)
 
 
-def _tap_fake(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    site: torch.Tensor,
-    site_group: torch.Tensor,
-    site_base: torch.Tensor,
-    token_row: torch.Tensor,
-    token_steer: torch.Tensor,
-    staging: torch.Tensor,
-    heads: torch.Tensor,
-    op_ints: torch.Tensor,
-    op_floats: torch.Tensor,
-    rows: torch.Tensor,
-    scale: float,
-) -> None:
-    return None
+def _tap_fake(*args: Any) -> None:
+    del args
 
 
 _library = torch.library.Library("capflow", "FRAGMENT")

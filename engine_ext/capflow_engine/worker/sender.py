@@ -158,7 +158,7 @@ class Sender:
         link = self.ways[hub].link
         groups = step.plan.shipped(hub)
         ended = [(request, end) for request, end in step.ended if request.hub == hub]
-        spans = self._trimmed(step, groups)
+        spans = _trimmed(step, groups)
         counts = _count(step.plan, groups, spans)
         reason = step.lost
         if step.rows is not None and counts:
@@ -195,23 +195,6 @@ class Sender:
         last = groups[-1]
         end = last.base + last.rows * len(last.sites)
         return rows[groups[0].base * self._row_bytes : end * self._row_bytes].copy()
-
-    def _trimmed(self, step: Computed, groups: Sequence[Group]) -> list[tuple[Span, ...]]:
-        """Return each group's spans without the rows that belong to no request."""
-        ends = step.limits
-        trimmed = []
-        for group in groups:
-            spans = group.spans
-            if ends:
-                cut = []
-                for span in spans:
-                    limit = ends.get(step.plan.batch[span.request].request.key)
-                    length = span.length if limit is None else min(span.length, limit - span.start)
-                    if length > 0:
-                        cut.append(span if length == span.length else span._replace(length=length))
-                spans = tuple(cut)
-            trimmed.append(spans)
-        return trimmed
 
     def _describe(
         self, step: Computed, groups: Sequence[Group], trimmed: list[tuple[Span, ...]]
@@ -291,6 +274,18 @@ class Sender:
             step_tokens=step.plan.tokens,
             step_requests=len(step.plan.batch),
         )
+
+
+def _trimmed(step: Computed, groups: Sequence[Group]) -> list[tuple[Span, ...]]:
+    """Return each group's spans without the rows that belong to no request."""
+    if not step.limits:
+        return [group.spans for group in groups]
+
+    def trim(span: Span) -> Span:
+        limit = step.limits.get(step.plan.batch[span.request].request.key)
+        return span if limit is None else span._replace(length=min(span.length, limit - span.start))
+
+    return [tuple(span for span in map(trim, group.spans) if span.length > 0) for group in groups]
 
 
 def _count(plan: Plan, groups: Sequence[Group], trimmed: list[tuple[Span, ...]]) -> dict[str, int]:
