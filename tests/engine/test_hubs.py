@@ -44,8 +44,8 @@ class TestHubsAt:
         assert hubs_at([]) == (HubAt("ipc:///h"),)
 
     def test_their_order_is_kept(self):
-        found = hubs_at(["ipc:///b", "ipc:///a", "tcp://127.0.0.1:1"])
-        assert [hub.address for hub in found] == ["ipc:///b", "ipc:///a", "tcp://127.0.0.1:1"]
+        hubs = hubs_at(["ipc:///b", "ipc:///a", "tcp://127.0.0.1:1"])
+        assert [hub.address for hub in hubs] == ["ipc:///b", "ipc:///a", "tcp://127.0.0.1:1"]
 
     @pytest.mark.parametrize(
         ("addresses", "message"),
@@ -125,8 +125,8 @@ class TestResults:
             begun = time.monotonic()
 
             async def one(name, wait_s):
-                found = await askers.ask([name], captures=True, wait_s=wait_s)
-                return found[name], time.monotonic() - begun
+                results = await askers.ask([name], captures=True, wait_s=wait_s)
+                return results[name], time.monotonic() - begun
 
             return await asyncio.gather(one(mine, 30.0), one(others, 3.0)), await askers.ask(
                 [others, mine], captures=True, wait_s=0.5
@@ -135,8 +135,8 @@ class TestResults:
         with running_hub(addresses[0], Recorder()), worker_link(addresses[0]) as link:
             frame = make_frame([(mine, 4, 0, 4)], finished=[make_finished(mine)])
             assert link.send(frame.header, frame.payload) is None
-            ((found, took), (unknown, waited)), both = asyncio.run(ask())
-        assert found["recorder"].status == "ok"
+            ((results, took), (unknown, waited)), both = asyncio.run(ask())
+        assert results["recorder"].status == "ok"
         assert took < waited
         assert list(unknown) == ["hub"]
         assert unknown["hub"].status == "error"

@@ -1,4 +1,4 @@
-"""An engine with two hubs: the rows of each request are whole in one of them, also when the other is killed and comes back."""
+"""An engine with two hubs: the rows of each request are complete in one hub, even while the other restarts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ LENGTHS = [5, 40, 17, 3, 9, 22, 31, 1]
 
 def names(prefix, hub=None):
     """Return a name for each prompt; of one hub's requests only, if it is named."""
-    found = (f"{prefix}{number}" for number in itertools.count())
-    return list(itertools.islice((name for name in found if hub in (None, hub_of(name, 2))), len(LENGTHS)))
+    candidates = (f"{prefix}{number}" for number in itertools.count())
+    return list(itertools.islice((name for name in candidates if hub in (None, hub_of(name, 2))), len(LENGTHS)))
 
 
 def generate(llm, called, **more):

@@ -1,4 +1,4 @@
-"""Runs the fuzzer: `python -m tests.fuzz --seconds 60`, `--target NAME` for one of them, `--corpus` for what is kept alone."""
+"""Runs the fuzzer: `python -m tests.fuzz --seconds 60`; `--target NAME` for one target, `--corpus` for the corpus."""
 
 from __future__ import annotations
 

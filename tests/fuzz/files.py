@@ -1,4 +1,4 @@
-"""Targets that read files. An input is the name of a file below a directory that is right, and what that file holds instead."""
+"""Targets that read files. An input is the name of a file in a valid directory, and the content that replaces it."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Files:
     def __init__(self, root):
         self.right = Path(tempfile.mkdtemp(dir=root))
         self.here = Path(tempfile.mkdtemp(dir=root)) / "here"
-        with mock.patch("os.urandom", bytes):  # what is in the corpus fits what is made the next time
+        with mock.patch("os.urandom", bytes):  # the corpus stays valid for the directory that the next run makes
             self.make(self.right)
-        found = sorted(path.relative_to(self.right) for path in self.right.rglob("*") if path.is_file())
-        self.inputs = [bytes(path) + NAME + (self.right / path).read_bytes() for path in found]
+        paths = sorted(path.relative_to(self.right) for path in self.right.rglob("*") if path.is_file())
+        self.inputs = [bytes(path) + NAME + (self.right / path).read_bytes() for path in paths]
 
     def mutate(self, choose, data, others):
         """Return an input whose name is the same."""
@@ -165,27 +165,27 @@ class Dataset(Files):
             engine.settle()
 
     def mutate(self, choose, data, others):
-        """Return an input; half of the sidecars have their checksum made right again, so that what is behind it is reached."""
+        """Return an input; half of the sidecars get a correct checksum, so that the checks after it are reached."""
         data = super().mutate(choose, data, others)
         name, _, content = data.partition(NAME)
-        found = re.fullmatch(rb'(.*),"xxh3_64":"[0-9a-f]*"\}', content, re.DOTALL)
-        if found is None or choose.random() < 0.5:
+        match = re.fullmatch(rb'(.*),"xxh3_64":"[0-9a-f]*"\}', content, re.DOTALL)
+        if match is None or choose.random() < 0.5:
             return data
-        return name + NAME + found[1] + b',"xxh3_64":"' + xxhash.xxh3_64_hexdigest(found[1]).encode() + b'"}'
+        return name + NAME + match[1] + b',"xxh3_64":"' + xxhash.xxh3_64_hexdigest(match[1]).encode() + b'"}'
 
     def look(self, directory):
         """Read every row."""
         data = capflow.open(directory / "d")
-        for found in data.walk():
-            if isinstance(found, tuple):  # damaged
+        for request in data.walk():
+            if isinstance(request, tuple):  # damaged
                 continue
             with contextlib.suppress(capflow.CapflowError):
-                found.verify()
+                request.verify()
             with contextlib.suppress(capflow.CapflowError):
-                for site in found.sites:
-                    found[site]
-            if isinstance(found, DirectoryCapture):
-                str(found)
+                for site in request.sites:
+                    request[site]
+            if isinstance(request, DirectoryCapture):
+                str(request)
         list(data.verify_shards())
         data.running()
 
@@ -239,9 +239,8 @@ class Options(Files):
 
     def make(self, directory):
         """Write one."""
-        (directory / "c.toml").write_text(
-            '[[consumer]]\nname = "filesystem"\nroot = "x"\npositions = "all"\nhooks = ["post_block"]\n\n[[consumer]]\nname = "log"\n'
-        )
+        filesystem = 'name = "filesystem"\nroot = "x"\npositions = "all"\nhooks = ["post_block"]'
+        (directory / "c.toml").write_text(f'[[consumer]]\n{filesystem}\n\n[[consumer]]\nname = "log"\n')
         self.known = load_plugins()
 
     def look(self, directory):

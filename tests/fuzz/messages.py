@@ -53,7 +53,10 @@ class _Failures(logging.Handler):
 
 
 class Messages:
-    """One message. taken: whether each of the inputs is to be taken; else some are for another reader than some of those that look."""
+    """One message.
+
+    taken: whether every input must be accepted. If False, some inputs are meant for only some of the readers.
+    """
 
     taken = False
 
@@ -115,8 +118,8 @@ class Zmtp(Messages):
     def __init__(self, root):
         self.root = Path(tempfile.mkdtemp(dir=root))
         self.root.chmod(0o700)
-        said = [message.encode(make_hello()), message.encode(make_hello(role="client"))]
-        framed = [b"\0" + bytes([len(each)]) + each for each in said if len(each) < 256]
+        hellos = [message.encode(make_hello()), message.encode(make_hello(role="client"))]
+        framed = [b"\0" + bytes([len(each)]) + each for each in hellos if len(each) < 256]
         self.inputs = [self.GREETING + self.READY + b"".join(framed), self.GREETING, self.GREETING + self.READY]
         self.router = Router(f"ipc://{self.root}/s")
 

@@ -1,4 +1,4 @@
-"""Targets that need vLLM: bodies over HTTP and messages over gRPC, both sent to servers without an engine, and files of vectors."""
+"""Targets that need vLLM: bodies over HTTP and messages over gRPC, for servers without an engine, and vector files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Named(Messages):
 
 
 class Http(_Named):
-    """Bodies of the routes with fields of capture and steering. Every answer is 2xx, 4xx, or 501 of a model that does not generate."""
+    """Bodies of the routes with capture and steering fields; answers are 2xx, 4xx, or 501 (model cannot generate)."""
 
     def __init__(self, root):
         self.client = server(Path(tempfile.mkdtemp(dir=root)))

@@ -1,12 +1,13 @@
-"""Runs the transport for long beside hostile peers, and holds its memory, descriptors and threads against bounds.
+"""Runs the transport for a long time beside hostile peers, and checks its memory, descriptors and threads.
 
     make soak          (or: python -m tests.soak [--minutes N] [--rate N] [--seed N])
 
-The processes are the worker of `tests.chaos`, `capflow run` with the filesystem consumer and small caches (`tests.soak.hub`), and this one, which
-checks every row as it is published. An attack of `tests.kit.attacks` begins every 20 seconds and lasts 4. Samples of the resident memory, the
-descriptors and the threads of hub and worker are taken between attacks. Those count that are taken once the hub keeps as many results as
-it may and every attack has run twice. Over them the memory grows by at most 0.1 MB a minute (Theil-Sen: the median of the slopes between
-all pairs of samples), and the descriptors and threads do not grow. The exit code is 1 when a bound is passed, or when a row is lost,
+The processes are the worker of `tests.chaos`, `capflow run` with the filesystem consumer and small caches
+(`tests.soak.hub`), and this one, which checks every row as it is published. An attack of `tests.kit.attacks` begins
+every 20 seconds and lasts 4 seconds. Between attacks, the resident memory, descriptors and threads of hub and worker
+are sampled. Samples count once the hub keeps its maximum number of results and every attack has run twice. Over these
+samples, the memory may grow by at most 0.1 MB a minute (Theil-Sen: the median of the slopes between all pairs of
+samples), and the descriptors and threads must not grow. The exit code is 1 if a bound is passed, or if a row is lost,
 repeated or wrong.
 """
 
@@ -132,7 +133,8 @@ def judge(name: str, one: Watched, options: Options) -> bool:
     minutes, slope = (one.at[-1] - one.at[0]) / 60, one.slope()
     descriptors, threads = one.peaks(one.descriptors), one.peaks(one.threads)
     options.tell(
-        f"| {name} | {slope:+.3f} MB a minute over {minutes:.1f} minutes ({len(one.at)} samples), {max(one.resident) / 1e6:.0f} MB at most, "
+        f"| {name} | {slope:+.3f} MB a minute over {minutes:.1f} minutes ({len(one.at)} samples), "
+        f"{max(one.resident) / 1e6:.0f} MB at most, "
         f"descriptors at most {descriptors[0]} then {descriptors[1]}, threads {threads[0]} then {threads[1]} |"
     )
     return slope <= SLOPE_MB_MAX and descriptors[1] <= descriptors[0] and threads[1] <= threads[0]

@@ -124,9 +124,9 @@ print(demo.prepare(Path(sys.argv[1])))
         subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = {process.communicate(timeout=60)[0] for process in both}
+    outputs = {process.communicate(timeout=60)[0] for process in both}
     assert [process.returncode for process in both] == [0, 0]
-    assert len(said) == 1
+    assert len(outputs) == 1
     assert (tmp_path / "made").read_text() == "made\n"
 
 

@@ -42,7 +42,7 @@ def model():
 def prompts(tmp_path_factory):
     """Some of the example prompts, of mixed length."""
     lines = (ROOT / "examples" / "prompts.jsonl").read_text().splitlines()
-    lines = [found for line in lines if len((found := json.loads(line))["prompt"]) <= CHARACTERS_MAX]
+    lines = [entry for line in lines if len((entry := json.loads(line))["prompt"]) <= CHARACTERS_MAX]
     lines.sort(key=lambda line: len(line["prompt"]))
     chosen = lines[:: -(len(lines) // PROMPTS)][:PROMPTS]  # from the longest down
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
@@ -67,7 +67,7 @@ def run(model, prompts, root, *arguments):
 def read(root):
     """Return, by request, (token ids of all rows, rows `[layers, tokens, hidden]` float32)."""
     data = capflow.open(root)
-    found = {}
+    rows_of = {}
     for name in data.requests():
         request = data[name]
         request.verify()
@@ -77,9 +77,9 @@ def read(root):
         for site in sites:
             assert request[site].positions.tolist() == positions
         rows = np.stack([np.asarray(request[site].rows, dtype=np.float32) for site in sites])
-        found[name] = request[sites[0]].token_ids.tolist(), rows
-    assert len(found) == PROMPTS
-    return found
+        rows_of[name] = request[sites[0]].token_ids.tolist(), rows
+    assert len(rows_of) == PROMPTS
+    return rows_of
 
 
 def errors(got, expected):
@@ -123,7 +123,7 @@ def test_bfloat16_rows_are_as_near_to_the_model_as_transformers_are(model, bfloa
 
 @pytest.mark.long
 def test_the_bound_would_notice(bfloat16, float32):
-    """Rows held against the reference of the next position, or of the next layer, are off by far more than the bound."""
+    """Rows compared with the reference of the next position or layer are off by far more than the bound."""
     own, position, layer = [], [], []
     for token_ids, rows in bfloat16.values():
         truth = float32.post_block(token_ids)

@@ -41,7 +41,7 @@ STEERED = {
 
 @pytest.fixture
 def job(tiny_with_words, tmp_path):
-    """Return a function that makes the job of lines and options, by way of the file and of what travels to the child."""
+    """Return a function that makes a job from lines and options, through the file and the message to the child."""
 
     def make(lines, **options):
         path = tmp_path / "prompts.jsonl"
@@ -49,8 +49,8 @@ def job(tiny_with_words, tmp_path):
             "".join(json.dumps({"prompt": "w5 w6 w7 w8", "capture": CAPTURE} | line) + "\n" for line in lines)
         )
         asked = {
-            "model": tiny_with_words, "prompts": read_prompts(path), "prompts_file": "prompts.jsonl", "hub": "ipc:///nowhere",
-            "sites": ["post_block:*"], "max_tokens": TOKENS, "sampling": {"ignore_eos": True},
+            "model": tiny_with_words, "prompts": read_prompts(path), "prompts_file": "prompts.jsonl",
+            "hub": "ipc:///nowhere", "sites": ["post_block:*"], "max_tokens": TOKENS, "sampling": {"ignore_eos": True},
             "engine": {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_batched_tokens": 64},
         } | options  # fmt: skip
         return msgspec.json.decode(msgspec.json.encode(asked), type=JobRequest)
@@ -59,25 +59,25 @@ def job(tiny_with_words, tmp_path):
 
 
 def run(job):
-    """Run a job in this process; return what it told."""
+    """Run a job in this process; return its events, or the message of its UsageError."""
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    told = []
+    events = []
     with engines.environment(**variables), engines.collecting_little():
         from vllm.distributed import cleanup_dist_env_and_memory
 
         from capflow_engine.jobs import batch
 
         try:
-            batch.run(job, lambda event, **fields: told.append((event, fields)))
+            batch.run(job, lambda event, **fields: events.append((event, fields)))
         except UsageError as e:
-            assert "ready" not in [event for event, _ in told]
+            assert "ready" not in [event for event, _ in events]
             return str(e)
         finally:
             cleanup_dist_env_and_memory()
-    return told
+    return events
 
 
 def test_prompts_are_steered_as_requests_of_an_engine_are(job, keeper, tiny_with_words, tmp_path):
@@ -85,8 +85,8 @@ def test_prompts_are_steered_as_requests_of_an_engine_are(job, keeper, tiny_with
     (tmp_path / "calm.json").write_text(json.dumps(CALM))
     lines = [{"id": name, **fields} for name, fields in STEERED.items()]
     modules = [f"calm={tmp_path}/calm.json"]
-    told = run(job(lines, hub=keeper.address, steering=f"{tmp_path}/all.json", steering_modules=modules))
-    done = {fields["id"]: fields for event, fields in told if event == "done"}
+    events = run(job(lines, hub=keeper.address, steering=f"{tmp_path}/all.json", steering_modules=modules))
+    done = {fields["id"]: fields for event, fields in events if event == "done"}
     with engines.engine(tiny_with_words, hub=keeper.address, skip_tokenizer_init=False) as llm:
         llm.steering.set_global(load_module(tmp_path / "all.json"))
         llm.steering.register("calm", load_module(tmp_path / "calm.json"))
@@ -115,25 +115,27 @@ def test_prompts_are_steered_as_requests_of_an_engine_are(job, keeper, tiny_with
 
 
 def test_nothing_steers_a_job_without_steering(job, keeper):
-    told = run(job([{"id": "one"}], hub=keeper.address))
-    assert [fields["steering_applied"] for event, fields in told if event == "done"] == [None]
+    events = run(job([{"id": "one"}], hub=keeper.address))
+    assert [fields["steering_applied"] for event, fields in events if event == "done"] == [None]
 
 
 @pytest.mark.parametrize(
     ("line", "options", "words"),
     [
-        ({"steering_name": "glad"}, {}, "prompts.jsonl, line 2, steering_name: got glad, expected a module of --steering-modules (calm)"),
+        ({"steering_name": "glad"}, {},
+         "prompts.jsonl, line 2, steering_name: got glad, expected a module of --steering-modules (calm)"),
         ({"steering_vectors": {"post_block": {"9": [1.0] * 64}}}, {},
          "prompts.jsonl, line 2, steering_vectors.post_block.9: got layer 9, expected 0..3"),
         ({"steering_vectors": {"mlp_in": {"1": [1.0] * 64}}}, {},
          "prompts.jsonl, line 2, steering_vectors.mlp_in.1: got no tap at mlp_in:1"),
         ({"steering_clamps": {"post_block": {"1": {"vector": [1.0] * 8, "value": 0}}}}, {},
          "prompts.jsonl, line 2, steering_clamps.post_block.1: got 8 numbers, expected 64"),
-        ({"steering_patches": {"post_block": {"1": {"positions": [0, 1, 2], "vector": [vector(n) for n in range(3)]}}}}, {"steering_bank_bytes": 512},
-         "prompts.jsonl, line 2, steering_patches: "),
+        ({"steering_patches": {"post_block": {"1": {"positions": [0, 1, 2], "vector": [vector(n) for n in range(3)]}}}},
+         {"steering_bank_bytes": 512}, "prompts.jsonl, line 2, steering_patches: "),
         ({}, {"steering": "{tmp}/none.json"}, "{tmp}/none.json: got no such file"),
         ({}, {"steering": "{tmp}/wide.json"}, "{tmp}/wide.json: vectors.post_block.1: got 8 numbers, expected 64"),
-        ({}, {"steering_modules": ["wide={tmp}/wide.json"]}, "{tmp}/wide.json: vectors.post_block.1: got 8 numbers, expected 64"),
+        ({}, {"steering_modules": ["wide={tmp}/wide.json"]},
+         "{tmp}/wide.json: vectors.post_block.1: got 8 numbers, expected 64"),
         ({}, {"steering_modules": ["wide"]}, "--steering-modules: got wide, expected NAME=PATH"),
     ],
 )  # fmt: skip
@@ -159,5 +161,7 @@ def test_an_argument_that_vllm_does_not_know_is_named_before_the_model_is_loaded
 
 def test_the_lines_fields_are_parsed_as_everywhere(job):
     for fields in STEERED.values():
-        said = {name: value for name, value in fields.items() if value is not None}
-        assert job([{"id": "a", **fields}]).prompts[0].steering == (Steering.parse(said) if said else None)
+        steering_fields = {name: value for name, value in fields.items() if value is not None}
+        assert job([{"id": "a", **fields}]).prompts[0].steering == (
+            Steering.parse(steering_fields) if steering_fields else None
+        )

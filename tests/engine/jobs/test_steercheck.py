@@ -1,4 +1,4 @@
-"""The check of steering: what its numbers mean, that it finds steering that works, and that it fails by steering that does not."""
+"""The check of steering: the meaning of its numbers; it passes steering that works and fails steering that does not."""
 
 import json
 import os
@@ -112,7 +112,7 @@ def doctor(*arguments):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         (["--json"], "--json: expected --steering MODEL with it"),
         (["--turns", "0"], "--turns: expected --steering MODEL with it"),
@@ -120,10 +120,10 @@ def doctor(*arguments):
         (["--steering", "demo", "--dtype", "int3"], "'int3' is not one of"),
     ],
 )
-def test_wrong_options_are_one_line(arguments, said):
+def test_wrong_options_are_one_line(arguments, words):
     done = doctor(*arguments)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
-    assert said in done.stderr
+    assert words in done.stderr
 
 
 @pytest.mark.engine
@@ -139,15 +139,15 @@ def test_a_model_that_is_not_there_is_one_line():
 def test_the_command_finds_that_steering_works(tiny):
     done = doctor("--steering", tiny, "--dtype", "float32", "--enforce-eager", "--turns", "1", "--json")
     assert done.returncode == 0, done.stderr[-4000:]
-    said = json.loads(done.stdout)
-    assert said["failures"] == []
-    assert [one["site"] for one in said["fired"]] == ["post_block:0", "post_block:2", "post_block:3"]
-    assert all(one["moved"] > 0.1 and one["patched_apart"] < 1e-4 for one in said["fired"])
-    assert all(said["mates"][name] == {"logprob": 0.0, "equal": 32, "tokens": 32} for name in ("beside", "alone"))
-    assert said["mates"]["vllm"]["equal"] == 64
-    assert said["applied"]["prefill"] == {f"post_block:{n}": 1 for n in range(4)}
-    assert said["cost"]["turns"] == 1
-    assert said["cost"]["modes"]["steered"]["verdict"] == "too few turns to tell"
+    report = json.loads(done.stdout)
+    assert report["failures"] == []
+    assert [one["site"] for one in report["fired"]] == ["post_block:0", "post_block:2", "post_block:3"]
+    assert all(one["moved"] > 0.1 and one["patched_apart"] < 1e-4 for one in report["fired"])
+    assert all(report["mates"][name] == {"logprob": 0.0, "equal": 32, "tokens": 32} for name in ("beside", "alone"))
+    assert report["mates"]["vllm"]["equal"] == 64
+    assert report["applied"]["prefill"] == {f"post_block:{n}": 1 for n in range(4)}
+    assert report["cost"]["turns"] == 1
+    assert report["cost"]["modes"]["steered"]["verdict"] == "too few turns to tell"
     assert "capflow: steering at post_block:2" in done.stderr
 
 
