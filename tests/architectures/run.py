@@ -1,13 +1,15 @@
-"""Every architecture against Transformers, every hook at every layer, in three dtypes: `make architectures` writes docs/compatibility.md's matrix.
+"""Compares every architecture with Transformers, at every hook and layer, in three dtypes.
 
     python -m tests.architectures [MODEL_TYPE …] [--write]
 
-Each architecture is a tiny random model, saved, loaded by real vLLM, and captured through a hub into files; the rows that are read
-back are compared with Transformers', which computes in float32 from the same weights. Engines take turns in a child process, which is
-replaced when it dies.
+`make architectures` writes the matrix of docs/compatibility.md. Each architecture is a tiny random model, which is
+saved, loaded by real vLLM, and captured through a hub into files. The rows in the files are compared with those of
+Transformers, which computes in float32 from the same weights. One child process runs the engines one after another; it
+is replaced if it dies.
 
-In float32 the largest error of any number counts. In a coarser dtype the median error of a site's rows counts: rounding may give a
-token to another expert, and then that row, and those that attend to it, are others in that dtype. A wrong scale is in every row.
+In float32, the largest error of any number counts. In a coarser dtype, the median error of a site's rows counts:
+rounding may route a token to another expert, which changes its row and the rows that attend to it. A wrong scale
+changes every row.
 """
 
 import argparse
@@ -30,7 +32,8 @@ ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11}
 """The largest relative error of one rounding, by dtype."""
 DTYPES = ("float32", *ROUNDING)
 ROUNDINGS_MAX = 8
-"""How many roundings a row's error may amount to: three layers round about twenty times between them, and errors add up as their root does."""
+"""The maximum error of a row, in roundings: three layers round about twenty times, and errors add up as a square root.
+"""
 HOOKS = ("pre_attn", "post_attn", "post_block", "mlp_in", "mlp_out")
 LENGTHS = (9, 21, 5)
 TOKENS = 4
@@ -38,7 +41,7 @@ _DIE_S = 240.0
 
 
 def check(model_type, dtype, hub, root):
-    """Return what was found of one architecture in a dtype: `{"sites": {hook: layers}, "errors": {hook: largest}, …}`."""
+    """Return the result of one architecture in a dtype: `{"sites": {hook: layers}, "errors": {hook: largest}, …}`."""
     import numpy as np
     import torch
 
@@ -55,8 +58,8 @@ def check(model_type, dtype, hub, root):
         if model_type in architectures.HEADED:
             only["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
         with engines.engine(directory, hub=hub, sites=["*:*"], dtype=dtype, max_num_batched_tokens=64, **only) as llm:
-            found = llm.capflow_model.sites
-            hooks = {hook: "all" for hook in HOOKS if any(site.hook == hook for site in found)}
+            sites = llm.capflow_model.sites
+            hooks = {hook: "all" for hook in HOOKS if any(site.hook == hook for site in sites)}
             name = f"{model_type}-{time.time_ns()}"
             params = [
                 capflow.sampling_params(id=f"{name}-{n}", capture={"hooks": hooks}, max_tokens=TOKENS, **engines.GREEDY)
@@ -78,17 +81,17 @@ def check(model_type, dtype, hub, root):
     data = capflow.open(root)
     errors, unproved = {}, set()
     distance = architectures.distance if dtype == "float32" else architectures.usual_distance
-    for site in found:
+    for site in sites:
         if any(tuple(site) not in reference for reference in references):
             unproved.add(site.hook)
             continue
         rows = [data[f"{name}-{n}"][tuple(site)].rows for n in range(len(references))]
         error = distance(*map(np.concatenate, (rows, [reference[tuple(site)] for reference in references])))
         errors[site.hook] = max(errors.get(site.hook, 0.0), error)
-    layers = {hook: sum(site.hook == hook for site in found) for hook in HOOKS}
+    layers = {hook: sum(site.hook == hook for site in sites) for hook in HOOKS}
     return {
-        "architecture": architecture, "missing": missing, "sites": layers, "errors": errors, "unproved": sorted(unproved),
-        "layers": model.config.get_text_config().num_hidden_layers,
+        "architecture": architecture, "missing": missing, "sites": layers, "errors": errors,
+        "unproved": sorted(unproved), "layers": model.config.get_text_config().num_hidden_layers,
     }  # fmt: skip
 
 
@@ -100,17 +103,17 @@ def _layers(llm):
 
 
 def child(hub, root):
-    """Check the architectures that come in, a line each."""
+    """Check the architectures that stdin names, one per line."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
         try:
-            found = check(*line.split(), hub=hub, root=root)
-        except BaseException as e:  # noqa: BLE001 - whatever it is, it is this architecture's answer
+            result = check(*line.split(), hub=hub, root=root)
+        except BaseException as e:  # noqa: BLE001 - any failure is this architecture's result
             lines = [text for text in str(e).splitlines() if text.strip()]
-            found = {"failed": f"{type(e).__name__}: {lines[-1] if lines else ''}"[:400]}
+            result = {"failed": f"{type(e).__name__}: {lines[-1] if lines else ''}"[:400]}
             traceback.print_exc()
-        out.write(json.dumps(found) + "\n")
+        out.write(json.dumps(result) + "\n")
 
 
 def _environment():
@@ -132,7 +135,7 @@ class Child:
         )  # fmt: skip
 
     def check(self, model_type, dtype):
-        """Return what the child found of an architecture in a dtype; None when it died of it."""
+        """Return the child's result of an architecture in a dtype; None if the child died."""
         import threading
 
         timer = threading.Timer(_DIE_S, self.process.kill)
@@ -155,8 +158,8 @@ class Child:
         self.log.close()
 
 
-def run(model_types, dtypes, found, say):
-    """Add to `found` what comes of each architecture in each dtype; only one that is right in float32 is tried in another."""
+def run(model_types, dtypes, results, say):
+    """Add each architecture's result in each dtype to `results`; other dtypes are tried only if float32 is right."""
     from capflow.transport.hub_process import HubProcess
 
     with tempfile.TemporaryDirectory() as directory:
@@ -168,23 +171,23 @@ def run(model_types, dtypes, found, say):
             for model_type in model_types:
                 for dtype in dtypes:
                     if dtype == "float32":
-                        found[model_type] = children.check(model_type, dtype)
-                    elif model_type in found and passed(found[model_type]):
-                        found[model_type].setdefault("dtypes", {})[dtype] = children.check(model_type, dtype)
-                say(model_type, found.get(model_type, {"failed": "it was not tried in float32"}))
+                        results[model_type] = children.check(model_type, dtype)
+                    elif model_type in results and passed(results[model_type]):
+                        results[model_type].setdefault("dtypes", {})[dtype] = children.check(model_type, dtype)
+                say(model_type, results.get(model_type, {"failed": "it was not tried in float32"}))
         finally:
             children.close()
             hub.stop()
 
 
 class _Children:
-    """The process that checks, and those that take its place. What fails where another model ran before is tried alone."""
+    """The process that checks; replaced if it dies. A model that fails after others ran is tried in a new process."""
 
     def __init__(self, *hub):
         self.hub, self.now = hub, None
 
     def check(self, model_type, dtype):
-        """Return what was found of an architecture in a dtype."""
+        """Return the result of an architecture in a dtype."""
         fresh, self.now = self.now is None, self.now or Child(*self.hub)
         result = self.now.check(model_type, dtype) or {"failed": "the engine's process died"}
         if "failed" not in result or "UsageError" in result["failed"]:
@@ -262,7 +265,7 @@ REASONS = (
     (r"AssertionError: $", "vLLM's router on a CPU does not support its scoring function"),
     (r"process died", "vLLM's process crashes on a CPU"),
 )
-"""What a failure means, by a pattern of its text; a text that no pattern is found in stands for itself."""
+"""The reasons of failures, by a pattern of the failure's text; a text that matches no pattern is shown itself."""
 
 
 def reason_of(result):
@@ -283,9 +286,9 @@ def wrapped(text, indent=""):
     return textwrap.fill(text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def matrix(found, left_out, notes):
-    """Return the lines of the table and of the list of what is left out."""
-    right = {name: result for name, result in sorted(found.items()) if passed(result)}
+def matrix(results, left_out, notes):
+    """Return the lines of the table and of the list of architectures that are left out."""
+    right = {name: result for name, result in sorted(results.items()) if passed(result)}
     footnotes = []
 
     def note(text):
@@ -293,13 +296,16 @@ def matrix(found, left_out, notes):
             footnotes.append(text)
         return f"<sup>{footnotes.index(text) + 1}</sup>"
 
+    right_text = "architectures are right at every layer of each hook point that they have."
+    median = f"the median error of a row, at the worst site; it must be below {ROUNDINGS_MAX} roundings of the dtype"
+    bounds = ", ".join(f"{ROUNDINGS_MAX * size:.1e} in {dtype}" for dtype, size in ROUNDING.items())
     lines = [
-        f"{len(right)} architectures are right at every layer of each hook point that they have. The last three columns are errors compared",
+        f"{len(right)} {right_text} The last three columns are errors compared",
         "with Transformers, with the same weights:",
         "",
         "* float32: the largest error of any number; it must be below 1e-5;",
-        f"* bfloat16 and float16: the median error of a row, at the worst site; it must be below {ROUNDINGS_MAX} roundings of the dtype",
-        "  (" + ", ".join(f"{ROUNDINGS_MAX * size:.1e} in {dtype}" for dtype, size in ROUNDING.items()) + ").",
+        f"* bfloat16 and float16: {median}",
+        f"  ({bounds}).",
         "",
         "| model type | vLLM's class | " + " | ".join([*(f"`{hook}`" for hook in HOOKS), "float32", *ROUNDING]) + " |",
         "|---|---|" + "---|" * (len(HOOKS) + 1 + len(ROUNDING)),
@@ -322,7 +328,10 @@ def matrix(found, left_out, notes):
         lines.append(f"| {label} | {architecture} | {' | '.join(cells)} |")
     lines += ["", *(wrapped(f"<sup>{number}</sup> {text}.") + "  " for number, text in enumerate(footnotes, 1))]
     reasons = {}
-    for name, reason in {**{name: reason_of(r) for name, r in found.items() if name not in right}, **left_out}.items():
+    for name, reason in {
+        **{name: reason_of(r) for name, r in results.items() if name not in right},
+        **left_out,
+    }.items():
         reasons.setdefault(reason, []).append(name)
     lines += ["", "Left out:", ""]
     lines += [
@@ -339,16 +348,16 @@ def rights(text):
     return {name for name in rows if name != "model type"}
 
 
-def write(found, left_out, notes):
-    """Put the matrix into the document, between its marks."""
+def write(results, left_out, notes):
+    """Write the matrix into the document, between its marks."""
     text = MATRIX.read_text()
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    MATRIX.write_text("\n".join([before + BEGIN, "", *matrix(found, left_out, notes), "", END + after]))
+    MATRIX.write_text("\n".join([before + BEGIN, "", *matrix(results, left_out, notes), "", END + after]))
 
 
 def show(model_type, result):
-    """Print what was found of an architecture."""
+    """Print the result of an architecture."""
     if "failed" in result:
         print(f"{model_type:22} -      {result['failed']}", flush=True)
         return
@@ -364,37 +373,37 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("model_types", nargs="*")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="a file of results; what is in it and not run again stays")
+    parser.add_argument("--json", type=Path, help="a file of results; results in it that are not run again stay")
     parser.add_argument(
         "--write", action="store_true", help="write the matrix of the results into docs/compatibility.md"
     )
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="run in this dtype alone; may be repeated")
-    parser.add_argument("--none", action="store_true", help="run nothing: of the results in --json alone")
+    parser.add_argument("--none", action="store_true", help="run nothing; use only the results in --json")
     args = parser.parse_args()
     if args.child:
         child(*args.child)
         return 0
     from tests.architectures import table as architectures
 
-    found = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
-    known = rights(MATRIX.read_text())
+    results = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    before = rights(MATRIX.read_text())
 
     def say(model_type, result):
         show(model_type, result)
         if args.json:
-            args.json.write_text(json.dumps(found, indent=1))
+            args.json.write_text(json.dumps(results, indent=1))
 
     if not args.none:
-        run(args.model_types or architectures.model_types(), args.dtype or DTYPES, found, say)
-    tried = set(found) & set(args.model_types or found)
-    lost = sorted(name for name in known & tried if not passed(found[name]))
+        run(args.model_types or architectures.model_types(), args.dtype or DTYPES, results, say)
+    tried = set(results) & set(args.model_types or results)
+    lost = sorted(name for name in before & tried if not passed(results[name]))
     lost += [
-        f"{name} in {dtype}" for name in sorted(known & tried) for dtype in ROUNDING if differs(found[name], dtype)
+        f"{name} in {dtype}" for name in sorted(before & tried) for dtype in ROUNDING if differs(results[name], dtype)
     ]
     if lost:
         print(f"no longer right, so nothing is written: {', '.join(lost)}", file=sys.stderr)
     elif args.write:
-        untried = dict.fromkeys(set(architectures.model_types()) - set(found), "not run for this table")
-        write(found, architectures.LEFT_OUT | untried, architectures.NOTES)
-    print(f"{sum(map(passed, found.values()))} architectures are right, {len(found)} were tried", flush=True)
+        untried = dict.fromkeys(set(architectures.model_types()) - set(results), "not run for this table")
+        write(results, architectures.LEFT_OUT | untried, architectures.NOTES)
+    print(f"{sum(map(passed, results.values()))} architectures are right, {len(results)} were tried", flush=True)
     return 1 if lost else 0

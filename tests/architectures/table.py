@@ -1,7 +1,7 @@
-"""Tiny random models of every text decoder that both Transformers and vLLM implement, and what each site's rows must be.
+"""Tiny random models of every text decoder that Transformers and vLLM both implement, and the expected rows of sites.
 
-The sites are found here by the names that Transformers gives its modules, a table by architecture; the engine finds them
-from sums, by no name. That both agree, to rounding, is the proof.
+Here, sites are found by the names of Transformers' modules, in a table by architecture; the engine finds them from
+sums, without names. The proof is that both agree up to rounding.
 """
 
 import contextlib
@@ -24,18 +24,20 @@ VOCABULARY = 320
 HIDDEN = 64
 
 MULTIMODAL = (
-    "aria", "blip-2", "cohere2_vision", "cohere_compass", "cosmos3_edge", "ernie4_5_vl_moe", "exaone4_5", "gemma3", "gemma3n",
-    "gemma4", "gemma4_unified", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "granite4_vision", "idefics3", "internvl",
-    "lfm2_vl", "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision", "minicpmv4_6", "minicpmv4_7",
-    "minimax_m3_vl", "mistral3", "muse_glimmer", "nemotron_h_omni", "paddleocr_vl", "paligemma", "qianfan_ocr", "qwen2_5_vl",
-    "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7",
+    "aria", "blip-2", "cohere2_vision", "cohere_compass", "cosmos3_edge", "ernie4_5_vl_moe", "exaone4_5", "gemma3",
+    "gemma3n", "gemma4", "gemma4_unified", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "granite4_vision",
+    "idefics3", "internvl", "lfm2_vl", "llama4", "llava", "llava_next", "llava_next_video", "llava_onevision",
+    "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral3", "muse_glimmer", "nemotron_h_omni", "paddleocr_vl",
+    "paligemma", "qianfan_ocr", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
+    "qwen4_exp", "smolvlm", "step3p7",
 )  # fmt: skip
-"""Models of images and text that vLLM implements; text is all that they are given."""
+"""Models of images and text that vLLM implements; they get text only."""
 
 SHAPE = {
     "hidden_size": HIDDEN, "n_embd": HIDDEN, "d_model": HIDDEN, "word_embed_proj_dim": HIDDEN,
     "intermediate_size": 96, "ffn_hidden_size": 96, "ffn_dim": 96, "n_inner": 96, "shared_intermediate_size": 48,
-    "moe_intermediate_size": 48, "expert_ffn_hidden_size": 48, "shared_expert_intermediate_size": 48, "block_ff_dim": 96,
+    "moe_intermediate_size": 48, "expert_ffn_hidden_size": 48, "shared_expert_intermediate_size": 48,
+    "block_ff_dim": 96,
     "num_hidden_layers": 3, "n_layer": 3, "n_layers": 3,
     "num_attention_heads": 2, "n_head": 2, "n_heads": 2,
     "num_key_value_heads": 1, "num_kv_heads": 1, "head_dim": 32, "attention_head_dim": 32,
@@ -49,7 +51,7 @@ SHAPE = {
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False,
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
-"""Given to a configuration where it has the field."""
+"""The values of a configuration's fields, for the fields that it has."""
 
 _SCALED = {"residual_multiplier": 0.3, "embedding_multiplier": 2.0, "attention_multiplier": 0.2, "logits_scaling": 2.0}
 
@@ -60,101 +62,129 @@ _TIED = {"tie_word_embeddings": True}
 SPECIAL = {
     "axk1": _MLA | {"num_key_value_heads": 2, "first_k_dense_replace": 0}, "axk2": _MLA | {"num_key_value_heads": 2},
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
-    "deepseek_v2": _MLA | {"num_key_value_heads": 2, "routed_scaling_factor": 4.0}, "deepseek_v3": _MLA | {"num_key_value_heads": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    "glm4_moe_lite": _MLA | {"num_key_value_heads": 2, "first_k_dense_replace": 1, "rms_norm_eps": 1e-6}, "longcat_flash": _MLA | {"zero_expert_num": 2, "num_layers": 3, "mla_scale_q_lora": True, "mla_scale_kv_lora": True}, "kimi_linear": _MLA, "youtu": _MLA | {"num_key_value_heads": 2},
-    "biogpt": _TIED, "bloom": _TIED, "gpt_bigcode": _TIED, "opt": _TIED, "falcon": _TIED | {"ffn_hidden_size": 256},
-    "gemma2": _TIED, "glm4_moe": {"head_dim": 32, "routed_scaling_factor": 2.5}, "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "route_norm": True, "qk_norm": True}, "inkling_text": {"padded_vocab_size": VOCABULARY},
+    "deepseek_v2": _MLA | {"num_key_value_heads": 2, "routed_scaling_factor": 4.0},
+    "deepseek_v3": _MLA | {"num_key_value_heads": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "glm4_moe_lite": _MLA | {"num_key_value_heads": 2, "first_k_dense_replace": 1, "rms_norm_eps": 1e-6},
+    "longcat_flash": _MLA | {"zero_expert_num": 2, "num_layers": 3, "mla_scale_q_lora": True, "mla_scale_kv_lora":
+        True},
+    "kimi_linear": _MLA, "youtu": _MLA | {"num_key_value_heads": 2}, "biogpt": _TIED, "bloom": _TIED,
+    "gpt_bigcode": _TIED, "opt": _TIED, "falcon": _TIED | {"ffn_hidden_size": 256}, "gemma2": _TIED,
+    "glm4_moe": {"head_dim": 32, "routed_scaling_factor": 2.5},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 48, "route_norm": True, "qk_norm": True},
+    "inkling_text": {"padded_vocab_size": VOCABULARY},
     "lfm2": {"block_dim": HIDDEN, "conv_dim": HIDDEN, "layer_types": ["conv", "full_attention", "conv"]} | _TIED,
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1} | _TIED,
-    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True}, "llama4_text": {"num_experts_per_tok": 1},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "llama4_text": {"num_experts_per_tok": 1},
     "dbrx": {"d_model": HIDDEN, "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 1, "clip_qkv": 8},
-             "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}},
-    "cohere_compass_text": {"rope_parameters": {name: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]} for name in ("sliding_attention", "full_attention")}, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    "gemma3n_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "altup_num_inputs": 2, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_kv_shared_layers": 0},
-    "cosmos3_edge_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}},
+    "cohere_compass_text": {"rope_parameters": {name: {"rope_type": "default", "rope_theta": 1e4, "mrope_section":
+        [6, 6, 4]} for name in ("sliding_attention", "full_attention")}, "layer_types": ["sliding_attention",
+        "full_attention", "sliding_attention"]},
+    "gemma3n_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16,
+        "altup_num_inputs": 2, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_kv_shared_layers": 0},
+    "cosmos3_edge_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5,
+        5]}},
     "qwen3_vl_moe_text": {"norm_topk_prob": True}, "cohere2_vision": _TIED,
-    "glm4v_text": {"attention_bias": True, "rope_parameters": _SECTIONED | {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}},
-    "glm4v_moe_text": {"head_dim": 32, "use_qk_norm": False, "rope_parameters": _SECTIONED | {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}},
-    "glm_ocr_text": {"rope_parameters": _SECTIONED | {"partial_rotary_factor": 1.0}}, "paddleocr_vl_text": {"rope_parameters": _SECTIONED},
+    "glm4v_text": {"attention_bias": True, "rope_parameters": _SECTIONED | {"partial_rotary_factor": 0.5,
+        "mrope_section": [2, 3, 3]}},
+    "glm4v_moe_text": {"head_dim": 32, "use_qk_norm": False, "rope_parameters": _SECTIONED |
+        {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}},
+    "glm_ocr_text": {"rope_parameters": _SECTIONED | {"partial_rotary_factor": 1.0}},
+    "paddleocr_vl_text": {"rope_parameters": _SECTIONED},
     "paligemma": {"text_config": {"use_bidirectional_attention": False}},
     "ernie4_5_vl_moe": {"vision_config": {"embed_dim": 64, "mlp_ratio": 1.5}},
     "cohere_compass": _TIED | {"text_config": _TIED},
-    "granite4_vision": {"text_config": {"model_type": "granite"} | _SCALED, "spatial_target_layers": [0, 1], "deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
-    "gemma4": {"vision_config": {"hidden_size": 64}}, "gemma4_unified": {"vision_config": {"hidden_size": 64}},
+    "granite4_vision": {"text_config": {"model_type": "granite"} | _SCALED, "spatial_target_layers": [0, 1],
+        "deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
+    "gemma4": {"vision_config": {"hidden_size": 64}},
+    "gemma4_unified": {"vision_config": {"hidden_size": 64}},
     "muse_glimmer": {"projector_hidden_size": 64, "out_hidden_size": 256, "vision_config": {"output_dim": 256}},
     "emu3": {"vq_config": {"base_channels": 32}},
-    "reformer": {"is_decoder": True, "axial_pos_embds": False}, "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
-    "qianfan_ocr": {"vision_config": {"image_size": 28, "patch_size": 14}}, "step3p7": {"vision_config": {"output_dim": 64}}, "glm5_next_text": {"num_key_value_heads": 2, "qk_rope_head_dim": 0},
-    "qwen4_exp_text": {"output_gate_type": "sigmoid"},
-    "aria_text": {"num_experts_per_tok": 2},
-    "mimo_v2_flash": {"hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1], "layernorm_epsilon": 1e-5, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 1, "swa_head_dim": 32, "swa_v_head_dim": 32, "sliding_window_size": 64, "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False},
-    "zamba2": {"layer_types": ["mamba", "hybrid", "mamba"], "hybrid_layer_ids": [1], "attention_head_dim": 64, "n_mamba_heads": 4} | _TIED,
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "qianfan_ocr": {"vision_config": {"image_size": 28, "patch_size": 14}},
+    "step3p7": {"vision_config": {"output_dim": 64}},
+    "glm5_next_text": {"num_key_value_heads": 2, "qk_rope_head_dim": 0},
+    "qwen4_exp_text": {"output_gate_type": "sigmoid"}, "aria_text": {"num_experts_per_tok": 2},
+    "mimo_v2_flash": {"hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 1, 1], "layernorm_epsilon": 1e-5,
+        "swa_num_attention_heads": 2, "swa_num_key_value_heads": 1, "swa_head_dim": 32, "swa_v_head_dim": 32,
+        "sliding_window_size": 64, "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False},
+    "zamba2": {"layer_types": ["mamba", "hybrid", "mamba"], "hybrid_layer_ids": [1], "attention_head_dim": 64,
+        "n_mamba_heads": 4} | _TIED,
     "modernbert-decoder": {"decoder_bias": False} | _TIED,
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid"] * 3} | _TIED,
     "qwen2_vl_text": {"rope_parameters": _SECTIONED}, "qwen2_5_vl_text": {"rope_parameters": _SECTIONED},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 48], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 6, 4]}},
-    "granite": _SCALED, "granite_swa": _SCALED, "granitemoe": _SCALED, "granitemoeshared": _SCALED, "granitemoe_swa": _SCALED,
-    "hyperclovax": _SCALED, "granitemoehybrid": _SCALED | {"layer_types": ["attention"] * 3, "position_embedding_type": "rope"},
-    "minicpm3": {"num_key_value_heads": 2, "scale_depth": 1.4, "head_dim": None},
-    "gptj": {"rotary_dim": 16},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 48], "rope_parameters": {"rope_type": "default",
+        "rope_theta": 1e4, "mrope_section": [6, 6, 4]}},
+    "granite": _SCALED, "granite_swa": _SCALED, "granitemoe": _SCALED, "granitemoeshared": _SCALED,
+    "granitemoe_swa": _SCALED, "hyperclovax": _SCALED,
+    "granitemoehybrid": _SCALED | {"layer_types": ["attention"] * 3, "position_embedding_type": "rope"},
+    "minicpm3": {"num_key_value_heads": 2, "scale_depth": 1.4, "head_dim": None}, "gptj": {"rotary_dim": 16},
     "diffllama": {"num_key_value_heads": 2},
     "mamba2": {"num_heads": 4, "head_dim": 32, "n_groups": 1, "state_size": 16},
     "gpt_neo": {"num_layers": 3, "attention_types": [[["global", "local"], 1], [["global"], 1]], "num_heads": 2},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
-    "gemma4_text": _TIED | {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None, "num_hidden_layers": 6, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16, "global_head_dim": 32},
+    "gemma4_text": _TIED | {"num_experts": None, "top_k_experts": None, "moe_intermediate_size": None,
+        "num_hidden_layers": 6, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16,
+        "global_head_dim": 32},
     "gemma4_unified_text": _TIED | {"global_head_dim": 32, "num_hidden_layers": 6},
-    "mpt": {"d_model": 64, "n_heads": 2, "n_layers": 3},
-    "olmo": {"clip_qkv": None},
+    "mpt": {"d_model": 64, "n_heads": 2, "n_layers": 3}, "olmo": {"clip_qkv": None},
 }  # fmt: skip
-"""What an architecture needs besides, by model type; a function of the configuration's fields where it is callable."""
+"""Additional fields of a configuration, by model type."""
 
 NAMED = {"phimoe": "PhiMoEForCausalLM"}
-"""What published checkpoints call an architecture, where Transformers' own name leads vLLM elsewhere."""
+"""The name of an architecture in published checkpoints, if Transformers' own name selects another class of vLLM."""
 
 TRANSPOSED = ("qwen3_vl_moe",)
-"""Published checkpoints hold the experts transposed: Transformers turns them when it loads, and not back when it saves."""
+"""Published checkpoints hold the experts transposed: Transformers transposes them on load, but not back on save."""
 
 CAPPED = ("gemma2", "vaultgemma")
-"""Transformers caps attention logits in its eager attention alone."""
+"""Transformers caps attention logits only in its eager attention."""
 
 UNBIASED = ("ernie4_5_moe",)
-"""vLLM's router on a CPU leaves out the biases for the choice of experts; they are zero here."""
+"""vLLM's router on a CPU ignores the biases for the choice of experts; they are zero here."""
 
 HEADED = (
-    "axk1", "axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "lfm2", "lfm2_moe", "lfm2_vl", "longcat_flash", "youtu",
+    "axk1", "axk2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "lfm2", "lfm2_moe", "lfm2_vl", "longcat_flash",
+    "youtu",
 )  # fmt: skip
-"""Queries have a dimension of heads, for which vLLM's rotary kernel for CPUs is wrong; here vLLM runs its own in PyTorch."""
+"""Queries have a dimension of heads, for which vLLM's rotary kernel for CPUs is wrong; here vLLM uses PyTorch's."""
 
 _SHARP = (
     "with query norms a tenth as large: this attention is not scaled and would magnify the rounding of random weights"
 )
 NOTES = (
     {
-        "apertus": "vLLM computes the two parameters of its activation in bfloat16 for any dtype; the reference does the same",
+        "apertus": "vLLM computes the two parameters of its activation in bfloat16 for any dtype; "
+        "the reference does the same",
         "bloom": "vLLM computes GELU exactly, Transformers uses the tanh approximation; the reference here is exact",
         "ernie4_5_moe": "vLLM's router on a CPU leaves out the biases for the choice of experts; they are zero here",
     }
     | dict.fromkeys(
         HEADED,
-        "with vLLM's option `custom_ops=-rotary_embedding`: its rotary kernel for CPUs is wrong when heads are a dimension of the query",
+        "with vLLM's option `custom_ops=-rotary_embedding`: "
+        "its rotary kernel for CPUs is wrong when heads are a dimension of the query",
     )
     | dict.fromkeys(MULTIMODAL, "text only")
     | {
-        "glm4_moe_lite": "with vLLM's option `custom_ops=-rotary_embedding`, as for others; and with `rms_norm_eps` 1e-06, which "
-        "Transformers uses for the norms of its latents in any case",
+        "glm4_moe_lite": "with vLLM's option `custom_ops=-rotary_embedding`, as for others; "
+        "and with `rms_norm_eps` 1e-06, which Transformers uses for the norms of its latents in any case",
         "gemma4": f"text only, and {_SHARP}",
         "gemma4_text": _SHARP,
         "gemma4_unified_text": _SHARP,
-        "paligemma": "text only, and with causal attention, as in vLLM; Transformers attends to a prompt in both directions",
+        "paligemma": "text only, and with causal attention, as in vLLM; "
+        "Transformers attends to a prompt in both directions",
     }
 )
-"""What a row of the matrix has to say besides, by model type."""
+"""The notes of the matrix's rows, by model type."""
 
 _PARAMETERS_MAX = 20_000_000
 
 _ENCODER_DECODER = (
-    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart", "prophetnet",
-    "trocr", "whisper",
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart",
+    "prophetnet", "trocr", "whisper",
 )  # fmt: skip
 _ENCODER = (
     "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
@@ -176,18 +206,19 @@ LEFT_OUT = (
     | dict.fromkeys(_OTHER_FIELDS, "vLLM reads other fields of its configuration than Transformers writes")
     | dict.fromkeys(_OTHER_ANSWERS, "vLLM's answers without capflow differ from Transformers")
 )
-"""Architectures that are not tried, and why."""
+"""The architectures that are not tried, with the reason."""
 
 _VISION = {
-    "hidden_size": 64, "embed_dim": 64, "intermediate_size": 64, "num_hidden_layers": 2, "depth": 2, "num_attention_heads": 2,
-    "num_heads": 2, "num_key_value_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": HIDDEN, "vision_output_dim": HIDDEN,
-    "projection_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64, "fullatt_block_indexes": [1],
-    "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16, "vision_use_head": False, "encoder_hidden_size": 64,
+    "hidden_size": 64, "embed_dim": 64, "intermediate_size": 64, "num_hidden_layers": 2, "depth": 2,
+    "num_attention_heads": 2, "num_heads": 2, "num_key_value_heads": 2, "image_size": 28, "patch_size": 14,
+    "out_hidden_size": HIDDEN, "vision_output_dim": HIDDEN, "projection_dim": 64, "projector_input_dim": 64,
+    "projector_output_dim": 64, "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1],
+    "num_position_embeddings": 16, "vision_use_head": False, "encoder_hidden_size": 64,
 }  # fmt: skip
 
 
 def model_types():
-    """Return every model type that Transformers implements as a causal language model, or of text beside images."""
+    """Return the model types that Transformers implements as causal language models or models of images and text."""
     return [name for name in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MULTIMODAL}) if name not in LEFT_OUT]
 
 
@@ -219,7 +250,7 @@ def config_of(model_type):
 
 
 def _part(blank, name, extra):
-    """Return the configuration of a part of a model; None where the model has no such part."""
+    """Return the configuration of a part of a model; None if the model has no such part."""
     if "model_type" in extra:
         return transformers.AutoConfig.for_model(extra["model_type"])
     part = getattr(blank, name, None)
@@ -239,12 +270,12 @@ def _tiny(blank, shape):
 def _has(config, name):
     try:
         return hasattr(config, name) and not isinstance(getattr(type(config), name, None), property)
-    except Exception:  # noqa: BLE001 - a field that each layer has its own of
+    except Exception:  # noqa: BLE001 - a field that differs by layer
         return False
 
 
 def make(model_type, directory, dtype="float32"):
-    """Save a tiny random model whose answers depend on every layer; return it, in float32, its weights rounded to `dtype`."""
+    """Save a tiny random model whose answers depend on every layer; return it in float32, with weights of `dtype`."""
     torch.manual_seed(7)
     config = config_of(model_type)
     auto = transformers.AutoModelForImageTextToText if model_type in MULTIMODAL else transformers.AutoModelForCausalLM
@@ -262,13 +293,13 @@ def make(model_type, directory, dtype="float32"):
                 weight.normal_(0, 0.05)
             elif weight.numel() > 1:
                 sharp = name.endswith("q_norm.weight") and model_type.startswith("gemma4")
-                # Its attention has no scale of its own, and sharp attention magnifies rounding.
+                # This attention has no scale, and sharp attention magnifies rounding.
                 weight.add_(torch.randn_like(weight) * 0.1).mul_(0.1 if sharp else 1.0)
         for module in model.modules():
             if type(module).__name__ == "XIELUActivation":
-                module.bfloat16()  # as vLLM does, whatever the model's dtype
+                module.bfloat16()  # as vLLM does for every dtype
             if type(module).__name__ == "BloomMLP":
-                module.gelu_impl = nn.GELU()  # as vLLM does; Transformers takes its tanh approximation
+                module.gelu_impl = nn.GELU()  # as vLLM does; Transformers uses the tanh approximation
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.05)
@@ -289,7 +320,7 @@ def _round(model, dtype):
 
 
 def _as_published(model_type, directory):
-    """Change a saved model where published checkpoints differ from what Transformers saves."""
+    """Change a saved model to the form of published checkpoints, if it differs from what Transformers saves."""
     if model_type in NAMED:
         file = directory / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [NAMED[model_type]]}))
@@ -313,16 +344,17 @@ _AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")
 NAMES = {
     "bloom": ("mlp", "post_attention_layernorm", "mlp.dense_4h_to_h"),
     "gemma4": ((), "pre_feedforward_layernorm", None), "gemma4_text": ((), "pre_feedforward_layernorm", None),
-    "opt": ("fc2", "final_layer_norm", None), "blip-2": ("fc2", "final_layer_norm", None), "biogpt": ("fc2", "final_layer_norm", None),
+    "opt": ("fc2", "final_layer_norm", None), "blip-2": ("fc2", "final_layer_norm", None),
+    "biogpt": ("fc2", "final_layer_norm", None),
     "ctrl": ("ffn", "layernorm2", None),
     "hyperclovax": ("mlp", "post_attention_layernorm", "post_norm2"),
     "granitemoe_swa": (("block_sparse_moe", "shared_mlp"), "post_attention_layernorm", None),
     "granitemoehybrid": (("block_sparse_moe", "shared_mlp"), "post_attention_layernorm", None),
     "granitemoeshared": (("block_sparse_moe", "shared_mlp"), "post_attention_layernorm", None),
 }  # fmt: skip
-"""Names of (MLP, norm before it, norm behind it), by model type, where the usual ones mislead; None: there is none.
+"""The names of (MLP, norm before it, norm after it), by model type, where the usual names are wrong; None: no module.
 
-Several names of an MLP are modules that are added up; none: more is added behind the MLP.
+Several names of an MLP are modules whose outputs are added up; no name: more is added after the MLP.
 """
 
 PARALLEL = {
@@ -337,7 +369,7 @@ PARALLEL = {
     "falcon",
     "codegen",
 }
-"""Attention and MLP stand side by side: there is no stream between them."""
+"""Attention and MLP are parallel: there is no stream between them."""
 
 
 def layers_of(model, config):
@@ -352,7 +384,7 @@ def layers_of(model, config):
 
 
 def expected(model_type, model, prompts):
-    """Return, for each prompt, the rows that each site must have, `{(layer, hook): [tokens, hidden]}`."""
+    """Return the expected rows of each prompt at each site, `{(layer, hook): [tokens, hidden]}`."""
     return [_expected(model_type, model, prompt) for prompt in prompts]
 
 
@@ -375,13 +407,13 @@ def _expected(model_type, model, tokens):
             for name in [mlp] if isinstance(mlp, str) and after is None else [after] if after else mlp:
                 watch(layer.get_submodule(name), "mlp_out", scale=scale_of(model.config.get_text_config()))
         with torch.no_grad():
-            run = model.language_model if model_type == "blip-2" else model  # which insists on an image
+            run = model.language_model if model_type == "blip-2" else model  # blip-2 itself needs an image
             run(torch.tensor([tokens]), use_cache=False)
     return seen
 
 
 def names_of(model_type, layer):
-    """Return the names of a layer's MLP, of the norm before it and of the norm behind it."""
+    """Return the names of a layer's MLP, of the norm before it and of the norm after it."""
     if model_type in NAMES:
         return NAMES[model_type]
     children = dict(layer.named_children())
@@ -389,12 +421,12 @@ def names_of(model_type, layer):
     after = first(_AFTER)
     before = first(_BEFORE)
     if after is not None and before == "post_attention_layernorm" and "input_layernorm" not in children:
-        before = None  # both norms stand behind their block
+        before = None  # both norms follow their block
     return first(_MLP), before, after
 
 
 def scale_of(config):
-    """Return what an architecture multiplies by before it adds to the stream."""
+    """Return the factor of a module's output before it is added to the stream."""
     if (depth := getattr(config, "scale_depth", None)) is not None:
         return depth / config.num_hidden_layers**0.5
     return getattr(config, "residual_multiplier", 1.0)
