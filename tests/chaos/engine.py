@@ -1,14 +1,15 @@
-"""The engine side of `chaos.py`: a worker that sends frames over a real link, and writes down what it sends before it does.
+"""The engine side of `tests.chaos`: a worker that sends frames over a real link, and logs each frame before sending it.
 
-Run as `chaos_engine.py ADDRESS SPOOL LOG ENGINE RATE SEED HIDDEN LENGTH_MAX`; SIGTERM ends it well. It sends RATE frames a second, and none while `WAITING_MAX` wait on
-disk, or while there is a file LOG.hold: on a machine that does not keep up with the rate it goes as fast as that can. Its lines in the log, each written whole:
+Run as `engine.py ADDRESS SPOOL LOG ENGINE RATE SEED HIDDEN LENGTH_MAX`; SIGTERM ends it cleanly. It sends RATE frames a
+second, and none while `WAITING_MAX` frames wait on disk or the file LOG.hold exists. So on a machine that cannot keep
+up with the rate, it sends as fast as the machine can. Its lines in the log, each written whole:
 
-    send ENGINE SEQ TIME ID:PROMPT:START:LENGTH,… ID:COMPUTED:STATUS,…   a frame with rows and ends of requests is about to be sent
-    refused ENGINE SEQ REASON                                           it was not taken; the next has its number
-    acked ENGINE SEQ TIME                                               the hub acknowledged every frame up to here
-    spilled ENGINE SEQ                                                  a frame that a worker which is gone left on disk
-    left ENGINE SEQ TIME                                                of these, the hub acknowledged every one up to here
-    ended ENGINE TIME                                                   it ended well, and everything of it is acknowledged
+    send ENGINE SEQ TIME ID:PROMPT:START:LENGTH,… ID:COMPUTED:STATUS,…   a frame is about to be sent: its rows and ends
+    refused ENGINE SEQ REASON         the frame was refused; the next frame gets its number
+    acked ENGINE SEQ TIME             the hub acknowledged every frame up to this one
+    spilled ENGINE SEQ                a frame that a former worker left on disk
+    left ENGINE SEQ TIME              the hub acknowledged every such frame up to this one
+    ended ENGINE TIME                 the worker ended cleanly, and all its frames are acknowledged
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from capflow.transport.links.worker import WorkerLink
 from capflow.transport.outbox import Outbox, left_behind
 from tests.chaos.rows import SITES, hashes, model_of, seed_of, token_of, write_rows
 
-OPEN = 16  # requests that run at a time
-POSITIONS = 2  # in a frame: with both sites 64 KiB
+OPEN = 16  # requests that run at the same time
+POSITIONS = 2  # positions in a frame: with both sites 64 KiB
 WAITING_MAX = 2000  # frames, 125 MiB
-ACKED_S = 0.005  # between two looks at what was acknowledged
+ACKED_S = 0.005  # the interval at which acknowledgements are read
 RANK = Rank(0, 0, 0)
 
 
@@ -44,8 +45,8 @@ class Log:
     def __init__(self, path: str) -> None:
         self.fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    def say(self, *what: object) -> None:
-        os.write(self.fd, (" ".join(map(str, what)) + "\n").encode())
+    def say(self, *words: object) -> None:
+        os.write(self.fd, (" ".join(map(str, words)) + "\n").encode())
 
 
 class Request:
@@ -84,7 +85,7 @@ class Engine:
         return Request(f"{self.hello.engine}-{self.made}", self.choose, self.length_max)
 
     def turn(self) -> None:
-        """Send a step: two tokens of one request, or one of each of two; whoever reaches its length ends with it or after it."""
+        """Send a step: two tokens of one request, or one each of two; a request at its length ends in it or later."""
         if self.choose.random() < 0.5:
             picked = [(self.choose.choice(self.running), POSITIONS)]
         else:
@@ -147,20 +148,20 @@ class Engine:
 
 
 def watch(log: Log, link: WorkerLink, former: list[FormerLink], ended: threading.Event) -> None:
-    """Write down what is acknowledged, as it is."""
-    told: dict[object, int] = {}
+    """Log acknowledgements as they arrive."""
+    logged: dict[object, int] = {}
     last = False
     while not last:
         last = ended.wait(ACKED_S)
-        for what, one in [("acked", link), *(("left", one) for one in former)]:
-            acked = one._session.acked
-            if acked > told.get(one, 0):
-                told[one] = acked
-                log.say(what, one._session.hello.engine, acked, f"{time.monotonic():.6f}")
+        for event, each in [("acked", link), *(("left", each) for each in former)]:
+            acked = each._session.acked
+            if acked > logged.get(each, 0):
+                logged[each] = acked
+                log.say(event, each._session.hello.engine, acked, f"{time.monotonic():.6f}")
 
 
 def noted(outbox: Outbox, log: Log) -> Outbox:
-    """Have an outbox of a worker that is gone say which frames it had."""
+    """Make the outbox of a former worker log its frames."""
     take = outbox.take
 
     def taking():

@@ -1,7 +1,7 @@
-"""What `chaos.py` knows to be right: it reads the engine side's log, and holds what consumers made durable against it.
+"""The oracle of `tests.chaos`: it reads the engine side's log, and compares what consumers made durable with it.
 
-A row counts as promised when the hub acknowledged the frame that it went in. It must be there once, with its bytes. A row that was sent and not
-acknowledged may be missing, if the record of its request does not say `ok`. Nothing else may be there.
+A row is promised when the hub acknowledged its frame. It must be stored once, with its bytes. A row that was sent but
+not acknowledged may be missing, if the record of its request does not say `ok`. Nothing else may be stored.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ TROUBLES_SHOWN_MAX = 20
 
 @dataclass
 class Sent:
-    """What was sent of a request. frames: number in its engine's count, start, length."""
+    """What was sent of a request.
+
+    frames: the frame's number in its engine's count, the first position and the number of positions.
+    ended: the frame of its end, its number of tokens, and its status.
+    """
 
     engine: str
     prompt_length: int = 0
     frames: list[tuple[int, int, int]] = field(default_factory=list)
-    ended: tuple[int, int, str] | None = None  # in which frame, with how many tokens, and how
+    ended: tuple[int, int, str] | None = None
 
 
 @dataclass
-class Found:
-    """What is on record of a request: positions by site, and what it says of itself."""
+class Record:
+    """The record of a request: its positions by site, its status and its error."""
 
     positions: dict[int, set[int]]
     status: str
@@ -48,40 +52,43 @@ class Log:
         self._fd = os.open(path, os.O_RDONLY)
         self._rest = b""
         self.requests: dict[str, Sent] = {}
-        self.acked: Counter[str] = Counter()  # the last frame up to which the hub has every one, by engine
-        self.left: Counter[str] = Counter()  # likewise of those that were spilled, said by a later engine
+        # The frame up to which the hub acknowledged all, by engine.
+        self.acked: Counter[str] = Counter()
+        # The same for spilled frames, which a later engine sends.
+        self.left: Counter[str] = Counter()
         self.spilled: dict[str, set[int]] = defaultdict(set)
-        self.sent_at: dict[str, dict[int, float]] = defaultdict(dict)  # of frames that are not acknowledged yet
-        self.fresh: list[
-            tuple[str, float, float]
-        ] = []  # engine, when a frame was sent, when it was known to be acknowledged
+        # When each unacknowledged frame was sent.
+        self.sent_at: dict[str, dict[int, float]] = defaultdict(dict)
+        # Engine, when a frame was sent, when it was acknowledged.
+        self.fresh: list[tuple[str, float, float]] = []
         self.frames: Counter[str] = Counter()
-        self.refused: Counter[str] = Counter()  # frames by reason
+        # Refused frames by reason.
+        self.refused: Counter[str] = Counter()
         self.ended: set[str] = set()
 
     def read(self) -> None:
-        """Take in what was written since the last call."""
+        """Read the lines that were written since the last call."""
         while block := os.read(self._fd, 1 << 20):
             *lines, self._rest = (self._rest + block).split(b"\n")
             for line in lines:
                 self._heed(*line.decode().split())
 
-    def _heed(self, what: str, engine: str, *rest: str) -> None:
-        if what == "send":
+    def _heed(self, event: str, engine: str, *rest: str) -> None:
+        if event == "send":
             self._send(engine, int(rest[0]), float(rest[1]), rest[2], rest[3])
-        elif what == "refused":
+        elif event == "refused":
             self.refused[rest[1]] += 1
             self._unsend(engine, int(rest[0]))
-        elif what == "acked":
+        elif event == "acked":
             self.acked[engine], now = int(rest[0]), float(rest[1])
             waiting = self.sent_at[engine]
             for seq in [seq for seq in waiting if seq <= self.acked[engine]]:
                 self.fresh.append((engine, waiting.pop(seq), now))
-        elif what == "left":
+        elif event == "left":
             self.left[engine] = int(rest[0])
-        elif what == "spilled":
+        elif event == "spilled":
             self.spilled[engine].add(int(rest[0]))
-        elif what == "ended":
+        elif event == "ended":
             self.ended.add(engine)
 
     def _send(self, engine: str, seq: int, at: float, sent: str, ended: str) -> None:
@@ -106,36 +113,35 @@ class Log:
                     request.ended = None
 
     def is_acked(self, engine: str, seq: int) -> bool:
-        """Return whether the hub acknowledged a frame, to the engine itself or to who sent what it had left."""
+        """Return whether the hub acknowledged a frame, to its engine or to the one that sent its spilled frames."""
         return seq <= self.acked[engine] or (seq <= self.left[engine] and seq in self.spilled[engine])
 
     def acked_at(self, since: float, engine: str | None = None) -> float | None:
-        """Return when a frame that was sent after `since`, by an engine or by any, was acknowledged; None if none was."""
-        found = [at for who, sent, at in self.fresh if sent >= since and engine in (None, who)]
-        return min(found, default=None)
+        """Return when the first frame sent after `since` (by `engine`, if given) was acknowledged; None if none was."""
+        return min((at for who, sent, at in self.fresh if sent >= since and engine in (None, who)), default=None)
 
     def forget_fresh(self) -> None:
-        """Forget when frames were acknowledged up to now."""
+        """Forget the acknowledgements so far."""
         self.fresh.clear()
 
 
 class Oracle:
-    """Collects what is wrong. lost, repeated, wrong: rows; unnamed: gaps that no record tells of, requests."""
+    """Collects faults, by kind: `lost`, `repeated` and `wrong` rows; `unnamed` requests, whose record hides a gap."""
 
     def __init__(self, log: Log) -> None:
         self.log = log
         self.counts: Counter[str] = Counter()
         self.troubles: list[str] = []
 
-    def off(self, kind: str, what: str, count: int = 1) -> None:
+    def off(self, kind: str, message: str, count: int = 1) -> None:
         self.counts[kind] += count
         if len(self.troubles) < TROUBLES_SHOWN_MAX:
-            self.troubles.append(f"{kind}: {what}")
+            self.troubles.append(f"{kind}: {message}")
 
-    def judge(self, found: dict[str, Found], where: str, sites: list[int]) -> None:
-        """Hold what is on record against what was sent."""
+    def judge(self, records: dict[str, Record], where: str, sites: list[int]) -> None:
+        """Compare the records with what was sent."""
         for request_id, request in self.log.requests.items():
-            record = found.get(request_id)
+            record = records.get(request_id)
             sent = {position for _, start, length in request.frames for position in range(start, start + length)}
             promised = {
                 position
@@ -168,20 +174,20 @@ class Oracle:
                 self.off("unnamed", f"{where}: {request_id} lacks {missing} rows and says ok")
             if ended and not missing and record.status != "ok":
                 self.off("unnamed", f"{where}: {request_id} is whole and says {record.status}: {record.error}")
-        for request_id in found.keys() - self.log.requests.keys():
+        for request_id in records.keys() - self.log.requests.keys():
             self.off("wrong", f"{where}: {request_id} was never sent")
 
 
 class FilesystemCheck:
-    """Checks each request's files when they are published, and removes those of rows, so that they do not fill the disk.
+    """Checks each request's files when they are published, and removes the files of rows, so that the disk has room.
 
-    keep: remove none.
+    keep: remove no files.
     forget: remove the whole directory of a request.
     """
 
     def __init__(self, root: Path, oracle: Oracle, *, keep: bool = False, forget: bool = False) -> None:
         self.root, self.oracle, self.keep, self.forget = root, oracle, keep, forget
-        self.found: dict[str, Found] = {}
+        self.records: dict[str, Record] = {}
         self._seen: set[str] = set()
 
     def sweep(self) -> None:
@@ -199,7 +205,7 @@ class FilesystemCheck:
     def _check(self, name: str, dataset: capflow.Dataset) -> None:
         request_id, again, _ = name.partition("~")
         capture = dataset.captures(request_id, look=False)[-1 if again else 0]
-        if again or request_id in self.found:
+        if again or request_id in self.records:
             self.oracle.off("repeated", f"filesystem: {name}", capture.sidecar.rows)
             return
         capture.verify()
@@ -219,15 +225,15 @@ class FilesystemCheck:
             if bad.any():
                 self.oracle.off("wrong", f"filesystem: {name} {site} at {at[bad][:5].tolist()}", int(bad.sum()))
             self.oracle.counts["rows checked"] += len(at)
-        self.found[request_id] = Found(positions, capture.status, capture.error or "")
+        self.records[request_id] = Record(positions, capture.status, capture.error or "")
         if not self.keep:
             for file in capture.path.glob("*.safetensors"):
                 file.unlink()
 
     def finish(self) -> None:
-        """Judge all that was found."""
+        """Judge all records."""
         self.sweep()
-        self.oracle.judge(self.found, "filesystem", list(range(len(SITES))))
+        self.oracle.judge(self.records, "filesystem", list(range(len(SITES))))
         if not self.keep:
             shutil.rmtree(self.root, ignore_errors=True)
 
@@ -239,7 +245,7 @@ class DuckdbCheck:
 
     def __init__(self, path: Path, oracle: Oracle) -> None:
         self.path, self.oracle = path, oracle
-        self.found: dict[str, Found] = {}
+        self.records: dict[str, Record] = {}
 
     def sweep(self) -> None:
         """Nobody can read the file while the hub has it."""
@@ -249,12 +255,12 @@ class DuckdbCheck:
         with duckdb.connect(str(self.path), read_only=True) as db:
             records = db.execute("SELECT request_id, capture_status FROM requests ORDER BY rowid").fetchall()
             for request_id, status in records:
-                if request_id in self.found:
+                if request_id in self.records:
                     self.oracle.off("repeated", f"duckdb: {request_id} in requests")
-                self.found[request_id] = Found({self.site: set()}, status, status)
+                self.records[request_id] = Record({self.site: set()}, status, status)
             for table, column in (("tokens", "token_id"), ("scores", "score")):
                 self._check(db, table, column)
-        self.oracle.judge(self.found, "duckdb", [self.site])
+        self.oracle.judge(self.records, "duckdb", [self.site])
 
     def _check(self, db: duckdb.DuckDBPyConnection, table: str, column: str) -> None:
         query = f"SELECT request_id, list(position), list({column}) FROM {table} GROUP BY request_id"
@@ -271,7 +277,7 @@ class DuckdbCheck:
             if (bad := np.array(values) != expected).any():
                 self.oracle.off("wrong", f"duckdb: {table} of {request_id} at {at[bad][:5].tolist()}", int(bad.sum()))
             self.oracle.counts["rows checked"] += len(at)
-            record = self.found.get(request_id)
+            record = self.records.get(request_id)
             if record is None:  # written and never ended: no result said that they are there
                 self.oracle.off("unnamed", f"duckdb: {table} of {request_id}, which is not in requests")
                 continue

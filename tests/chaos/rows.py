@@ -1,8 +1,9 @@
-"""Rows that say where they belong, cheap enough to make and to check at thousands of frames a second.
+"""Rows that identify themselves, cheap enough to make and check at thousands of frames a second.
 
-The row of a request's position at a site is a window into one pool of random numbers, at a place that the three decide, with their hash in its first
-two numbers: every byte of a row that is misplaced, repeated or taken from another request differs. All numbers are finite, and the first is exact
-in float32, so that a probe which looks at nothing else scores it.
+The row of a request's position at a site is a window into one pool of random numbers. Request, position and site decide
+its offset, and their hash is in its first two numbers. So a row that is misplaced, repeated or taken from another
+request differs in every byte. All numbers are finite, and the first is exact in float32, so that a probe which reads
+only this number can score it.
 """
 
 from __future__ import annotations

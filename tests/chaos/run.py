@@ -1,12 +1,15 @@
-"""Kills the hub and the engine side at random moments under load, and checks that nothing was lost, repeated or changed.
+"""Kills the hub and the engine side at random moments under load; checks that nothing is lost, repeated or changed.
 
-    make chaos          (or: python -m tests.chaos [--kills-hub N] [--kills-engine N] [--kills-both N] [--disk-full N] [--rate N] [--seed N] …)
+    make chaos          (or: python -m tests.chaos [--kills-hub N] [--kills-engine N] [--kills-both N]
+                             [--disk-full N] [--rate N] [--seed N] …)
 
-Four processes: a worker over a real link that spills (`tests.chaos.engine`), another beside it whose rows have another width and which nobody kills, `capflow run` with the
-consumers, and this one, which kills, starts again, fills the disk that the consumers write to for some seconds (a file system of its own, where one can be mounted),
-and, from the log that the worker writes before it sends, knows what must be there (`tests.chaos.oracle`). After each restart a frame that was sent after it
-must be acknowledged within 5 seconds. While hubs are killed all the time nobody ends the requests of engines that are gone, and consumers' inboxes hold
-all of them: before one is full, the killing rests. Ends with exit code 1 when anything is off. The same seed makes the same choices.
+There are four processes: a worker over a real link that spills (`tests.chaos.engine`); a second worker with rows of
+another width, which is never killed; `capflow run` with the consumers; and this one. This process kills and restarts
+the others, and fills the consumers' disk for some seconds (a file system of its own, if one can be mounted). From the
+log that the worker writes before it sends, it knows what must be stored (`tests.chaos.oracle`). After each restart, a
+frame that was sent after it must be acknowledged within 5 seconds. While hubs are killed all the time, the requests of
+dead engines are not ended, and consumers' inboxes hold all of them; so the killing pauses before an inbox is full. The
+exit code is 1 if there is any fault. The same seed makes the same choices.
 """
 
 from __future__ import annotations
@@ -40,28 +43,43 @@ DRAIN_S_MAX = 180.0
 POLL_S = 0.02
 QUIET_S = 2.0
 DATA_BYTES_MAX = 512 * limits.MIB  # of the consumers' file system
-INBOX_BYTES_MAX = limits.SPOOL_BYTES_DEFAULT // 4  # of a consumer; above, nobody is killed until it is half of that
+INBOX_BYTES_MAX = limits.SPOOL_BYTES_DEFAULT // 4  # of a consumer; above, no kills until it is half of that
 OFF = ("lost", "repeated", "wrong", "unnamed", "late", "failed")
 
 
 @dataclass
 class Options:
-    """How often who is killed, and under what load. consumers: `filesystem`, `duckdb` or both."""
+    """The kills and the load.
+
+    kills: the number of kills of each part.
+    disk_full: how often the consumers' disk is full for some seconds.
+    rate: frames per second.
+    consumers: `filesystem`, `duckdb` or both.
+    pause_s: the time between a return and the next kill.
+    full_s: the time for which the disk is full.
+    down_s: the time between a kill and the restart.
+    return_s_max: the maximum time from a restart until a frame that was sent after it is acknowledged.
+    keep: keep all files.
+    forget: remove a request's directory after it is checked.
+    length_max: the maximum number of tokens that a request generates.
+    hostile: whether peers that break the protocol run at the same time.
+    tell: prints a line.
+    """
 
     kills: dict[str, int] = field(default_factory=lambda: {"hub": 50, "engine": 20, "both": 10})
-    disk_full: int = 10  # times that the consumers' disk is full for some seconds
+    disk_full: int = 10
     rate: float = 2000.0
     seed: int = 0
     consumers: tuple[str, ...] = ("filesystem",)
     policy: str = "spill"
-    pause_s: tuple[float, float] = (0.3, 3.0)  # between a return and the next kill
-    full_s: tuple[float, float] = (1.0, 6.0)  # for which the disk is full
-    down_s: tuple[float, float] = (0.0, 0.5)  # between a kill and the restart
-    return_s_max: float = 5.0  # from a restart until a frame that was sent after it is acknowledged
+    pause_s: tuple[float, float] = (0.3, 3.0)
+    full_s: tuple[float, float] = (1.0, 6.0)
+    down_s: tuple[float, float] = (0.0, 0.5)
+    return_s_max: float = 5.0
     keep: bool = False
-    forget: bool = False  # remove a request's directory when it is checked
-    length_max: int = 200  # tokens that a request generates
-    hostile: bool = False  # peers that break the protocol run beside
+    forget: bool = False
+    length_max: int = 200
+    hostile: bool = False
     tell: Callable[[str], None] = print
 
 
@@ -122,15 +140,15 @@ class Chaos:
 
     @property
     def name(self) -> str:
-        """What the engine that lives now is called."""
+        """The name of the running engine."""
         return f"e{self.lives}"
 
     def start_hub(self) -> None:
         command = [sys.executable, *self.command, "--address", self.address]
         for spec in self.specs:
             command += ["--consumer", spec]
-        with (self.directory / "hub.err").open("ab") as said:
-            self.hub = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+        with (self.directory / "hub.err").open("ab") as log:
+            self.hub = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def start_engine(self) -> None:
         self.lives += 1
@@ -144,8 +162,8 @@ class Chaos:
         command = [sys.executable, str(HERE / "engine.py"), self.address, str(self.directory / spill)]
         command += [str(self.directory / "engine.log"), name, str(rate), str(self.choose.getrandbits(32)), str(hidden)]
         command += [str(length_max)]
-        with (self.directory / "engine.err").open("ab") as said:
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+        with (self.directory / "engine.err").open("ab") as log:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def kill(self, which: str) -> None:
         """Kill the hub, the engine side or both, and start them again."""
@@ -254,7 +272,7 @@ class Chaos:
         return max(spool["bytes"] if spool else 0 for spool in spools)
 
     def await_room(self) -> None:
-        """Have consumers catch up, and engines that are gone be given up, before an inbox is full of requests that nobody ends."""
+        """Wait until consumers catch up and dead engines are given up, before an inbox is full of unended requests."""
         if self.inbox_bytes() <= INBOX_BYTES_MAX:
             return
         self.rests += 1
@@ -321,7 +339,7 @@ class Chaos:
             self.mounted = False
 
     def report(self, seconds: float) -> Iterable[tuple[str, object]]:
-        """Yield what came of it, line by line."""
+        """Yield the lines of the report: name and value."""
         log, counts = self.log, self.oracle.counts
         frames = sum(log.frames.values())
         acked = sum(log.acked.values()) + sum(len(spilled) for spilled in log.spilled.values())

@@ -90,7 +90,7 @@ class Soak(Chaos):
 
     def is_warm(self, cycles: int) -> bool:
         """Return whether the hub keeps as many results as it may, and has met every attack."""
-        done = min(len(check.found) for check in self.checks)
+        done = min(len(check.records) for check in self.checks)
         return done > soak_hub.RESULTS_KEPT_MAX and cycles >= ROUNDS_WARM * len(HOSTILE)
 
 
