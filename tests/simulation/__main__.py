@@ -1,4 +1,4 @@
-"""Runs seeds: `python -m tests.simulation --seeds 10000 --jobs 2`, or one of them with its trace: `--seed N [--steps N]`."""
+"""Runs seeds: `python -m tests.simulation --seeds 10000 --jobs 2`; one seed with its trace: `--seed N [--steps N]`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from capflow.buffers.shares import Shares
 
 @contextlib.contextmanager
 def checked(oracle, owners_max):
-    """Have every `Shares` tell the oracle when all owners together have more than there is, or one does not get its own part."""
+    """Make every `Shares` report to the oracle: owners that together exceed the total, or one denied its own part."""
     offer = Shares.offer
 
     def offered(shares, owner, amount):

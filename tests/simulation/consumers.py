@@ -17,7 +17,10 @@ EVERYTHING = CaptureSpec({"post_block": "all"})
 
 @dataclass
 class Capture:
-    """A request on a shelf. frames: of which workers it was made."""
+    """A request on a shelf.
+
+    frames: the frames that it was made of, by worker.
+    """
 
     frames: FrameLog
     rows: Counter
@@ -25,7 +28,10 @@ class Capture:
 
 
 class Shelf:
-    """What a consumer has that outlives hubs: requests, each of them whole. broken: the errno that writing fails with for now."""
+    """The storage of a consumer, which outlives hubs: whole requests.
+
+    broken: the errno with which writing fails at present; None if it works.
+    """
 
     def __init__(self):
         self.captures = {}  # lists, by engine and request
@@ -40,7 +46,7 @@ class _Request:
 
 
 class Filing(Consumer):
-    """Collects the rows of a request in memory and has them on its shelf when it is over, as the filesystem consumer does."""
+    """Collects the rows of a request in memory and puts them on its shelf at its end, like the filesystem consumer."""
 
     name: ClassVar[str] = "filing"
     policy: ClassVar = "spill"

@@ -41,10 +41,10 @@ class Base:
 
     def check(self, oracle):
         """Give the oracle the rows of honest engines that are in the database."""
-        found = self.connection.execute(
+        rows = self.connection.execute(
             "SELECT engine, request_id, position, layer, hook, vector FROM vectors"
         ).fetchall()
-        for engine, request, position, layer, hook, vector in found:
+        for engine, request, position, layer, hook, vector in rows:
             site = Site(layer, hook)
             oracle.took["duckdb", 0][engine, request].rows[site, position] += 1
             if (engine, request) in oracle.sent:

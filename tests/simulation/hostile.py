@@ -1,4 +1,4 @@
-"""Peers that keep to the form of messages and to nothing else: what they say is decoded, and is too much, crossed or out of turn."""
+"""Peers whose messages are well-formed but break the protocol: too many, too large, contradictory or out of turn."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ class Hostile:
 
     # Sending.
 
-    def _say(self, said):
-        self.dealer.send([message.encode(said)])
+    def _say(self, content):
+        self.dealer.send([message.encode(content)])
         self._read()
 
     def _read(self):
         while self.dealer.reads and (parts := self.dealer.receive()) is not None:
-            said = decode(parts, message.decode_from_hub)
-            if isinstance(said, Ack):
-                self.acked = said.seq
+            content = decode(parts, message.decode_from_hub)
+            if isinstance(content, Ack):
+                self.acked = content.seq
 
     def _hello(self, role="worker", name=None):
         self._say(Hello(role, name or self.name, self.boot, Rank(0, 0, 0), None if role == "client" else self.model))
@@ -127,7 +127,7 @@ class Hostile:
             self.world.sleep(1.0)
 
     def hoard(self):
-        """Fill the hub's memory within the credit: one of two pipeline stages ends requests with gaps, then opens more."""
+        """Fill the hub's memory within its credit: one of two stages ends requests with gaps, then opens more."""
         self.model, self.dealer.reads = model_of(2, 8, 2), True
         self._hello()
         until = self.world.now + 30.0

@@ -64,12 +64,12 @@ def _leak_credit():
     """Hold the credit of a frame that is refused, until the hub ends."""
     handle = Exchange._frame
 
-    def frame(self, peer, known, frame, parts, now):
+    def frame(self, peer, worker, frame, parts, now):
         try:
-            handle(self, peer, known, frame, parts, now)
+            handle(self, peer, worker, frame, parts, now)
         except RemoteProtocolError:
-            if not known.source.intake.has(frame.header.seq):
-                known.source.intake.take(frame.header.seq, cost(parts))
+            if not worker.source.intake.has(frame.header.seq):
+                worker.source.intake.take(frame.header.seq, cost(parts))
             raise
 
     return Exchange, "_frame", frame

@@ -1,7 +1,7 @@
-"""The two ends of a connection, on a scheduler: what `capflow.transport` has of ZMQ.
+"""The two ends of a connection, on a scheduler: the parts of ZMQ that `capflow.transport` uses.
 
-Messages of a connection arrive in the order in which they were sent, each after a while. When a connection is cut, or its hub is killed, what
-has not arrived is lost. The peer hears of that after a while; a hub never does.
+The messages of a connection arrive in the order in which they were sent, each after a delay. When a connection is cut,
+or its hub is killed, messages that have not arrived are lost. The peer learns of that after a delay; a hub never does.
 """
 
 from __future__ import annotations
@@ -228,9 +228,9 @@ class Dealer:
 
     def events(self):
         """Return what happened since the last call."""
-        found = list(self._events)
+        events = list(self._events)
         self._events.clear()
-        return found
+        return events
 
     def send(self, parts):
         """Send a message; never waits."""

@@ -1,11 +1,11 @@
-"""What honest workers sent, and what must be true of it at the end.
+"""What honest workers sent, and the invariants that must be true at the end.
 
-A row is a hash of its engine, request, site and position, so that one which is misplaced or of another request is seen at once.
-Invariants, for every request of an honest engine and every consumer:
+A row is a hash of its engine, request, site and position, so that a misplaced row, or one of another request, is seen
+at once. Invariants, for every request of an honest engine and every consumer:
 
-* each row that was stored is right, and stored once;
-* a result `ok` has every row behind it;
-* rows that are missing although their worker did not die with them are named, with their reason, in the request's results;
+* each stored row is right, and stored once;
+* a result `ok` means that every row is stored;
+* rows that are missing although their worker did not die with them are named in the request's results, with a reason;
 * an honest peer is never refused or cut off.
 """
 
@@ -24,7 +24,7 @@ FAULTS_KEPT = 20  # of one run
 
 
 def seed_of(engine, request, site):
-    """Return what the rows of a request at a site begin with."""
+    """Return the number that the rows of a request at a site are made from."""
     return zlib.crc32(f"{engine}/{request}/{site.hook}/{site.layer}".encode()) % 65_521
 
 
@@ -36,9 +36,19 @@ def rows_of(engine, request, site, start, count, hidden, dtype="float32"):
 
 @dataclass
 class Sent:
-    """A request of one life of an honest engine. sites: by pipeline stage. rows: sites times positions.
+    """A request of one life of an honest engine; rows are sites times positions.
 
-    ends: by stage, the number of the frame that told its end. cut: its worker died before the hub had acknowledged all of it.
+    sites: by pipeline stage.
+    computed: the computed positions, by stage.
+    sent: the rows that the link took, by stage.
+    lost: the rows that the link did not take, by stage.
+    lasts: the number of the last frame with rows, by stage.
+    ends: the number of the frame with its end, by stage.
+    ending: its end was sent, or was being sent when its worker died.
+    cut: its worker died before the hub had acknowledged all of it.
+    large: the number of rows in frames that an inbox may refuse for their size.
+    kept: a worker that died left on disk what it had promised of the request.
+    late: the next worker died before it had sent all of that.
     """
 
     engine: str
@@ -47,16 +57,16 @@ class Sent:
     hidden: int
     sites: dict
     prompt_length: int
-    computed: dict = field(default_factory=Counter)  # positions, by stage
-    sent: dict = field(default_factory=Counter)  # rows the link took, by stage
-    lost: dict = field(default_factory=dict)  # by stage: Losses, of rows it did not take
-    lasts: dict = field(default_factory=dict)  # by stage, the number of the last frame with rows
+    computed: dict = field(default_factory=Counter)
+    sent: dict = field(default_factory=Counter)
+    lost: dict = field(default_factory=dict)
+    lasts: dict = field(default_factory=dict)
     ends: dict = field(default_factory=dict)
-    ending: bool = False  # its end was told, or was being told when its worker died
+    ending: bool = False
     cut: bool = False
-    large: int = 0  # rows in frames that an inbox may refuse for their size
-    kept: bool = False  # a worker that died left on disk what it had promised of it
-    late: bool = False  # the next worker died before it had sent all of that
+    large: int = 0
+    kept: bool = False
+    late: bool = False
 
     @property
     def key(self):
@@ -64,11 +74,14 @@ class Sent:
         return self.engine, self.id
 
     def losses(self, stage):
-        """Return what a stage could not send."""
+        """Return the rows that a stage could not send."""
         return self.lost.setdefault(stage, Losses())
 
     def lost_at(self, only=None):
-        """Return how many rows its workers could not send, by reason; only: those at this site, and those of which the place is not known."""
+        """Return how many rows its workers could not send, by reason.
+
+        only: count only rows at this site, and rows whose place is unknown.
+        """
         lost = Counter()
         for dropped in (dropped for losses in self.lost.values() for dropped in losses.dropped):
             others = [len({*gap.sites} - {str(only)}) * (gap.stop - gap.start) for gap in dropped.gaps if only]
@@ -107,14 +120,14 @@ class Oracle:
         self.excused = set()  # reasons for which rows may be lost on the way to a consumer that lasts
 
     def fail(self, text):
-        """Note that something is not as it must be."""
+        """Record a fault."""
         self.counts["off"] += 1
         if len(self.off) < FAULTS_KEPT:
             self.off.append(text)
             self.world.trace(f"OFF {text}")
 
     def check_rows(self, consumer, frame):
-        """Check the rows that a consumer is given in a frame, and that none is given twice; yield `(request, site, position)`."""
+        """Check the rows of a frame that a consumer got; return how often each `(request, site, position)` occurs."""
         header = frame.header
         given = Counter()
         nbytes = 0
@@ -138,7 +151,10 @@ class Oracle:
         return given
 
     def check(self, lasting):
-        """Check everything, at the end of a run. lasting: consumers that keep what they have over kills, with the one site that they want, or None."""
+        """Check everything at the end of a run.
+
+        lasting: consumers whose storage outlives kills, with the one site that they want, or None for all.
+        """
         for (consumer, life), took in self.took.items():
             for key, had in took.items():
                 sent = self.sent.get(key)

@@ -41,12 +41,15 @@ MEMORY_BYTES_MAX = 16 * limits.MIB  # of a hub: 16 KiB of its state for each own
 DUCKDB, HOSTILE, LARGE = 0.2, 0.4, 0.1  # how likely they take part: LARGE, an engine's long prompts
 HEADER_BYTES = 8 * limits.KIB  # of a frame with long prompts, at most
 QUIET_S_MAX = 600.0  # of virtual time, until everything is handled once faults have ended
-SYNCED_S_MAX = 60.0  # likewise, from then until it is durable
+SYNCED_S_MAX = 60.0  # of virtual time, from then until everything is durable
 
 
 @dataclass
 class Report:
-    """What came of a seed. digest: equal in two runs that made the same steps."""
+    """The result of a seed.
+
+    digest: equal in two runs that made the same steps.
+    """
 
     seed: int
     off: list
@@ -391,7 +394,7 @@ class Simulation:
 
     def given_bytes(self):
         """Return the credit that connected workers have."""
-        sources = (known.source for known in self.hub.roster.peers.values())
+        sources = (peer.source for peer in self.hub.roster.peers.values())
         return sum(source.intake.credit_bytes for source in sources if source is not None)
 
     def check_hub(self):

@@ -1,7 +1,8 @@
 """The scheduler: virtual time, and tasks that run one at a time, in an order that a seed chooses.
 
-A task is a greenlet that stands for a thread. It gives up its turn at scheduling points only: where it waits, and where it says
-`point`. So two runs with the same seed make the same steps. A process is a group of tasks that are killed together.
+A task is a greenlet that stands for a thread. It gives up its turn only at scheduling points: where it waits, and where
+it calls `point`. So two runs with the same seed make the same steps. A process is a group of tasks that are killed
+together.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class LivelockError(AssertionError):
 
 
 class Process:
-    """A group of tasks with a monotonic clock of its own. deaths_in: scheduling points until it is killed; None is never."""
+    """A group of tasks with its own monotonic clock.
+
+    deaths_in: the number of scheduling points until it is killed; None: never.
+    """
 
     def __init__(self, world, name):
         self.world, self.name = world, name
@@ -88,7 +92,11 @@ class Task:
 
 
 class Scheduler:
-    """Virtual time and its tasks. switches: how likely a scheduling point gives the turn to another task; step_s: what a step costs."""
+    """Virtual time and its tasks.
+
+    switches: the probability that a scheduling point gives the turn to another task.
+    step_s: the time that a step takes.
+    """
 
     def __init__(self, seed, *, steps_max=400_000, seconds_max=3600.0):
         self.choose = random.Random(seed)

@@ -1,6 +1,6 @@
-"""`threading`, `time`, `queue` and what else the product waits with or draws from, on a scheduler.
+"""`threading`, `time`, `queue` and the other sources of waiting and randomness of the product, on a scheduler.
 
-`installed` puts them in the place of Python's own in every module of the product that is loaded, for as long as it is entered.
+While `installed` is entered, they replace Python's own in every loaded module of the product.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def overlays(world):
         "time": lambda: wall_ns() / 1e9,
         "time_ns": wall_ns,
     }
-    found = {
+    overlaid = {
         threading: _Overlay(threading, **threads),
         queue: _Overlay(queue, **queues),
         time: _Overlay(time, **times),
@@ -300,23 +300,23 @@ def overlays(world):
         concurrent.futures.Future: Future,
     }
     for module, names in ((threading, threads), (queue, queues), (time, times)):
-        found |= {getattr(module, name): value for name, value in names.items()}
-    found[uuid.uuid4], found[os.urandom] = uuid4, urandom
-    return found
+        overlaid |= {getattr(module, name): value for name, value in names.items()}
+    overlaid[uuid.uuid4], overlaid[os.urandom] = uuid4, urandom
+    return overlaid
 
 
 @contextlib.contextmanager
 def installed(world):
-    """Have the product run on a scheduler."""
+    """Make the product run on a scheduler."""
     instead, changed = {id(old): (old, new) for old, new in overlays(world).items()}, []
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in PRODUCT or module is None:
             continue
         for attribute, value in list(vars(module).items()):
-            found = instead.get(id(value))
-            if found is not None:
+            pair = instead.get(id(value))
+            if pair is not None:
                 changed.append((module, attribute, value))
-                setattr(module, attribute, found[1])
+                setattr(module, attribute, pair[1])
     try:
         yield
     finally:

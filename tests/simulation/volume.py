@@ -1,4 +1,7 @@
-"""Disks on a scheduler: directories of `tests.disks.Disk`, each operation of which is a scheduling point and may fail; and the machine's own."""
+"""Disks on a scheduler: directories of `tests.kit.disks.Disk`, and the machine's own file system.
+
+Each operation on a directory is a scheduling point and may fail.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ class _Directory(Disk):
 
 
 class Volume(Files):
-    """The directories of one consumer's inbox. broken: the errno that what changes the disk fails with for now, None while it works."""
+    """The directories of one consumer's inbox.
+
+    broken: the errno with which changes of the disk fail at present; None while it works.
+    """
 
     def __init__(self, world):
         self.world = world
@@ -43,25 +49,31 @@ class Volume(Files):
         self._made = set()
 
     def step(self, *, frees=False):
-        """Perhaps let another task run, or fail; frees: what works on a full disk too."""
+        """Perhaps let another task run, or fail.
+
+        frees: whether the operation works on a full disk too.
+        """
         self.world.point("disk")
         if self.broken is not None and not (frees and self.broken == errno.ENOSPC):
             raise OSError(self.broken, os.strerror(self.broken))
 
     def after(self, *, power):
-        """Return the disk as the next process finds it. power: whether the machine went down with the process."""
+        """Return the disk as the next process finds it.
+
+        power: whether the machine lost power with the process.
+        """
         left = Volume(self.world)
         for path, directory in self._directories.items():
             if power:
-                found = _Directory(directory.crash(self.world.choose.randrange).now, left)
+                directory_after = _Directory(directory.crash(self.world.choose.randrange).now, left)
             else:
-                found = _Directory(volume=left)
-                found.now, found.synced, found.changes = (
+                directory_after = _Directory(volume=left)
+                directory_after.now, directory_after.synced, directory_after.changes = (
                     dict(directory.now),
                     dict(directory.synced),
                     list(directory.changes),
                 )
-            left._directories[path] = found
+            left._directories[path] = directory_after
         left._made, left.broken = set(self._made), self.broken
         return left
 
@@ -155,7 +167,7 @@ class Volume(Files):
 
 
 class Kept(Files):
-    """The machine's own file system, for one process: what was written outlives its kill. Nothing is synced, for no power is cut."""
+    """The machine's own file system, for one process; writes outlive its kill. Nothing is synced: no power is lost."""
 
     def __init__(self, process):
         self._process = process
