@@ -132,7 +132,7 @@ def files(directory, config):
         (
             "owner/name",
             None,
-            r"model owner/name: got .*; HF_HUB_OFFLINE is set: unset it, or take",
+            r"model owner/name: got .*; HF_HUB_OFFLINE is set: unset it, or use",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 11 else "",
