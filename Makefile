@@ -1,14 +1,14 @@
 # The tasks of a checkout. They need Python 3.11, make and git; `make env` and `make system` install the rest.
 
 PYTHON := .venv/bin/python
-RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl \
+RUN := .venv/bin/capflow run --model demo --prompts examples/prompts.jsonl --engine-arg enforce_eager=true \
 	--consumer filesystem:root=demo-data/rows,on_collision=overwrite \
 	--consumer duckdb:path=demo-data/capflow.duckdb,probes=examples/code.safetensors \
 	--consumer dashboard:probes=examples/code.safetensors
 
 .DEFAULT_GOAL := help
 export NO_MKDOCS_2_WARNING := 1
-.PHONY: help demo test proof simulate fuzz chaos soak soak-requests architectures lint format bench docs docs-serve proto env system compiler lock sbom audit clean
+.PHONY: help demo check test-one test proof simulate fuzz chaos soak soak-requests architectures lint format bench docs docs-serve proto env system compiler lock sbom audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -16,6 +16,18 @@ help:  ## list the targets
 demo: env compiler  ## run a real model over examples/prompts.jsonl, with files, DuckDB and the dashboard
 	@rm -rf demo-data && mkdir -p demo-data
 	$(RUN)
+
+check: env  ## lint, check types and run the quick tests; three minutes
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@log=$$(mktemp); $(PYTHON) -m mypy >$$log 2>&1 & types=$$!; trap 'kill $$types; rm -f $$log' INT TERM; \
+		$(PYTHON) -m pytest -q -m "not (engine or browser or heavy or long or slow)" --durations 5 --durations-min 2; tests=$$?; \
+		wait $$types; types=$$?; cat $$log; rm -f $$log; \
+		[ $$tests -eq 0 ] && [ $$types -eq 0 ]
+
+test-one: env  ## run one test file or test: make test-one T=tests/capture/test_spec.py
+	@[ -n "$(T)" ] || { echo "make test-one: no T given; expected a test, such as T=tests/capture/test_spec.py" >&2; exit 2; }
+	$(PYTHON) -m pytest $(T)
 
 test: env system  ## run the tests except the long ones; engine and other heavy tests run beside the rest
 	@log=$$(mktemp); $(PYTHON) -m pytest -m "not (engine or heavy or long)" --durations 25 >$$log 2>&1 & rest=$$!; \

@@ -5,6 +5,7 @@ Torch is imported by the fixtures that need it, so that the other tests start wi
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +16,20 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # how long an example takes says something of the machine only
+
+
+def slow_tests():
+    """Return the tests and the files of tests that `slow.txt` lists, which are marked `slow`."""
+    lines = Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").splitlines()
+    return {line for line in lines if not line.startswith("#")}
+
+
+def pytest_collection_modifyitems(items):
+    slow = slow_tests()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if name in slow or name.partition("::")[0] in slow:
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,6 +21,7 @@ OUTSIDE = {
     "README.md": "readme.md",
     "CHANGELOG.md": "changes.md",
     "SECURITY.md": "reporting.md",
+    "CONTRIBUTING.md": "contributing.md",
     "LICENSE": "LICENSE.txt",
 }
 """Files of the repository's root, and what they are called in the site."""
