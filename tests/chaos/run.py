@@ -207,6 +207,7 @@ class Chaos:
         self.log.read()
         for check in self.checks:
             check.sweep()
+        # The pause between two looks.
         time.sleep(POLL_S)
 
     def run(self) -> None:

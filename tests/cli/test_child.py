@@ -68,4 +68,5 @@ def test_what_was_asked_for_wrongly_is_an_error_of_use_without_a_log(run, tmp_pa
 
 def test_a_child_that_does_not_end_is_named(run):
     with pytest.raises(CapflowError, match=r"the work: got no end in 3 s; see "):
+        # What this child is: stuck.
         run("time.sleep(60)", limit_s=3)

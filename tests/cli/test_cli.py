@@ -81,6 +81,7 @@ class Keep(capflow.Consumer):
         self.file = open(self.config.path, "a", buffering=1)
 
     def on_frame(self, frame):
+        # What this consumer is: slow.
         time.sleep(self.config.slow_s)
         if self.config.fail == "hang":
             threading.Event().wait()
@@ -470,10 +471,12 @@ class TestRun:
                     eventually(lambda: client.status()["frames"] == 20)
                     os.close(terminal)
                     if ignored:
+                        # Nothing may happen in this time.
                         time.sleep(1)
                         assert client.status()["frames"] == 20
                         os.kill(child, signal.SIGTERM)
                     else:
+                        # Nothing shows that the kernel's signal has come.
                         time.sleep(0.2)
                         os.kill(child, signal.SIGHUP)  # as a shell's, beside the kernel's
                 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -515,6 +518,7 @@ class TestRun:
         deadline = time.monotonic() + LIMIT_S
         while reader.is_alive() and time.monotonic() < deadline:
             process.send_signal(signal.SIGINT)
+            # The pace of the signals.
             time.sleep(0.0002)
         if through != ["through\n"]:
             process.kill()

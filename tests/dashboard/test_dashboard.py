@@ -792,7 +792,8 @@ def test_a_process_without_descriptors_says_so_once_and_goes_on():
         with contextlib.ExitStack() as opened:
             for _ in range(10):
                 opened.enter_context(socket.create_connection((parts.hostname, parts.port), 20))
-            time.sleep(2.5)  # the event loop tries again each second
+            # The event loop tries again each second, and must do so more than once.
+            time.sleep(2.5)
         process.stdin.write("\n")
         process.stdin.flush()
         assert int(process.stdout.readline()) >= 2
@@ -825,6 +826,7 @@ def test_a_flood_costs_other_consumers_no_rows(tmp_path):
                 opened.enter_context(socket.create_connection(("127.0.0.1", port), 1))
                 peers += 1
             except OSError:
+                # The pause between two tries.
                 time.sleep(0.01)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors

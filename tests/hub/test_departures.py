@@ -226,7 +226,8 @@ def test_requests_of_stages_that_fell_silent_one_after_the_other_have_their_resu
         for name in NAMES[:20]:
             stages[0].finish(name)
         stages[0].settle()
-        time.sleep(1)  # until the hub has looked who is there
+        # Nothing shows that the hub has looked who is there; it does so in less than this.
+        time.sleep(1)
         hub.asked(lambda: exchange.give_up(stages[0].worker._peer))
         scheduler = stages[0]._scheduler._peer
         hub.asked(lambda: exchange._leave(scheduler, exchange.roster.peers[scheduler]))

@@ -6,7 +6,6 @@ import contextlib
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -64,8 +63,9 @@ def test_a_connection_without_a_session_is_closed(address, monkeypatch):
     with running_hub("tcp://127.0.0.1:0", Recorder()) as hub, raw_peer(hub.address) as peer:
         eventually(lambda: len(hub._router.connections) == 1)
         eventually(lambda: hub._router.connections.closed >= 1)
-        with worker_link(hub.address) as link:
-            time.sleep(2)
+        with worker_link(hub.address) as link, raw_peer(hub.address) as younger:
+            eventually(lambda: hub._router.connections.closed >= 2)
+            assert younger
             assert link.connected
             assert not link.reconnects
         assert peer
@@ -100,7 +100,8 @@ def test_who_is_refused_stays_connected_until_it_is_let_in(monkeypatch):
         worker_link(hub.address, wait=False) as link,
     ):
         eventually(lambda: link.refusal)
-        time.sleep(2)
+        with raw_peer(hub.address):
+            eventually(lambda: hub._router.connections.closed >= 1)
         assert link.refusal
         assert hub.snapshot().refused == 1
 

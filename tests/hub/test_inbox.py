@@ -431,6 +431,7 @@ def test_each_row_is_lost_for_its_own_reason(address, spills):
         files.code = None
         while not lane.dropped["spool_full"]:
             worker.rows("late")
+            # The pace of the worker, which the hub keeps up with.
             time.sleep(0.001)
         slow.go.set()
         eventually(lambda: not waiting(hub))

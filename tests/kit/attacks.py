@@ -42,6 +42,7 @@ def flood(peer, parts, seconds, *, read=False):
             with contextlib.suppress(zmq.Again):
                 while True:
                     peer.recv_multipart(zmq.NOBLOCK)
+        # The pause between two floods.
         time.sleep(0.001)
 
 
@@ -97,6 +98,7 @@ def ends(address, seconds):
         one.send_multipart(large)
         for parts in several:
             other.send_multipart(parts)
+        # What the attack is: everything is sent, and the connection stays.
         time.sleep(seconds)
 
 
@@ -139,6 +141,7 @@ def leaves(address, seconds):
                 peer.send_multipart(Frame(msgspec.structs.replace(header, boot=boot), payload).encode())
             with said_hello(address, Hello("client", "", f"l{number}")) as client:
                 client.send(asks)
+                # The pace of the attack.
                 time.sleep(0.5)
 
 
@@ -164,6 +167,7 @@ def idle(address, seconds):
             with contextlib.suppress(OSError):
                 for _ in range(2_000):
                     opened.enter_context(socket.create_connection((host, int(port)), 5))
+            # The pace of the attack.
             time.sleep(0.5)
 
 
@@ -215,6 +219,7 @@ def acknowledged_s(link, seconds):
             frame = make_frame([("honest", 4, 0, 1)])
             assert link.send(frame.header, frame.payload) is None
             sent.append(now)
+        # The pause between two looks.
         time.sleep(0.002)
     return sorted(took)
 

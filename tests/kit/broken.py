@@ -176,6 +176,7 @@ class ArraysInResults(Counting):
 
 class Slow(Counting):
     def on_frame(self, frame):
+        # What this consumer is: slow.
         time.sleep(0.012)
         super().on_frame(frame)
 

@@ -31,6 +31,7 @@ class Worker:
         """Send a frame, unless much is under way."""
         counters = self.link.counters
         if counters["unacked_frames"] + counters["queued_frames"] > UNDER_WAY_MAX:
+            # The pause between two looks.
             time.sleep(0.002)
             return
         if len(self.open) < 3:

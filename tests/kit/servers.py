@@ -63,6 +63,7 @@ def wait_until(condition, seconds, running):
     while not condition():
         assert running.poll() is None, "the process ended"
         assert time.monotonic() < deadline, "not in time"
+        # The pause between two looks.
         time.sleep(0.1)
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import itertools
 import re
 import shlex
 import subprocess
@@ -92,3 +93,12 @@ def test_no_two_test_files_have_one_name():
     """pytest imports them by their names alone."""
     names = collections.Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_test_sleeps_without_a_reason(path):
+    """A test waits for a condition. Where a sleep is the stimulus itself, a comment above it says so."""
+    lines = ["", *path.read_text(encoding="utf-8").splitlines()]
+    for before, line in itertools.pairwise(lines):
+        if re.search(r"\b(time|asyncio)\.sleep\(", line):
+            assert before.strip().startswith("#"), line

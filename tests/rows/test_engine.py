@@ -236,7 +236,8 @@ def act_when_running(llm, action, answer):
                 outcome = client.act(action, timeout=60)
                 if isinstance(outcome, ActionApplied):
                     break
-                time.sleep(0.01)  # an engine that does not run it says so at once
+                # The pause between two tries: an engine that does not run the request rejects the action at once.
+                time.sleep(0.01)
             answer.append(outcome)
 
     thread = threading.Thread(target=send)

@@ -53,6 +53,7 @@ def test_idle_connections_cost_a_hub_with_few_descriptors_no_row(tmp_path):
                 for number in range(60):
                     for _ in range(10):
                         opened.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+                    # The pace of the connections.
                     time.sleep(0.02)
                     ends = [make_finished(f"r{number}", 4, 4, rows=16)]
                     frame = make_frame([(f"r{number}", 4, 0, 4)], sites, finished=ends, step=number)

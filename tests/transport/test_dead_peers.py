@@ -143,6 +143,7 @@ def test_a_worker_that_spills_loses_nothing_however_long_the_network_is_gone(qui
         began = time.monotonic()
         for frame in frames[50:]:
             assert link.send(frame.header, frame.payload) is None
+            # The pace of the worker: it sends for longer than the silence that the hub bears.
             time.sleep(3 * limits.SILENCE_S_MAX / 150)
         eventually(lambda: hub.counts.sessions_lost == 1 and not link.connected)
         eventually(lambda: time.monotonic() - began > 5 * limits.SILENCE_S_MAX)

@@ -221,6 +221,7 @@ def test_what_a_worker_left_is_gone_before_its_hub_forgets_the_worker(address, t
         close = outbox.close
 
         def slow_close():
+            # What this outbox is: slow to close.
             time.sleep(0.3)
             known.extend(hub.roster.engines)
             return close()

@@ -130,6 +130,7 @@ def test_frames_given_again_are_not_sent_again_however_long_ago_they_were(server
                 consumer.on_frame(frame)
             assert consumer.on_request_done(done("r1", 5)).status == "ok"
             assert consumer.context.counts["messages_again"] == (5 if life else 0)
+        # More than `duplicate_window`: the stream forgets in this time.
         time.sleep(0.3)
     assert kinds(server.messages(stream)) == {"opened": 2, "rows": 2, "vectors": 2, "done": 1}
     with opened(server, stream, sites=["post_block:0"], create=False) as consumer:  # the same id, another time
@@ -177,6 +178,7 @@ def test_what_came_of_an_action_is_sent_once_however_long_ago_it_was(server, str
             for answered in (steer, abort):
                 consumer.on_action(answered)
             assert consumer.context.counts["messages_again"] == 2 * life
+        # More than `duplicate_window`: the stream forgets in this time.
         time.sleep(0.3)
     first, second = [message for message in server.messages(stream) if ".actions." in message.subject]
     assert first.subject == f"{stream}.actions.engine-1.{natsmessages.token('a.b *')}.{steer.id}"

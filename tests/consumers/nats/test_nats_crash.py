@@ -113,7 +113,8 @@ def kill_often(address, directory, *, hub_kills, server_kills, seed):
 
         def work():
             worker.turn()
-            time.sleep(0.005)  # about as fast as the server writes through; what is too much waits in the inbox
+            # About the pace at which the server writes through. Frames beyond it wait in the inbox.
+            time.sleep(0.005)
 
         for which in kills:
             until = time.monotonic() + choose.uniform(0.1, 1.5)

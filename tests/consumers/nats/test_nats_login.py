@@ -182,6 +182,7 @@ def test_a_client_that_takes_no_notice_of_its_end_is_not_waited_for():
     async def stubborn():
         while True:
             try:
+                # What this client is: stuck.
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
                 cancelled.append(1)

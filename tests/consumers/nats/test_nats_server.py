@@ -83,6 +83,7 @@ def test_a_frame_that_was_stored_in_part_is_stored_once(tmp_path, stream, monkey
                 with pytest.raises(RetryError, match="maximum messages exceeded; raise the stream's limits") as raised:
                     consumer.on_frame(frame)
                 assert raised.value.__cause__.errno == errno.ENOSPC
+                # The pause between two tries.
                 time.sleep(0.2)
             server.js(widen)
             consumer.on_frame(frame)

@@ -25,6 +25,7 @@ def test_the_result_comes_back():
 def test_a_child_that_says_what_it_is_at_is_waited_for():
     def work(say):
         for number in range(6):
+            # What this child is: alive, and slow.
             time.sleep(0.5)
             say(f"part {number}")
         return "done"
@@ -54,6 +55,7 @@ def test_a_child_whose_own_child_computes_is_waited_for():
 def test_a_child_in_which_nothing_moves_is_given_up_with_what_it_was_at():
     def work(say):
         say("reading layer 3 of 4")
+        # What this child is: stuck.
         time.sleep(30)
 
     begun = time.monotonic()

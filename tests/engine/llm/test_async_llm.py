@@ -10,6 +10,7 @@ import pytest
 
 import capflow
 from tests.kit.engines import GREEDY, environment, prompts, relative_error, vector
+from tests.kit.waiting import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -21,6 +22,8 @@ async def drive(model, root):
     from vllm import SamplingParams
     from vllm.engine.protocol import StreamingInput
     from vllm.sampling_params import RequestOutputKind
+
+    from capflow_engine.compat.engine import running_requests
 
     llm = capflow.AsyncLLM.start(
         model, consumers=[f"filesystem:root={root},capture=requests"], dtype="float32", enforce_eager=True,
@@ -102,7 +105,7 @@ async def drive(model, root):
         twice = await asyncio.gather(last(first, id="x"), last(second, id="x"), return_exceptions=True)
         said["twice"] = [str(one) for one in twice if isinstance(one, capflow.UsageError)]
         task = asyncio.create_task(last(first, id="gone", max_tokens=100))
-        await asyncio.sleep(0.2)
+        await asyncio.to_thread(eventually, lambda: running_requests(llm))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         said["after"] = [list((await last(first)).outputs[0].token_ids)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 
 import pytest
@@ -132,12 +133,18 @@ def test_a_response_that_waits_says_soon_that_the_hub_is_away_and_then_at_once(a
 
 def test_a_response_that_waits_has_the_results_of_a_hub_that_is_back_soon(address):
     async def ask():
-        asker = Asker(lambda _: Client(address, 1.0), lambda: is_listening(address))
+        asker = Asker(lambda _: Client(address, 1.0), listens)
         return await asker.ask(["r1"], captures=True, wait_s=60)
+
+    looked = threading.Event()
+
+    def listens():
+        looked.set()
+        return is_listening(address)
 
     async def later():
         asking = asyncio.create_task(ask())
-        await asyncio.sleep(0.3)
+        assert await asyncio.to_thread(looked.wait, 20)
         with running_hub(address, Recorder()), worker_link(address) as link:
             made = make_frame([("r1", 4, 0, 4)], finished=[make_finished("r1")])
             assert link.send(made.header, made.payload) is None

@@ -187,6 +187,7 @@ def steering(name, outcomes, connected):
             outcome = client.act(Steer(name, (vector,)), timeout=60)
             if isinstance(outcome, ActionApplied):
                 outcomes.append(outcome)
+            # The pause between two tries.
             time.sleep(0.01)
 
 

@@ -229,6 +229,7 @@ async def until(condition):
     for _ in range(500):
         if await condition():
             return
+        # The pause between two looks.
         await asyncio.sleep(0.02)
     pytest.fail("the condition did not come to hold in time")
 

@@ -48,6 +48,7 @@ class Slow(Recorder):
         self.seconds = seconds
 
     def on_frame(self, frame):
+        # What this consumer is: slow.
         time.sleep(self.seconds)
         super().on_frame(frame)
 

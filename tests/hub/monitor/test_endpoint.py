@@ -217,6 +217,7 @@ class TestHttp:
                 with contextlib.suppress(OSError):
                     while time.monotonic() < began + 20:  # a byte at a time never lets a read time out
                         peer.sendall(b"G")
+                        # The pace of the client: it dawdles.
                         time.sleep(0.02)
                 assert time.monotonic() < began + 15
 
@@ -342,6 +343,7 @@ with tempfile.TemporaryDirectory() as directory, running_hub(f"ipc://{directory}
     print(endpoint.port, port.path, flush=True)
     sys.stdin.readline()
     used = time.process_time()
+    # The time in which the use of the processor is measured.
     time.sleep(1)
     used = time.process_time() - used
     resource.setrlimit(resource.RLIMIT_NOFILE, before)

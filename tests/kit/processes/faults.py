@@ -45,6 +45,7 @@ class Bad(Good):
         getattr(self, self.config)(frame)
 
     def sleeps(self, _):
+        # What this consumer is: slow.
         time.sleep(SLOW_S)
 
     def raises(self, _):
