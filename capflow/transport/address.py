@@ -1,10 +1,10 @@
-"""Where a hub listens: the default, what may be asked for, and the lock that keeps two hubs off one address.
+"""The address of a hub: the default, the valid forms, and the lock that keeps two hubs off one address.
 
-By default a hub listens on a Unix socket in a directory that only its user can enter. TCP off loopback needs keys, unless the
-user says `insecure`. The address of a hub that has a key names its public half: `tcp://KEY@HOST:PORT`.
+By default a hub listens on a Unix socket in a directory that only its user can enter. TCP beyond loopback needs keys,
+unless the user allows it with `insecure`. The address of a hub with a key holds its public key: `tcp://KEY@HOST:PORT`.
 
-A socket file can be bound over while another process listens on it, so a hub holds a lock on a file
-beside it for as long as it lives; the lock goes with the process, however that ends.
+A process can bind a socket file while another process listens on it. So a hub locks a file beside the socket; the
+system releases the lock when the process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ ENVIRONMENT_VARIABLE = "CAPFLOW_HUB"
 FORMS = "ipc:///ABSOLUTE/PATH, tcp://HOST:PORT or tcp://KEY@HOST:PORT"
 
 _SOCKET_PATH_BYTES_MAX = 107  # sun_path, less its final zero
-_LOCK_TRIES = 6  # for a lock, this long after one another: `collect` holds it for a moment
-_LOCK_PAUSE_S = 0.02
+_LOCK_TRIES = 6  # `collect` holds the lock for a moment
+_LOCK_PAUSE_S = 0.02  # between two tries
 _PORT_MAX = 65_535
 _KEYED = re.compile(r"tcp://([0-9a-f]{64})@")
 
 
 def default_address() -> str:
-    """Return the address that `CAPFLOW_HUB` names, or else the one in the runtime directory."""
+    """Return the address in `CAPFLOW_HUB`, or else the one in the runtime directory."""
     return os.environ.get(ENVIRONMENT_VARIABLE) or f"ipc://{runtime_directory() / 'hub.sock'}"
 
 
 def private_address(name: str) -> str:
-    """Return an address in the runtime directory that no other process has."""
+    """Return an address in the runtime directory that no other process uses."""
     return f"ipc://{runtime_directory() / private_name(name)}.sock"
 
 
 def check_address(address: str, *, insecure: bool = False, where: str = "address") -> str:
-    """Return the address if it is one, and one that is safe to use.
+    """Return the address if it is valid and safe.
 
-    Raises UsageError for anything else, and for TCP off loopback without a hub's key unless `insecure`.
+    Raises UsageError if it is not an address, or if it is TCP beyond loopback without a hub's key, unless `insecure`.
+
+    where: the beginning of the error message.
     """
     scheme, separator, rest = address.partition("://")
     if not separator or scheme not in ("ipc", "tcp") or not rest:
@@ -61,26 +63,26 @@ def check_address(address: str, *, insecure: bool = False, where: str = "address
                     where,
                     got=address,
                     expected="a loopback or ipc address, or keys",
-                    do="see `capflow keys`; without them anyone who reaches this one can read what is captured, and "
-                    "--insecure allows it all the same",
+                    do="see `capflow keys`; without keys everyone who reaches the address can read the captured rows; "
+                    "--insecure allows that",
                 )
             )
     return address
 
 
 def hub_key(address: str) -> str | None:
-    """Return the public key that an address names, None when it names none."""
-    found = _KEYED.match(address)
-    return found[1] if found else None
+    """Return the public key in an address; None if it has none."""
+    match = _KEYED.match(address)
+    return match[1] if match else None
 
 
 def without_key(address: str) -> str:
-    """Return the address as a socket takes it."""
+    """Return the address without the key, as a socket takes it."""
     return _KEYED.sub("tcp://", address)
 
 
 def with_key(address: str, public: str) -> str:
-    """Return the address with the hub's public key, as its peers need it."""
+    """Return the address with the hub's public key, for its peers."""
     return f"tcp://{public}@{without_key(address).removeprefix('tcp://')}"
 
 
@@ -95,20 +97,20 @@ def is_local(address: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a name or an interface: it may be anywhere
+        return False  # a host name or an interface may be anywhere
 
 
 def is_listening(address: str, timeout_s: float = 0.25) -> bool:
-    """Return whether anything listens at an address, which is known at once where nothing does; a machine that is silent is given so long."""
+    """Return whether a process listens at an address. `timeout_s` bounds the wait for a silent machine."""
     scheme, _, rest = without_key(address).partition("://")
     try:
         if scheme == "tcp":
             host, _, port = rest.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
         else:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as found:
-                found.settimeout(timeout_s)
-                found.connect(rest)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+                peer.settimeout(timeout_s)
+                peer.connect(rest)
     except OSError:
         return False
     return True
@@ -116,10 +118,11 @@ def is_listening(address: str, timeout_s: float = 0.25) -> bool:
 
 @contextlib.contextmanager
 def held(address: str) -> Iterator[None]:
-    """Hold the address against other hubs on this machine.
+    """Reserve the address against other hubs on this machine.
 
-    Raises CapflowError when a hub listens there already, and UsageError for a socket in a directory that others can enter. TCP
-    needs no lock: the port is one.
+    Raises CapflowError if a hub listens there already, and UsageError if others can enter the socket's directory. TCP
+    needs
+    no lock: the port is exclusive.
     """
     if not address.startswith("ipc://"):
         yield
@@ -129,20 +132,20 @@ def held(address: str) -> Iterator[None]:
     mode = path.parent.stat().st_mode
     if mode & 0o077:
         do = f"name a socket in a directory of your own, or run: chmod 700 {path.parent}"
-        what = f"cannot listen at {address}: its directory"
-        raise UsageError(explain(what, got=stat.filemode(mode), expected="drwx------", do=do))
+        directory = f"cannot listen at {address}: its directory"
+        raise UsageError(explain(directory, got=stat.filemode(mode), expected="drwx------", do=do))
     lock = _lock(path, address)
     try:
         yield
     finally:
         if listening.is_socket():
             listening.unlink(missing_ok=True)
-        path.unlink(missing_ok=True)  # before it is let go: whoever locks a file that is gone tries again
+        path.unlink(missing_ok=True)  # while locked: a process that locks a removed file tries again
         os.close(lock)
 
 
 def _lock(path: Path, address: str) -> int:
-    """Return the descriptor of a file at the path that this process has locked."""
+    """Lock a file at the path and return its descriptor."""
     while True:
         try:
             lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -158,7 +161,7 @@ def _lock(path: Path, address: str) -> int:
 
 
 def _flock(lock: int) -> bool:
-    """Lock a file; return whether no other process has it locked."""
+    """Try to lock a file; return whether it is locked now."""
     for tried in range(_LOCK_TRIES):
         time.sleep(_LOCK_PAUSE_S if tried else 0)
         with contextlib.suppress(OSError):
@@ -168,7 +171,7 @@ def _flock(lock: int) -> bool:
 
 
 def in_use(address: str) -> CapflowError:
-    """Return the error that says that someone listens at the address already."""
+    """Return the error for an address at which a hub listens already."""
     return CapflowError(
         explain(f"address {address} is in use", do="stop the hub that listens there, or name another with --address")
     )

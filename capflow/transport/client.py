@@ -1,4 +1,4 @@
-"""The client: asks a hub what became of requests, how it is, and to have engines act."""
+"""The client: asks a hub for results and status, and sends actions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from capflow.transport.sockets import Dealer, Event, why_not
 
 
 class Client:
-    """A synchronous connection to a hub, for one thread. It connects when first used, or entered.
+    """A synchronous connection to a hub, for one thread. It connects at its first use or at `with`.
 
-    timeout: how many seconds the hub has to answer.
-    key: this peer's, by name or path, for an address with the hub's; without one that of `CAPFLOW_KEY`.
-    insecure: allows TCP off loopback to a hub without a key.
+    Raises HubUnreachableError if the hub does not answer, CapflowError if it refuses, UsageError for a wrong address or
+    key.
 
-    Raises HubUnreachableError when the hub does not answer, CapflowError when it refuses, UsageError for a wrong address or key.
+    address: the hub's address; `CAPFLOW_HUB` or the default address if None.
+    timeout: how many seconds the hub may take to answer.
+    key: this peer's key, by name or path, for an address with the hub's key; by default `CAPFLOW_KEY`.
+    insecure: allow TCP beyond loopback to a hub without a key.
     """
 
     def __init__(
@@ -45,9 +47,9 @@ class Client:
         self.timeout = timeout
         self._key = peer_key(self.address, key)
         self._session = PeerSession(Hello("client", "", uuid.uuid4().hex))
-        # From the first use to `close`, or until the hub is lost.
+        # Set from the first use until `close` or the loss of the hub.
         self._dealer: Dealer | None = None
-        # When the connection was last looked at.
+        # When the connection was last checked.
         self._used = 0.0
 
     def __enter__(self) -> Self:
@@ -61,23 +63,23 @@ class Client:
 
     @property
     def connected(self) -> bool:
-        """Whether the hub has welcomed this client, and was there when it was last looked at."""
+        """Whether the hub had welcomed this client and was connected at the last check."""
         return self._is_open()
 
     @property
     def captures(self) -> tuple[CaptureSpec, ...]:
-        """What the hub captures of every request, as it said when it was last connected to."""
+        """The specs that the hub captures of every request, as of the last connection."""
         welcome = self._session.welcome
         return welcome.captures if welcome is not None else ()
 
     @property
     def readers(self) -> tuple[str, ...] | None:
-        """The consumers that requests may name, as the hub said when it was last connected to; None when it did not say."""
+        """The consumers that requests may name, as of the last connection; None if the hub did not send them."""
         welcome = self._session.welcome
         return None if welcome is None or welcome.readers is UNSET else welcome.readers
 
     def close(self) -> None:
-        """Leave the hub."""
+        """Disconnect from the hub."""
         if self._dealer is not None:
             if self._session.state is State.OPEN:
                 self._dealer.send(self._session.send(Bye(), time.monotonic()))
@@ -86,70 +88,71 @@ class Client:
     def results(
         self, request_ids: Iterable[str], wait: bool = True, timeout: float | None = None, *, engine: str = ""
     ) -> dict[str, dict[str, CaptureResult]]:
-        """Return what became of requests, by id and consumer.
+        """Return the results of requests by id and consumer. An unknown request has no results.
 
-        With `wait`, that is when every consumer is done with them, or when `timeout` seconds are over; a consumer that
-        is not done by then is `pending`. A request that the hub knows nothing of has no results.
+        Raises UsageError with the engines' names if several engines have a request with an id and `engine` is not
+        given.
 
-        engine: the name of the engine that runs them. Without it each id stands for the request of the only engine that
-            has one; raises UsageError, naming the engines, where several have.
+        wait: wait until every consumer is done with the requests, for at most `timeout` seconds. The result of a
+            consumer that is not done is `pending`.
+        engine: the name of the engine that runs the requests.
         """
         asked = tuple(dict.fromkeys(request_ids))
-        found: dict[str, dict[str, CaptureResult]] = {}
+        results: dict[str, dict[str, CaptureResult]] = {}
         if wait and asked:
             timeout = self.timeout if timeout is None else timeout
-            self._ask_results(Await(asked, True, engine), found, timeout)
-        missing = tuple(request for request in asked if request not in found)
-        if missing and not self._ask_results(Await(missing, False, engine), found, self.timeout):
+            self._ask_results(Await(asked, True, engine), results, timeout)
+        missing = tuple(request for request in asked if request not in results)
+        if missing and not self._ask_results(Await(missing, False, engine), results, self.timeout):
             raise self._unreachable()
-        return {request: found[request] for request in asked}
+        return {request: results[request] for request in asked}
 
     def act(self, action: Action, timeout: float | None = None) -> Outcome:
-        """Have an action done; return what came of it.
+        """Send an action and return its outcome.
 
-        The hub answers in `limits.ACTION_S_MAX + limits.ACTION_ANSWER_S_MAX` seconds at the latest, so by default a little longer is waited.
-        Raises CapflowError when no answer came in time: the action may still be done then.
+        The hub answers within `limits.ACTION_S_MAX + limits.ACTION_ANSWER_S_MAX` seconds; the default timeout is a
+        little longer. Raises CapflowError if no answer came in time; the action may still be applied then.
         """
         act = Act(uuid.uuid4().hex, action)
         longest = limits.ACTION_S_MAX + 2 * limits.ACTION_ANSWER_S_MAX
         deadline = time.monotonic() + (longest if timeout is None else timeout)
-        self._say(act)
-        while (said := self._next(deadline)) is not None:
-            if isinstance(said, ActionOutcome) and said.outcome.id == act.id:
-                return said.outcome
+        self._send(act)
+        while (message := self._next(deadline)) is not None:
+            if isinstance(message, ActionOutcome) and message.outcome.id == act.id:
+                return message.outcome
         raise CapflowError(
             explain("no outcome of the action in time", do="see `capflow status` for whether an engine runs")
         )
 
     def status(self) -> dict[str, Any]:
         """Return the hub's counters."""
-        self._say(Status())
+        self._send(Status())
         deadline = time.monotonic() + self.timeout
-        while (said := self._next(deadline)) is not None:
-            if isinstance(said, Status):
-                return said.counters
+        while (message := self._next(deadline)) is not None:
+            if isinstance(message, Status):
+                return message.counters
         raise self._unreachable()
 
-    def _ask_results(self, asked: Await, found: dict[str, dict[str, CaptureResult]], timeout: float) -> bool:
-        """Put the results of what was asked into `found`; return whether all came in time."""
+    def _ask_results(self, asked: Await, results: dict[str, dict[str, CaptureResult]], timeout: float) -> bool:
+        """Add the results that are asked for to `results`; return whether all came in time."""
         deadline = time.monotonic() + timeout
-        self._say(asked)
+        self._send(asked)
         left = set(asked.requests)
-        while left and (said := self._next(deadline)) is not None:
-            if isinstance(said, Results) and said.request in left and said.engine in (asked.engine, UNSET):
-                if len(said.engines) > 1:
-                    raise ambiguous(said.request, said.engines)
-                left.discard(said.request)
-                found[said.request] = said.results
+        while left and (message := self._next(deadline)) is not None:
+            if isinstance(message, Results) and message.request in left and message.engine in (asked.engine, UNSET):
+                if len(message.engines) > 1:
+                    raise ambiguous(message.request, message.engines)
+                left.discard(message.request)
+                results[message.request] = message.results
         return not left
 
-    def _say(self, said: Message) -> None:
+    def _send(self, message: Message) -> None:
         now = time.monotonic()
-        if now - self._used > limits.HEARTBEAT_S:  # unlooked at, it may have been lost unseen
+        if now - self._used > limits.HEARTBEAT_S:  # not checked for so long, it may be lost
             self.close()
         self._connect(now + self.timeout)
         assert self._dealer is not None
-        self._dealer.send(self._session.send(said, now))
+        self._dealer.send(self._session.send(message, now))
 
     def _connect(self, deadline: float) -> None:
         if self._is_open():
@@ -171,11 +174,11 @@ class Client:
             self._dealer = None
 
     def _next(self, deadline: float) -> Frame | Message | None:
-        """Return the next message; None when none came in time."""
+        """Return the next message; None if none came in time."""
         while self._dealer is not None:
-            said = self._receive()
-            if said is not None:
-                return said
+            message = self._receive()
+            if message is not None:
+                return message
             if not self._turn(deadline):
                 return None
         raise self._unreachable()
@@ -186,20 +189,20 @@ class Client:
         if parts is None:
             return None
         try:
-            said = self._session.receive(parts, time.monotonic())
+            message = self._session.receive(parts, time.monotonic())
         except RemoteProtocolError:
             self._disconnect()
             raise
-        if isinstance(said, Refused):
+        if isinstance(message, Refused):
             self._disconnect()
-            raise CapflowError(explain(f"the hub at {self.address} refused", got=said.reason))
-        if isinstance(said, Bye):
+            raise CapflowError(explain(f"the hub at {self.address} refused", got=message.reason))
+        if isinstance(message, Bye):
             self._disconnect()
             raise self._unreachable()
-        return said
+        return message
 
     def _turn(self, deadline: float) -> bool:
-        """Wait for something to happen and take note of it; return False when the time is over."""
+        """Wait for the next event and handle it; return False after the deadline."""
         assert self._dealer is not None
         now = time.monotonic()
         if now >= deadline:
@@ -230,6 +233,6 @@ class Client:
 
 
 def ambiguous(request: str, engines: Iterable[str]) -> UsageError:
-    """Return the error of an id that requests of several engines have."""
+    """Return the error for an id that requests of several engines have."""
     expected = f"the name of its engine, one of {', '.join(sorted(engines))}"
     return UsageError(explain(f"request {request}", got="an id that several engines have", expected=expected))

@@ -1,4 +1,4 @@
-"""A hub in a process of its own, started and stopped by whoever needs one."""
+"""A hub in a child process."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ _EXIT_USAGE = 2
 
 
 class HubProcess:
-    """Runs `capflow run` with some consumers at an address of its own, from `start` to `stop`.
+    """Runs `capflow run` with some consumers between `start` and `stop`.
 
-    address: where it listens. The process is a child of this one, in a session of its own, so that a Ctrl-C meant for
-        its parent does not end it first; it drains and ends when this process is gone, however that went.
+    The child has a session of its own, so that a Ctrl-C for its parent does not end it first. It drains and ends when
+    this process ends, however it ends.
+
+    consumers: each as in `--consumer`.
+    address: the address of the hub; by default a private one.
     """
 
     def __init__(self, consumers: Sequence[str], *, address: str | None = None) -> None:
         self.consumers = tuple(consumers)
         self.address = address or private_address("hub")
         self._process: subprocess.Popen[bytes] | None = None
-        # Its output, in a file without a name, until `stop`.
+        # The output of the child, in an unnamed file, until `stop`.
         self._log: IO[bytes] | None = None
 
     def start(self, timeout_s: float) -> None:
         """Start the hub and wait until it answers.
 
-        Raises UsageError when a consumer cannot be used, CapflowError when the hub does not come up in time.
+        Raises UsageError if a consumer cannot be used, CapflowError if the hub does not start in time.
         """
         self._log = log = tempfile.TemporaryFile()  # noqa: SIM115  closed by `_forget`
         command = [sys.executable, "-m", "capflow", "run", "--address", self.address, "--until-eof"]
@@ -59,7 +62,7 @@ class HubProcess:
                 )
 
     def stop(self) -> int:
-        """Ask the hub to drain and end, and wait for it; return its exit code."""
+        """Let the hub drain and end; return its exit code."""
         if self._process is None:
             return 0
         if self._process.poll() is None:
@@ -77,7 +80,7 @@ class HubProcess:
         assert self._log is not None
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "the hub ended without a word"
+        return lines[-1] if lines else "the hub ended without a message"
 
     def _forget(self) -> None:
         self._process = None

@@ -1,18 +1,19 @@
-"""Keys: who a peer is on TCP, and what a hub lets it do.
+"""Keys: the identity of a peer on TCP, and its rights at a hub.
 
-A key is a CURVE25519 pair; its public half, 64 hexadecimal digits, is the peer's name to the hub. Keys lie in one directory that
-only their owner can enter:
+A key is a CURVE25519 pair. Its public half, 64 hexadecimal digits, identifies the peer to the hub. Keys are in one
+directory that only their owner can enter:
 
-| file | what |
+| file | content |
 |---|---|
 | `NAME.key` | a pair, in two lines `public HEX` and `secret HEX` |
-| `allowed` | the hub's list of who may connect, a line `PUBLIC RIGHTS NAME` each; `#` begins a comment |
+| `allowed` | the keys that may connect to the hub, a line `PUBLIC RIGHTS NAME` each; `#` begins a comment |
 
-What always holds: a file or directory that someone else can read or write is refused, not mended. A secret is in no message,
-representation or address.
+Invariants: a file or directory that another user can read or write is refused, not repaired. No message, representation
+or address holds a secret.
 
-Why these are not the certificates of `zmq.auth`: `create_certificates` leaves the secret readable by everyone (0644 with
-the usual umask) and writes over a key that is there; they have no rights; and keys that exist would have to be made anew.
+Why these are not the certificates of `zmq.auth`: `create_certificates` leaves the secret readable by everyone (0644
+with the usual umask) and overwrites an existing key. Its certificates have no rights, and existing keys would have to
+be made again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ logger = logging.getLogger("capflow.keys")
 
 ENVIRONMENT_VARIABLE = "CAPFLOW_KEY"
 RIGHTS: tuple[str, ...] = ("capture", "read", "steer")
-"""What a peer may do: `capture`, be an engine; `read`, ask for results and status; `steer`, act on running requests."""
+"""The rights: `capture`, be an engine; `read`, ask for results and status; `steer`, act on running requests."""
 
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{limits.KEY_NAME_LENGTH_MAX - 1}}}")
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -47,14 +48,14 @@ _ALLOWED = "allowed"
 
 @dataclass(frozen=True)
 class KeyPair:
-    """A key: `public`, 64 hexadecimal digits, and `secret`, as many."""
+    """A key: `public` and `secret`, 64 hexadecimal digits each."""
 
     public: str
     secret: str = field(repr=False)
 
 
 class Allowed(NamedTuple):
-    """One who may connect."""
+    """A key that may connect, with its rights and its owner's name."""
 
     public: str
     rights: frozenset[str]
@@ -62,13 +63,13 @@ class Allowed(NamedTuple):
 
 
 def directory() -> Path:
-    """Return where a user's keys lie: `capflow/keys` in `XDG_CONFIG_HOME`, or else in `~/.config`."""
+    """Return the directory of a user's keys: `capflow/keys` in `XDG_CONFIG_HOME`, or else in `~/.config`."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "capflow" / "keys"
 
 
 def key_directory(path: Path) -> Path:
-    """Return the directory, made if need be; raise UsageError when others can enter it."""
+    """Return the directory, made if it is missing. Raises UsageError if others can enter it."""
     try:
         make_directory(path)
     except OSError as e:
@@ -81,19 +82,19 @@ def key_directory(path: Path) -> Path:
 
 
 def check_directory(path: Path) -> None:
-    """Raise UsageError when others than the owner can enter a directory of keys."""
+    """Raise UsageError if others can enter a directory of keys."""
     _check_private(path, path.stat(), "drwx------", "700")
 
 
 def find_key(key: str) -> Path:
-    """Return the file that a user means: a path when it has a slash, else a name in the user's directory."""
+    """Return the file of a key: `key` is a path if it has a slash, else a name in the user's directory."""
     if "/" in key:
         return Path(key).absolute()
     return directory() / f"{key.removesuffix('.key')}.key"
 
 
 def read_key(path: Path, *, where: str = "--key") -> KeyPair:
-    """Return the pair in a file; raise UsageError when there is none, or when others can read it."""
+    """Return the key in a file. Raises UsageError if there is none, or if others can read the file."""
     text = _read_private(path, where)
     fields = dict(line.split(maxsplit=1) for line in text.splitlines() if len(line.split()) == 2)
     public, secret = fields.get("public", "").strip(), fields.get("secret", "").strip()
@@ -103,17 +104,17 @@ def read_key(path: Path, *, where: str = "--key") -> KeyPair:
 
 
 def write_key(where: Path, name: str, pair: KeyPair) -> Path:
-    """Write a pair to a new file in a directory that only its owner can read, and return it; raise UsageError when there is one."""
+    """Write a key to a new file that only its owner can read; return its path. Raises UsageError if the file exists."""
     if not _NAME.fullmatch(name):
         raise UsageError(explain("name of a key", got=name, expected=_NAME_EXPECTED))
     path = where / f"{name}.key"
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileExistsError as e:
-        do = "choose another name, or remove it if nothing uses it"
+        do = "choose another name, or remove the file if nothing uses it"
         raise UsageError(explain(f"key {path}", got="a file that exists", do=do)) from e
     except OSError as e:
-        expected, do = "a file that can be written", f"look at the room and the rights at {path.parent}"
+        expected, do = "a file that can be written", f"check the room and the permissions of {path.parent}"
         raise CapflowError(explain(f"key {path}", got=e.strerror or str(e), expected=expected, do=do)) from e
     with os.fdopen(handle, "w", encoding="ascii") as file:
         os.fchmod(handle, 0o600)  # whatever the umask
@@ -122,16 +123,16 @@ def write_key(where: Path, name: str, pair: KeyPair) -> Path:
 
 
 def peer_key(address: str, key: str | None) -> KeyPair | None:
-    """Return the key to speak with to the hub at an address: the one named, or else that of `CAPFLOW_KEY`.
+    """Return this peer's key for the hub at an address: the one named, or else that of `CAPFLOW_KEY`.
 
-    None when the address names no key of a hub. Raises UsageError when one is needed and missing, or named in vain.
+    None if the address has no hub key. Raises UsageError if a key is needed and missing, or named and not needed.
     """
     path = peer_key_path(address, key)
     return None if path is None else read_key(path, where="--key" if key is not None else ENVIRONMENT_VARIABLE)
 
 
 def peer_key_path(address: str, key: str | None) -> Path | None:
-    """Return where the key lies that `peer_key` reads: what may travel to other processes in its place."""
+    """Return the path of the key that `peer_key` reads; the path may be sent to other processes, the key may not."""
     if hub_key(address) is None:
         if key is not None:
             expected = "an address with the hub's key, tcp://KEY@HOST:PORT, as the hub prints it"
@@ -140,12 +141,14 @@ def peer_key_path(address: str, key: str | None) -> Path | None:
     named = key or os.environ.get(ENVIRONMENT_VARIABLE)
     if not named:
         do = f"make one with `capflow keys new NAME`, and name it with --key or {ENVIRONMENT_VARIABLE}"
-        raise UsageError(explain("--key", got="none", expected="a key, for this hub takes only who has one", do=do))
+        raise UsageError(
+            explain("--key", got="none", expected="a key, because this hub admits only peers with one", do=do)
+        )
     return find_key(named)
 
 
 def parse_rights(text: str, *, where: str = "--rights") -> frozenset[str]:
-    """Return the rights in a text, separated by commas; raise UsageError for any other, and for none."""
+    """Return the rights in a text, separated by commas. Raises UsageError for an unknown right, and for none."""
     rights = frozenset(part.strip() for part in text.split(","))
     if not rights <= set(RIGHTS):
         raise UsageError(explain(where, got=text, expected=f"some of {','.join(RIGHTS)}"))
@@ -153,18 +156,18 @@ def parse_rights(text: str, *, where: str = "--rights") -> frozenset[str]:
 
 
 class AllowList:
-    """Who may connect to a hub: the file `allowed` beside its key, read again whenever it has changed.
+    """The keys that may connect to a hub: the file `allowed` beside its key, read again after each change.
 
-    A file that is missing or that others can write allows nobody; a line that is none is passed over. Both are logged.
+    A missing file, or one that others can write, allows nobody. An invalid line is skipped. Both are logged.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path / _ALLOWED
-        # Counts how often the file was read again.
+        # How often the file was read.
         self.version = 0
-        # By public key; replaced by `refresh`.
+        # The entries by public key; `refresh` replaces them.
         self._entries: dict[str, Allowed] = {}
-        # What the file looked like when it was read; None: missing.
+        # The state of the file when it was read; None if it was missing.
         self._seen: tuple[int, ...] | None = (-1,)
 
     def find(self, public: str) -> Allowed | None:
@@ -174,8 +177,8 @@ class AllowList:
     def refresh(self) -> None:
         """Read the file again if it has changed."""
         try:
-            found = self.path.stat()
-            seen = (found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode, found.st_uid)
+            now = self.path.stat()
+            seen = (now.st_mtime_ns, now.st_size, now.st_ino, now.st_mode, now.st_uid)
         except OSError:
             seen = None
         if seen == self._seen:
@@ -199,9 +202,9 @@ class AllowList:
         return sorted(self._entries.values(), key=lambda entry: (entry.name, entry.public))
 
     def allow(self, public: str, rights: Iterable[str], name: str) -> None:
-        """Let a key connect with these rights, in place of those it had.
+        """Allow a key to connect with these rights, which replace its earlier ones.
 
-        Raises UsageError for what is no key or no name, and for a name that another key has.
+        Raises UsageError if the key or the name is not valid, or if another key has the name.
         """
         if not _HEX.fullmatch(public):
             raise UsageError(explain("key", got=public, expected="the 64 digits that `capflow keys new` prints"))
@@ -214,7 +217,7 @@ class AllowList:
             entries[public] = Allowed(public, frozenset(rights), name)
 
     def revoke(self, who: str) -> Allowed:
-        """Let a key, named or given, connect no more; return what it was. Raises UsageError when there is none."""
+        """Forbid a key to connect, by its name or itself; return its entry. Raises UsageError if there is none."""
         with self._changing() as entries:
             for entry in entries.values():
                 if who in (entry.name, entry.public):
@@ -224,7 +227,7 @@ class AllowList:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[dict[str, Allowed]]:
-        """Give the entries to change, and write them back whole; one writer at a time."""
+        """Yield the entries to change, then write the whole file; one writer at a time."""
         handle = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -249,30 +252,30 @@ def _entries(text: str, path: Path) -> Iterator[Allowed]:
             if _HEX.fullmatch(public) and _NAME.fullmatch(name):
                 yield Allowed(public, parse_rights(rights), name)
                 continue
-        except ValueError:  # UsageError is one
+        except ValueError:  # UsageError is a ValueError
             pass
         logger.error("%s", explain(f"{path}:{number}", got=line, expected="PUBLIC-KEY RIGHTS NAME; it allows nobody"))
 
 
 def _read_private(path: Path, where: str) -> str:
-    """Return the text of a file that only its owner can read, in a directory that only its owner can enter."""
+    """Return the text of a file. Raises UsageError unless only its owner can read it and enter its directory."""
     try:
         check_directory(path.parent)
         with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise UsageError(explain(where, got=f"{path}, which is no file", expected="a file"))
-            _check_private(path, found, "-rw-------", "600")
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise UsageError(explain(where, got=f"{path}, which is not a file", expected="a file"))
+            _check_private(path, status, "-rw-------", "600")
             return file.read(limits.KEY_FILE_BYTES_MAX).decode("ascii", "replace")
     except OSError as e:
         do = "make a key with `capflow keys new NAME`"
         raise UsageError(explain(where, got=f"{path}: {e.strerror}", expected="a file of keys", do=do)) from e
 
 
-def _check_private(path: Path, found: os.stat_result, expected: str, mode: str) -> None:
-    if found.st_mode & 0o077:
+def _check_private(path: Path, status: os.stat_result, expected: str, mode: str) -> None:
+    if status.st_mode & 0o077:
         raise UsageError(
-            explain(str(path), got=stat.filemode(found.st_mode), expected=expected, do=f"run: chmod {mode} {path}")
+            explain(str(path), got=stat.filemode(status.st_mode), expected=expected, do=f"run: chmod {mode} {path}")
         )
-    if os.getuid() not in (0, found.st_uid):
-        raise UsageError(explain(str(path), got=f"a file of user {found.st_uid}", expected=f"one of {os.getuid()}"))
+    if os.getuid() not in (0, status.st_uid):
+        raise UsageError(explain(str(path), got=f"a file of user {status.st_uid}", expected=f"one of {os.getuid()}"))

@@ -1,9 +1,13 @@
-"""The outbox: a worker's frames on disk, from when memory was full or no hub was there until a hub has acknowledged them.
+"""The outbox: a worker's frames on disk, which did not fit in memory or had no hub, until a hub has acknowledged them.
 
-A worker has a directory of its own below the one that it is given, named after engine, rank and boot, with a spool in it and a file
-`hello`: the worker's Hello, by which a later process sends what is left in the worker's name; a file `hub`, the address
-that it is for; and its `promises`. A record's head is `seq`, 8 bytes
-little-endian, and the frame's sealed header; its body is the payload. Numbers rise and may leave some out: those frames went by memory.
+Each worker has a directory of its own, named after engine, rank and boot. It holds a spool and three files:
+
+* `hello`: the worker's Hello, with which a later process sends the remaining frames in the worker's name.
+* `hub`: the address of the hub that the frames are for.
+* `promises`: see `capflow.transport.promises`.
+
+The head of a record is `seq`, 8 bytes little-endian, and the frame's sealed header; the body is the payload. The
+numbers rise, with gaps for the frames that went through memory.
 """
 
 from __future__ import annotations
@@ -38,46 +42,46 @@ _decoder = msgspec.msgpack.Decoder(FrameHeader)
 
 
 class Spilled(NamedTuple):
-    """A frame that comes from disk."""
+    """A frame read from disk."""
 
     seq: int
     parts: Parts
 
 
 class Outbox:
-    """One worker's spool, from `open` to `close`. One thread puts frames in, another takes them out.
+    """One worker's spool between `open` and `close`. One thread puts frames in, another takes them out.
 
-    directory: of this worker alone.
-    hub: the address of the hub that the frames are for; empty where it is not known.
+    directory: the directory of this worker alone.
+    hub: the address of the hub that the frames are for; empty if it is unknown.
     """
 
     def __init__(self, directory: Path, hello: Hello, bytes_max: int, hub: str = "") -> None:
         self.directory = directory
         self.hub = hub
         self.hello = hello
-        # Put in, in this process.
+        # Frames that this process put in.
         self.frames = 0
-        # That could not be read again.
+        # Frames that could not be read again.
         self.frames_lost = 0
-        # The rows in these, by request, as far as it is known; emptied by `amended`.
+        # The rows of lost frames by request, as far as their headers are readable; emptied by `amended`.
         self.lost: dict[str, Losses] = {}
         self.promises = Promises(directory)
-        # What the worker had promised that is gone, of an outbox that was there.
+        # The promises of an ended worker, read from an existing outbox.
         self.broken = promises.Broken([], [], 0)
         self._spool = Spool(directory, bytes_max=bytes_max)
-        # Seq and number of what was taken and is not acknowledged.
+        # The seq and record number of each frame that was taken and is not acknowledged.
         self._taken: deque[tuple[int, int]] = deque()
-        # Of what was taken last.
+        # The seq of the last frame taken.
         self._seq = 0
 
     @classmethod
     def of(cls, root: Path, hello: Hello, bytes_max: int, hub: str = "") -> Self:
-        """Return the outbox of a worker below a directory that others share."""
+        """Return the outbox of a worker below a shared directory."""
         pp, dp, tp = hello.rank
         return cls(root / f"{hello.engine}-{pp}.{dp}.{tp}-{hello.boot}", hello, bytes_max, hub)
 
     def open(self) -> None:
-        """Take the directory. Raises CapflowError."""
+        """Lock the directory and open the spool. Raises CapflowError."""
         self._spool.open()
         path = self.directory / _HELLO
         if not path.exists():
@@ -88,36 +92,36 @@ class Outbox:
                 self.promises.open()
             except OSError as e:
                 self._spool.close()
-                what, got = f"{path} cannot be written", e.strerror or str(e)
-                expected, do = "room on its disk, and leave to write", "see to that, or name another --spool-dir"
-                raise CapflowError(explain(what, got=got, expected=expected, do=do)) from e
+                where, got = f"{path} cannot be written", e.strerror or str(e)
+                expected, do = "a writable disk with room", "free some, or name another --spool-dir"
+                raise CapflowError(explain(where, got=got, expected=expected, do=do)) from e
         else:
             self.broken = promises.read(self.directory)
 
     @property
     def waiting(self) -> int:
-        """How many frames were put in and not taken."""
+        """How many frames wait to be taken."""
         return self._spool.unread
 
     @property
     def unacknowledged(self) -> int:
-        """How many frames were put in and are not acknowledged."""
+        """How many frames are not acknowledged."""
         return len(self._spool)
 
     def status(self) -> dict[str, Any]:
-        """Return the spool's counters, and the outbox's own."""
+        """Return the counters of the spool and of the outbox."""
         return self._spool.status() | {"frames_spilled": self.frames, "frames_lost": self.frames_lost}
 
     def promise(self, seq: int, header: FrameHeader) -> None:
-        """Note a frame that is taken, on disk or in memory."""
+        """Record the promises of a frame that the link took, on disk or in memory."""
         self.promises.add(seq, header)
 
     def keep_promises(self) -> None:
-        """Note that the hub has all that a worker that is gone had promised, or the word that it does not come."""
+        """Drop the promises of an ended worker: the hub has the rows, or knows that they are lost."""
         self.broken = promises.Broken([], [], 0)
 
     def put(self, seq: int, header: FrameHeader, payload: Any, wait_s: float) -> str | None:
-        """Take a frame, waiting for room for at most `wait_s`; return None, or why it was not taken."""
+        """Store a frame, waiting for room for at most `wait_s`; return None, or the reason why it was refused."""
         frame = Frame.seal(msgspec.structs.replace(header, seq=seq), payload)
         encoded, body = frame.encode()
         try:
@@ -128,28 +132,28 @@ class Outbox:
         return None
 
     def take(self) -> Spilled | None:
-        """Return the next frame, None when there is none. One that cannot be read is counted, and left out."""
-        while (found := self._spool.read()) is not None:
-            if isinstance(found, Lost):
-                self.frames_lost += found.last - found.first + 1
-                self._taken.append((self._seq, found.last))
-                if found.head is not None:
-                    note_frame(self.lost, _decoder.decode(found.head[_SEQ.size :]), "spool_damaged")
+        """Return the next frame; None if there is none. Frames that cannot be read are counted and skipped."""
+        while (record := self._spool.read()) is not None:
+            if isinstance(record, Lost):
+                self.frames_lost += record.last - record.first + 1
+                self._taken.append((self._seq, record.last))
+                if record.head is not None:
+                    note_frame(self.lost, _decoder.decode(record.head[_SEQ.size :]), "spool_damaged")
                 continue
-            (self._seq,) = _SEQ.unpack_from(found.head)
-            self._taken.append((self._seq, found.id))
-            encoded = found.head[_SEQ.size :]
+            (self._seq,) = _SEQ.unpack_from(record.head)
+            self._taken.append((self._seq, record.id))
+            encoded = record.head[_SEQ.size :]
             if self.lost:
                 encoded = msgspec.msgpack.encode(self.amended(_decoder.decode(encoded)))
-            return Spilled(self._seq, [encoded, found.body])
+            return Spilled(self._seq, [encoded, record.body])
         return None
 
     def amended(self, header: FrameHeader) -> FrameHeader:
-        """Return a header whose ends of requests say which of their rows the disk did not give back."""
+        """Return a header whose ends of requests count the rows that could not be read from disk."""
         return lessened(header, self.lost)
 
     def acknowledge(self, seq: int) -> None:
-        """Note that the hub has every frame up to here."""
+        """Acknowledge every frame up to `seq`, which the hub has."""
         self.promises.acknowledge(seq)
         number = 0
         while self._taken and self._taken[0][0] <= seq:
@@ -158,24 +162,27 @@ class Outbox:
             self._spool.acknowledge(number)
 
     def close(self) -> bool:
-        """Leave what is not acknowledged to a later process, and nothing if everything is; return whether no frame is left, durably."""
+        """Close the outbox; remove it if every frame is acknowledged. Return whether no frame is left.
+
+        A later process sends the frames that are left.
+        """
         broken = self.promises.broken or self.broken.ends or self.broken.running
         self.promises.close()
         clean = self._spool.close() if len(self._spool) or broken else self._spool.remove([_HELLO, _HUB, promises.NAME])
         if not clean:
             event = {"event": "spool_failed", "directory": str(self.directory)}
-            logger.error("spool %s: not everything is on the disk", self.directory, extra=event)
+            logger.error("spool %s: some records are not on the disk", self.directory, extra=event)
         return self._spool.acknowledged_through == self._spool.last
 
 
 def left_behind(root: Path, hub: str = "", *, only: bool = False) -> list[Outbox]:
-    """Return, opened, what workers that are gone left below a directory; what is empty is removed, what cannot be used is left alone, and said.
+    """Open and return the outboxes of ended workers below a directory. Empty ones are removed, unusable ones logged.
 
-    hub: the address of the hub that it goes to. Promises without frames are for the hub that they were made to; those
-        of a hub that does not come for `limits.PROMISES_KEPT_S` are removed.
-    only: nothing that is for another hub, but all that is for this one, whichever of its engine's hubs that is.
+    hub: the address of the hub that gets the frames. Promises without frames are only for the hub that they were made
+        to. They are removed if that hub does not come for `limits.PROMISES_KEPT_S`.
+    only: return only the outboxes for this hub, whichever of its engine's hubs it is.
     """
-    found = []
+    outboxes = []
     paths = [*root.glob(f"*/{_HELLO}"), *(root.glob(f"hub-*/*/{_HELLO}") if only else ())]
     for path in sorted(paths):
         others = hub != "" and _hub_of(path.parent) not in ("", hub)
@@ -184,24 +191,24 @@ def left_behind(root: Path, hub: str = "", *, only: bool = False) -> list[Outbox
         try:
             outbox = Outbox(path.parent, _hello_of(path), limits.SPOOL_BYTES_MAX)
             outbox.open()
-        except InUseError:  # its worker lives
+        except InUseError:  # the worker lives
             continue
         except CapflowError as e:
             event = {"event": "spool_left", "directory": str(path.parent)}
-            logger.error("what a worker that is gone left is not sent: %s", e, extra=event)
+            logger.error("frames of an ended worker are not sent: %s", e, extra=event)
             continue
         broken = bool(outbox.broken.ends or outbox.broken.running)
         if (outbox.unacknowledged and not (only and others)) or (broken and not others):
-            found.append(outbox)
+            outboxes.append(outbox)
             continue
         if broken and others and not outbox.unacknowledged and _is_old(path):
             event = {"event": "spool_left", "directory": str(path.parent)}
             requests = sum(len(ends) for _, ends in outbox.broken.ends) + len(outbox.broken.running)
-            text = "what %s promised of %d requests to a hub that does not come is forgotten"
+            text = "promises of %s for %d requests are removed: their hub did not come back"
             logger.error(text, outbox.hello.engine, requests, extra=event)
             outbox.keep_promises()
         outbox.close()
-    return found
+    return outboxes
 
 
 def _is_old(hello: Path) -> bool:
@@ -219,7 +226,7 @@ def _hub_of(directory: Path) -> str:
 
 
 def _hello_of(path: Path) -> Hello:
-    """Return the hello in a file. Raises CapflowError when there is none in it."""
+    """Return the Hello in a file. Raises CapflowError if the file holds none."""
     got = "another message"
     try:
         hello = message.decode(path.read_bytes())
@@ -229,5 +236,5 @@ def _hello_of(path: Path) -> Hello:
         got = e.strerror or str(e)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         got = str(e)
-    do = f"see what is there with `capflow spool inspect {path.parent}`"
+    do = f"inspect it with `capflow spool inspect {path.parent}`"
     raise CapflowError(explain(str(path), got=got, expected="the hello of its worker", do=do))

@@ -1,15 +1,16 @@
-"""The promises: which requests a worker has taken rows of for its hub, in a file where a later process finds it.
+"""The promises: a file that names the requests of which a worker has taken rows for its hub.
 
-Frames that wait in memory go with a worker that is killed. What is left of them is this file, beside the worker's spool: a line that
-the kernel keeps for each frame that was taken, and how far the hub has acknowledged them. By it the next process ends the requests of a
-worker that is gone, each with the number of its rows, so that a hub knows which of them never came.
+Frames in memory are lost when a worker is killed. This file, beside the worker's spool, survives: it has a record for
+each frame that was taken, and the number of the last frame that the hub acknowledged. From it the next process ends the
+requests of the ended worker, each with its number of rows, so that the hub counts the rows that never came.
 
-The file begins with `_HEAD`: a magic word and the number of the last frame that the hub has. Records follow, each behind `_RECORD`, the
-length and the xxh3 of the msgpack of a `_Record`. What is torn or damaged at the end is left out. The file is written anew, without what the hub
-has, when as many bytes were added as it had then, and `limits.PROMISES_BYTES_MIN` at least.
+The file begins with `_HEAD`: a magic word and the number of the last frame that the hub has. Records follow. Each is
+`_RECORD`, the length and the xxh3 of the body, and the body, the msgpack of a `_Record`. Torn or damaged bytes at the
+end are ignored. The file is rewritten without acknowledged frames after it has doubled, and grown by
+`limits.PROMISES_BYTES_MIN` at least.
 
-It costs the step nothing, being written on the thread that makes frames, and nothing while no frames are made. It is not synced: a kill
-of the worker leaves it whole, a power cut may not.
+It costs a step nothing: the thread that makes frames writes it, and only while there are frames. It is not synced: it
+survives a kill of the worker, but perhaps not a power failure.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _RECORD = struct.Struct("<IQ")
 
 
 class Running(msgspec.Struct, frozen=True, array_like=True):
-    """A request that is not over.
+    """An open request.
 
-    computed_length: tokens of it that were computed as far as frames say.
-    rows: taken of it so far.
-    capture: what it asked for itself; given once.
+    computed_length: how many of its tokens are computed, by its frames.
+    rows: how many of its rows were taken so far.
+    capture: the request's own spec; only in its first record.
     """
 
     id: str
@@ -58,7 +59,7 @@ class Running(msgspec.Struct, frozen=True, array_like=True):
     capture: Capture | None = None
 
     def lost(self) -> Finished:
-        """Return its end, its worker being gone."""
+        """Return the end of the request for a worker that ended."""
         return Finished(
             id=self.id,
             status="error",
@@ -71,7 +72,7 @@ class Running(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True):
-    """A frame that was taken: the requests it has rows of, each with its rows so far, and the ends of others."""
+    """A frame that was taken: its requests, each with the rows so far, and the requests that it ends."""
 
     seq: int
     running: list[Running] = []
@@ -79,11 +80,11 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Broken(NamedTuple):
-    """What a worker that is gone had promised and the hub had not acknowledged.
+    """The promises of an ended worker that the hub had not acknowledged.
 
-    ends: the ends of requests, by the number of their frame, in order.
-    running: the requests that had no end.
-    seq: the last frame that was taken.
+    ends: the ends of requests by the number of their frame, in order.
+    running: the requests without an end.
+    seq: the number of the last frame that was taken.
     """
 
     ends: list[tuple[int, tuple[Finished, ...]]]
@@ -96,32 +97,32 @@ _decoder = msgspec.msgpack.Decoder(_Record)
 
 
 class Promises:
-    """One worker's file, from `open` to `close`. One thread adds frames, another acknowledges them."""
+    """Writes the file of one worker between `open` and `close`. One thread adds frames, another acknowledges them."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / NAME
-        # From `open` to `close`, or to an error of the disk.
+        # Set from `open` to `close` or an error of the disk.
         self._fd = -1
-        # Guards all that follows.
+        # Guards the fields below.
         self._lock = threading.Lock()
         self._acked = 0
-        # Of the file.
+        # The length of the file.
         self._size = 0
-        # How large it was when it was last written anew.
-        self._written_anew = 0
-        # Of the last frame that was taken.
+        # The length of the file after it was last rewritten.
+        self._rewritten_size = 0
+        # The number of the last frame that was taken.
         self._seq = 0
-        # As of all that was taken, without captures.
+        # The open requests by id and incarnation, without their specs.
         self._running: dict[tuple[str, str], Running] = {}
 
     def open(self) -> None:
         """Make the file; raises OSError."""
         self._fd = create_private(self.path, os.O_RDWR | os.O_TRUNC)
         os.pwrite(self._fd, _HEAD.pack(_MAGIC, 0), 0)
-        self._size = self._written_anew = _HEAD.size
+        self._size = self._rewritten_size = _HEAD.size
 
     def add(self, seq: int, header: FrameHeader) -> None:
-        """Note a frame that is taken; what the disk refuses is logged once, and no promise is noted from there on."""
+        """Add a frame that is taken. After an error of the disk, which is logged, no further frame is added."""
         if self._fd < 0 or not (header.requests or header.finished):
             return
         with self._lock:
@@ -129,13 +130,13 @@ class Promises:
             encoded = _framed(self._record(seq, header))
             try:
                 self._size += _write(self._fd, encoded, self._size)
-                if self._size - self._written_anew > max(limits.PROMISES_BYTES_MIN, self._written_anew):
-                    self._write_anew()
+                if self._size - self._rewritten_size > max(limits.PROMISES_BYTES_MIN, self._rewritten_size):
+                    self._rewrite()
             except OSError as e:
                 self._give_up(e)
 
     def acknowledge(self, seq: int) -> None:
-        """Note that the hub has every frame up to here."""
+        """Record that the hub has every frame up to `seq`."""
         if seq <= self._acked:
             return
         with self._lock:
@@ -146,11 +147,11 @@ class Promises:
 
     @property
     def broken(self) -> bool:
-        """Whether a kill at this moment would lose frames that the hub has not acknowledged."""
+        """Whether a kill now would lose frames that the hub has not acknowledged."""
         return self._seq > self._acked
 
     def close(self) -> None:
-        """Close the file, and leave it."""
+        """Close the file; it stays on the disk."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -175,8 +176,8 @@ class Promises:
             self._running.pop((finished.id, finished.incarnation), None)
         return _Record(seq, running, header.finished)
 
-    def _write_anew(self) -> None:
-        """Write what is not acknowledged, and the requests that run, into a new file in the place of this one; raises OSError."""
+    def _rewrite(self) -> None:
+        """Replace the file by one with the open requests and the frames that are not acknowledged. Raises OSError."""
         running: dict[tuple[str, str], Running] = {}
         left = []
         for record in _records(os.pread(self._fd, self._size, 0)):
@@ -195,17 +196,19 @@ class Promises:
             os.close(fd)
             raise
         os.close(self._fd)
-        self._fd, self._size, self._written_anew = fd, len(content), len(content)
+        self._fd, self._size, self._rewritten_size = fd, len(content), len(content)
 
     def _give_up(self, e: OSError) -> None:
-        text = "what this worker promises is not noted any more in %s: %s; a kill of it may lose rows without a word"
+        text = (
+            "the promises of this worker are no longer stored in %s: %s; after a kill rows may be lost without a report"
+        )
         logger.error(text, self.path, e.strerror or e, extra={"event": "promises_failed", "path": str(self.path)})
         os.close(self._fd)
         self._fd = -1
 
 
 def read(directory: Path) -> Broken:
-    """Return what a worker that is gone left in a directory; nothing where there is no such file, or none that can be read."""
+    """Return the promises of an ended worker in a directory; empty if there is no readable file."""
     try:
         fd = os.open(directory / NAME, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
@@ -227,14 +230,17 @@ def read(directory: Path) -> Broken:
 
 
 def _write(fd: int, content: bytes, at: int) -> int:
-    """Write all of it; return its length. Raises OSError, also when the disk took a part: what followed could not be read."""
+    """Write all of `content` at an offset; return its length.
+
+    Raises OSError, also after a partial write: records after it could not be read.
+    """
     if os.pwrite(fd, content, at) < len(content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return len(content)
 
 
 def _framed(record: _Record) -> bytes:
-    """Return a record as it lies in the file."""
+    """Return a record with its length and hash, as in the file."""
     body = _encoder.encode(record)
     return _RECORD.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body
 
@@ -256,7 +262,7 @@ def _records(content: bytes) -> Iterable[_Record]:
 
 
 def _settle(running: dict[tuple[str, str], Running], record: _Record) -> None:
-    """Note what a record says of the requests that run."""
+    """Update the open requests by a record."""
     for now in record.running:
         had = running.get((now.id, now.incarnation))
         capture = now.capture if had is None else had.capture

@@ -1,11 +1,13 @@
-"""The two ends of a connection: a hub's `Router`, and a peer's `Dealer`, each with a way to wake its thread.
+"""The two ends of a connection: a hub's `Router` and a peer's `Dealer`, each with a way to wake its thread.
 
-With a hub's key in the address a connection is encrypted and both sides are known by their keys (CURVE, ZMQ RFC 26). A
-connection that is not made in time, or whose other machine is gone, is closed. A socket belongs to the thread that opened it. Received
-parts are views of ZMQ's own memory, which they keep alive; sent parts are not copied and must not be changed.
+With a hub's key in the address the connection is encrypted, and both sides prove their keys (CURVE, ZMQ RFC 26). A
+connection is closed if the handshake takes too long or if the other machine is gone. A socket belongs to the thread
+that opened it. Received parts are views of ZMQ's memory, which they keep alive. Large sent parts are not copied and
+must not be changed.
 
-No socket has ZMQ's heartbeat: libzmq 4.3.5 aborts the process when it is due on a connection that is closed and not read to its end
-(https://github.com/zeromq/libzmq/issues/4364). Sessions have beats of their own, and TCP notices machines that are gone.
+No socket uses ZMQ's heartbeat: libzmq 4.3.5 aborts the process if the heartbeat is due on a connection that is closed
+and not read to its end (https://github.com/zeromq/libzmq/issues/4364). Sessions have beats of their own, and TCP
+keepalive detects machines that are gone.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from capflow.transport.keys import KeyPair
 from capflow.transport.zap import DOMAIN, Zap
 
 _MONITOR = "inproc://connections"
-_EVENTS_BATCH = 1_024  # connections that came or went, noted before the hub looks at its messages again
-_COPY_BYTES_MAX = 16 * 1024  # a part up to this size is copied: cheaper than keeping track of it
+_EVENTS_BATCH = 1_024  # connection events handled before the hub reads its messages again
+_COPY_BYTES_MAX = 16 * 1024  # a smaller part is copied, which is cheaper than tracking it
 
 
 class Waker:
@@ -44,11 +46,11 @@ class Waker:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-        # Whether a byte lies in the pair; set by `wake`, cleared by `clear`.
+        # Whether a byte is in the pair; set by `wake`, cleared by `clear`.
         self._awake = False
 
     def fileno(self) -> int:
-        """Return the descriptor that is readable when the thread is to wake."""
+        """Return the descriptor that becomes readable when the thread must wake."""
         return self._reader.fileno()
 
     def wake(self) -> None:
@@ -59,19 +61,19 @@ class Waker:
                 self._writer.send(b"\0")
 
     def clear(self) -> None:
-        """Sleep again; call it before looking at what was to be done."""
+        """Clear the wake-up; call it before handling the work."""
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(4096)
         self._awake = False
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         self._reader.close()
         self._writer.close()
 
 
 class Event(enum.Enum):
-    """What happened to a connection."""
+    """An event of a connection."""
 
     CONNECTED = "connected"
     DISCONNECTED = "disconnected"
@@ -91,18 +93,22 @@ _EVENTS = {
 
 
 def why_not(event: Event, address: str, key: KeyPair | None) -> str | None:
-    """Return what to tell the user of an event that keys are the reason for, None for any other."""
+    """Return the message for an event that keys caused; None for other events."""
     if event is Event.NOT_ALLOWED and key is not None:
         do = f"on its machine: capflow keys allow {key.public} --name NAME --rights capture,read"
         return explain(f"the hub at {address} does not allow this key", do=do)
-    if event is Event.NO_HANDSHAKE and not address.startswith("ipc://"):  # where there are no keys, the hub went away
+    if event is Event.NO_HANDSHAKE and not address.startswith("ipc://"):  # without keys the hub went away
         do = "use the address that the hub prints when it starts"
-        return explain(f"keys of the hub at {address}", got="no agreement with it", expected="the key it has", do=do)
+        return explain(f"keys of the hub at {address}", got="no key, or another one", expected="the hub's key", do=do)
     return None
 
 
 class Received(NamedTuple):
-    """A message that a hub got: from which connection, what, and of which public key; "" where there are none."""
+    """A message that a hub received.
+
+    peer: the connection.
+    user: the peer's public key; empty without keys.
+    """
 
     peer: bytes
     parts: Parts
@@ -110,10 +116,10 @@ class Received(NamedTuple):
 
 
 class Dealer:
-    """One connection to a hub, and the attempts at it before; after DISCONNECTED make a new one.
+    """One connection to a hub. It retries until it connects; after DISCONNECTED make a new Dealer.
 
-    key: this peer's, when the address names the hub's.
-    message_bytes_max: the largest part that it takes.
+    key: this peer's key, if the address has the hub's key.
+    message_bytes_max: the largest part that it accepts.
     """
 
     def __init__(
@@ -125,7 +131,7 @@ class Dealer:
         message_bytes_max: int = limits.HEADER_BYTES_MAX,
     ) -> None:
         self._context = zmq.Context()
-        # Whether there is a `_monitor` to be closed.
+        # Whether `_monitor` exists and must be closed.
         self._watched = False
         try:
             self._open(address, key, message_bytes_max)
@@ -138,7 +144,7 @@ class Dealer:
         except zmq.ZMQError as e:
             self.close()
             expected, do = (
-                "a hub's address, and a descriptor that is free",
+                "a hub's address, and a free descriptor",
                 "see `capflow status` for the hub, `ulimit -n` for the descriptors",
             )
             raise CapflowError(explain(f"cannot connect to {address}", got=e.strerror, expected=expected, do=do)) from e
@@ -163,11 +169,11 @@ class Dealer:
         self._watched = True
 
     def poll(self, timeout_s: float | None) -> None:
-        """Wait until there is something to read, an event, or a wake-up."""
+        """Wait for a message, an event or a wake-up."""
         self._poller.poll(None if timeout_s is None else max(0, int(timeout_s * 1000) + 1))
 
     def events(self) -> list[Event]:
-        """Return what happened to the connection since the last call."""
+        """Return the events since the last call."""
         events = []
         while self._monitor.poll(0):
             events.append(_EVENTS[zmq.Event(recv_monitor_message(self._monitor)["event"])])
@@ -177,29 +183,30 @@ class Dealer:
         """Send a message; never waits."""
         try:
             _send(self._socket, parts)
-        except zmq.Again:  # the connection went away a moment ago, as an event will say
+        except zmq.Again:  # the connection has just been lost; an event follows
             return
 
     def receive(self) -> Parts | None:
-        """Return the next message, None when there is none."""
+        """Return the next message; None if there is none."""
         try:
             return [part.buffer for part in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
         except zmq.Again:
             return None
 
     def close(self) -> None:
-        """Leave, having given what was sent a moment to get out."""
+        """Disconnect; sent messages have `limits.LINGER_S` to leave."""
         if self._watched:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
-        self._context.destroy()  # and its sockets, each with the time to linger that it has
+        self._context.destroy()  # and its sockets, each with its time to linger
 
 
 class Router:
     """A hub's socket: bound to one address, connected to any number of peers.
 
-    message_bytes_max: a peer that sends a larger part is disconnected before memory is taken for it.
-    key: the hub's; then only those connect whose public key `admit` says yes to, on the thread that polls.
+    message_bytes_max: a peer that sends a larger part is disconnected before memory is allocated for it.
+    key: the hub's key.
+    admit: with a key, returns whether a public key may connect; called on the thread that polls.
     """
 
     def __init__(
@@ -217,22 +224,22 @@ class Router:
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, int(limits.LINGER_S * 1000))
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
-        self._socket.set(zmq.SNDHWM, limits.MESSAGES_UNSENT_MAX)  # what a hub sends is small
+        self._socket.set(zmq.SNDHWM, limits.MESSAGES_UNSENT_MAX)  # a hub sends small messages
         self._socket.set(zmq.RCVHWM, limits.MESSAGES_UNREAD_MAX)
         self._socket.set(zmq.MAXMSGSIZE, message_bytes_max)
         _watch(self._socket)
         self._monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        self._monitor.set(zmq.RCVHWM, 0)  # or else the library's thread waits for this one
+        self._monitor.set(zmq.RCVHWM, 0)  # otherwise the library's thread waits for this thread
         self._monitor.set(zmq.LINGER, 0)
         self._socket.monitor(_MONITOR, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._monitor.connect(_MONITOR)
-        # From here to `close`.
+        # Set until `close`.
         self._zap: Zap | None = None
         if key is not None:
             self._zap = Zap(self._context, admit)
             self._socket.set(zmq.CURVE_SERVER, 1)
             self._socket.set(zmq.CURVE_SECRETKEY, bytes.fromhex(key.secret))
-            self._socket.set(zmq.ZAP_DOMAIN, DOMAIN)  # without an answer of `Zap` nobody gets in
+            self._socket.set(zmq.ZAP_DOMAIN, DOMAIN)  # without an answer of `Zap` no peer is admitted
         try:
             self._socket.bind(address)
             if address.startswith("ipc://"):
@@ -241,7 +248,7 @@ class Router:
             self.close()
             if e.errno == zmq.EADDRINUSE:
                 raise in_use(address) from e
-            expected, do = "an address of this machine, and a descriptor that is free", "name another with --address"
+            expected, do = "an address of this machine, and a free descriptor", "name another with --address"
             got = os.strerror(e.errno or 0)
             raise CapflowError(explain(f"cannot listen at {address}", got=got, expected=expected, do=do)) from e
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
@@ -253,7 +260,7 @@ class Router:
             self._poller.register(self._zap.socket, zmq.POLLIN)
 
     def poll(self, timeout_s: float) -> None:
-        """Wait until there is something to read, someone wants to connect, or a wake-up."""
+        """Wait for a message, a new connection or a wake-up."""
         ready = dict(self._poller.poll(max(0, int(timeout_s * 1000) + 1) if timeout_s else 0))
         if self._monitor in ready:
             self._look_at_connections()
@@ -261,14 +268,18 @@ class Router:
             self._zap.answer()
 
     def sweep(self, settled: Callable[[bytes], bool], allows: Callable[[str], bool]) -> None:
-        """Close connections that are without a session for too long, and those of keys that are not allowed any more."""
+        """Close connections that have no session for too long, and those whose key is no longer allowed.
+
+        settled: returns whether a connection has a session.
+        allows: returns whether a key may connect.
+        """
         self._look_at_connections()
         self.connections.sweep(time.monotonic(), settled, allows)
 
     def send(self, peer: bytes, parts: Parts) -> bool:
-        """Send a message to a peer; return False when it takes no more: it is to be given up.
+        """Send a message to a peer; return False if its queue is full, so it should be given up.
 
-        What is sent to a peer that is not connected any more is lost; it falls silent.
+        A message to a peer that is no longer connected is lost.
         """
         try:
             _send(self._socket, [peer, *parts])
@@ -279,12 +290,12 @@ class Router:
         return True
 
     def receive(self) -> Received | None:
-        """Return the next message and who sent it, None when there is none."""
+        """Return the next message with its sender; None if there is none."""
         try:
             peer = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        part = self._socket.recv(copy=False)  # the rest of a message is there when its first part is
+        part = self._socket.recv(copy=False)  # all parts of a message arrive together
         user = str(part.get("User-Id")) if self._zap is not None else ""
         if not self.connections.knows(peer):
             self.connections.speaks(peer, _descriptor(part), user)
@@ -295,7 +306,7 @@ class Router:
         return Received(peer, parts, user)
 
     def close(self) -> None:
-        """Stop listening, having given what was sent a moment to get out."""
+        """Stop listening; sent messages have `limits.LINGER_S` to leave."""
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
@@ -305,7 +316,7 @@ class Router:
         self.waker.close()
 
     def _look_at_connections(self) -> None:
-        """Take note of connections that came and went."""
+        """Handle the events of connections that came and went."""
         came = False
         for _ in range(_EVENTS_BATCH):
             try:
@@ -323,7 +334,7 @@ class Router:
 
 
 def _descriptor(part: zmq.Frame) -> int:
-    """Return the descriptor that a message came from; -1 when the library does not know it: the peer speaks ZMTP 1 or 2."""
+    """Return the descriptor that a message came from; -1 if the peer speaks ZMTP 1 or 2."""
     try:
         return int(part.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -331,7 +342,7 @@ def _descriptor(part: zmq.Frame) -> int:
 
 
 def _watch(over: zmq.Socket[bytes]) -> None:
-    """Have a socket's connections closed that are not made in time, or whose other machine is gone."""
+    """Let the library close connections whose handshake takes too long or whose machine is gone."""
     over.set(zmq.HANDSHAKE_IVL, int(limits.HANDSHAKE_S_MAX * 1000))
     over.set(zmq.TCP_KEEPALIVE, 1)
     over.set(zmq.TCP_KEEPALIVE_IDLE, max(1, int(limits.SILENCE_S_MAX)))

@@ -79,7 +79,7 @@ def test_what_only_this_machine_reaches_is_taken(address):
     ["tcp://0.0.0.0:5000", "tcp://*:5000", "tcp://10.0.0.1:5000", "tcp://hub.example:5000", "tcp://[::]:5000"],
 )
 def test_what_others_reach_is_taken_only_when_insecure(address):
-    with pytest.raises(UsageError, match=r"expected a loopback or ipc address, or keys; .*--insecure allows it"):
+    with pytest.raises(UsageError, match=r"expected a loopback or ipc address, or keys; .*--insecure allows that"):
         check_address(address)
     assert check_address(address, insecure=True) == address
     assert not is_local(address)

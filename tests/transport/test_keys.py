@@ -63,7 +63,7 @@ class TestWhoGetsIn:
     def test_nobody_without_a_key(self, keys):
         with keyed_hub() as hub:
             plain = without_key(hub.address)
-            with pytest.raises(CapflowError, match="no agreement"):
+            with pytest.raises(CapflowError, match="no key, or another one"):
                 Client(plain).status()
             with raw_peer(plain) as peer:
                 peer.send(message.encode(Hello("client", "", "c")))
@@ -71,11 +71,14 @@ class TestWhoGetsIn:
             assert hub.counts.protocol_errors == 0
 
     def test_nobody_who_takes_another_for_the_hub(self, keys):
-        with keyed_hub() as hub, pytest.raises(CapflowError, match=r"keys of the hub at .*: got no agreement"):
+        with (
+            keyed_hub() as hub,
+            pytest.raises(CapflowError, match=r"keys of the hub at .*: got no key, or another one"),
+        ):
             Client(with_key(hub.address, public("eve")), key="ann").status()
 
     def test_nobody_when_the_hub_has_no_key_and_the_peer_expects_one(self, keys):
-        with running_hub(LOOPBACK, Recorder()) as hub, pytest.raises(CapflowError, match="no agreement"):
+        with running_hub(LOOPBACK, Recorder()) as hub, pytest.raises(CapflowError, match="no key, or another one"):
             Client(with_key(hub.address, public("hub")), key="ann").status()
 
     def test_what_is_sent_cannot_be_read_on_the_way(self, keys):
@@ -429,9 +432,9 @@ class TestWhatIsNamed:
             address = hub.address.replace("0.0.0.0", "127.0.0.1")
             with Client(address, key="hub") as client:
                 assert client.status()
-        with pytest.raises(UsageError, match="--insecure allows it"):
+        with pytest.raises(UsageError, match="--insecure allows that"):
             Hub("tcp://0.0.0.0:0", [])
-        with pytest.raises(UsageError, match="--insecure allows it"):
+        with pytest.raises(UsageError, match="--insecure allows that"):
             Client("tcp://10.0.0.1:9000")
 
 
@@ -511,5 +514,5 @@ def test_a_place_that_cannot_be_written_is_told_with_what_to_do(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CapflowError, match=r"directory of keys .*: got .*, expected one that can be made; set XDG_"):
         key_directory(tmp_path / "file" / "keys")
-    with pytest.raises(CapflowError, match=r"key .*: got .*, expected a file that can be written; look at the room"):
+    with pytest.raises(CapflowError, match=r"key .*: got .*, expected a file that can be written; check the room"):
         write_key(tmp_path / "nowhere", "me", new_key())

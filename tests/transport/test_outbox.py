@@ -289,7 +289,7 @@ def test_what_dead_workers_left_and_cannot_be_sent_is_said_and_the_rest_is_sent(
     said = [(record.event, record.directory) for record in caplog.records if record.levelname == "ERROR"]
     assert said == [("spool_left", str(gone)), ("spool_left", str(strange))]
     assert "boot-1 cannot be used: got Not a regular file, expected a directory that can be" in caplog.text
-    assert "expected the hello of its worker; see what is there with `capflow spool inspect" in caplog.text
+    assert "expected the hello of its worker; inspect it with `capflow spool inspect" in caplog.text
     assert len(list(gone.glob("*.spool"))) == len(list(strange.glob("*.spool"))) == 1
 
 

@@ -182,7 +182,7 @@ class TestFile:
         promises.add(1, frame_of("r1", 0))
         promises.add(2, frame_of("r2", 0))
         promises.acknowledge(2)
-        assert [record.message for record in caplog.records if "not noted any more" in record.message] != []
+        assert [record.message for record in caplog.records if "no longer stored" in record.message] != []
 
     def test_a_disk_that_takes_a_part_of_a_record_is_one_that_refuses_it(self, promises, tmp_path, monkeypatch, caplog):
         promises.add(1, frame_of("r1", 0))
@@ -192,7 +192,7 @@ class TestFile:
         monkeypatch.undo()
         promises.add(3, frame_of("r3", 0))
         assert [one.id for one in read(tmp_path).running] == ["r1"]
-        assert [record.message for record in caplog.records if "not noted any more" in record.message] != []
+        assert [record.message for record in caplog.records if "no longer stored" in record.message] != []
 
 
 def test_nothing_is_left_of_a_worker_that_ended_well(address, tmp_path):
@@ -386,7 +386,7 @@ class TestLeftBehind:
         self.left(tmp_path, "ipc:///run/other")
         monkeypatch.setattr(limits, "PROMISES_KEPT_S", -1.0)
         assert left_behind(tmp_path, self.HUB, only=True) == []
-        assert "promised of 1 requests to a hub that does not come" in caplog.text
+        assert "for 1 requests are removed: their hub did not come back" in caplog.text
         assert list(tmp_path.iterdir()) == []
 
 
@@ -397,7 +397,7 @@ def test_a_worker_that_cannot_note_its_promises_works_without(address, tmp_path,
         made = make_frame([("r1", 4, 0, 4)])
         assert link.send(made.header, made.payload) is None
         eventually(lambda: hub.counts.frames)
-    assert "what this worker promises is not noted" in caplog.text
+    assert "the promises of this worker are not stored" in caplog.text
 
 
 def test_more_requests_than_a_frame_has_ends_are_ended_of_a_worker_that_is_gone(address, tmp_path):

@@ -617,7 +617,7 @@ def test_that_a_hub_went_away_is_told_with_what_to_do(address, caplog):
         eventually(lambda: link.reconnects)
     expected = f"the hub at {address} went away: got "  # its goodbye, or the end of the connection
     (said,) = {record.message for record in caplog.records if record.message.startswith(expected)}
-    assert "expected one that answers; connecting again" in said
+    assert "expected one that answers; start it again" in said
 
 
 @pytest.mark.parametrize("what", ["SPANS_PER_FRAME_MAX", "TOKENS_PER_FRAME_MAX"])

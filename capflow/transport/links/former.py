@@ -1,4 +1,4 @@
-"""The link of a worker that is gone, for what it left on disk."""
+"""The link that sends the frames that an ended worker left on disk."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ from capflow.transport.sockets import Dealer
 
 logger = logging.getLogger("capflow.link")
 
-_SEQ_MAX = 1 << 62  # not below any number of a frame
+_SEQ_MAX = 1 << 62  # above the number of every frame
 
 
 class FormerLink(Link):
-    """Sends what a worker that is gone left on disk, in its name, and ends when the hub has all of it.
+    """Sends the frames that an ended worker left on disk, in the worker's name, and ends when the hub has all of them.
 
-    What the worker had in memory went with it. Of that the ends of its requests are sent, by its promises, each with the number of its
-    rows: a hub counts those that never came as missing. A request that had no end ends with status `error`, in frames behind all others.
+    The frames in the worker's memory are lost. From the worker's promises this link sends the ends of their requests,
+    each
+    with its number of rows: the hub counts the rows that never came as missing. A request without an end ends with
+    status `error`, in frames after all others.
 
-    outbox: opened; its thread closes it at the end.
+    outbox: an open outbox; the link's thread closes it.
     """
 
     def __init__(self, address: str, outbox: Outbox, *, key: str | None = None) -> None:
         hello = msgspec.structs.replace(outbox.hello, former=True)
         super().__init__(address, hello, key=key, seq=_SEQ_MAX)
         self.outbox = outbox
-        # The last number that the session was given; from the first one on they are without a gap.
+        # The last number given to the session; there are no gaps after the first.
         self._given = 0
-        # The last of those that the hub had and may lose; 0 before the first and behind the last.
+        # The last frame that the hub has and may still lose; 0 if there is none.
         self._held = 0
-        # Ends of requests that are not sent, by the numbers of their frames; the thread's, as is the next.
+        # Ends of requests to be sent, by the numbers of their frames. Used by the thread alone.
         self._ends = deque(outbox.broken.ends)
         lost = [running.lost() for running in outbox.broken.running]
         count = limits.FINISHED_PER_FRAME_MAX
         batches = [tuple(lost[at : at + count]) for at in range(0, len(lost), count)]
         self._ends.extend(enumerate(batches, outbox.broken.seq + 1))
-        # Taken from the outbox, and not sent.
+        # Taken from the outbox and not sent. Used by the thread alone.
         self._spilled: Spilled | None = None
         self._is_outbox_open = True
-        # In the outbox, as it was closed.
+        # Whether frames were left in the outbox when it was closed.
         self._frames_left = False
 
     def _fill(self, dealer: Dealer, now: float) -> None:
@@ -57,7 +59,7 @@ class FormerLink(Link):
             outbox.acknowledge(_SEQ_MAX)
             outbox.keep_promises()
             self._close_outbox()
-            logger.info("what engine %s left on disk was delivered", session.hello.engine)
+            logger.info("the frames that engine %s left on disk are delivered", session.hello.engine)
             self._closing.set()
 
     def _push(self) -> bool:
@@ -74,7 +76,7 @@ class FormerLink(Link):
                 return False
             if not self._given:
                 session.seq = session.welcome.last_seq or seq - 1
-            if seq <= self._given:  # an end that was spilled, and promised
+            if seq <= self._given:  # an end that was both spilled and promised
                 continue
             self._given = seq
             if seq > session.seq:
@@ -84,13 +86,13 @@ class FormerLink(Link):
                     session.push(empty_header(session.hello), b"")
                 session.push_sealed(*spilled)
                 return True
-            if seq > session.acked:  # the hub had it from the worker itself; it may go with that hub
+            if seq > session.acked:  # the hub has it from the worker itself, and may lose it
                 self._hold_through(seq - 1)
                 session.push_had(*spilled)
                 self._held = seq
 
     def _hold_through(self, last: int) -> None:
-        """Have the session hold what is between the frames that it holds, without rows: another hub would refuse a gap."""
+        """Fill the gaps between held frames with frames without rows: another hub would refuse a gap."""
         if self._held:
             for seq in range(self._held + 1, last + 1):
                 self._session.push_had(seq, self._ending(seq, ()))

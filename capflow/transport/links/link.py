@@ -1,7 +1,7 @@
 """The link: one peer's connection to its hub, driven by a thread of its own.
 
-A link reconnects by itself, as often as it takes, whatever ended its connection. Nothing that the engine calls waits for a socket;
-`WorkerLink.send` waits for room, if its policy says so.
+A link reconnects by itself, for as long as it takes, whatever ended the connection. No call of the engine waits for a
+socket; `WorkerLink.send` waits for room if its policy is `block`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from capflow.transport.sockets import Dealer, Event, Waker, why_not
 logger = logging.getLogger("capflow.link")
 
 _RECEIVE_BATCH = 256  # messages handled before frames are sent again
-_SEND_BATCH = 256  # frames sent before messages are handled again: what is acknowledged meanwhile makes room
+_SEND_BATCH = 256  # frames sent before messages are handled again: acknowledgements make room
 
 
 class Link:
-    """One thread, which owns one `PeerSession` and its connections; from `start` to `close`.
+    """One thread that owns one `PeerSession` and its connections, between `start` and `close`.
 
-    message_bytes_max: the largest part that the hub sends.
+    `message_bytes_max` is the largest part that the hub sends. Raises UsageError if a key is needed and missing.
 
-    key: this peer's, by name or path, for an address with the hub's. Raises UsageError when one is needed and missing.
+    key: this peer's key, by name or path, for an address with the hub's key.
+    seq: the number of the last frame of this boot.
     """
 
     message_bytes_max = limits.HEADER_BYTES_MAX
@@ -39,45 +40,44 @@ class Link:
     def __init__(self, address: str, hello: Hello, *, key: str | None = None, seq: int = 0) -> None:
         self.address = check_address(address, insecure=True)
         self._key = peer_key(address, key)
-        # Why no connection is made, keys being the reason; cleared when one is.
+        # Why keys prevent a connection; None once there is one.
         self._unmade: str | None = None
         # Set by the first Welcome.
         self.ever_connected = False
-        # Connections lost.
+        # How many connections were lost.
         self.reconnects = 0
-        # The thread's alone; others read plain fields of it.
+        # Written by the thread alone; others read plain fields.
         self._session = PeerSession(hello, seq=seq)
-        # How long the message is that `_received` takes; the thread's.
-        self._said_bytes = 0
-        # Closed by the thread when it ends.
+        # The length of the message that `_received` handles; used by the thread alone.
+        self._message_bytes = 0
+        # The thread closes it at its end.
         self._waker = Waker()
-        # What the last connection failed with; the thread's.
+        # Used by the thread alone: the error of the last connection, when the hub refused it, and the last logged
+        # reason.
         self._failed_at: type[Exception] | None = None
-        # When the hub refused this connection; the thread's.
         self._refused_at = 0.0
-        # Why, as it was logged last; the thread's.
         self._refused_for = ""
         # Set by `close`.
         self._closing = threading.Event()
-        # Set by `close` before `_closing`: when to leave although frames are left.
+        # Set by `close` before `_closing`: when to end although frames are left.
         self._close_by = 0.0
-        # Set by every Welcome or Refused, cleared when the connection is lost.
+        # Set by each Welcome or Refused, cleared when the connection is lost.
         self._welcomed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"capflow-{hello.role}-link", daemon=True)
 
     @property
     def connected(self) -> bool:
-        """Whether a hub has welcomed this peer and is there."""
+        """Whether a hub has welcomed this peer and is connected."""
         return self._session.state is State.OPEN
 
     @property
     def refusal(self) -> str | None:
-        """Why the hub refused this peer or its key, None if it did not."""
+        """Why the hub refused this peer or its key; None if it did not."""
         return self._session.refusal or self._unmade
 
     @property
     def welcome(self) -> Welcome | None:
-        """The hub's latest Welcome; it stays when the hub goes away."""
+        """The hub's last Welcome; it stays after the connection is lost."""
         return self._session.welcome
 
     def start(self) -> None:
@@ -85,12 +85,15 @@ class Link:
         self._thread.start()
 
     def wait_welcome(self, timeout_s: float) -> Welcome | None:
-        """Wait until a hub has answered; return its Welcome, None when it refused or none came in time."""
+        """Wait until a hub has answered; return its Welcome, None if it refused or did not answer in time."""
         self._welcomed.wait(timeout_s)
         return self.welcome if self.connected else None
 
     def close(self, drain_s: float = limits.LINGER_S) -> None:
-        """Get out what was taken, for at most `drain_s` seconds, say Bye unless something is left on disk, and stop. A second call may shorten what the first allowed."""
+        """Send the waiting frames for at most `drain_s` seconds, send Bye unless frames are left on disk, and stop.
+
+        A second call may shorten the time of the first.
+        """
         close_by = time.monotonic() + drain_s
         if not self._closing.is_set() or close_by < self._close_by:
             self._close_by = close_by
@@ -99,10 +102,10 @@ class Link:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(drain_s + 4 * limits.LINGER_S)
 
-    # What subclasses bring; all of it is called on the thread.
+    # For subclasses to override. All of it is called on the thread.
 
     def _fill(self, dealer: Dealer, now: float) -> None:
-        """Send what there is to send, or begin to: frames, as `_push` has them."""
+        """Send the frames that `_push` gives, up to a batch."""
         session = self._session
         for _ in range(_SEND_BATCH):
             if session.state is not State.OPEN or not (session.waiting or self._push()):
@@ -117,19 +120,22 @@ class Link:
         return False
 
     def _beat(self, now: float) -> Parts | None:
-        """Return a sign of life if one is due."""
+        """Return a beat if one is due."""
         return self._session.tick(now)
 
     def _drained(self) -> bool:
-        """Return whether nothing is left that `close` should wait for."""
+        """Return whether `close` has nothing to wait for."""
         return True
 
     def _leaves_nothing(self) -> bool:
-        """Return whether no frames are on disk that a later process would send: after a Bye the hub would take them for new ones."""
+        """Return whether no frames are left on disk.
+
+        A later process sends them; after a Bye the hub would take them as new.
+        """
         return True
 
-    def _received(self, said: Frame | Message) -> None:
-        """Take what the hub said."""
+    def _received(self, message: Frame | Message) -> None:
+        """Handle a message of the hub."""
 
     # The thread.
 
@@ -141,7 +147,7 @@ class Link:
                 try:
                     self._connect()
                     self._failed_at = None
-                except Exception as e:  # noqa: BLE001  no descriptor left, or a bug here: the engine runs on, and we try on
+                except Exception as e:  # noqa: BLE001  the engine runs on, and the link tries again
                     self._failed(e)
                 lasted_s = time.monotonic() - since
                 pause_s = limits.RECONNECT_S_MIN if lasted_s > limits.RECONNECT_S_MAX else pause_s * 2
@@ -157,15 +163,15 @@ class Link:
             self._serve(dealer)
 
     def _failed(self, e: Exception) -> None:
-        """Say once of failures in a row that are of a kind what it is, and take the connection for lost."""
+        """Log an error once for several of the same type in a row, and count the connection as lost."""
         if type(e) is not self._failed_at:
             event = {"event": "link_failed", "address": self.address}
-            logger.error("the link to %s failed; trying on", self.address, exc_info=e, extra=event)
+            logger.error("the link to %s failed; trying again", self.address, exc_info=e, extra=event)
         self._failed_at = type(e)
         try:
             self._lost("the link failed")
         except Exception:
-            logger.exception("the link to %s failed once more", self.address, extra={"event": "link_failed"})
+            logger.exception("the link to %s failed again", self.address, extra={"event": "link_failed"})
 
     def _serve(self, dealer: Dealer) -> None:
         """Drive one connection until it is lost or the link is closed."""
@@ -180,7 +186,7 @@ class Link:
                     dealer.send(session.connected(now))
                 elif (why := why_not(event, self.address, self._key)) is not None:
                     if why != self._unmade:
-                        logger.error("%s; trying on", why)
+                        logger.error("%s; trying again", why)
                     self._unmade = why
                 else:
                     self._lost("it closed the connection or is gone")
@@ -213,41 +219,43 @@ class Link:
 
     def _lost(self, why: str) -> None:
         if self._welcomed.is_set():
-            what, expected = f"the hub at {self.address} went away", "one that answers"
-            do = "connecting again and again: start it again at this address, if it does not come back by itself"
-            logger.warning("%s", explain(what, got=why, expected=expected, do=do))
+            where, expected = f"the hub at {self.address} went away", "one that answers"
+            do = "start it again at this address, if it does not come back by itself; the link keeps trying"
+            logger.warning("%s", explain(where, got=why, expected=expected, do=do))
             self.reconnects += 1
         self._session.lost()
         self._welcomed.clear()
 
     def _read(self, dealer: Dealer, now: float) -> bool:
-        """Take what came; return False when the connection is of no use any more."""
+        """Handle the received messages; return False if the connection is lost."""
         for _ in range(_RECEIVE_BATCH):
             parts = dealer.receive()
             if parts is None:
                 return True
             try:
-                said = self._session.receive(parts, now)
+                message = self._session.receive(parts, now)
             except RemoteProtocolError as e:
                 self._lost(str(e))
                 return False
-            self._said_bytes = cost(parts)
-            match said:
+            self._message_bytes = cost(parts)
+            match message:
                 case Bye() if self._session.state is State.LOST:
-                    self._lost("it said goodbye")
+                    self._lost("it ended the session")
                     return False
                 case Refused():
                     self._refused_at = now
-                    if said.reason != self._refused_for:
+                    if message.reason != self._refused_for:
                         role = self._session.hello.role
-                        logger.error("the hub at %s refuses this %s: %s; trying on", self.address, role, said.reason)
-                    self._refused_for = said.reason
+                        logger.error(
+                            "the hub at %s refuses this %s: %s; trying again", self.address, role, message.reason
+                        )
+                    self._refused_for = message.reason
                     self._welcomed.set()
                 case Welcome():
                     self.ever_connected = True
-                    self._received(said)
+                    self._received(message)
                     self._welcomed.set()
                 case _:
-                    self._received(said)
+                    self._received(message)
         self._waker.wake()
         return True

@@ -1,7 +1,7 @@
-"""A scheduler's link to its hub: actions that wait for the scheduler, and the answers to them.
+"""A scheduler's link: actions that wait for the scheduler, and their outcomes.
 
-Invariant: an action is given to the scheduler once or answered here, never both. An engine that idles takes no actions; the link
-answers for it, on its own thread, when an action expires or its request is over.
+Invariant: an action goes to the scheduler once, or is answered here, never both. An idle engine takes no actions; the
+link's thread answers for it when an action expires or its request ends.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from capflow.transport.sockets import Dealer
 
 
 @dataclass
-class _Known:
-    """An action that came and has not expired."""
+class _Pending:
+    """An action that arrived and has not expired."""
 
     until: float
     outcome: Outcome | None = None
 
 
 class SchedulerLink(Link):
-    """A scheduler's link: what the hub wants captured, and actions to take. It starts when it is made.
+    """A scheduler's link: the hub's specs, and actions. It starts at construction.
 
-    running(request): the incarnation of a running request, None when none of that id runs; called on the link's thread.
+    running: returns the incarnation of a running request by id, None if none runs; called on the link's thread.
     """
 
     def __init__(
@@ -50,26 +50,28 @@ class SchedulerLink(Link):
         super().__init__(address, hello, key=key)
         self._running = running
         self._lock = threading.Lock()
-        # Actions that nobody took, by id; guarded by `_lock`.
+        # Actions that the scheduler has not taken, by id; guarded by `_lock`.
         self._waiting: dict[str, Act] = {}
-        # All that came and have not expired, by id, oldest first; guarded by `_lock`.
-        self._known: dict[str, _Known] = {}
-        # Of the last Welcome; guarded by `_lock`.
+        # All actions that have not expired, by id, oldest first; guarded by `_lock`.
+        self._pending: dict[str, _Pending] = {}
+        # The hub of the last Welcome; guarded by `_lock`.
         self._hub = ""
-        # Filled by `outcome`, emptied by the thread.
+        # Outcomes to be sent by the thread.
         self._outcomes: deque[Outcome] = deque()
         self.start()
 
     def actions(self, ready: Callable[[Act], bool] = lambda _: True) -> list[Act]:
         """Take and return the actions that are ready and have not expired, oldest first; never waits.
 
-        Each names an incarnation that ran when the action came. The caller answers each by `outcome`, once.
+        Each action has the incarnation that ran when it arrived. The caller answers each action once with `outcome`.
+
+        ready: returns whether the scheduler can take an action now.
         """
         if not self._waiting:
             return []
         now = time.monotonic()
         with self._lock:
-            taken = [act for key, act in self._waiting.items() if now < self._known[key].until and ready(act)]
+            taken = [act for key, act in self._waiting.items() if now < self._pending[key].until and ready(act)]
             for act in taken:
                 del self._waiting[act.id]
         return taken
@@ -77,8 +79,8 @@ class SchedulerLink(Link):
     def outcome(self, outcome: Outcome) -> None:
         """Answer an action; never waits."""
         with self._lock:
-            if (known := self._known.get(outcome.id)) is not None:
-                known.outcome = outcome
+            if (entry := self._pending.get(outcome.id)) is not None:
+                entry.outcome = outcome
         self._outcomes.append(outcome)
         self._waker.wake()
 
@@ -92,64 +94,64 @@ class SchedulerLink(Link):
     def _drained(self) -> bool:
         return not self._outcomes or not self.connected
 
-    def _received(self, said: Frame | Message) -> None:
-        if isinstance(said, Welcome):
-            self._greeted(said.hub)
-        elif isinstance(said, Act):
-            self._take(said)
+    def _received(self, message: Frame | Message) -> None:
+        if isinstance(message, Welcome):
+            self._greeted(message.hub)
+        elif isinstance(message, Act):
+            self._take(message)
 
     def _greeted(self, hub: str) -> None:
-        """Forget what another hub asked for and the scheduler did not take: nobody waits for it."""
+        """Drop the waiting actions of another hub: no one waits for their outcomes."""
         with self._lock:
             if hub != self._hub:
                 for key in self._waiting:
-                    del self._known[key]
+                    del self._pending[key]
                 self._waiting.clear()
             self._hub = hub
 
-    def _take(self, said: Act) -> None:
+    def _take(self, act: Act) -> None:
         now = time.monotonic()
-        until = now + limits.ACTION_S_MAX if said.until_s is None else self._session.deadline(said.until_s)
-        incarnation = self._running(said.action.request)
+        until = now + limits.ACTION_S_MAX if act.until_s is None else self._session.deadline(act.until_s)
+        incarnation = self._running(act.action.request)
         with self._lock:
-            if (known := self._known.get(said.id)) is not None:  # it came before, on a connection that was lost
-                if known.outcome is not None:
-                    self._outcomes.append(known.outcome)
+            if (entry := self._pending.get(act.id)) is not None:  # it arrived before, on a connection that was lost
+                if entry.outcome is not None:
+                    self._outcomes.append(entry.outcome)
                 return
-            if len(self._waiting) >= limits.ACTIONS_WAITING_MAX or len(self._known) >= limits.ACTIONS_KNOWN_MAX:
-                reason = explain("actions of the engine", got=len(self._known) + 1, expected="fewer; try again later")
+            if len(self._waiting) >= limits.ACTIONS_WAITING_MAX or len(self._pending) >= limits.ACTIONS_KNOWN_MAX:
+                reason = explain("actions of the engine", got=len(self._pending) + 1, expected="fewer; try again later")
             elif not now < until:
                 reason = _expired()
-            elif incarnation is None or said.action.incarnation not in ("", incarnation):
-                reason = _not_running(said)
+            elif incarnation is None or act.action.incarnation not in ("", incarnation):
+                reason = _not_running(act)
             else:
-                action = msgspec.structs.replace(said.action, incarnation=incarnation)
-                self._known[said.id] = _Known(until)
-                self._waiting[said.id] = msgspec.structs.replace(said, action=action)
+                action = msgspec.structs.replace(act.action, incarnation=incarnation)
+                self._pending[act.id] = _Pending(until)
+                self._waiting[act.id] = msgspec.structs.replace(act, action=action)
                 return
-            outcome = Rejected(said.id, reason)
-            self._known[said.id] = _Known(until, outcome)
+            outcome = Rejected(act.id, reason)
+            self._pending[act.id] = _Pending(until, outcome)
             self._outcomes.append(outcome)
 
     def _answer_idle(self, now: float) -> None:
-        """Reject what expired or lost its request while the scheduler did not look."""
-        if not self._known:
+        """Reject the waiting actions that expired or whose requests ended."""
+        if not self._pending:
             return
         with self._lock:
             for key, act in list(self._waiting.items()):
-                expired = not now < self._known[key].until
+                expired = not now < self._pending[key].until
                 if expired or self._running(act.action.request) != act.action.incarnation:
                     del self._waiting[key]
                     outcome = Rejected(key, _expired() if expired else _not_running(act))
-                    self._known[key].outcome = outcome
+                    self._pending[key].outcome = outcome
                     self._outcomes.append(outcome)
-            over = itertools.takewhile(lambda item: not now < item[1].until, self._known.items())
-            for key in [key for key, known in over if known.outcome is not None]:
-                del self._known[key]
+            over = itertools.takewhile(lambda item: not now < item[1].until, self._pending.items())
+            for key in [key for key, entry in over if entry.outcome is not None]:
+                del self._pending[key]
 
 
 def _expired() -> str:
-    do = "try again; a request that waits for streaming input, or for its first step, takes none meanwhile"
+    do = "try again; a request that waits for streaming input or for its first step takes no actions"
     return explain("action: the engine took no step in time", do=do)
 
 

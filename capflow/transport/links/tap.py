@@ -1,4 +1,4 @@
-"""A tap's link to the hub that sends it copies of the frames that it takes."""
+"""The link of a process that watches a hub: it receives copies of the hub's frames."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ from capflow.transport.sockets import Dealer
 
 
 class TapLink(Link):
-    """Takes frames as fast as `on_frame` does; the hub sends no more than `limits.TAP_BYTES_MAX` ahead, and leaves the rest out.
+    """Receives frames as fast as `on_frame` handles them.
 
-    on_frame, on_tapped and on_lost (when the connection is lost) are called on the link's thread.
+    The hub sends at most `limits.TAP_BYTES_MAX` ahead and skips the other frames. The callbacks run on the link's
+    thread.
+
+    on_frame: called with each frame.
+    on_tapped: called with each `Watched` message.
+    on_lost: called when the connection is lost.
     """
 
     message_bytes_max = limits.PAYLOAD_BYTES_MAX
@@ -34,7 +39,7 @@ class TapLink(Link):
         self._on_frame = on_frame
         self._on_tapped = on_tapped
         self._on_lost = on_lost
-        # What the hub is to be told of; the thread's.
+        # Handled bytes that the hub does not know of yet; used by the thread alone.
         self._taken_bytes = 0
 
     def _fill(self, dealer: Dealer, now: float) -> None:
@@ -42,15 +47,15 @@ class TapLink(Link):
             dealer.send(self._session.send(WatchRequest(self._taken_bytes), now))
             self._taken_bytes = 0
 
-    def _received(self, said: Frame | Message) -> None:
-        match said:
+    def _received(self, message: Frame | Message) -> None:
+        match message:
             case Welcome():
                 self._taken_bytes = limits.TAP_BYTES_MAX
             case Watched():
-                self._on_tapped(said)
+                self._on_tapped(message)
             case Frame():
-                self._on_frame(said)
-                self._taken_bytes += self._said_bytes
+                self._on_frame(message)
+                self._taken_bytes += self._message_bytes
 
     def _lost(self, why: str) -> None:
         super()._lost(why)

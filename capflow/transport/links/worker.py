@@ -1,4 +1,4 @@
-"""A worker's link to its hub, which takes frames from the worker and gets each there once."""
+"""A worker's link: takes frames from the worker and delivers each to the hub once."""
 
 from __future__ import annotations
 
@@ -22,12 +22,18 @@ from capflow.transport.sockets import Dealer
 
 logger = logging.getLogger("capflow.link")
 
-_SPILL_AT = 4  # with an outbox, memory holds this part of its bound: the rest is for steps under way, and for what is being synced
-_FRAME_OVERHEAD_BYTES = 512  # what a queued frame weighs besides its payload
+_SPILL_AT = 4  # with an outbox the queue holds a quarter of its bound: the rest is for running steps and syncs
+_FRAME_OVERHEAD_BYTES = 512  # the weight of a queued frame besides its payload
 
 
 class Staged(NamedTuple):
-    """What a worker holds before its link: bytes of rows, their bound, the rows it dropped, by reason, and its troubles."""
+    """The rows that a worker holds before its link.
+
+    nbytes: their size.
+    bytes_max: the bound of the size.
+    dropped_rows: the rows that the worker dropped, by reason.
+    troubles: reasons why the worker does not capture as asked.
+    """
 
     nbytes: int = 0
     bytes_max: int = 0
@@ -36,20 +42,29 @@ class Staged(NamedTuple):
 
 
 class WorkerLink(Link):
-    """A worker's link: takes frames from one thread and gets each to the hub once.
+    """A worker's link: takes frames from one thread and delivers each to the hub once.
 
-    outbound_bytes_max bounds the frames that wait here; those sent and not acknowledged are bounded by the hub's credit
-    besides, and by `limits.UNACKED_BYTES_MAX` whatever the hub says.
+    `send` returns None, or the reason why it dropped the frame:
 
-    policy: what `send` does when there is no room, waiting at most block_s_max seconds for it.
-    on_welcome: called on the link's thread with every Welcome.
-    staged: gives, on the link's thread, what the hub is told of what comes before this link.
+    * `no_hub`: no hub was ever connected.
+    * `hub_gone`: the hub is gone and the queue is full.
+    * `queue_full`: the hub is connected and slower than the worker.
+    * `refused`: the hub refused this worker.
+    * `too_large`: the frame exceeds what a hub accepts, e.g. `limits.PAYLOAD_BYTES_MAX`.
+    * `closed`: the link is closed.
+    * `spool_full`, `disk_full`, `disk_failed`: the outbox refused the frame.
 
-    `send` answers `None`, or why the frame was dropped: `no_hub`, no hub was ever there; `hub_gone`, there was one
-    and the queue is full; `queue_full`, the hub is there and takes less than is sent; `refused`, the hub
-    refused this worker; `too_large`, the payload is above `limits.PAYLOAD_BYTES_MAX`; `closed`. With policy `spill`, which needs an
-    outbox, what has no room goes there, as does everything while the hub is gone; when it takes nothing, `fallback` holds
-    and the reason is the spool's: `spool_full`, `disk_full`, `disk_failed`. The outbox is opened and closed by the link.
+    With policy `spill` frames without room go to the outbox, and all frames while the hub is gone. If the outbox is
+    full, `fallback` applies. The link opens and closes the outbox.
+
+    outbound_bytes_max: the bound of the frames that wait here. Frames that are sent and not acknowledged are bounded by
+        the hub's credit and by `limits.UNACKED_BYTES_MAX`.
+    policy: what `send` does without room.
+    block_s_max: how many seconds `send` waits for room at most.
+    on_welcome: called on the link's thread with each Welcome.
+    staged: returns the rows before this link, for the hub's status; called on the link's thread.
+    outbox: needed for policy `spill`.
+    fallback: the policy if the outbox is full.
     """
 
     def __init__(
@@ -75,44 +90,44 @@ class WorkerLink(Link):
         self.block_s_max = block_s_max
         self.on_welcome = on_welcome
         self._staged = staged
-        # When the hub was last told the counts; the thread's.
-        self._told_at = 0.0
+        # When the hub last got the counts. Used by the thread alone.
+        self._counted_at = 0.0
         self._queue: ByteQueue[tuple[int, FrameHeader, memoryview]] = ByteQueue(outbound_bytes_max)
-        # Guards the next two: whoever waits for an end may close once more.
+        # Guards the next two fields: two threads may close the link.
         self._close_lock = threading.Lock()
         self._outbox_closed = False
-        # In the outbox, as it was closed.
+        # Whether frames were left in the outbox when it was closed.
         self._frames_left = False
-        # A whole `block_s_max` was waited for a hub that is gone; cleared by its return.
+        # Whether `send` waited `block_s_max` in vain for a hub that is gone; cleared by its return.
         self._gave_up = False
-        # Accepted by `send`.
+        # What `send` accepted.
         self._frames = 0
         self._bytes = 0
-        # Frames by reason; written by the thread that calls `send`.
+        # Dropped frames by reason; written by the thread that calls `send`.
         self._dropped: Counter[str] = Counter()
 
     @property
     def patient(self) -> bool:
-        """Whether a full queue is waited for: not once that was in vain, for as long as the hub is gone."""
+        """Whether `send` waits for a full queue. After a wait in vain it does not, until the hub is back."""
         return not self._gave_up
 
     def give_up(self) -> None:
-        """Note that it was waited for room in vain."""
+        """Stop waiting for room until the hub is back, after a wait in vain."""
         self._gave_up = not self.connected
 
     @property
     def acked(self) -> int:
-        """The number of the frame up to which the hub has acknowledged all."""
+        """The number up to which the hub has acknowledged all frames."""
         return self._session.acked
 
     @property
     def drained(self) -> bool:
-        """Whether nothing is left that `close` should wait for."""
+        """Whether `close` has nothing to wait for."""
         return self._drained()
 
     @property
     def counters(self) -> dict[str, Any]:
-        """What went through: frames and bytes accepted, waiting and unacknowledged, and drops by reason."""
+        """The counters: frames and bytes accepted, waiting and unacknowledged, and drops by reason."""
         return {
             "frames": self._frames,
             "bytes": self._bytes,
@@ -126,7 +141,7 @@ class WorkerLink(Link):
         }
 
     def start(self) -> None:
-        """Start connecting. Raises CapflowError when the outbox is needed for frames and cannot be opened."""
+        """Start connecting. Raises CapflowError if policy `spill` needs the outbox and it cannot be opened."""
         if self.outbox is not None:
             try:
                 self.outbox.open()
@@ -134,15 +149,15 @@ class WorkerLink(Link):
                 if self._spills:
                     raise
                 event = {"event": "promises_failed", "path": str(self.outbox.promises.path)}
-                logger.warning("what this worker promises is not noted: %s", e, extra=event)
+                logger.warning("the promises of this worker are not stored: %s", e, extra=event)
                 self.outbox = None
         super().start()
 
     def send(self, header: FrameHeader, payload: Any) -> str | None:
-        """Take a frame; return None, or why it was dropped.
+        """Take a frame; return None, or the reason why it was dropped.
 
-        payload: any C-contiguous buffer (view bfloat16 as bytes), not changed from here on. The header's seq,
-            payload_bytes and checksum are filled in later, on the link's thread.
+        header: its `seq`, `payload_bytes` and checksum are filled in later, on the link's thread.
+        payload: a C-contiguous buffer (view bfloat16 as bytes) that does not change any more.
         """
         view = memoryview(payload).cast("B")
         reason = self._offer(header, view)
@@ -169,7 +184,7 @@ class WorkerLink(Link):
             return self._offer_or_spill(self.outbox, header, view)
         item, nbytes = (self._frames + 1, header, view), len(view) + _FRAME_OVERHEAD_BYTES
         if len(view) == 0 and self._queue.nbytes <= self._queue.bytes_max + limits.HEADER_BYTES_MAX:
-            self._queue.force(item, nbytes)  # the ends of requests are worth a little room of their own
+            self._queue.force(item, nbytes)  # ends of requests have a little room of their own
             return None
         if self.policy is WhenFull.DROP or self._gave_up:
             accepted = self._queue.offer(item, nbytes)
@@ -182,7 +197,10 @@ class WorkerLink(Link):
         return "queue_full" if self.connected else "hub_gone"
 
     def _offer_or_spill(self, outbox: Outbox, header: FrameHeader, view: memoryview) -> str | None:
-        """Take a frame into memory if it is the hub's next and there is room, else onto disk: so they stay in order."""
+        """Queue a frame in memory if no earlier frame is on disk and there is room, else spill it.
+
+        This keeps the order.
+        """
         seq = self._frames + 1
         item, nbytes = (seq, header, view), len(view) + _FRAME_OVERHEAD_BYTES
         in_memory = self._queue.nbytes + self._session.unacked_bytes + nbytes
@@ -196,9 +214,10 @@ class WorkerLink(Link):
         return reason
 
     def close(self, drain_s: float = limits.LINGER_S) -> None:
-        """Get out what was taken, until the hub has acknowledged it or `drain_s` is over, and stop.
+        """Send the waiting frames until the hub has acknowledged them or `drain_s` is over, and stop.
 
-        Frames that are in an outbox by then stay there, for a later process, and Bye is not said: the hub keeps what it has of this worker.
+        Frames in the outbox stay there for a later process. Then no Bye is sent, so the hub keeps the state of this
+        worker.
         """
         super().close(drain_s)
         self._queue.close()
@@ -209,7 +228,7 @@ class WorkerLink(Link):
         return self._close_outbox()
 
     def _close_outbox(self) -> bool:
-        """Close the outbox, once; return whether no frame is left in it."""
+        """Close the outbox once; return whether no frame is left in it."""
         with self._close_lock:
             if self.outbox is not None and not self._outbox_closed:
                 self._outbox_closed = True
@@ -222,10 +241,10 @@ class WorkerLink(Link):
         super()._fill(dealer, now)
 
     def _push(self) -> bool:
-        if (item := self._queue.get(timeout_s=0)) is not None:  # older than what is spilled
+        if (item := self._queue.get(timeout_s=0)) is not None:  # older than the spilled frames
             self._push_queued(*item)
         elif self.outbox is not None and (spilled := self.outbox.take()) is not None:
-            # Frames that came by memory since the queue was empty may be older than this one.
+            # Frames that were queued since may be older than this one.
             while (item := self._queue.get(timeout_s=0)) is not None and item[0] < spilled.seq:
                 self._push_queued(*item)
             self._skip(spilled.seq - 1)
@@ -241,14 +260,14 @@ class WorkerLink(Link):
         self._session.push(self.outbox.amended(header) if self.outbox is not None else header, view)
 
     def _skip(self, seq: int) -> None:
-        """Say an empty frame for each that the disk did not give back: the hub counts their rows as missing."""
+        """Send an empty frame for each lost frame: the hub counts their rows as missing."""
         while self._session.seq < seq:
             self._session.push(empty_header(self._session.hello), b"")
 
     def _beat(self, now: float) -> Parts | None:
-        if self._session.state is not State.OPEN or now < self._told_at + limits.HEARTBEAT_S:
+        if self._session.state is not State.OPEN or now < self._counted_at + limits.HEARTBEAT_S:
             return None
-        self._told_at = now
+        self._counted_at = now
         staged = self._staged()
         return self._session.send(Beat(self._counts(staged), staged.troubles[: limits.REASONS_MAX]), now)
 
@@ -277,16 +296,16 @@ class WorkerLink(Link):
         waiting = len(self._queue) or self._session.unacked or (self.outbox is not None and self.outbox.waiting)
         return not self.ever_connected or not waiting
 
-    def _received(self, said: Frame | Message) -> None:
-        if isinstance(said, Welcome):
+    def _received(self, message: Frame | Message) -> None:
+        if isinstance(message, Welcome):
             self._gave_up = False
-            self._told_at = 0.0
+            self._counted_at = 0.0
             if self.on_welcome is not None:
-                self.on_welcome(said)
+                self.on_welcome(message)
 
 
 def _is_too_large(header: FrameHeader, view: memoryview) -> bool:
-    """Return whether a frame has more than a hub takes."""
+    """Return whether a frame exceeds what a hub accepts."""
     spans = sum(len(block.spans) for block in header.blocks)
     tokens = sum(len(request.token_ids) for request in header.requests)
     return (
@@ -297,7 +316,7 @@ def _is_too_large(header: FrameHeader, view: memoryview) -> bool:
 
 
 def empty_header(hello: Hello) -> FrameHeader:
-    """Return the header of a frame of a worker that says nothing."""
+    """Return the header of an empty frame of a worker."""
     assert hello.model is not None
     return FrameHeader(
         engine=hello.engine,
