@@ -124,10 +124,10 @@ class Stack:
         for number in range(LAYERS):
             self.layer(number, hidden, residual)
             stream = _rounded(hidden.float() + residual.float(), hidden.dtype)
-            for group in plan.groups:
-                if number in group.sites:
-                    base = group.base + group.sites.index(number) * group.rows
-                    for run in group.runs:
+            for block in plan.blocks:
+                if number in block.sites:
+                    base = block.base + block.sites.index(number) * block.rows
+                    for run in block.runs:
                         rows[base + run.target : base + run.target + run.length] = stream[
                             run.source : run.source + run.length
                         ]

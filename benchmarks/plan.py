@@ -138,13 +138,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="steps of each case (default: 300)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print("| batch | requests | programs | sites | rows | groups | plan µs | ratio | step µs | tables µs |")
+    print("| batch | requests | programs | sites | rows | blocks | plan µs | ratio | step µs | tables µs |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for case in CASES:
         plan, took = measure(case, arguments.steps)
         ratio = took["plan"] / took["loop"]
         print(
-            f"| {case.about} | {case.count} | {case.programs} | {case.sites} | {plan.rows} | {len(plan.groups)} "
+            f"| {case.about} | {case.count} | {case.programs} | {case.sites} | {plan.rows} | {len(plan.blocks)} "
             f"| {took['plan']:.0f} | {ratio:.1f} | {took['step']:.0f} | {took['tables']:.0f} |"
         )
 

@@ -531,12 +531,12 @@ def _check_positions(header: FrameHeader) -> None:
 def _narrow(chunk: Chunk, wanted: Wanted) -> Iterator[Chunk]:
     """Yield the wanted parts of a chunk; sites with the same positions stay together."""
     stop = chunk.start + chunk.rows.shape[1]
-    groups: dict[Positions, list[int]] = {}
+    by_positions: dict[Positions, list[int]] = {}
     for index, site in enumerate(chunk.sites):
         want = wanted.get(site)
         if want is not None:
-            groups.setdefault(want.positions, []).append(index)
-    for positions, indices in groups.items():
+            by_positions.setdefault(want.positions, []).append(index)
+    for positions, indices in by_positions.items():
         runs = positions.at(chunk.request.prompt_length).runs(chunk.start, stop)
         if not runs:
             continue

@@ -142,10 +142,10 @@ def reference(made, sites, truncate):
     stream = made.scale * (h if made.residual is None else h + made.residual.double().cpu())
     rows = torch.full((made.plan.rows, h.shape[1]), POISON, dtype=torch.float64)
     after = [h.clone() for _ in range(sites)]
-    for group in made.plan.groups:
-        for place, _ in enumerate(group.sites):
-            for run in group.runs:
-                at = group.base + place * group.rows + run.target
+    for block in made.plan.blocks:
+        for place, _ in enumerate(block.sites):
+            for run in block.runs:
+                at = block.base + place * block.rows + run.target
                 rows[at : at + run.length] = stream[run.source : run.source + run.length]
     for token, (program, by_site) in made.steering.items():
         given = torch.from_numpy(program.array().copy()).double()
@@ -209,7 +209,7 @@ def run_kernel(plan, site, hidden, residual, rows, bank, scale):
     tables.load(plan, hidden.shape[0])
     here = torch.tensor([site], dtype=torch.int32, device=hidden.device)
     launch(
-        hidden, residual, here, tables.site_group, tables.site_base, tables.token_row, tables.token_steer, rows,
+        hidden, residual, here, tables.site_line, tables.site_base, tables.token_row, tables.token_steer, rows,
         *bank.device_tensors().values(), scale,
     )  # fmt: skip
 

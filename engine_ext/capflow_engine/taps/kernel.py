@@ -21,7 +21,7 @@ def _tap_kernel(
     hidden,
     residual,
     site,
-    site_group,
+    site_line,
     site_base,
     token_row,
     token_steer,
@@ -54,9 +54,9 @@ def _tap_kernel(
     if slot >= 0:
         op = tl.load(heads + slot * sites + here)
     for channel in tl.static_range(CHANNEL_COUNT):
-        group = tl.load(site_group + channel * sites + here)
-        if group >= 0:
-            row = tl.load(token_row + (channel * sites + group) * tokens_max + token)
+        block = tl.load(site_line + channel * sites + here)
+        if block >= 0:
+            row = tl.load(token_row + (channel * sites + block) * tokens_max + token)
             if row >= 0:
                 value = tl.load(hidden + token.to(tl.int64) * hidden_stride + columns, mask=inside).to(tl.float32)
                 if SPLIT:
@@ -100,7 +100,7 @@ def launch(
     hidden: torch.Tensor,
     residual: torch.Tensor | None,
     site: torch.Tensor,
-    site_group: torch.Tensor,
+    site_line: torch.Tensor,
     site_base: torch.Tensor,
     token_row: torch.Tensor,
     token_steer: torch.Tensor,
@@ -119,7 +119,7 @@ def launch(
     assert staging.shape[1] == rows.shape[1] == width
     assert staging.is_contiguous()
     assert rows.is_contiguous()
-    assert site_group.shape == site_base.shape == (CHANNELS, sites)
+    assert site_line.shape == site_base.shape == (CHANNELS, sites)
     assert token_row.shape == (CHANNELS, sites, token_steer.shape[0])
     assert tokens <= token_steer.shape[0]
     other = hidden if residual is None else residual
@@ -127,7 +127,7 @@ def launch(
         hidden,
         other,
         site,
-        site_group,
+        site_line,
         site_base,
         token_row,
         token_steer,

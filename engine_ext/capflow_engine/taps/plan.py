@@ -3,8 +3,8 @@
 The planner takes the batch in the order of its tokens in the model's tensors. The plan names the token rows that each
 site copies, their target rows, and the slot of the bank that steers each token.
 
-Tokens of a step that are wanted at exactly the same sites form one *group*. In each channel, a token is in one group at
-most. The rows of a group lie in the step's buffer as `[sites of the group, rows, hidden]`, group after group. So the
+Tokens of a step that are wanted at exactly the same sites form one *block*. In each channel, a token is in one block at
+most. The rows of a block lie in the step's buffer as `[sites of the block, rows, hidden]`, block after block. So the
 cost of planning grows with the number of captured requests, not with their sites.
 
 For each channel, a request has a `RequestProgress`: the sites that want its next positions, and the position where that
@@ -190,20 +190,20 @@ class Scheduled(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Token rows `source .. source+length` become rows `target .. target+length` of a group."""
+    """Token rows `source .. source+length` become rows `target .. target+length` of a block."""
 
     source: int
     target: int
     length: int
 
 
-class Group(NamedTuple):
+class PlannedBlock(NamedTuple):
     """Tokens that are wanted at the same sites.
 
     sites: the sites, by index.
     rows: the number of rows at each site.
     base: the row of the buffer where the rows of the first site begin.
-    runs: the token rows of the group.
+    runs: the token rows of the block.
     spans: its requests, by their index in `Plan.batch`; all belong to `hub`.
     """
 
@@ -246,7 +246,7 @@ class Plan:
     """
 
     batch: tuple[Scheduled, ...]
-    groups: tuple[Group, ...]
+    blocks: tuple[PlannedBlock, ...]
     rows: int
     ship_rows: int
     steered: tuple[Slotted, ...]
@@ -255,7 +255,7 @@ class Plan:
     @property
     def idle(self) -> bool:
         """Whether all taps have nothing to do."""
-        return not self.groups and not self.steered
+        return not self.blocks and not self.steered
 
     def slots(self, tokens: int) -> npt.NDArray[np.int32]:
         """Return the slot that steers each of `tokens` token rows; -1: none."""
@@ -264,17 +264,17 @@ class Plan:
             slots[source : source + length] = slot
         return slots
 
-    def shipped(self, hub: int) -> tuple[Group, ...]:
-        """Return the groups for the consumers of a hub; their rows are contiguous in the buffer."""
-        return tuple(group for group in self.groups if group.channel == SHIP and group.hub == hub)
+    def shipped(self, hub: int) -> tuple[PlannedBlock, ...]:
+        """Return the blocks for the consumers of a hub; their rows are contiguous in the buffer."""
+        return tuple(block for block in self.blocks if block.channel == SHIP and block.hub == hub)
 
 
-def block_of(group: Group, sites: Sequence[Site]) -> Block:
-    """Return a group as a block of a frame.
+def block_of(block: PlannedBlock, sites: Sequence[Site]) -> Block:
+    """Return a block of the plan as a block of a frame.
 
     sites: the tapped sites, in the order of their indices.
     """
-    return Block(tuple(sites[i] for i in group.sites), group.rows, group.spans)
+    return Block(tuple(sites[i] for i in block.sites), block.rows, block.spans)
 
 
 class Planner:
@@ -335,9 +335,9 @@ class Planner:
                 _take(view, request.view_progress, number, first, end, source)
         if self.hubs > 1:  # the rows of one hub are contiguous
             ship = dict(sorted(ship.items(), key=lambda taken: taken[0].hub))
-        shipped = _groups(ship, SHIP, 0)
+        shipped = _blocks(ship, SHIP, 0)
         ship_rows = _end(shipped, 0)
-        viewed = _groups(view, VIEW, ship_rows)
+        viewed = _blocks(view, VIEW, ship_rows)
         slotted = _slotted(batch) if steered else ()
         return Plan(tuple(batch), (*shipped, *viewed), _end(viewed, ship_rows), ship_rows, slotted, tokens)
 
@@ -352,9 +352,9 @@ def _take(taken: _Taken, progress: RequestProgress, number: int, first: int, end
         taken.setdefault(sites, []).append((number, begin, stop - begin, source + begin - first))
 
 
-def _groups(taken: _Taken, channel: int, base: int) -> list[Group]:
-    """Return the groups; their rows begin at row `base` of the buffer."""
-    groups = []
+def _blocks(taken: _Taken, channel: int, base: int) -> list[PlannedBlock]:
+    """Return the blocks; their rows begin at row `base` of the buffer."""
+    blocks = []
     for sites, parts in taken.items():
         spans: list[Span] = []
         runs: list[Run] = []
@@ -370,9 +370,9 @@ def _groups(taken: _Taken, channel: int, base: int) -> list[Group]:
             expected = source + length
             rows += length
         runs.append(_run((begin, target, rows - target)))
-        groups.append(Group(channel, sites.sites, rows, base, tuple(runs), tuple(spans), sites.hub))
+        blocks.append(PlannedBlock(channel, sites.sites, rows, base, tuple(runs), tuple(spans), sites.hub))
         base += rows * len(sites.sites)
-    return groups
+    return blocks
 
 
 _span = functools.partial(tuple.__new__, Span)
@@ -384,9 +384,9 @@ _SITE_SETS_KEPT_MAX = 4096
 _STEPS_MAX = 8  # up to this many positions, `RequestProgress.runs` goes stretch by stretch
 
 
-def _end(groups: Sequence[Group], base: int) -> int:
-    """Return the row after the last group; `base` if there is no group."""
-    return groups[-1].base + groups[-1].rows * len(groups[-1].sites) if groups else base
+def _end(blocks: Sequence[PlannedBlock], base: int) -> int:
+    """Return the row after the last block; `base` if there is no block."""
+    return blocks[-1].base + blocks[-1].rows * len(blocks[-1].sites) if blocks else base
 
 
 def _slotted(batch: Sequence[Scheduled]) -> tuple[Slotted, ...]:

@@ -94,12 +94,12 @@ class Step:
         self._heads: dict[int, npt.NDArray[np.int32]] = {}
         if plan.steered:
             self._plan_steering()
-        # Site → (the group's runs or token rows, first row of the buffer, number of rows).
+        # Site → (the block's runs or token rows, first row of the buffer, number of rows).
         self._copies: dict[int, list[tuple[Any, int, int]]] = {}
-        for group in plan.groups:
-            source = _source(group.runs)
-            for number, site in enumerate(group.sites):
-                self._copies.setdefault(site, []).append((source, group.base + number * group.rows, group.rows))
+        for block in plan.blocks:
+            source = _source(block.runs)
+            for number, site in enumerate(block.sites):
+                self._copies.setdefault(site, []).append((source, block.base + number * block.rows, block.rows))
 
     def tap(self, site: int, hidden: torch.Tensor, residual: torch.Tensor | None, scale: float = 1.0) -> None:
         """Copy the site's wanted rows, then steer the site.

@@ -4,7 +4,7 @@ All tensors are allocated once, before CUDA graphs are captured, and never move.
 
 | tensor | shape | meaning |
 |---|---|---|
-| site_group | int32 [2, sites] | the line of `token_row` that each site reads, per channel (`SHIP`, `VIEW`); -1: none |
+| site_line | int32 [2, sites] | the line of `token_row` that each site reads, per channel (`SHIP`, `VIEW`); -1: none |
 | site_base | int32 [2, sites] | the number that each site adds to the entries of that line, per channel |
 | token_row | int32 [2, lines, tokens] | the staging row of each token minus `site_base` of the site; -1: not wanted |
 | token_steer | int32 [tokens] | the slot of the bank that steers each token; -1: none |
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from capflow_engine.taps.plan import Group, Plan, counted, token_rows
+from capflow_engine.taps.plan import Plan, PlannedBlock, counted, token_rows
 
 CHANNELS = 2
 
@@ -54,7 +54,7 @@ class Tables:
         if not resident:
             sites = tokens = rows = hidden = 1
         self.sites = sites
-        self.site_group = torch.full((CHANNELS, sites), -1, dtype=torch.int32, device=device)
+        self.site_line = torch.full((CHANNELS, sites), -1, dtype=torch.int32, device=device)
         self.site_base = torch.zeros((CHANNELS, sites), dtype=torch.int32, device=device)
         self.token_row = torch.full((CHANNELS, sites, tokens), -1, dtype=torch.int32, device=device)
         self.token_steer = torch.full((tokens,), -1, dtype=torch.int32, device=device)
@@ -68,7 +68,7 @@ class Tables:
 
     def device_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that every tap holds, by the names of the op's arguments."""
-        names = ("site_group", "site_base", "token_row", "token_steer", "staging")
+        names = ("site_line", "site_base", "token_row", "token_steer", "staging")
         return {name: getattr(self, name) for name in names}
 
     def load(self, plan: Plan, padded_tokens: int) -> None:
@@ -79,11 +79,11 @@ class Tables:
         line_of = np.full((CHANNELS, self.sites), -1, np.int32)
         base_of = np.zeros((CHANNELS, self.sites), np.int32)
         for channel in range(CHANNELS):
-            groups = [group for group in plan.groups if group.channel == channel]
-            if groups:
-                lines = _lines(groups, padded_tokens, line_of[channel], base_of[channel])
+            blocks = [block for block in plan.blocks if block.channel == channel]
+            if blocks:
+                lines = _lines(blocks, padded_tokens, line_of[channel], base_of[channel])
                 self._write(f"token_row {channel}", self.token_row[channel, : len(lines), :padded_tokens], lines)
-        self._write("site_group", self.site_group, line_of)
+        self._write("site_line", self.site_line, line_of)
         self._write("site_base", self.site_base, base_of)
         self._load_steering(plan)
 
@@ -112,29 +112,29 @@ class Tables:
 
 
 def _lines(
-    groups: Sequence[Group], tokens: int, line_of: npt.NDArray[np.int32], base_of: npt.NDArray[np.int32]
+    blocks: Sequence[PlannedBlock], tokens: int, line_of: npt.NDArray[np.int32], base_of: npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int32]:
-    """Return the lines of `token_row` for one channel's groups; fill `line_of` and `base_of` per site.
+    """Return the lines of `token_row` for one channel's blocks; fill `line_of` and `base_of` per site.
 
-    If no site is in two groups, the sites of a group share a line, and `base_of` is where a site's own rows begin.
+    If no site is in two blocks, the sites of a block share a line, and `base_of` is where a site's own rows begin.
     Otherwise each site has a line of its own. So there are never more lines than sites.
     """
-    sites = np.array([site for group in groups for site in group.sites])
-    sources = token_rows([run for group in groups for run in group.runs])  # the token row of each row of each group
-    sizes = np.array([group.rows for group in groups])
-    site_counts = np.array([len(group.sites) for group in groups])
-    owners = np.repeat(np.arange(len(groups)), site_counts)  # the group of each entry of `sites`
-    bases = np.array([group.base for group in groups])[owners] + counted(site_counts) * sizes[owners]
+    sites = np.array([site for block in blocks for site in block.sites])
+    sources = token_rows([run for block in blocks for run in block.runs])  # the token row of each row of each block
+    sizes = np.array([block.rows for block in blocks])
+    site_counts = np.array([len(block.sites) for block in blocks])
+    owners = np.repeat(np.arange(len(blocks)), site_counts)  # the block of each entry of `sites`
+    bases = np.array([block.base for block in blocks])[owners] + counted(site_counts) * sizes[owners]
     used, lines_of_sites = np.unique(sites, return_inverse=True)
     if len(used) == len(sites):
-        lines = np.full((len(groups), tokens), -1, np.int32)
+        lines = np.full((len(blocks), tokens), -1, np.int32)
         line_of[sites], base_of[sites] = owners, bases
-        lines[np.repeat(np.arange(len(groups)), sizes), sources] = counted(sizes)
+        lines[np.repeat(np.arange(len(blocks)), sizes), sources] = counted(sizes)
         return lines
     lines = np.full((len(used), tokens), -1, np.int32)
     line_of[used] = np.arange(len(used))
     rows = sizes[owners]  # the rows of each entry of `sites`
     within = counted(rows)
-    first = (np.cumsum(sizes) - sizes)[owners]  # where the rows of its group begin in `sources`
+    first = (np.cumsum(sizes) - sizes)[owners]  # where the rows of its block begin in `sources`
     lines[np.repeat(lines_of_sites, rows), sources[np.repeat(first, rows) + within]] = np.repeat(bases, rows) + within
     return lines

@@ -29,7 +29,7 @@ def tap(
     hidden: torch.Tensor,
     residual: torch.Tensor | None,
     site: torch.Tensor,
-    site_group: torch.Tensor,
+    site_line: torch.Tensor,
     site_base: torch.Tensor,
     token_row: torch.Tensor,
     token_steer: torch.Tensor,
@@ -75,7 +75,7 @@ class Tap(nn.Module):
     """A tap at one site: a submodule of the module that it precedes or follows, called by that module's hook."""
 
     site: torch.Tensor
-    site_group: torch.Tensor
+    site_line: torch.Tensor
     site_base: torch.Tensor
     token_row: torch.Tensor
     token_steer: torch.Tensor
@@ -110,7 +110,7 @@ class Tap(nn.Module):
             parts[0],
             parts[1] if len(parts) > 1 else None,
             self.site,
-            self.site_group,
+            self.site_line,
             self.site_base,
             self.token_row,
             self.token_steer,

@@ -60,12 +60,12 @@ class View:
 
     def rows(self) -> Iterator[StepRows]:
         """Yield the rows of each request at each site, as float32."""
-        for group in self._plan.groups:
-            if group.channel != VIEW or group.hub != self._hub:
+        for block in self._plan.blocks:
+            if block.channel != VIEW or block.hub != self._hub:
                 continue
-            for order, index in enumerate(group.sites):
-                base = group.base + order * group.rows
-                for number, start, length, row in group.spans:
+            for order, index in enumerate(block.sites):
+                base = block.base + order * block.rows
+                for number, start, length, row in block.spans:
                     request = self._plan.batch[number].request
                     end = min(start + length, self._limits.get(request.key, start + length))
                     if end <= start:

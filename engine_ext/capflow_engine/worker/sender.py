@@ -30,7 +30,7 @@ from capflow.capture.losses import Losses, LossLog
 from capflow.capture.model import ModelInfo
 from capflow.capture.site import Site
 from capflow_engine.scheduler.orders import Ended
-from capflow_engine.taps.plan import Group, Plan, Tracked, block_of
+from capflow_engine.taps.plan import Plan, PlannedBlock, Tracked, block_of
 
 logger = logging.getLogger("vllm.capflow.sender")
 
@@ -156,21 +156,21 @@ class Sender:
     def _send_to(self, hub: int, step: Computed) -> None:
         """Send a hub its part of a step, if there is one."""
         link = self.ways[hub].link
-        groups = step.plan.shipped(hub)
+        shipped = step.plan.shipped(hub)
         ended = [(request, end) for request, end in step.ended if request.hub == hub]
-        spans = _trimmed(step, groups)
-        counts = _count(step.plan, groups, spans)
+        spans = _trimmed(step, shipped)
+        counts = _count(step.plan, shipped, spans)
         reason = step.lost
         if step.rows is not None and counts:
-            blocks, requests = self._describe(step, groups, spans)
+            blocks, requests = self._describe(step, shipped, spans)
             header = self._header(hub, step, requests, blocks, ended[: limits.FINISHED_PER_FRAME_MAX], counts)
-            reason = link.send(header, self._payload(step.rows, groups))
+            reason = link.send(header, self._payload(step.rows, shipped))
             if reason is None:
                 for key, rows in counts.items():
                     self._sent[key] = self._sent.get(key, 0) + rows
         if reason is not None:
             self.dropped[hub][reason] += sum(counts.values())
-            self._lose(step.plan, groups, spans, reason)
+            self._lose(step.plan, shipped, spans, reason)
         rest = ended if reason is not None or not counts else ended[limits.FINISHED_PER_FRAME_MAX :]
         for begin in range(0, len(rest), limits.FINISHED_PER_FRAME_MAX):
             ends = rest[begin : begin + limits.FINISHED_PER_FRAME_MAX]
@@ -180,24 +180,24 @@ class Sender:
             if (lost := self._lost.pop(request.key, None)) is not None:
                 self._log.tell(request.id, lost.dropped)
 
-    def _lose(self, plan: Plan, groups: Sequence[Group], trimmed: list[tuple[Span, ...]], reason: str) -> None:
+    def _lose(self, plan: Plan, shipped: Sequence[PlannedBlock], trimmed: list[tuple[Span, ...]], reason: str) -> None:
         """Count the rows of a step that are not sent."""
-        for group, spans in zip(groups, trimmed, strict=True):
-            sites = [self.sites[number] for number in group.sites]
+        for block, spans in zip(shipped, trimmed, strict=True):
+            sites = [self.sites[number] for number in block.sites]
             for number, start, length, _ in spans:
                 losses = self._lost.setdefault(plan.batch[number].request.key, Losses())
                 losses.add(reason, sites, start, start + length)
 
-    def _payload(self, rows: npt.NDArray[np.uint8], groups: Sequence[Group]) -> npt.NDArray[np.uint8]:
-        """Return the rows of a hub's groups, `[bytes]`."""
+    def _payload(self, rows: npt.NDArray[np.uint8], shipped: Sequence[PlannedBlock]) -> npt.NDArray[np.uint8]:
+        """Return the rows of a hub's blocks, `[bytes]`."""
         if len(self.ways) == 1:
             return rows
-        last = groups[-1]
+        last = shipped[-1]
         end = last.base + last.rows * len(last.sites)
-        return rows[groups[0].base * self._row_bytes : end * self._row_bytes].copy()
+        return rows[shipped[0].base * self._row_bytes : end * self._row_bytes].copy()
 
     def _describe(
-        self, step: Computed, groups: Sequence[Group], trimmed: list[tuple[Span, ...]]
+        self, step: Computed, shipped: Sequence[PlannedBlock], trimmed: list[tuple[Span, ...]]
     ) -> tuple[tuple[Block, ...], tuple[RequestRows, ...]]:
         """Return the frame's blocks and requests; a block's spans name a request by its index in the requests."""
         first: dict[int, int] = {}
@@ -209,10 +209,10 @@ class Sender:
         index = {number: n for n, number in enumerate(first)}
         requests = tuple(self._request(step, number, first[number], end[number]) for number in first)
         blocks = tuple(
-            block_of(group, self.sites)._replace(
+            block_of(block, self.sites)._replace(
                 spans=tuple(span._replace(request=index[span.request]) for span in spans)
             )
-            for group, spans in zip(groups, trimmed, strict=True)
+            for block, spans in zip(shipped, trimmed, strict=True)
         )
         return blocks, requests
 
@@ -276,23 +276,23 @@ class Sender:
         )
 
 
-def _trimmed(step: Computed, groups: Sequence[Group]) -> list[tuple[Span, ...]]:
-    """Return each group's spans without the rows that belong to no request."""
+def _trimmed(step: Computed, shipped: Sequence[PlannedBlock]) -> list[tuple[Span, ...]]:
+    """Return each block's spans without the rows that belong to no request."""
     if not step.limits:
-        return [group.spans for group in groups]
+        return [block.spans for block in shipped]
 
     def trim(span: Span) -> Span:
         limit = step.limits.get(step.plan.batch[span.request].request.key)
         return span if limit is None else span._replace(length=min(span.length, limit - span.start))
 
-    return [tuple(span for span in map(trim, group.spans) if span.length > 0) for group in groups]
+    return [tuple(span for span in map(trim, block.spans) if span.length > 0) for block in shipped]
 
 
-def _count(plan: Plan, groups: Sequence[Group], trimmed: list[tuple[Span, ...]]) -> dict[str, int]:
+def _count(plan: Plan, shipped: Sequence[PlannedBlock], trimmed: list[tuple[Span, ...]]) -> dict[str, int]:
     """Return the rows (positions times sites) of each request, by vLLM's id."""
     counts: dict[str, int] = {}
-    for group, spans in zip(groups, trimmed, strict=True):
+    for block, spans in zip(shipped, trimmed, strict=True):
         for span in spans:
             key = plan.batch[span.request].request.key
-            counts[key] = counts.get(key, 0) + span.length * len(group.sites)
+            counts[key] = counts.get(key, 0) + span.length * len(block.sites)
     return counts

@@ -312,7 +312,7 @@ class WorkerCapture:
         if self.tables.resident and self._plan.rows > self.tables.staging.shape[0]:
             for controllers in self.controllers:
                 controllers.missed(self._plan.rows, self.tables.staging.shape[0])
-            self._plan = replace(self._plan, groups=(), rows=0, ship_rows=0)
+            self._plan = replace(self._plan, blocks=(), rows=0, ship_rows=0)
         if self._buffer is None and self._plan.rows:
             # A copy to memory that is not page-locked waits for the device.
             size, pinned = self._plan.rows * self.row_bytes, self.tables.resident
@@ -401,8 +401,9 @@ class WorkerCapture:
 
 def _only_viewed(plan: Plan) -> Plan:
     """Return the plan without rows for consumers."""
-    groups = tuple(g._replace(base=g.base - plan.ship_rows) for g in plan.groups if g.channel == VIEW)
-    return replace(plan, groups=groups, rows=plan.rows - plan.ship_rows, ship_rows=0)
+    viewed = (block for block in plan.blocks if block.channel == VIEW)
+    blocks = tuple(block._replace(base=block.base - plan.ship_rows) for block in viewed)
+    return replace(plan, blocks=blocks, rows=plan.rows - plan.ship_rows, ship_rows=0)
 
 
 class CaptureWorker(compat.worker_base()):  # type: ignore[misc]

@@ -21,13 +21,13 @@ def tracked(planner, key, prompt_length, ship=None, computed=0):
 def taken(plan, channel):
     """For each buffer row of a channel: (site, token row), read from the runs; None where nothing is written."""
     rows = {}
-    for group in plan.groups:
-        if group.channel != channel:
+    for block in plan.blocks:
+        if block.channel != channel:
             continue
-        for place, site in enumerate(group.sites):
-            for run in group.runs:
+        for place, site in enumerate(block.sites):
+            for run in block.runs:
                 for i in range(run.length):
-                    row = group.base + place * group.rows + run.target + i
+                    row = block.base + place * block.rows + run.target + i
                     assert row not in rows
                     rows[row] = (site, run.source + i)
     return rows
@@ -36,13 +36,13 @@ def taken(plan, channel):
 def named(plan, channel):
     """For each buffer row of a channel: (site, request key, position), read from the spans."""
     rows = {}
-    for group in plan.groups:
-        if group.channel != channel:
+    for block in plan.blocks:
+        if block.channel != channel:
             continue
-        for place, site in enumerate(group.sites):
-            for span in group.spans:
+        for place, site in enumerate(block.sites):
+            for span in block.spans:
                 for i in range(span.length):
-                    row = group.base + place * group.rows + span.row + i
+                    row = block.base + place * block.rows + span.row + i
                     assert row not in rows
                     rows[row] = (site, plan.batch[span.request].request.key, span.start + i)
     return rows
@@ -121,13 +121,13 @@ def test_requests_that_want_the_same_sites_form_one_group_with_one_run():
     planner = Planner(SITES)
     want = dict.fromkeys(range(SITES), Positions.ALL)
     batch = [Scheduled(tracked(planner, f"r{i}", 8, want), 8 * i, 0, 8) for i in range(16)]
-    (group,) = planner.plan(batch).groups
-    assert group.sites == tuple(range(SITES))
-    assert group.runs == ((0, 0, 128),)
+    (block,) = planner.plan(batch).blocks
+    assert block.sites == tuple(range(SITES))
+    assert block.runs == ((0, 0, 128),)
     decode = {0: Positions.ALL_GENERATED, 1: Positions.ALL}
     batch = [Scheduled(tracked(planner, f"r{i}", 8, decode, computed=8), i, 8, 1) for i in range(4)]
-    (group,) = planner.plan(batch).groups
-    assert (group.sites, group.runs) == ((0, 1), ((0, 0, 4),))
+    (block,) = planner.plan(batch).blocks
+    assert (block.sites, block.runs) == ((0, 1), ((0, 0, 4),))
 
 
 steps = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), min_size=1, max_size=14)

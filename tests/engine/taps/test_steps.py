@@ -96,10 +96,10 @@ def test_a_forward_pass_between_steps_finds_nothing_to_do():
     request = Tracked("1", "name", 4, planner.program({0: Positions.ALL, 2: Positions.ALL}), planner.nothing)
     request.steered = [SlotRange(0, 4, Steered(0, NONE, {}))]
     kept.load(planner.plan([Scheduled(request, 0, 0, 4)]), 8)
-    assert (kept.site_group >= 0).any()
+    assert (kept.site_line >= 0).any()
     assert (kept.token_steer >= 0).any()
     kept.load(EMPTY_PLAN, 0)
-    assert (kept.site_group == -1).all()
+    assert (kept.site_line == -1).all()
     assert (kept.token_steer == -1).all()
 
 

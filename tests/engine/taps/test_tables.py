@@ -30,7 +30,7 @@ def read(tables, tokens):
     rows = {}
     for channel in (SHIP, VIEW):
         for site in range(SITES):
-            line = int(tables.site_group[channel, site])
+            line = int(tables.site_line[channel, site])
             for token in range(tokens) if line >= 0 else ():
                 if (row := int(tables.token_row[channel, line, token])) >= 0:
                     rows[channel, site, token] = row + int(tables.site_base[channel, site])
@@ -39,10 +39,10 @@ def read(tables, tokens):
 
 def planned(plan):
     return {
-        (group.channel, site, run.source + i): group.base + place * group.rows + run.target + i
-        for group in plan.groups
-        for place, site in enumerate(group.sites)
-        for run in group.runs
+        (block.channel, site, run.source + i): block.base + place * block.rows + run.target + i
+        for block in plan.blocks
+        for place, site in enumerate(block.sites)
+        for run in block.runs
         for i in range(run.length)
     }
 

@@ -97,7 +97,7 @@ def test_the_cases_do_every_kind_of_thing():
     ops = [ops for one in made for _, by_site in one.steering.values() for ops in by_site.values()]
     assert {op.kind for some in ops for op in some} == {ADD, CLAMP, PATCH}
     assert max(len(some) for some in ops) > 3
-    assert any(len(group.runs) >= 8 for plan in plans for group in plan.groups)
+    assert any(len(block.runs) >= 8 for plan in plans for block in plan.blocks)
 
 
 def test_the_triton_kernel_equals_the_reference():

@@ -323,7 +323,7 @@ def test_a_step_with_more_rows_for_controllers_than_the_device_has_memory_for_wr
     assert (capture._plan.rows, len(capture._buffer)) == (3, 96)
     assert capture.controllers[0].troubles == ()
     capture.prepare([("seen", 0, 3, 4)])
-    assert (capture._plan.rows, capture._plan.groups) == (0, ())
+    assert (capture._plan.rows, capture._plan.blocks) == (0, ())
     (trouble,) = capture.controllers[0].troubles
     assert "missed steps: 1; the last: staging memory: got 4 rows of a step, expected at most 3" in trouble
 

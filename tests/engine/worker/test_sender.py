@@ -62,10 +62,10 @@ class Bench:
             row += length
         plan = self.planner.plan(batch)
         rows = np.full((plan.rows, 2), np.nan, np.float32)
-        for group in plan.groups:
-            for place, site in enumerate(group.sites):
-                for run in group.runs:
-                    at = group.base + place * group.rows + run.target
+        for block in plan.blocks:
+            for place, site in enumerate(block.sites):
+                for run in block.runs:
+                    at = block.base + place * block.rows + run.target
                     rows[at : at + run.length, 0] = ids[run.source : run.source + run.length]
                     rows[at : at + run.length, 1] = site
         payload = None if lost else rows.view(np.uint8).reshape(-1)
