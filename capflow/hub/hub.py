@@ -23,7 +23,7 @@ from capflow.buffers.policy import WhenFull
 from capflow.errors import UsageError, explain
 from capflow.hub.cache_reads import notice
 from capflow.hub.counts import Snapshot, age_s
-from capflow.hub.exchange import Exchange
+from capflow.hub.dispatch import Dispatch
 from capflow.hub.health import HubState, problems
 from capflow.hub.lanes import leftover
 from capflow.hub.lanes.lane import Lane
@@ -47,7 +47,7 @@ class Hub:
 
     consumers and controllers come from `capflow.plugins.configure.configure`. key: the hub's key, by name or path, for TCP: then only keys in
     the list beside it may connect, and everything is encrypted. insecure allows TCP off loopback without one.
-    on_refused is called, on the hub's thread, with why an engine was refused. memory_bytes_max: for what peers send, as of
+    on_refused is called, on the hub's thread, with an engine that was refused and the reason, once for each reason. memory_bytes_max: for what peers send, as of
     `capflow.hub.peers.budget`; None for a part of the machine's. log_lines_dropped: how many lines of the log nobody read.
     """
 
@@ -60,7 +60,7 @@ class Hub:
         key: str | None = None,
         insecure: bool = False,
         message_bytes_max: int = limits.PAYLOAD_BYTES_MAX,
-        on_refused: Callable[[str], None] | None = None,
+        on_refused: Callable[[str, str], None] | None = None,
         memory_bytes_max: int | None = None,
         log_lines_dropped: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -74,7 +74,8 @@ class Hub:
             self._guard = Guard(self._key.public, AllowList(find_key(key).parent))
         self.consumers = tuple(consumers)
         self.message_bytes_max = message_bytes_max
-        self._exchange = Exchange(  # the thread's alone; `status` and `snapshot` read copies of what is in it
+        # The thread's alone; `status` and `snapshot` read copies of what is in it.
+        self._dispatch = Dispatch(
             consumers,
             controllers,
             send=self._send,
@@ -84,12 +85,12 @@ class Hub:
             on_refused=on_refused,
             memory_bytes_max=memory_bytes_max,
         )
-        self.lanes = self._exchange.lanes
-        self.counts = self._exchange.counts
-        self.index, self.relay, self.roster = self._exchange.index, self._exchange.relay, self._exchange.roster
-        self.taps = self._exchange.taps
+        self.lanes = self._dispatch.lanes
+        self._exchange = exchange = self._dispatch.exchange
+        self.counts, self.index, self.roster = exchange.counts, exchange.index, exchange.roster
+        self.relay, self.watchers = exchange.actions.relay, exchange.watchers
         self.log_lines_dropped = log_lines_dropped
-        self._turns = Turns(self._exchange.handle)  # the thread's alone
+        self._turns = Turns(self._dispatch.handle)  # the thread's alone
         specs = (wish.spec for wish in self.index.wishes)
         costs = [notice(c.name, c.consumer, spec) for c, spec in zip(consumers, specs, strict=True)]
         costs += [notice(c.name, c.kind, c.capture) for c in controllers]
@@ -162,7 +163,7 @@ class Hub:
         drained = threading.Event()
 
         def drain() -> None:
-            self._exchange.drain()
+            self._dispatch.drain()
             drained.set()
 
         self.post(drain)
@@ -216,7 +217,7 @@ class Hub:
 
     def receive(self, peer: bytes, parts: Parts) -> None:
         """Take a message of a peer in this process; those of one thread are taken in order."""
-        self.post(functools.partial(self._exchange.receive, peer, parts))
+        self.post(functools.partial(self._dispatch.receive, peer, parts))
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Return how much memory each part of the budget takes, and its bound."""
@@ -236,7 +237,7 @@ class Hub:
     @property
     def log_lines_left_out(self) -> int:
         """How many lines about peers were not logged, because there were too many."""
-        return self._exchange.log.left_out
+        return self._dispatch.log.left_out
 
     def snapshot(self) -> Snapshot:
         """Return how things stand."""
@@ -303,10 +304,10 @@ class Hub:
                 "unknown": relay.unknown,
                 "waiting": len(relay),
             },
-            "taps": self.taps.status(),
+            "taps": self.watchers.status(),
             "sessions": [peer.status(now) for peer in list(roster.peers.values())],
             "consumers": {lane.name: lane.status() for lane in self.lanes},
-            "controllers": [controller.name for controller in self._exchange.controllers],
+            "controllers": [controller.name for controller in roster.controllers],
         }
 
     # The thread.
@@ -318,17 +319,17 @@ class Hub:
             if not self._safely(functools.partial(self._listen, router)):
                 time.sleep(_TICK_S)  # what failed once may fail at each turn
             self._call_posted()
-            self._safely(self._exchange.acknowledge)  # before messages of other peers are handled
+            self._safely(self._dispatch.acknowledge)  # before messages of other peers are handled
             self._safely(functools.partial(self._read, router))
             began = time.monotonic()
             self._safely(functools.partial(self._turns.run, limits.TURN_S))
-            self._safely(self._exchange.acknowledge)
+            self._safely(self._dispatch.acknowledge)
             now = self._turned_at = time.monotonic()
             self._handled_s = now - began
             if now >= self._tick_at:
                 self._tick_at = now + _TICK_S
                 self._safely(functools.partial(self._tick, router, now))
-        self._safely(self._exchange.goodbye)
+        self._safely(self._dispatch.goodbye)
 
     def _listen(self, router: Router) -> None:
         router.poll(0 if self._turns.waiting or self._posted else _TICK_S)
@@ -351,14 +352,16 @@ class Hub:
             peer = received.peer
             if not self._turns.put(*received, *self._exchange.share_bytes(peer)):
                 self._turns.drop(peer)
-                self._exchange.overrun(peer)
+                self._dispatch.overrun(peer)
                 router.connections.cut(peer)
 
     def _tick(self, router: Router, now: float) -> None:
-        router.sweep(self._exchange.settled, self._guard.allows)  # whom the tick before refused has heard it by now
+        router.sweep(
+            self._exchange.sessions.settled, self._guard.allows
+        )  # whom the tick before refused has heard it by now
         for peer in self._attached.keys() & self.roster.peers.keys():  # who is in this process is alive
-            self._exchange.receive(peer, [encode(Beat())])
-        self._exchange.tick(now, self._turns)
+            self._dispatch.receive(peer, [encode(Beat())])
+        self._dispatch.tick(now, self._turns)
 
     def _detach(self, peer: bytes) -> None:
         self._attached.pop(peer, None)
@@ -378,7 +381,7 @@ class Hub:
             return
         assert self._router is not None
         if not self._router.send(peer, parts):
-            self.post(functools.partial(self._exchange.give_up, peer))
+            self.post(functools.partial(self._dispatch.give_up, peer))
 
 
 def _drained(lane: Lane, deadline: float) -> bool:

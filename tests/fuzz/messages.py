@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from capflow.capture.spec import CaptureSpec
-from capflow.hub.exchange import Exchange
+from capflow.hub.dispatch import Dispatch
 from capflow.hub.peers.guard import Guard
 from capflow.plugins.configure import ConfiguredConsumer
 from capflow.plugins.consumer import Consumer
@@ -84,26 +84,25 @@ class Wire(Messages):
         """Give it to a hub that has met a worker, a scheduler and a client, as each of these; then to a worker."""
         parts = data.split(PARTS)
         posted = []
-        exchange = Exchange(
+        dispatch = Dispatch(
             [ConfiguredConsumer.of(_Counting(None), policy="drop")],
             [],
             send=lambda *_: None,
             post=posted.append,
             status=dict,
             guard=Guard(),
-            on_refused=None,
         )
         for role in ("worker", "scheduler", "client"):
-            exchange.receive(role.encode(), [message.encode(make_hello(role=role))])
+            dispatch.receive(role.encode(), [message.encode(make_hello(role=role))])
         for peer in (b"worker", b"scheduler", b"client", b"new"):
-            exchange.receive(peer, parts)
+            dispatch.receive(peer, parts)
             while posted:
                 posted.pop()()
-        exchange.acknowledge()
-        exchange.tick(1e9)
-        while (item := exchange.lanes[0].queue.get(0)) is not None:
+        dispatch.acknowledge()
+        dispatch.tick(1e9)
+        while (item := dispatch.lanes[0].queue.get(0)) is not None:
             if hasattr(item, "delivery"):
-                exchange.lanes[0].consumer.on_frame(item.delivery.frame)
+                dispatch.lanes[0].consumer.on_frame(item.delivery.frame)
         peer = PeerSession(make_hello())
         peer.connected(0.0)
         peer.receive(parts, 1.0)

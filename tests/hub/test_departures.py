@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 
 import pytest
 
@@ -13,8 +13,9 @@ from capflow.buffers.shares import Shares
 from capflow.capture import frame_cost
 from capflow.capture.frame import Rank
 from capflow.errors import RoomError
+from capflow.hub.effects import Continue, Effects, Log
+from capflow.hub.exchange.waiters import Waiters
 from capflow.hub.peers.departures import Departures
-from capflow.hub.waiters import Waiters
 from capflow.plugins.configure import ConfiguredConsumer
 from capflow.protocol import message
 from capflow.protocol.message import Await, Bye, Hello, Results, Welcome
@@ -33,7 +34,7 @@ def step_of(names, engine="many", boot="one", seq=1):
 
 def receive(desk, peer, said):
     """Have a message handled, and nothing that was put off."""
-    desk.exchange.receive(peer, [message.encode(said)])
+    desk.dispatch.receive(peer, [message.encode(said)])
 
 
 def left(desk):
@@ -56,7 +57,7 @@ def test_requests_of_an_engine_that_leaves_end_in_slices_between_what_others_say
     desk.hello(b"other", engine="other", boot="o")
     engine = left(desk)
     frame = make_frame([("x", 4, 0, 4)], engine="other", boot="o", finished=[make_finished("x")])
-    desk.exchange.receive(b"other", frame.encode())
+    desk.dispatch.receive(b"other", frame.encode())
     assert len(engine.open) == len(NAMES) - limits.SLICE_REQUESTS
     assert desk.exchange.counts.frames == 2
     desk.handle_all()
@@ -76,7 +77,7 @@ def test_an_engine_that_is_back_meanwhile_is_told_of_behind_the_ends(hidden):
     desk = Desk(recorder)
     engine = left(desk)
     hello = make_hello("many", "two", model=make_model(hidden=hidden))
-    slices = sum(1 for _ in desk.exchange.handle(b"w2", [message.encode(hello)]))
+    slices = sum(1 for _ in desk.dispatch.handle(b"w2", [message.encode(hello)]))
     assert slices >= 4
     assert not engine.open
     desk.say(b"w2", make_frame([(NAMES[-1], 4, 0, 4)], engine="many", boot="two", hidden=hidden))
@@ -96,7 +97,7 @@ def test_a_frame_of_a_worker_that_started_again_waits_for_the_ends_of_what_it_ha
     receive(desk, b"w2", make_hello("many", "two"))
     engine = desk.exchange.roster.engines["many"]
     assert len(engine.open) == len(NAMES) - limits.SLICE_REQUESTS
-    desk.exchange.receive(b"w2", step_of(NAMES[-1:], boot="two").encode())
+    desk.dispatch.receive(b"w2", step_of(NAMES[-1:], boot="two").encode())
     assert list(engine.open) == NAMES[-1:]
     desk.turn()
     desk.handle_all()
@@ -112,10 +113,10 @@ def test_who_comes_and_goes_again_and_again_leaves_no_more_to_do_than_is_done():
     desk.say(b"w", step_of(NAMES))
     engine = desk.exchange.roster.engines["many"]
     for number in range(20):
-        desk.exchange.receive(b"h", [message.encode(make_hello("many", f"{number}", model=halves))])
-        assert "many" not in desk.exchange._departures or number == 0
+        desk.dispatch.receive(b"h", [message.encode(make_hello("many", f"{number}", model=halves))])
+        assert "many" not in desk.exchange.departures or number == 0
         receive(desk, b"h", Bye())
-    assert len(desk.exchange._departures._waiting.get("many", ())) <= 1
+    assert len(desk.exchange.departures._waiting.get("many", ())) <= 1
     assert not engine.open
 
 
@@ -129,7 +130,7 @@ def test_a_large_frame_that_is_read_while_its_engine_departs_waits(monkeypatch, 
     desk.say(b"w", step_of(NAMES))
     engine = desk.exchange.roster.engines["many"]
     more = make_frame([(name, 4, 1, 1) for name in NAMES[:100]], seq=2, step=2, engine="many", boot="one")
-    handling = desk.exchange.handle(b"w", more.encode())
+    handling = desk.dispatch.handle(b"w", more.encode())
     next(handling)  # it is read
     receive(desk, b"second", Bye())
     assert len(engine.open) == len(NAMES) - limits.SLICE_REQUESTS
@@ -167,14 +168,14 @@ def test_a_client_that_waits_for_a_request_of_an_engine_that_started_again_is_an
     desk.say(b"c", Await(NAMES[-1:], wait=True, engine=asked))
     receive(desk, b"w", Bye())
     receive(desk, b"w2", make_hello("many@2", "two"))
-    desk.exchange.receive(b"w2", step_of(NAMES[-1:], engine="many@2", boot="two").encode())
+    desk.dispatch.receive(b"w2", step_of(NAMES[-1:], engine="many@2", boot="two").encode())
     desk.handle_all()
     end = make_frame([], finished=[make_finished(NAMES[-1], rows=1)], engine="many@2", boot="two", seq=2, step=2)
     desk.say(b"w2", end)
     desk.handle_all()
     (answer,) = [said for said in desk.sent[b"c"] if isinstance(said, Results)]
     assert answer.results["recorder"].status == ("partial_error" if asked == "many@1" else "ok")
-    assert b"c" not in desk.exchange._waiters
+    assert b"c" not in desk.exchange.answers
 
 
 def test_clients_are_answered_of_more_requests_at_once_than_are_kept(monkeypatch):
@@ -194,14 +195,14 @@ def test_clients_are_answered_of_more_requests_at_once_than_are_kept(monkeypatch
 def test_an_end_at_which_the_hub_fails_costs_no_other(monkeypatch, caplog):
     recorder = Recorder()
     desk = Desk(recorder)
-    over = desk.exchange._over
+    over = desk.exchange.frames.end
 
     def failing(request, *args):
         if request.id == NAMES[300]:
             raise MemoryError
         return over(request, *args)
 
-    monkeypatch.setattr(desk.exchange, "_over", failing)
+    monkeypatch.setattr(desk.exchange.frames, "end", failing)
     engine = left(desk)
     desk.turn()
     desk.handle_all()
@@ -218,19 +219,19 @@ def test_requests_of_stages_that_fell_silent_one_after_the_other_have_their_resu
         stages = [
             hub.engine("many", model=halves, stage=stage, sites=halves.sites[10 * stage :][:10]) for stage in (0, 1)
         ]
-        exchange = hub.hub._exchange
+        dispatch = hub.hub._dispatch
         stages[1].step([("x", 4, 0, 1)])
         stages[1].settle()
-        hub.asked(lambda: exchange.give_up(stages[1].worker._peer))
+        hub.asked(lambda: dispatch.give_up(stages[1].worker._peer))
         stages[0].step([(name, 4, 0, 1) for name in NAMES[:20]])
         for name in NAMES[:20]:
             stages[0].finish(name)
         stages[0].settle()
         # Nothing shows that the hub has looked who is there; it does so in less than this.
         time.sleep(1)
-        hub.asked(lambda: exchange.give_up(stages[0].worker._peer))
+        hub.asked(lambda: dispatch.give_up(stages[0].worker._peer))
         scheduler = stages[0]._scheduler._peer
-        hub.asked(lambda: exchange._leave(scheduler, exchange.roster.peers[scheduler]))
+        hub.asked(lambda: dispatch.give_up(scheduler))
         assert {hub.result(name, "many").status for name in NAMES[:20]} == {"partial_error"}
 
 
@@ -238,7 +239,7 @@ def test_a_hub_that_stops_ends_what_is_left():
     recorder = Recorder()
     desk = Desk(recorder)
     engine = left(desk)
-    desk.exchange.drain()
+    desk.dispatch.drain()
     assert not engine.open
     desk.handle_all()
     assert set(recorder.done) == set(NAMES)
@@ -263,8 +264,8 @@ def test_each_request_of_an_engine_that_leaves_has_its_result(policy, tmp_path):
 
 class TestDepartures:
     def test_what_fails_is_over_and_what_is_behind_it_is_done(self):
-        posted, done = deque(), []
-        departures = Departures(posted.append)
+        effects, done = Effects(None), []
+        departures = Departures(effects)
 
         def failing():
             done.append("first")
@@ -274,14 +275,16 @@ class TestDepartures:
         departures.add("e", failing())
         departures.call("e", lambda: done.append("last"))
         assert done == ["first"]
-        while posted:
-            posted.popleft()()
+        assert effects.take() == [Continue("e")]
+        departures.proceed("e")
+        assert [(type(effect), str(effect.error)) for effect in effects.take()[:1]] == [(Log, "no")]
+        departures.proceed("e")
         assert done == ["first", "last"]
         assert "e" not in departures
 
     def test_engines_do_not_wait_for_each_other(self):
-        posted, done = deque(), []
-        departures = Departures(posted.append)
+        effects, done = Effects(None), []
+        departures = Departures(effects)
 
         def slices(name):
             for number in range(3):

@@ -137,7 +137,7 @@ class TestCredit:
         desk = Desk(Recorder(), Recorder("second"))
         pool = desk.exchange.roster.pool
         desk.hello(b"w")
-        monkeypatch.setattr(desk.exchange.lanes[1], "take", _fail)
+        monkeypatch.setattr(desk.lanes[1], "take", _fail)
         desk.say(b"w", make_frame())
         assert isinstance(desk.sent[b"w"][-1], Refused)
         desk.handle_all()
@@ -149,7 +149,7 @@ class TestCredit:
         source = desk.exchange.roster.peers[b"w"].source
         desk.say(b"w", wrong_in_rows(BOOT))
         assert (source.intake.last_seq, source.frames, desk.exchange.counts.frames) == (0, 0, 0)
-        assert not desk.exchange.lanes[0].queue.nbytes
+        assert not desk.lanes[0].queue.nbytes
 
     def test_does_not_cut_off_who_beats_while_a_frame_larger_than_all_of_it_is_held(self, monkeypatch):
         monkeypatch.setattr(limits, "CREDIT_BYTES_DEFAULT", limits.MIB)
@@ -159,13 +159,13 @@ class TestCredit:
         desk.hello(b"w", model=model)
         frame = make_frame([("r1", 1000, 0, 1000)], seq=1, hidden=4096)
         assert frame.nbytes > 3 * limits.MIB
-        turns = Turns(desk.exchange.handle)
+        turns = Turns(desk.dispatch.handle)
         beat = [encode(Beat())]
         for messages in ([beat, frame.encode(), beat], [beat, beat]):  # it is not handled; it is held by its consumer
             assert all(turns.put(b"w", parts, "", *desk.exchange.share_bytes(b"w")) for parts in messages)
             turns.run(60)
             assert not turns.waiting
-        assert desk.exchange.lanes[0].queue.nbytes > 3 * limits.MIB
+        assert desk.lanes[0].queue.nbytes > 3 * limits.MIB
 
 
 class Stuck(Recorder):
@@ -180,7 +180,7 @@ class Stuck(Recorder):
 def test_a_frame_that_no_consumer_took_when_the_hub_stops_is_not_acknowledged(consumer):
     consumer = consumer()
     desk = Desk(consumer)
-    (consumer.lane,) = desk.exchange.lanes
+    (consumer.lane,) = desk.lanes
     desk.hello(b"w")
     if not isinstance(consumer, Stuck):
         consumer.lane.discard()
@@ -199,7 +199,7 @@ def test_names_of_which_no_frame_came_keep_no_place_from_others():
     assert not exchange.roster._sources.keys() - {("name1023", Rank(0, 0, 0))}
     now = time.monotonic()
     for after_s in (1, limits.MISSED_S + 2):
-        exchange.tick(now + after_s)
+        desk.dispatch.tick(now + after_s)
     assert list(exchange.roster.engines) == ["name1023"]
     assert isinstance(desk.hello(b"good", engine="good"), Welcome)
     assert exchange.budget.state.owners == 2
@@ -210,10 +210,10 @@ def test_a_consumer_is_told_that_an_engine_is_gone_also_when_there_was_no_room_t
     consumer = Recorder()
     consumer.on_engine_gone = gone.append
     desk = Desk(consumer)
-    (lane,) = desk.exchange.lanes
+    (lane,) = desk.lanes
     desk.hello(b"w")
     desk.handle_all()
-    desk.exchange.give_up(b"w")
+    desk.dispatch.give_up(b"w")
     assert lane.notes.admit(limits.NOTES_BYTES_MAX)
     assert isinstance(desk.hello(b"w", boot="boot-2"), Welcome)
     desk.say(b"w", Bye())
@@ -401,10 +401,10 @@ def test_requests_that_a_stage_ended_before_it_fell_silent_are_over_when_nobody_
         desk.say(b"w%d" % replica, frame)
     for later in range(1, 3):
         exchange.roster.peers[b"w1"].session._pulse.heard = now + later * limits.SILENCE_S_MAX
-        exchange.tick(now + later * limits.SILENCE_S_MAX + 1)
+        desk.dispatch.tick(now + later * limits.SILENCE_S_MAX + 1)
     assert exchange.roster.peers.keys() == {b"w1"}
     assert exchange.index.requests_open == 2
-    exchange.tick(now + 2 * limits.SILENCE_S_MAX + 1 + limits.MISSED_S)
+    desk.dispatch.tick(now + 2 * limits.SILENCE_S_MAX + 1 + limits.MISSED_S)
     assert set(exchange.roster.engines["engine-1"].open) == {"r1"}
     assert exchange.index.named("r0")[0].status == "error"
     desk.hello(b"again", model=model, rank=Rank(0, 0, 0))
@@ -419,12 +419,12 @@ def test_workers_that_were_killed_are_forgotten_in_the_end_and_take_no_part_of_a
         desk.say(b"%d" % number, make_frame(engine=f"e{number}"))
     desk.handle_all()
     for _ in range(2):
-        exchange.tick(now + limits.SILENCE_S_MAX + 1)
+        desk.dispatch.tick(now + limits.SILENCE_S_MAX + 1)
     assert not exchange.roster.peers
-    exchange.tick(now + limits.RESUME_S_MAX)
+    desk.dispatch.tick(now + limits.RESUME_S_MAX)
     assert len(exchange.roster.engines) == 3  # they may resume
     for more in (2, 3):
-        exchange.tick(now + limits.RESUME_S_MAX + more * limits.SILENCE_S_MAX)
+        desk.dispatch.tick(now + limits.RESUME_S_MAX + more * limits.SILENCE_S_MAX)
     assert exchange.roster.engines == {}
     assert exchange.budget.state.owners == 0
 
@@ -436,7 +436,7 @@ def test_a_large_header_is_read_and_checked_in_two_steps(monkeypatch):
     desk.hello(b"w")
     desk.hello(b"x", engine="other")
     frame = make_frame([("r", 4, 0, 4)], seq=1)
-    steps = desk.exchange.handle(b"w", frame.encode())
+    steps = desk.dispatch.handle(b"w", frame.encode())
     next(steps)
     desk.say(b"x", make_frame([("r", 4, 0, 4)], seq=1, engine="other"))
     desk.handle_all()
@@ -444,7 +444,7 @@ def test_a_large_header_is_read_and_checked_in_two_steps(monkeypatch):
     assert list(steps) == []
     desk.handle_all()
     assert desk.sent[b"w"][-1].seq == 1
-    steps = desk.exchange.handle(b"w", make_frame([("r", 4, 4, 1)], seq=2).encode())
+    steps = desk.dispatch.handle(b"w", make_frame([("r", 4, 4, 1)], seq=2).encode())
     next(steps)
     desk.say(b"w", Bye())
     assert list(steps) == []
@@ -461,7 +461,7 @@ def test_an_engine_waits_for_one_record_of_another_in_a_consumers_queue():
         ends = tuple(make_finished(name, 4, 4, rows=0) for name in names[50 * seq - 50 : 50 * seq])
         desk.say(b"much", make_frame([], finished=ends, seq=seq, engine="much", boot="m"))
     desk.say(b"few", make_frame([("r", 4, 0, 4)], seq=1, engine="few", boot="f"))
-    lane = desk.exchange.lanes[0]
+    lane = desk.lanes[0]
     while not recorder.seqs:
         lane._safely_handle(lane.queue.get(0))
     desk.turn()
@@ -474,7 +474,7 @@ def test_an_engine_waits_for_one_record_of_another_in_a_consumers_queue():
 @pytest.mark.parametrize("policy", ["drop", "skip"])
 def test_frames_without_many_rows_fill_a_queue_by_the_memory_of_their_headers(policy):
     desk = Desk(Recorder(), policy=policy)
-    lane = desk.exchange.lanes[0]
+    lane = desk.lanes[0]
     desk.hello(b"w", engine="w", boot="w")
     lane.queue.bytes_max = 256 * 1024
     gc.collect()
@@ -493,7 +493,7 @@ def test_frames_without_many_rows_fill_a_queue_by_the_memory_of_their_headers(po
 def test_an_engine_loses_no_row_within_its_part_of_a_slow_consumers_queue_while_another_floods_it(policy):
     recorder = Recorder()
     desk = Desk(recorder, policy=policy)
-    lane = desk.exchange.lanes[0]
+    lane = desk.lanes[0]
     frame = make_frame([("h", 40, 0, 4)], engine="honest", boot="h")
     rows = sum(frame.counts)
     lane.queue.bytes_max = 10 * (Frame.decode(*frame.encode()).memory_bytes + 512)  # numbers grow by some bytes

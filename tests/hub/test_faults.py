@@ -186,7 +186,7 @@ def test_a_frame_that_fails_takes_the_lane_little_time(kind, monkeypatch):
     monkeypatch.setattr(limits, "RETRY_S_MIN", 0.001)
     desk = Desk(Bad(kind), policy="drop")
     desk.hello(b"w", model=make_model(1, HIDDEN))
-    (lane,) = desk.exchange.lanes
+    (lane,) = desk.lanes
     frames = [
         make_frame([("r1", ROWS, step * ROWS, ROWS)], hidden=HIDDEN, step=step, seq=step + 1) for step in range(600)
     ]

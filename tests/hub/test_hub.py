@@ -565,12 +565,12 @@ class TestWhatTheHubWants:
         refusals = []
         controller = ConfiguredController("watch", Watch, Watch.State(layer))
         with (
-            running_hub(address, controllers=[controller], on_refused=refusals.append),
+            running_hub(address, controllers=[controller], on_refused=lambda *refusal: refusals.append(refusal)),
             scheduler_link(address, make_hello(role="scheduler", model=model), wait=False) as link,
         ):
             eventually(lambda: link.refusal)
             assert link.refusal == reason
-            assert refusals == [reason]
+            assert refusals == [("engine-1", reason)]
 
     def test_that_a_model_has_no_tap_for_names_the_flag(self, address):
         model = make_model(hooks=["mlp_in"])

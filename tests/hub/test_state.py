@@ -199,7 +199,7 @@ def test_is_at_most_so_much_for_each_byte_on_the_wire(kind, caplog, monkeypatch)
     tracemalloc.start()
     try:
         for peer, parts in said:
-            desk.exchange.receive(peer, parts)
+            desk.dispatch.receive(peer, parts)
             desk.turn()
             desk.handle_all()
         gc.collect()

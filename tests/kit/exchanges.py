@@ -1,11 +1,11 @@
-"""A hub's exchange without sockets and without threads: peers speak by calls, and what they are sent is kept."""
+"""A hub without sockets and without threads: peers speak by calls, and what they are sent is kept."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 
 from capflow.capture.frame import Frame
-from capflow.hub.exchange import Exchange
+from capflow.hub.dispatch import Dispatch
 from capflow.hub.peers.guard import Guard
 from capflow.plugins.configure import ConfiguredConsumer
 from capflow.protocol import message
@@ -13,27 +13,28 @@ from tests.kit.frames import make_hello
 
 
 class Desk:
-    """An exchange with consumers whose threads do not run: frames wait in their queues."""
+    """A dispatch with its exchange, and consumers whose threads do not run: frames wait in their queues."""
 
     def __init__(self, *consumers, guard=None, policy="block", memory_bytes_max=None):
         made = [ConfiguredConsumer.of(consumer, policy=policy) for consumer in consumers]
         self.sent = defaultdict(list)  # messages, by peer
         self._posted = deque()
-        self.exchange = Exchange(
+        self.dispatch = Dispatch(
             made,
             (),
             send=self._send,
             post=self._posted.append,
             status=dict,
             guard=guard or Guard(),
-            on_refused=None,
             memory_bytes_max=memory_bytes_max,
         )
+        self.exchange = self.dispatch.exchange
+        self.lanes = self.dispatch.lanes
 
     def say(self, peer, sent, user=""):
         """Have a peer say a message or a frame; do what that leads to."""
         parts = sent.encode() if isinstance(sent, Frame) else [message.encode(sent)]
-        self.exchange.receive(peer, parts, user)
+        self.dispatch.receive(peer, parts, user)
         self.turn()
 
     def hello(self, peer, user="", **hello):
@@ -46,11 +47,11 @@ class Desk:
         """Do what was posted, and acknowledge."""
         while self._posted:
             self._posted.popleft()()
-        self.exchange.acknowledge()
+        self.dispatch.acknowledge()
 
     def handle_all(self):
         """Have each consumer take all that waits for it, as its thread would."""
-        for lane in self.exchange.lanes:
+        for lane in self.lanes:
             while (item := lane.queue.get(0)) is not None:
                 lane._safely_handle(item)
         self.turn()

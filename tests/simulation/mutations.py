@@ -7,7 +7,7 @@ import contextlib
 from capflow.buffers.shares import Shares
 from capflow.capture import frame as frames
 from capflow.errors import RemoteProtocolError, RetryError
-from capflow.hub.exchange import Exchange
+from capflow.hub.exchange.frames import Frames
 from capflow.hub.lanes import lane
 from capflow.hub.lanes.inbox import Inbox
 from capflow.protocol.session import cost
@@ -62,17 +62,17 @@ def _acknowledge_errors():
 
 def _leak_credit():
     """Hold the credit of a frame that is refused, until the hub ends."""
-    handle = Exchange._frame
+    take = Frames.take
 
-    def frame(self, peer, worker, frame, parts, now):
+    def leaking(self, peer, worker, frame, parts):
         try:
-            handle(self, peer, worker, frame, parts, now)
+            take(self, peer, worker, frame, parts)
         except RemoteProtocolError:
             if not worker.source.intake.has(frame.header.seq):
                 worker.source.intake.take(frame.header.seq, cost(parts))
             raise
 
-    return Exchange, "_frame", frame
+    return Frames, "take", leaking
 
 
 def _overlap():

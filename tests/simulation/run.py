@@ -135,20 +135,11 @@ class Simulation:
             consumers.append(
                 ConfiguredConsumer.of(listening, queue_bytes_max=8 * limits.KIB if policy != "block" else None)
             )
-        hub = Hub(ADDRESS, consumers, memory_bytes_max=MEMORY_BYTES_MAX)
+        hub = Hub(ADDRESS, consumers, memory_bytes_max=MEMORY_BYTES_MAX, on_refused=self.note_refused)
         for lane in hub.lanes:
             if lane.durable:
                 lane.inbox._files = lane.dead._files = self.volumes.setdefault(lane.name, Volume(world))
             self.watch_results(lane, life)
-        refuse = hub._exchange._refuse
-
-        def refuse_and_tell(peer, session, reason, *args, **kwargs):
-            world.trace(f"refuse {session.hello and session.hello.engine} {reason}")
-            if session.hello is not None and session.hello.engine in self.honest:
-                oracle.fail(f"{session.hello.engine} is honest, and refused: {reason}")
-            refuse(peer, session, reason, *args, **kwargs)
-
-        hub._exchange._refuse = refuse_and_tell
         process = world.process
         try:
             hub.start()
@@ -176,6 +167,12 @@ class Simulation:
             self.oracle.excused.add("earlier_hub")
         if "earlier_hub" in self.oracle.excused and any(lane._lost_unknown for lane in keepers):
             self.oracle.excused.add("spool_damaged")
+
+    def note_refused(self, engine, reason):
+        """Have the oracle know that the hub refused an engine."""
+        self.world.trace(f"refuse {engine} {reason}")
+        if engine in self.honest:
+            self.oracle.fail(f"{engine} is honest, and refused: {reason}")
 
     def watch_results(self, lane, life):
         """Have the oracle know what a lane says of requests."""

@@ -260,15 +260,15 @@ class TestChangesWhileTheHubRuns:
         ):
             greet(tap, Hello("client", "", "c"))
             tap.send([message.encode(WatchRequest(limits.TAP_BYTES_MAX))])
-            eventually(lambda: len(hub.taps) == 1)
+            eventually(lambda: len(hub.watchers) == 1)
             frame = make_frame()
             assert link.send(frame.header, frame.payload) is None
-            eventually(lambda: hub.taps.frames == 1)
+            eventually(lambda: hub.watchers.frames == 1)
             AllowList(keys).revoke("ann")
-            eventually(lambda: not len(hub.taps))
+            eventually(lambda: not len(hub.watchers))
             assert link.send(frame.header, frame.payload) is None
             eventually(lambda: hub.counts.frames == 2)
-            assert hub.taps.frames == 1
+            assert hub.watchers.frames == 1
 
     def test_a_scheduler_whose_key_is_revoked_is_sent_no_action(self, keys):
         allow(keys, "ann", "read", "steer")
@@ -298,10 +298,10 @@ class TestChangesWhileTheHubRuns:
         with keyed_hub() as hub, closing(Dealer(hub.address, key=read_key(find_key("ann")))) as client:
             greet(client, Hello("client", "", "c"))
             client.send([message.encode(Await(("r1",)))])
-            eventually(lambda: len(hub._exchange._waiters._clients) == 1)
+            eventually(lambda: len(hub._exchange.answers._waiters._clients) == 1)
             allow(keys, "ann", "steer")
             eventually(lambda: hub.snapshot().sessions == 0)
-            assert not hub._exchange._waiters._clients
+            assert not hub._exchange.answers._waiters._clients
 
     def test_a_hub_with_a_new_key_takes_the_old_ones_peers(self, keys):
         with keyed_hub() as hub, Client(hub.address, key="ann") as client:

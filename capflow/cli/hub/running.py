@@ -94,7 +94,7 @@ class HubRun:
             controllers,
             key=key,
             insecure=insecure,
-            on_refused=self.refusals.append,
+            on_refused=lambda _, reason: self.refusals.append(reason),
             memory_bytes_max=memory_bytes_max,
             log_lines_dropped=lambda: 0 if self._outlet is None else self._outlet.lines_dropped,
         )

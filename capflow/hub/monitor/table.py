@@ -132,10 +132,10 @@ HUB = (
     gauge("credit_limit_bytes", "The bound of that.", "roster.pool.bytes_max"),
     gauge("memory_bytes", "Estimated memory for what peers send, by part of the budget.", _memory("bytes"), "part"),
     gauge("memory_limit_bytes", "The bound of that: parts of `--memory-bytes-max`.", _memory("bytes_max"), "part"),
-    gauge("taps", "Hubs that tap this one.", lambda hub: len(hub.taps)),
-    counter("tap_frames", "Copies of frames that were sent to taps.", "taps.frames"),
-    counter("tap_bytes", "Bytes of these copies.", "taps.bytes"),
-    counter("tap_skipped_frames", "Frames that a tap had no room for.", "taps.skipped_frames"),
+    gauge("taps", "Hubs that tap this one.", lambda hub: len(hub.watchers)),
+    counter("tap_frames", "Copies of frames that were sent to taps.", "watchers.frames"),
+    counter("tap_bytes", "Bytes of these copies.", "watchers.bytes"),
+    counter("tap_skipped_frames", "Frames that a tap had no room for.", "watchers.skipped_frames"),
 )
 
 CONSUMER = (

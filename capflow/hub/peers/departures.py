@@ -1,28 +1,28 @@
-"""The departures: what is to be done once a part of an engine is gone, in slices, so that other peers have their turn meanwhile.
+"""The departures: what follows when a part of an engine is gone, in slices, so that other peers have their turn meanwhile.
 
-An engine may have some hundred thousand open requests, and each of them ends. What follows for the starts of one engine is done in the
-order in which it was added: first the ends of what is gone, then what is told of its return. Until then frames of the engine are to wait,
-and so is who says that it is back: an engine that comes and goes adds no more than is done.
+An engine may have a hundred thousand open requests, and each of them ends. What follows for one engine is done in order:
+first the ends of the requests, then the news of its return. Until then, frames of the engine and a Hello of it wait, so an
+engine that comes and goes adds no more than is done.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from capflow.hub.effects import Continue, Effects, Log
 from capflow.text.engine_name import name_of
 
-logger = logging.getLogger("capflow.hub")
+FAILED = "the hub failed at something and goes on"
 
 
 class Departures:
-    """What is to be done for each engine. It belongs to the hub's thread. post: has something called there, soon."""
+    """What is left to do for each engine. effects: get a `Continue` while something is left."""
 
-    def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
-        self._post = post
-        # By the engine's name; the first of each is begun; removed when empty.
+    def __init__(self, effects: Effects) -> None:
+        self._effects = effects
+        # By the engine's name; the first of each is begun. Removed when empty.
         self._waiting: dict[str, deque[Iterator[None]]] = {}
 
     def __contains__(self, engine: str) -> bool:
@@ -35,23 +35,23 @@ class Departures:
         return set(self._waiting)
 
     def add(self, engine: str, slices: Iterator[None]) -> None:
-        """Have something done for an engine behind what waits: at once up to its first yield if nothing does."""
+        """Do something for an engine after what waits; if nothing waits, do it now up to its first yield."""
         name = name_of(engine)
         if name in self._waiting:
             self._waiting[name].append(slices)
             return
         self._waiting[name] = deque([slices])
-        self._go_on(name)
+        self.proceed(name)
 
     def call(self, engine: str, function: Callable[[], None]) -> None:
-        """Have something called behind what waits for an engine; at once if nothing does."""
+        """Call something for an engine after what waits; if nothing waits, call it now."""
         if engine in self:
             self._waiting[name_of(engine)].append(_called(function))
         else:
             function()
 
     def done(self, engine: str) -> Iterator[None]:
-        """Do what is left to do for an engine, and yield between its slices: none is left at the end."""
+        """Do all that is left to do for an engine; yields between slices."""
         name = name_of(engine)
         while name in self._waiting:
             self._step(name)
@@ -70,18 +70,19 @@ class Departures:
         over = True  # also when it fails
         try:
             over = next(waiting[0], self) is self
-        except Exception:
-            logger.exception("the hub failed at something and goes on", extra={"event": "hub_failed"})
+        except Exception as e:  # noqa: BLE001  it is logged, with its traceback
+            self._effects.add(Log(logging.ERROR, FAILED, (), {"event": "hub_failed"}, error=e))
         if over:
             waiting.popleft()
             if not waiting:
                 del self._waiting[name]
 
-    def _go_on(self, name: str) -> None:
+    def proceed(self, name: str) -> None:
+        """Do the next slice for an engine, given by its name."""
         if name in self._waiting:
             self._step(name)
         if name in self._waiting:
-            self._post(functools.partial(self._go_on, name))
+            self._effects.add(Continue(name))
 
 
 def _called(function: Callable[[], None]) -> Iterator[None]:

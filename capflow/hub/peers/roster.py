@@ -6,7 +6,6 @@ with the worker's Bye, or when the worker comes back with another boot.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -141,7 +140,7 @@ class Roster:
         told = {f"engine {source.engine.name}: {trouble}": None for source in sources for trouble in source.troubles}
         return list(told)  # each once, whichever pipeline stages and replicas say it
 
-    def join(self, peer: bytes, session: HubSession, hello: Hello) -> Peer:
+    def join(self, peer: bytes, session: HubSession, hello: Hello, now: float) -> Peer:
         """Let a peer in, in the place of any connection it had before.
 
         Raises UsageError when consumers want what its model lacks, RoomError when the hub has no room for it.
@@ -153,7 +152,7 @@ class Roster:
             source = None
             if hello.role != "client":
                 assert hello.model is not None
-                self._check_name(hello)
+                self._check_name(hello, now)
                 engine = self._engine(hello.engine, hello.model, session.user)
                 session.hello = hello = msgspec.structs.replace(hello, model=engine.model)  # kept once
                 source = self._source(engine, hello, peer) if hello.role == "worker" else None
@@ -189,11 +188,10 @@ class Roster:
             self._forget_unexpected(name)
         return known
 
-    def _check_name(self, hello: Hello) -> None:
+    def _check_name(self, hello: Hello, now: float) -> None:
         """Raise UsageError when an engine of the same name lives; one that has not said anything lately is taken to be gone."""
         if hello.former is True:
             return
-        now = time.monotonic()
         name = name_of(hello.engine)
         for peer, known in list(self.peers.items()):
             other = known.hello

@@ -80,7 +80,7 @@ def watched(tmp_path_factory):
         ):
             tap.send(message.encode(Hello("client", "", "tap")))
             tap.send(message.encode(WatchRequest(600)))  # room for a frame or two
-            eventually(lambda: hub.taps)
+            eventually(lambda: hub.watchers)
             for step in range(3):
                 send(first, [(SECRET, 4, step * 4, 4)], step=step)
             eventually(full.waiting.is_set)

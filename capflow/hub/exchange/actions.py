@@ -1,0 +1,80 @@
+"""The actions: clients and consumers ask for them, schedulers do them, and everyone who minds is told the outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from capflow.buffers.shares import Shares
+from capflow.hub.effects import AnswerLane, Effects, TellOutcome
+from capflow.hub.exchange.relay import Ask, Relay, Settled, asked_of
+from capflow.hub.peers.roster import Peer, Roster
+from capflow.hub.requests.index import RequestIndex
+from capflow.protocol.message import Act, ActionOutcome
+from capflow.steering.action import Action, Outcome
+
+
+class Actions:
+    """The actions that run through the hub.
+
+    state: the memory that actions share.
+    hub_id: an id that no other hub has.
+    """
+
+    def __init__(self, index: RequestIndex, roster: Roster, state: Shares, effects: Effects, hub_id: str) -> None:
+        self.relay = Relay(state, hub_id)
+        self._index = index
+        self._roster = roster
+        self._effects = effects
+
+    def ask_for_client(self, peer: bytes, known: Peer, act: Act, nbytes: int) -> None:
+        """Take an action of a client. nbytes: the size of the action on the wire."""
+        asked_by = f"client {known.session.user}".rstrip()
+        self._ask(Ask(act.id, act.action, asked_by, known.owner, nbytes, peer=peer, client=known))
+
+    def ask_for_consumer(self, lane: int, consumer: str, action: Action) -> None:
+        """Take an action of a consumer. lane: the number of its lane."""
+        self._ask(Ask("", action, consumer, f"consumer {consumer}", lane=lane))
+
+    def outcome(self, scheduler: str, outcome: Outcome) -> None:
+        """Take the answer of a scheduler, given by its boot."""
+        settled = self.relay.outcome(scheduler, outcome)
+        self._settle([] if settled is None else [settled])
+
+    def again(self, peer: bytes, scheduler: str) -> None:
+        """Send a scheduler that is back the actions that it has not answered."""
+        for act in self.relay.again(scheduler, self._effects.now):
+            self._effects.say(peer, act)
+
+    def gone(self, scheduler: str) -> None:
+        """Note that a scheduler left."""
+        self._settle(self.relay.gone(scheduler))
+
+    def expire(self) -> None:
+        """Settle actions that no scheduler answered in time."""
+        self._settle(self.relay.expire(self._effects.now))
+
+    def _ask(self, ask: Ask) -> None:
+        """Pass an action to the engine that runs its request; reject the action if several engines may."""
+        schedulers = {hello.boot: (peer, hello) for peer, hello in self._roster.schedulers()}
+        named = self._index.named(ask.action.request, ask.action.engine)
+        boots, reason = asked_of(ask.action, named, [hello for _, hello in schedulers.values()])
+        if reason is not None:
+            self._settle([self.relay.refuse(ask, reason)])
+            return
+        engines = {boot: schedulers[boot][1].engine for boot in boots}
+        act = self.relay.ask(ask, engines, self._effects.now, has_request=bool(named))
+        if isinstance(act, Settled):
+            self._settle([act])
+            return
+        for boot in boots:
+            self._effects.say(schedulers[boot][0], act)
+
+    def _settle(self, settled: Iterable[Settled]) -> None:
+        """Tell every lane the outcome of actions, and answer those who asked."""
+        for ask, outcome, engine in settled:
+            self._effects.add(TellOutcome(ask.action, outcome, engine, ask.asked_by))
+            if ask.lane is not None:
+                self._effects.add(AnswerLane(ask.lane, outcome))
+                continue
+            if self._roster.peers.get(ask.peer) is ask.client:  # it may have said Hello again as someone else
+                self._effects.say(ask.peer, ActionOutcome(outcome))

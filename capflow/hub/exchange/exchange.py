@@ -1,0 +1,301 @@
+"""The exchange: what a hub does with each message of a peer, and with each answer of a consumer.
+
+It does no I/O, reads no clock and calls nothing outside of itself. Each method takes the time, in seconds of any monotonic
+clock, and returns effects (`capflow.hub.effects`). A peer that breaks the protocol is refused and forgotten; nothing that a
+peer sends ends the hub.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Generator, Iterator, Sequence
+from typing import Any
+
+from capflow import limits
+from capflow.capture.frame import Frame
+from capflow.capture.frame_cost import is_large
+from capflow.capture.result import CaptureResult
+from capflow.errors import RemoteProtocolError, RoomError, explain
+from capflow.hub.counts import Counts
+from capflow.hub.effects import Effect, Effects, FindMissed, Hold, Log, Lose, Pause, Send, SendStatus
+from capflow.hub.exchange.actions import Actions
+from capflow.hub.exchange.answers import Answers
+from capflow.hub.exchange.frames import Frames
+from capflow.hub.exchange.sessions import Sessions, name_of_peer
+from capflow.hub.exchange.watchers import Watchers
+from capflow.hub.peers.budget import Budget
+from capflow.hub.peers.departures import Departures
+from capflow.hub.peers.guard import Guard
+from capflow.hub.peers.roster import Peer, Roster
+from capflow.hub.requests.index import RequestIndex, Wish
+from capflow.hub.requests.request import KnownEngine, Request, RequestName
+from capflow.plugins.configure import ConfiguredController
+from capflow.protocol.credit import Pool
+from capflow.protocol.message import (
+    Act,
+    ActionOutcome,
+    Await,
+    Beat,
+    Bye,
+    Hello,
+    Message,
+    Status,
+    WatchRequest,
+    WorkerCounts,
+    encode,
+)
+from capflow.protocol.session import HubSession, Parts, cost
+from capflow.steering.action import Action
+
+FAILED_AT_MESSAGE = "the hub failed at a message of this peer; see its log"
+
+
+class Exchange:
+    """The state of a hub.
+
+    wishes: what each consumer wants.
+    controllers: those that each engine runs.
+    guard: who may do what.
+    budget: the memory for what peers send.
+    window_bytes: the most credit that a worker gets.
+    minds_actions: whether a consumer is told of actions.
+    hub_id: an id that no other hub has.
+    """
+
+    def __init__(
+        self,
+        wishes: Sequence[Wish],
+        controllers: Sequence[ConfiguredController],
+        *,
+        guard: Guard,
+        budget: Budget,
+        window_bytes: int,
+        minds_actions: bool,
+        hub_id: str,
+    ) -> None:
+        self.counts = Counts()
+        self.budget = budget
+        self.index = RequestIndex(wishes, budget.state, results_bytes_max=budget.results_bytes_max)
+        self.roster = Roster(
+            Pool(window_bytes, budget.frames.total, budget.frames),
+            budget.state,
+            controllers,
+            fits=self.index.check,
+            on_engine=self._greet,
+            on_lost=self._lose,
+        )
+        self._effects = effects = Effects(self.roster)
+        self.departures = Departures(effects)
+        self.watchers = Watchers(effects)
+        self.answers = Answers(self.index, self.roster, budget.state, effects)
+        self.actions = Actions(self.index, self.roster, budget.state, effects, hub_id)
+        self.frames: Frames = Frames(self.index, self.answers, self.watchers, self.departures, self.counts, effects)
+        self.sessions = Sessions(
+            self.roster,
+            self.frames,
+            self.actions,
+            self.answers,
+            self.watchers,
+            self.departures,
+            guard,
+            self.counts,
+            effects,
+            captures=[wish.spec for wish in wishes if wish.spec is not None],
+            readers=self.index.readers,
+            minds_actions=minds_actions,
+            hub_id=hub_id,
+        )
+        self._guard = guard
+
+    def _greet(self, engine: KnownEngine) -> None:
+        self.frames.greet(engine)
+
+    def _lose(
+        self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
+    ) -> None:
+        self.frames.lose(engine, replica, stage, anew=anew)
+
+    # Messages of peers.
+
+    def receive(self, peer: bytes, parts: Parts, now: float, user: str = "") -> Iterator[Effect]:
+        """Take a message of a connection; yield the effects, with a `Pause` wherever other peers may have their turn.
+
+        user: the public key of the peer; "" if the hub has no keys. An invalid message is the loss of its peer alone.
+        """
+        self._effects.now = now
+        for _ in self._receive(peer, parts, user):
+            yield from self._effects.take()
+            yield Pause()
+        yield from self._effects.take()
+
+    def _receive(self, peer: bytes, parts: Parts, user: str) -> Iterator[None]:
+        now = self._effects.now
+        if self._guard.offences.ignored(user or peer, now):
+            self.counts.ignored += 1
+            return
+        known = self.roster.peers.get(peer)
+        if known is not None and known.session.user != user:  # another key took the name of the connection
+            self.sessions.forget(peer, for_good=False)
+            known = None
+        if known is None and len(parts) == limits.MESSAGE_PARTS_MAX:
+            self._effects.add(Send(peer, [encode(Bye())]))  # a frame of a session that is over: it says Hello again
+            return
+        session = known.session if known is not None else HubSession(now=now, user=user)
+        try:
+            frame = None
+            if known is not None and len(parts) == limits.MESSAGE_PARTS_MAX:
+                frame = yield from self._prepared(known, parts)
+                if self.roster.peers.get(peer) is not known:
+                    return  # it left meanwhile, or said Hello again
+            message = session.receive(parts, now, frame)
+            if isinstance(message, Hello):
+                yield from self.sessions.hello(peer, session, message)
+            elif known is not None and self.sessions.may(peer, known, message):
+                if isinstance(message, Await):
+                    yield from self.answers.ask(peer, known, message)
+                else:
+                    self._handle(peer, known, message, parts)
+        except (RemoteProtocolError, RoomError) as e:
+            self.sessions.turn_down(peer, known, session, e)
+        except Exception as e:  # noqa: BLE001  it is logged, with its traceback
+            self._fail(peer, session, e)
+
+    def _prepared(self, known: Peer, parts: Parts) -> Generator[None, None, Frame | None]:
+        """Do in slices what comes before a frame: read a large one and return it, then end what its engine left."""
+        frame = None
+        if is_large(parts[0]):
+            frame = Frame.read(*parts)
+            yield
+        yield from self.departures.done(known.hello.engine)
+        return frame
+
+    def _handle(self, peer: bytes, known: Peer, message: Frame | Message, parts: Parts) -> None:
+        match message:
+            case Frame():
+                self.frames.take(peer, known, message, parts)
+            case Act():
+                self.actions.ask_for_client(peer, known, message, cost(parts))
+            case ActionOutcome():
+                self.actions.outcome(known.hello.boot, message.outcome)
+            case Status():
+                self._effects.add(SendStatus(peer))
+            case WatchRequest():
+                engines = list(self.roster.engines.values())
+                name = name_of_peer(peer, known.session)
+                self.watchers.take(peer, name, known.owner, message.credit_bytes, engines)
+            case Beat(counts=WorkerCounts() as counts, troubles=troubles) if known.source is not None:
+                known.source.told, known.source.troubles = counts, troubles
+            case Bye():
+                self.sessions.forget(peer, for_good=True)
+                self.actions.gone(known.hello.boot)
+
+    def fail(self, peer: bytes, error: BaseException, now: float) -> list[Effect]:
+        """Give up a peer whose message the hub failed at."""
+        self._effects.now = now
+        known = self.roster.peers.get(peer)
+        self._fail(peer, HubSession(now=now) if known is None else known.session, error)
+        return self._effects.take()
+
+    def _fail(self, peer: bytes, session: HubSession, error: BaseException) -> None:
+        text = "the hub failed at a message and gives up its sender"
+        who = session.user or peer
+        self._effects.add(Log(logging.ERROR, text, (), {"event": "hub_failed"}, who, error))
+        self.sessions.cut_off(peer, session, FAILED_AT_MESSAGE)
+
+    def share_bytes(self, peer: bytes) -> tuple[int, int]:
+        """Return how many bytes of a peer's messages may wait: of any kind, and in addition by the credit of a worker."""
+        known = self.roster.peers.get(peer)
+        if known is None:
+            return limits.HELLO_BYTES_MAX, 0
+        # Below 0 while a frame is held that is larger than all credit.
+        paid_bytes = max(0, known.source.intake.credit_bytes) if known.source is not None else 0
+        return limits.READ_AHEAD_EACH_BYTES_MAX, paid_bytes
+
+    def overrun(self, peer: bytes, now: float) -> list[Effect]:
+        """Give up a peer that sent more than `share_bytes`; it may say Hello again."""
+        self._effects.now = now
+        known = self.roster.peers.get(peer)
+        if known is None:
+            self.counts.ignored += 1  # it may not know yet that its session is over
+        else:
+            expected = "a worker's frames within its credit, and little else at once"
+            reason = explain("messages", got="more than are handled", expected=expected)
+            self.sessions.cut_off(peer, known.session, reason)
+        return self._effects.take()
+
+    def give_up(self, peer: bytes, now: float) -> list[Effect]:
+        """Forget a peer that does not read its messages; it may say Hello again."""
+        self._effects.now = now
+        self.sessions.give_up(peer)
+        return self._effects.take()
+
+    def send_status(self, peer: bytes, status: dict[str, Any], now: float) -> list[Effect]:
+        """Answer a client that asked for the hub's counters."""
+        self._effects.now = now
+        self._effects.say(peer, Status(status))
+        return self._effects.take()
+
+    # Answers of consumers.
+
+    def settle(self, request: Request | RequestName, lane: int, result: CaptureResult, now: float) -> list[Effect]:
+        """Take a consumer's result of a request. lane: the number of its lane."""
+        self._effects.now = now
+        self.answers.settle(request, lane, result)
+        return self._effects.take()
+
+    def act(self, lane: int, consumer: str, action: Action, now: float) -> list[Effect]:
+        """Take an action of a consumer. lane: the number of its lane."""
+        self._effects.now = now
+        self.actions.ask_for_consumer(lane, consumer, action)
+        return self._effects.take()
+
+    def miss(self, lane: int, engine: str, replica: int, now: float) -> list[Effect]:
+        """Take that a replica is missing of which a lane has open requests; an earlier hub had them."""
+        self._effects.now = now
+        known = self.roster.engines.get(engine)
+        if engine in self.departures or (known is not None and known.open):
+            return []  # the requests of this hub end first, and then the lane is told
+        return [Lose(engine, replica if self.roster.connected(engine) else None, lane=lane)]
+
+    def release(self, hold: Hold) -> None:
+        """Note that one fewer needs a frame; the next `acknowledge` tells its worker."""
+        self.frames.release(hold)
+
+    # The hub's turns.
+
+    def acknowledge(self, now: float) -> list[Effect]:
+        """Acknowledge to each worker, once, the frames that were released since the last call."""
+        self._effects.now = now
+        self.frames.acknowledge()
+        return self._effects.take()
+
+    def proceed(self, engine: str, now: float) -> list[Effect]:
+        """Do the next slice of what is left to do for an engine, given by its name."""
+        self._effects.now = now
+        self.departures.proceed(engine)
+        return self._effects.take()
+
+    def tick(self, now: float, waiting: Container[bytes] = ()) -> list[Effect]:
+        """Send beats; give up silent peers, and peers that lost their rights.
+
+        waiting: peers whose messages are not handled yet.
+        """
+        self._effects.now = now
+        self.sessions.check_rights()
+        self.actions.expire()
+        workers = (known.hello for known in self.roster.peers.values() if known.source is not None)
+        self._effects.add(FindMissed({(hello.engine, hello.rank.dp) for hello in workers}))
+        self.roster.forget_missed(now)
+        self.sessions.tick(waiting)
+        return self._effects.take()
+
+    def drain(self, now: float) -> list[Effect]:
+        """Take no more frames, and end the open requests."""
+        self._effects.now = now
+        self.departures.finish()
+        self.frames.drain(list(self.roster.engines.values()))
+        return self._effects.take()
+
+    def goodbye(self) -> list[Effect]:
+        """Say Bye to every peer."""
+        return [Send(peer, [encode(Bye())]) for peer in self.roster.peers]

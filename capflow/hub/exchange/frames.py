@@ -1,0 +1,229 @@
+"""The frames: each frame goes to the lanes that want it, and each request ends once.
+
+A frame holds the credit of its worker until every lane that holds the frame has released it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+
+from capflow import limits
+from capflow.capture.frame import Frame, FrameHeader
+from capflow.capture.frame_cost import decoded_bytes
+from capflow.capture.model import ModelInfo
+from capflow.errors import explain
+from capflow.hub.counts import Counts
+from capflow.hub.effects import (
+    Effects,
+    End,
+    Give,
+    Greet,
+    Hold,
+    Log,
+    LogLate,
+    Lose,
+    NoteFull,
+    Release,
+    Tell,
+)
+from capflow.hub.exchange.answers import LEFT, Answers
+from capflow.hub.exchange.watchers import Watchers
+from capflow.hub.peers.departures import FAILED, Departures
+from capflow.hub.peers.roster import Peer, WorkerState
+from capflow.hub.requests.index import RequestIndex
+from capflow.hub.requests.request import KnownEngine, Request, answered_by
+from capflow.protocol.session import Parts, cost
+
+
+class Frames:
+    """The frames of all workers, and the requests that begin and end with them."""
+
+    def __init__(
+        self,
+        index: RequestIndex,
+        answers: Answers,
+        watchers: Watchers,
+        departures: Departures,
+        counts: Counts,
+        effects: Effects,
+    ) -> None:
+        # Whether frames are left to their workers, for the next hub; set by `drain`.
+        self.draining = False
+        self._index = index
+        self._answers = answers
+        self._watchers = watchers
+        self._departures = departures
+        self._counts = counts
+        self._effects = effects
+        # Frames that nobody holds any more, by worker; emptied by `acknowledge` and by `released`.
+        self._released: dict[WorkerState, list[int]] = {}
+        # Names of consumers that are not here and were logged.
+        self._strangers: set[str] = set()
+
+    def drain(self, engines: Iterable[KnownEngine]) -> None:
+        """Take no more frames, and end the open requests of all engines."""
+        self.draining = True
+        for engine in engines:
+            self._end_all(self._index.lose(engine))
+
+    # Frames.
+
+    def take(self, peer: bytes, known: Peer, frame: Frame, parts: Parts) -> None:
+        """Take a frame of a worker. Raises RemoteProtocolError when it fits no request, RoomError when it has no room."""
+        if self.draining:
+            return  # not acknowledged: its worker keeps it for the next hub
+        source, header, nbytes = known.source, frame.header, cost(parts)
+        assert source is not None
+        if not source.intake.has(header.seq):
+            self._index.admit(header, source.engine)
+        if not source.intake.take(header.seq, nbytes, decoded_bytes(parts[0])):
+            self._counts.duplicates += 1
+            self._effects.say(peer, source.intake.refund())
+            return
+        hold = Hold(source, header.seq)
+        try:
+            self._count(source, header)
+            self._hand_out(frame, source.engine, hold)
+            self._watchers.frame(parts, nbytes)
+        finally:  # also when the hub fails at it: the worker gets the credit back
+            self._effects.add(Release(hold))
+
+    def _count(self, source: WorkerState, header: FrameHeader) -> None:
+        rows = sum(len(block.sites) * block.rows for block in header.blocks)
+        source.count(header, rows, self._effects.now)
+        counts = self._counts
+        counts.frame_at = self._effects.now
+        counts.frames += 1
+        counts.rows += rows
+        counts.bytes += header.payload_bytes
+        if header.step > source.engine.step_last.get(header.rank.dp, -1):  # every stage sends the same step
+            source.engine.step_last[header.rank.dp] = header.step
+            counts.tokens += header.step_tokens
+
+    def _hand_out(self, frame: Frame, engine: KnownEngine, hold: Hold) -> None:
+        """Give a frame, and the ends of requests in it, to the lanes."""
+        header, was_full = frame.header, engine.full
+        self._effects.add(Give(self._index.take(frame, engine), hold))
+        if header.finished:
+            self._note_late(header, engine)
+            for request in self._index.finish(header, engine):
+                self.end(request, hold)
+        if engine.full and not was_full:
+            self._note_full(engine)
+        for over in header.acted:
+            for answered in answered_by(engine.name, over.id, header.rank.pp, over.acted):
+                self._effects.add(Tell(answered))
+
+    def release(self, hold: Hold) -> None:
+        """Note that one fewer needs a frame."""
+        hold.left -= 1
+        if not hold.left:
+            self._released.setdefault(hold.source, []).append(hold.seq)
+
+    def released(self, source: WorkerState) -> Sequence[int]:
+        """Return the frames of a worker that were released and are not acknowledged; the caller acknowledges them."""
+        return self._released.pop(source, ())
+
+    def acknowledge(self) -> None:
+        """Acknowledge to each worker, once, the frames that were released since the last call."""
+        while self._released:
+            source = next(iter(self._released))
+            ack = source.intake.release(*self._released.pop(source))
+            if source.peer is None:
+                continue
+            try:
+                self._effects.say(source.peer, ack)
+            except BaseException:
+                source.intake.withdraw(ack)
+                self._released[source] = []  # the next turn gives the credit, after the other workers
+                raise
+
+    # Requests.
+
+    def end(self, request: Request, hold: Hold | None = None) -> None:
+        """Tell the lanes that a request is over. hold: the frame that ended it; None if no frame did."""
+        lanes = []
+        for lane, share in enumerate(request.shares):
+            if share is not None:
+                lanes.append(lane)
+                continue
+            for answered in request.acted():
+                self._effects.add(Tell(answered, lane))
+        self._effects.add(End(request, lanes, hold))
+        for name in request.strangers:
+            self._log_stranger(request.id, name)
+        self._answers.answer(request)
+
+    def _end_all(self, lost: Iterable[Request]) -> None:
+        for request in lost:
+            if self.draining:
+                for lane, wish in enumerate(self._index.wishes):
+                    if wish.durable:
+                        request.results[lane] = request.results[lane] or LEFT
+            try:
+                self.end(request)
+            except Exception as e:  # noqa: BLE001  it is logged, with its traceback
+                self._effects.add(Log(logging.ERROR, FAILED, (), {"event": "hub_failed"}, error=e))
+
+    def _log_stranger(self, request: str, name: str) -> None:
+        """Log, once for each name, that a request named a consumer that is not here."""
+        if name not in self._strangers and len(self._strangers) < limits.REFUSALS_MAX:
+            self._strangers.add(name)
+            event = {"event": "consumer_unknown", "request": request, "consumer": name}
+            args = (request, self._index.refusal(name))
+            self._effects.add(Log(logging.WARNING, "request %s: %s; logged once for each name", args, event))
+
+    def _note_late(self, header: FrameHeader, engine: KnownEngine) -> None:
+        """Count and log the lost rows of requests that were ended with their engine, when their own ends arrive."""
+        untold = {}
+        for finished in header.finished:
+            if self._index.was_lost(finished, engine):
+                late = self._index.late(finished, engine, header.rank.pp)
+                if late is not None and late.given and late.untold:
+                    untold[finished.id] = late.untold
+                    for lost in late.untold:
+                        self._index.dropped[lost.reason] += lost.rows
+        if untold:
+            self._effects.add(LogLate(untold, engine.name))
+
+    def _note_full(self, engine: KnownEngine) -> None:
+        """Log, once for an engine, that there is no room for its requests."""
+        self._effects.add(NoteFull(engine.name))
+        state = self._index.state
+        got = f"{len(engine.open):,} open requests, and {state.held(engine.owner):,} bytes for them and their specs"
+        what = f"engine {engine.name}: no room for more of its requests, whose rows are lost"
+        expected = f"at most {state.held(engine.owner) + state.room(engine.owner):,} bytes"
+        do = "run fewer at once, or start the hub with more --memory-bytes-max"
+        event = {"event": "engine_full", "engine": engine.name}
+        self._effects.add(Log(logging.ERROR, "%s", (explain(what, got=got, expected=expected, do=do),), event))
+
+    # Engines.
+
+    def greet(self, engine: KnownEngine) -> None:
+        """Note that an engine connected."""
+        self._watchers.greet(engine)
+        self.greet_lanes(engine.name, engine.model, worker=False)
+
+    def greet_lanes(self, engine: str, model: ModelInfo, *, worker: bool) -> None:
+        """Tell the lanes that an engine connected, or one more worker of it, when earlier departures of it are done."""
+        greet = Greet(engine, model, worker)
+        self._departures.call(engine, functools.partial(self._effects.add, greet))
+
+    def lose(
+        self, engine: KnownEngine, replica: int | None = None, stage: int | None = None, *, anew: bool = False
+    ) -> None:
+        """Note that a part of an engine is gone; the arguments are those of `RequestIndex.lose`."""
+        self._watchers.lose(engine, replica, stage)
+        self._departures.add(engine.name, self._losing(engine, replica, stage, anew))
+
+    def _losing(self, engine: KnownEngine, replica: int | None, stage: int | None, anew: bool) -> Iterator[None]:
+        """End the requests that a part of an engine has not ended, in slices, and then tell the lanes."""
+        left = len(engine.open)
+        for lost in self._index.losing(engine, replica, stage, anew=anew):
+            self._end_all(lost)
+            left -= limits.SLICE_REQUESTS
+            if left > 0:
+                yield
+        self._effects.add(Lose(engine.name, replica, stage, anew))

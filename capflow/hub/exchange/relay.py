@@ -1,0 +1,241 @@
+"""The relay: actions on their way to schedulers, and outcomes on their way back.
+
+An action goes to one scheduler or to several. The first `ActionApplied` is its outcome, or else the last `Rejected`. A
+scheduler whose connection was lost gets the action again when it is back; it applies the action once, and repeats its first
+answer. Invariant: schedulers ignore an expired action, and the relay gives an outcome of its own only after that.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from capflow import limits
+from capflow.buffers.shares import Shares
+from capflow.errors import RoomError, explain
+from capflow.hub.peers.roster import Peer
+from capflow.hub.requests.request import Request
+from capflow.protocol.message import Act, Hello
+from capflow.steering.action import Action, ActionApplied, Outcome, Rejected, Unknown
+from capflow.text.engine_name import is_of, name_of
+
+NO_ENGINE = explain(
+    "action: no engine is connected to this hub", do="start one with its hub set to this address, then try again"
+)
+
+
+# The memory of an action that waits, and for each of its bytes on the wire.
+_ACTION_BYTES, _DECODED = 2048, 4
+
+
+class Ask(NamedTuple):
+    """An action, and who asked for it.
+
+    own_id: the id that the asker gave the action.
+    asked_by: the asker's name for consumers.
+    owner: the owner of the memory that the action takes, as of `capflow.buffers.shares`.
+    nbytes: the size of the action on the wire.
+    lane: the number of the lane that asked; None for a client.
+    peer: the client's connection.
+    client: the client, as it was when it asked.
+    """
+
+    own_id: str
+    action: Action
+    asked_by: str
+    owner: str
+    nbytes: int = 0
+    lane: int | None = None
+    peer: bytes = b""
+    client: Peer | None = None
+
+
+class Settled(NamedTuple):
+    """An action with its outcome.
+
+    outcome: it has the id that the asker gave the action.
+    engine: the engine that runs the request; "" if that is not known.
+    """
+
+    ask: Ask
+    outcome: Outcome
+    engine: str = ""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """An action whose outcome is not known.
+
+    engines: the engines of the schedulers that were asked.
+    has_request: whether the hub knows the request.
+    asked: boots of schedulers that have not answered.
+    until: when the action expires.
+    nbytes: the memory that it takes.
+    act: the message to the schedulers.
+    reason: the reason of the last rejection.
+    """
+
+    ask: Ask
+    engines: frozenset[str]
+    has_request: bool
+    asked: tuple[str, ...]
+    until: float
+    nbytes: int
+    act: Act
+    reason: str = ""
+
+
+class Relay:
+    """The actions that wait for their outcome.
+
+    state: the memory that actions share.
+    hub_id: an id that no other hub has.
+    """
+
+    def __init__(self, state: Shares, hub_id: str) -> None:
+        self.applied = 0
+        self.rejected = 0
+        self.unknown = 0
+        self._count = Shares("actions waiting for an engine", limits.ACTIONS_WAITING_MAX, unit="actions")
+        self._state = state
+        # By the id that the hub gave them; until the outcome, or a while after `until`.
+        self._waiting: dict[str, _Waiting] = {}
+        self._hub_id = hub_id
+        self._ids = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def ask(self, ask: Ask, schedulers: Mapping[str, str], now: float, *, has_request: bool) -> Act | Settled:
+        """Return the message for the schedulers, or the outcome when there is no room for the action.
+
+        schedulers: the engine of each scheduler, by its boot.
+        has_request: whether the hub knows the request.
+        """
+        owner, memory = ask.owner, _ACTION_BYTES + _DECODED * ask.nbytes
+        try:
+            self._state.take(owner, memory, label="actions waiting for an engine")
+            if not self._count.offer(owner, 1):
+                self._state.give(owner, memory)
+                self._count.take(owner, 1)
+        except RoomError as e:
+            engine = _engine_of(set(schedulers.values()), has_request=has_request)
+            return self._settled(ask, Rejected(ask.own_id, str(e)), engine)
+        until = now + limits.ACTION_S_MAX
+        act = Act(f"{self._hub_id}-{next(self._ids)}", msgspec.structs.replace(ask.action, engine=""), until)
+        engines = frozenset(schedulers.values())
+        self._waiting[act.id] = _Waiting(ask, engines, has_request, tuple(schedulers), until, memory, act)
+        return act
+
+    def refuse(self, ask: Ask, reason: str) -> Settled:
+        """Return the rejection of an action that no scheduler is asked to do."""
+        return self._settled(ask, Rejected(ask.own_id, reason))
+
+    def again(self, scheduler: str, now: float) -> list[Act]:
+        """Return the messages for a scheduler that is back: actions that have no answer of it and are not expired."""
+        waits = (waiting for waiting in self._waiting.values() if scheduler in waiting.asked and now < waiting.until)
+        return [waiting.act for waiting in waits]
+
+    def outcome(self, scheduler: str, outcome: Outcome) -> Settled | None:
+        """Take a scheduler's answer; return the outcome if this answer decides it."""
+        waiting = self._waiting.get(outcome.id)
+        if waiting is None or scheduler not in waiting.asked:
+            return None
+        waiting.asked = tuple(boot for boot in waiting.asked if boot != scheduler)
+        if isinstance(outcome, Rejected):
+            waiting.reason = outcome.reason
+        if waiting.asked and not isinstance(outcome, ActionApplied):
+            return None
+        return self._end(outcome.id, msgspec.structs.replace(outcome, id=waiting.ask.own_id))
+
+    def gone(self, scheduler: str) -> list[Settled]:
+        """Note that a scheduler left; return the outcomes that this decides."""
+        reason = "action: the engine left before it answered"
+        asked = [hub_id for hub_id, waiting in self._waiting.items() if scheduler in waiting.asked]
+        settled = [
+            self.outcome(scheduler, Rejected(hub_id, self._waiting[hub_id].reason or reason)) for hub_id in asked
+        ]
+        return [each for each in settled if each is not None]
+
+    def expire(self, now: float) -> list[Settled]:
+        """Return the outcomes of actions that expired a while ago without an answer."""
+        due = now - limits.ACTION_ANSWER_S_MAX
+        reason = explain(
+            f"action: the engine did not answer in {limits.ACTION_S_MAX:g} s; whether it did it is not known",
+            do="see `capflow status` for whether the engine runs",
+        )
+        overdue = [(hub_id, waiting) for hub_id, waiting in self._waiting.items() if due >= waiting.until]
+        return [self._end(hub_id, Unknown(waiting.ask.own_id, reason)) for hub_id, waiting in overdue]
+
+    def _end(self, hub_id: str, outcome: Outcome) -> Settled:
+        waiting = self._waiting.pop(hub_id)
+        self._count.give(waiting.ask.owner, 1)
+        self._state.give(waiting.ask.owner, waiting.nbytes)
+        has_request = waiting.has_request or isinstance(outcome, ActionApplied)
+        return self._settled(waiting.ask, outcome, _engine_of(waiting.engines, has_request=has_request))
+
+    def _settled(self, ask: Ask, outcome: Outcome, engine: str = "") -> Settled:
+        match outcome:
+            case ActionApplied():
+                self.applied += 1
+            case Rejected():
+                self.rejected += 1
+            case Unknown():
+                self.unknown += 1
+        return Settled(ask, outcome, engine)
+
+
+def _engine_of(engines: Iterable[str], *, has_request: bool) -> str:
+    """Return the engine that runs a request, of the engines that were asked; "" if that is not known."""
+    names = set(engines)
+    return names.pop() if len(names) == 1 and has_request else ""
+
+
+def asked_of(action: Action, named: Sequence[Request], schedulers: Sequence[Hello]) -> tuple[list[str], str | None]:
+    """Return the boots of the schedulers to ask for an action, or why none of them is asked.
+
+    Only the engine that runs the request is asked. If the hub does not know the request, because no consumer wants rows of
+    it, this is the only engine. An action with an incarnation belongs to one request, so several engines may be asked.
+
+    named: the hub's requests of this id; if the action names an engine, only the requests of that engine.
+    schedulers: all connected schedulers.
+    """
+    mine = [hello for hello in schedulers if is_of(hello.engine, action.engine)]
+    if not mine:
+        return [], NO_ENGINE if not schedulers else _no_such(action, schedulers)
+    requests = [request for request in named if request.status is None] or named
+    if action.incarnation and len(requests) != 1:
+        return [hello.boot for hello in mine], None
+    if len(requests) > 1:
+        return [], _several(action, "an id that several engines have", [request.key[0] for request in requests])
+    if requests:
+        engine, replica = requests[0].engine, requests[0].replica
+        boots = [hello.boot for hello in mine if (hello.engine, hello.rank.dp) == (engine, replica)]
+        if boots:
+            return boots, None
+        if requests[0].status is None:
+            return [], explain(f"request {action.request}", got=f"engine {name_of(engine)}, which is not connected")
+    engines = {name_of(hello.engine) for hello in mine}
+    if len(engines) > 1:
+        return [], _several(action, "an id that the hub does not know, and several engines", engines)
+    return [hello.boot for hello in mine], None
+
+
+def _several(action: Action, got: str, engines: Iterable[str]) -> str:
+    expected = f"the name of its engine, one of {_listed(engines)}"
+    return explain(f"request {action.request}", got=got, expected=expected, do="name it, e.g. with --engine")
+
+
+def _no_such(action: Action, schedulers: Sequence[Hello]) -> str:
+    expected = f"one that is connected: {_listed({name_of(hello.engine) for hello in schedulers})}"
+    return explain("engine of the action", got=action.engine, expected=expected)
+
+
+def _listed(engines: Iterable[str]) -> str:
+    names = sorted(engines)
+    more = len(names) - limits.ENGINES_TOLD_MAX
+    return ", ".join(names[: limits.ENGINES_TOLD_MAX]) + (f" and {more} more" if more > 0 else "")
