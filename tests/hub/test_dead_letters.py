@@ -9,6 +9,8 @@ from click.testing import CliRunner
 
 import capflow
 from capflow import limits
+from capflow.capture.frame import Frame
+from capflow.capture.result import RequestDone
 from capflow.cli import cli
 from capflow.errors import RetryError, UsageError
 from capflow.hub.lanes import dead_letters
@@ -17,6 +19,7 @@ from capflow.plugins.consumer import Consumer
 from capflow.testing.frames import row_of
 from capflow.testing.hub import MemoryHub
 from tests.kit.hubs import EVERYTHING
+from tests.kit.waiting import eventually
 
 
 class Refuses(Consumer):
@@ -87,6 +90,57 @@ def test_a_replay_gives_a_consumer_every_row_of_them_and_removes_them(dead, tmp_
     lost = {capture.id: capture.sidecar.dropped for capture in capflow.open(tmp_path / "again")}
     assert lost == {"r1": [(16, "not_recorded")], "r2": [], "other": [(40, "not_recorded")]}
     assert json.loads(invoke("list", dead, "--json").stdout) == []
+
+
+class RefusesTwice(Consumer):
+    """Refuses the second frame of every request, and then its end."""
+
+    name = "refuses_twice"
+
+    def spec(self):
+        return EVERYTHING
+
+    def on_frame(self, frame):
+        if any(part.start == 2 for part in frame.header.requests):
+            raise ValueError("no")
+
+    def on_request_done(self, done):
+        raise ValueError("no end")
+
+
+@pytest.fixture
+def dead_twice(tmp_path):
+    """Return a directory with dead letters of two requests of one id, one after the other, with 6 and 4 positions."""
+    made = ConfiguredConsumer.of(RefusesTwice(None), policy="spill", spool_dir=tmp_path / "spool")
+    with MemoryHub(made) as hub:
+        engine = hub.engine()
+        for over, positions in enumerate((6, 4), 1):
+            for start in range(0, positions, 2):
+                engine.step([("r1", 4, start, 2)])
+            engine.finish("r1")
+            eventually(lambda expected=over: hub.hub.lanes[0].results.total() == expected)
+    (directory,) = (tmp_path / "spool").glob("*.dead")
+    return directory
+
+
+def test_an_end_of_a_request_that_failed_at_a_frame_and_at_its_end_comes_after_all_of_its_rows(dead_twice):
+    entries = [each for each in dead_letters.entries_of(dead_twice) if isinstance(each, Frame | RequestDone)]
+    assert [each.rows if isinstance(each, RequestDone) else "frame" for each in entries] == [
+        *["frame"] * 3,
+        4 * 6,
+        *["frame"] * 2,
+        4 * 4,
+    ]
+
+
+def test_letters_of_a_request_that_failed_at_a_frame_and_at_its_end_leave(dead_twice, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert invoke("drop", dead_twice, "--yes", "--through", 4).exit_code == 0
+    replayed = invoke("replay", dead_twice, "--consumer", f"filesystem:root={tmp_path / 'again'},capture=all")
+    assert replayed.exit_code == 0, replayed.output
+    assert json.loads(invoke("list", dead_twice, "--json").stdout) == []
+    (capture,) = capflow.open(tmp_path / "again")
+    assert capture["post_block:1"].positions.tolist() == [0, 1, 2, 3]
 
 
 def test_what_a_replay_fails_at_stays(dead, tmp_path):

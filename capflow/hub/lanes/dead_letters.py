@@ -236,43 +236,85 @@ def cut(frame: Frame, request: str | None = None) -> Frame:
 
 
 def entries_of(directory: Path) -> Iterator[Entry]:
-    """Yield what the letters in a spool say to a replay: engines, frames and the ends of requests.
+    """Yield the letters in a spool as a recording: engines, frames and the ends of requests.
 
-    Frames come as those of one boot of each worker, numbered as their letters are, so that what a consumer took of them once is known if they come again.
-    Raises as `read` does.
+    Frames come from one boot of each worker and have the numbers of their letters, so a consumer that gets a frame twice
+    notices. An end comes after the last row of its request. Raises as `read` does.
     """
     models: dict[str, ModelInfo] = {}
-    incomplete: list[RequestDone] = []
-    for found in read(directory):
-        if not isinstance(found, Lost) and found.letter.model is not None:
-            models.setdefault(found.letter.engine, found.letter.model)
+    for record in read(directory):
+        if not isinstance(record, Lost) and record.letter.model is not None:
+            models.setdefault(record.letter.engine, record.letter.model)
     boot = f"dead-{xxhash.xxh3_64_hexdigest(str(directory.resolve()).encode())}"
     met: dict[str, ModelInfo] = {}
-    rows: dict[tuple[str, str], Counter[int]] = {}  # of requests, by pipeline stage, until their end
-    for found in read(directory):
-        if isinstance(found, Lost):
-            yield found
+    ends = _Ends()
+    for record in read(directory):
+        if isinstance(record, Lost):
+            yield record
             continue
-        letter = found.letter
+        letter = record.letter
         model = letter.model or models.get(letter.engine)
         if model is None:
-            yield Lost(found.number, found.number, "no model is known of its engine")
+            yield Lost(record.number, record.number, "no model is known of its engine")
             continue
+        yield from ends.before(letter)
         if met.get(letter.engine) != model:
             met[letter.engine] = model
             yield RecordedEngine(letter.engine, model)
-        if found.frame is not None:
-            header = msgspec.structs.replace(found.frame.header, boot=boot, seq=found.number, finished=(), acted=())
-            for name, count in rows_of(header).items():
-                rows.setdefault((header.engine, name), Counter())[header.rank.pp] += count
-            yield Frame(header, found.frame.payload)
+        if record.frame is not None:
+            header = msgspec.structs.replace(record.frame.header, boot=boot, seq=record.number, finished=(), acted=())
+            ends.count(header)
+            yield Frame(header, record.frame.payload)
         elif letter.done is not None:
-            done = _narrowed(letter.done, rows.pop((letter.engine, letter.done.request), Counter()))
-            if len(done.finished) < model.stages:
-                incomplete.append(done)
-            else:
-                yield done
-    yield from incomplete
+            ends.add(letter.done, model.stages)
+    yield from ends.rest()
+
+
+class _Ends:
+    """The ends of requests, each until no more rows of the request can come.
+
+    A request that failed at a frame and again at its end has an end letter, then letters with its other rows, and perhaps
+    the same end again.
+    """
+
+    def __init__(self) -> None:
+        # The rows in letters, by request and pipeline stage, until the end of the request.
+        self._rows: dict[tuple[str, str], Counter[int]] = {}
+        # Ends whose requests may have more rows, by request.
+        self._held: dict[tuple[str, str], tuple[RequestDone, int]] = {}
+        # Ends of requests that some pipeline stages have not ended; they come last.
+        self._incomplete: list[RequestDone] = []
+
+    def before(self, letter: Letter) -> Iterator[RequestDone]:
+        """Yield the ends that come before a letter: those of earlier requests with the ids of its requests."""
+        if letter.method != "on_request_done":
+            for request in letter.requests:
+                yield from self._end((letter.engine, request))
+
+    def count(self, header: FrameHeader) -> None:
+        """Count the rows of a frame."""
+        for request, rows in rows_of(header).items():
+            self._rows.setdefault((header.engine, request), Counter())[header.rank.pp] += rows
+
+    def add(self, done: RequestDone, stages: int) -> None:
+        """Hold an end. stages: how many pipeline stages end a request."""
+        self._held[done.engine, done.request] = done, stages
+
+    def rest(self) -> Iterator[RequestDone]:
+        """Yield the ends that are held."""
+        for key in list(self._held):
+            yield from self._end(key)
+        yield from self._incomplete
+
+    def _end(self, key: tuple[str, str]) -> Iterator[RequestDone]:
+        if key not in self._held:
+            return
+        end, stages = self._held.pop(key)
+        done = _narrowed(end, self._rows.pop(key, Counter()))
+        if len(done.finished) < stages:
+            self._incomplete.append(done)
+        else:
+            yield done
 
 
 def _narrowed(done: RequestDone, rows: Counter[int]) -> RequestDone:
