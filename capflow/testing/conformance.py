@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import threading
 import time
@@ -22,6 +23,9 @@ from capflow.testing.hub import MemoryHub
 from capflow.testing.killed import killed
 from capflow.testing.rowrules import RowRules
 from capflow.testing.trial import Short, Subject, Torn, outcome, trial
+
+# How often a consumer may try to be fast enough.
+_TRIES = 3
 
 
 def conformance(
@@ -173,7 +177,17 @@ class Conformance(RowRules):
 
     def test_slow_it_is_not(self, tmp_path: Path) -> None:
         """100 small frames are handled in `handle_s_max`, through a queue with room for a few."""
-        with trial(self.subject, tmp_path / "many", queue_bytes_max=4096) as run:
+        # The fastest try counts, because the machine may be busy.
+        limit_s, took_s = self.subject.handle_s_max, math.inf
+        for number in range(_TRIES):
+            took_s = min(took_s, self._handle_100(tmp_path / f"many-{number}"))
+            if took_s <= limit_s:
+                return
+        raise AssertionError(f"100 frames took {took_s:.1f} s, expected at most {limit_s:g} s")
+
+    def _handle_100(self, path: Path) -> float:
+        """Have the consumer handle 100 frames; return the time that they took."""
+        with trial(self.subject, path, queue_bytes_max=4096) as run:
             engine = run.engine()
             began = time.monotonic()
             for step in range(100):
@@ -182,10 +196,9 @@ class Conformance(RowRules):
             engine.finish("r2")
             statuses = {run.result(request).status for request in ("r1", "r2")}
             took_s = time.monotonic() - began
-            limit_s = self.subject.handle_s_max
-            assert took_s <= limit_s, f"100 frames took {took_s:.1f} s, expected at most {limit_s:g} s"
             if run.hub.lanes[0].policy in (WhenFull.BLOCK, WhenFull.SPILL):
                 assert statuses == {"ok"}, f"every row was given; the results are {statuses}"
+        return took_s
 
     def test_closing_gives_everything_back(self, tmp_path: Path) -> None:
         """The hub may stop while requests run: `close` still comes once, and leaves no thread and no open file."""
