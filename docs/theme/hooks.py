@@ -34,10 +34,10 @@ _FENCE = re.compile(r"^(```\w+) (?:file=(?P<file>\S+)|\S+)$", re.MULTILINE)
 
 def mermaid() -> Path:
     """Return Mermaid's script, as a Python package brings it; the package itself is not imported."""
-    found = importlib.util.find_spec("mermaidx")
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec("mermaidx")
+    if package is None or package.origin is None:
         raise PluginError("got no package mermaidx, expected Mermaid's script in it; pip install 'capflow[docs]'")
-    return Path(found.origin).parent / "assets" / "mermaid.js"
+    return Path(package.origin).parent / "assets" / "mermaid.js"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

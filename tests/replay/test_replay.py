@@ -1,4 +1,4 @@
-"""Recording and replay: consumers are told again what they were told, byte for byte, whatever became of engines and files."""
+"""Recording and replay: consumers get the same calls again, byte for byte, whatever happened to engines and files."""
 
 from __future__ import annotations
 
@@ -41,22 +41,24 @@ def filesystem(root, **options):
 
 
 def replay(path, *consumers, pace=None):
-    """Replay a recording, or a data set; return the hub's final status and what was said."""
+    """Replay a recording, or a data set; return the hub's final status and the replay."""
     with MemoryHub(*consumers) as hub:
-        said = recording.read(path) if recording.is_recording(path) else entries_of(capflow.open(path))
+        entries = recording.read(path) if recording.is_recording(path) else entries_of(capflow.open(path))
         replayed = Replay(hub.hub, pace or ReplayPace())
-        replayed.run(said)
+        replayed.run(entries)
         assert hub.stop()
         return hub.hub.status(), replayed
 
 
 def requests(root: Path) -> dict[tuple[str, str, str], bytes]:
-    """Return each file of a data set by engine, request and name; which of two engines has a directory's name is not promised."""
-    found = {}
+    """Return each file of a data set by engine, request and name; either of two engines may have its name."""
+    contents = {}
     for sidecar in root.rglob("request.json"):
         kept = json.loads(sidecar.read_bytes())
-        found |= {(kept["engine"], kept["request"], path.name): path.read_bytes() for path in sidecar.parent.iterdir()}
-    return found
+        contents |= {
+            (kept["engine"], kept["request"], path.name): path.read_bytes() for path in sidecar.parent.iterdir()
+        }
+    return contents
 
 
 def busy(hub, seed):
@@ -97,23 +99,23 @@ def busy(hub, seed):
 
 
 class EngineWatcher(Watcher):
-    """Keeps what it is told of each engine, whose turns in a consumer's queue nobody promises."""
+    """Keeps the calls of each engine apart, since the order of engines in a consumer's queue is not fixed."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.told = {}
+        self.calls = {}
 
     def on_session(self, engine, model):
-        self.told.setdefault(engine, []).append("session")
+        self.calls.setdefault(engine, []).append("session")
 
     def on_frame(self, frame):
         super().on_frame(frame)
-        self.told[frame.header.engine] += [
+        self.calls[frame.header.engine] += [
             (chunk.request.id, chunk.sites, chunk.start, chunk.rows.tobytes()) for chunk in frame.chunks()
         ]
 
     def on_request_done(self, done):
-        self.told[done.engine].append(msgspec.structs.replace(done, finished=()))
+        self.calls[done.engine].append(msgspec.structs.replace(done, finished=()))
         return super().on_request_done(done)
 
 
@@ -149,9 +151,9 @@ class TestARecordingReplayed:
             busy(hub, 6)
             assert hub.stop()
         replay(tmp_path / "rec", again)
-        assert {name: told.count("session") for name, told in live.told.items()} == {"single": 1, "split": 1}
-        assert min(map(len, live.told.values())) > 30
-        assert again.told == live.told
+        assert {name: calls.count("session") for name, calls in live.calls.items()} == {"single": 1, "split": 1}
+        assert min(map(len, live.calls.values())) > 30
+        assert again.calls == live.calls
 
     def test_frames_are_kept_as_they_came(self, tmp_path):
         sent = []
@@ -160,7 +162,7 @@ class TestARecordingReplayed:
             sent.append(engine.step([("r1", 4, 0, 2)]))
             sent.append(engine.step([("r1", 4, 2, 2), ("r2", 9, 0, 8)]))
             engine.finish("r1")
-        kept = [said for said in recording.read(tmp_path / "rec") if isinstance(said, Frame)]
+        kept = [item for item in recording.read(tmp_path / "rec") if isinstance(item, Frame)]
         assert [list(map(bytes, frame.encode())) for frame in kept] == [list(map(bytes, sent[1].encode()))]
 
     def test_what_the_recorder_was_not_given_is_counted(self, tmp_path):
@@ -213,12 +215,14 @@ class TestARecordingReplayed:
 
 
 def told(path):
-    """Return what a recording says of each engine, in order."""
+    """Return the entries of each engine in a recording, in order."""
     of = {}
-    for said in recording.read(path):
-        engine = said.header.engine if isinstance(said, Frame) else getattr(said, "engine", None) or said.name
-        what = tuple(map(bytes, said.encode())) if isinstance(said, Frame) else msgspec.json.encode(said, enc_hook=str)
-        of.setdefault(engine, []).append(what)
+    for item in recording.read(path):
+        engine = item.header.engine if isinstance(item, Frame) else getattr(item, "engine", None) or item.name
+        content = (
+            tuple(map(bytes, item.encode())) if isinstance(item, Frame) else msgspec.json.encode(item, enc_hook=str)
+        )
+        of.setdefault(engine, []).append(content)
     return of
 
 
@@ -299,11 +303,11 @@ class TestARecordingThatWasCutShort:
         (segment,) = path.glob("*.spool")
         data = bytearray(segment.read_bytes())
         payload = next(
-            said for said in recording.read(path) if isinstance(said, Frame) and said.header.seq == 2
+            item for item in recording.read(path) if isinstance(item, Frame) and item.header.seq == 2
         ).payload
         data[data.index(bytes(payload)) + 3] ^= 4
         segment.write_bytes(data)
-        assert [said.first for said in recording.read(path) if isinstance(said, Lost)] == [3]
+        assert [item.first for item in recording.read(path) if isinstance(item, Lost)] == [3]
         watcher = Watcher()
         _, replayed = replay(path, watcher)
         assert replayed.records_lost == 1
@@ -411,9 +415,9 @@ class TestCommands:
     )
     def test_what_cannot_be_replayed_is_refused_with_what_to_do(self, recorded, capsys, words, message):
         assert run(["replay", *(word.format(recorded) for word in words)]) == 2
-        said = capsys.readouterr().err
-        assert message in said
-        assert said.count("\n") == 1
+        errors = capsys.readouterr().err
+        assert message in errors
+        assert errors.count("\n") == 1
 
     def test_a_controller_is_refused(self, recorded, capsys):
         probe = ROOT / "examples" / "code.safetensors"
@@ -446,11 +450,11 @@ class TestCommands:
                 assert "listening" in child.stderr.readline()
                 assert "connected" in child.stderr.readline()
                 child.send_signal(signal.SIGINT)
-                said = child.stderr.read()
-                assert child.wait(30) == 0, said
+                errors = child.stderr.read()
+                assert child.wait(30) == 0, errors
             finally:
                 child.kill()
-        assert "replayed 0 frames" in said or "replayed 1 frames" in said
+        assert "replayed 0 frames" in errors or "replayed 1 frames" in errors
 
     def test_record_keeps_what_engines_send_until_it_is_stopped(self, tmp_path, address):
         command = [sys.executable, "-m", "capflow", "record", str(tmp_path / "rec"), "--address", address]
@@ -465,8 +469,8 @@ class TestCommands:
                     assert link.send(frame.header, frame.payload) is None
                     eventually(lambda: any(isinstance(s, RequestDone) for s in safely(tmp_path / "rec")))
                 child.send_signal(signal.SIGINT)
-                said = child.stderr.read()
-                assert child.wait(30) == 0, said
+                errors = child.stderr.read()
+                assert child.wait(30) == 0, errors
             finally:
                 child.kill()
         watcher = Watcher()

@@ -60,9 +60,10 @@ def test_idle_connections_cost_a_hub_with_few_descriptors_no_row(tmp_path):
                     assert link.send(frame.header, frame.payload) is None
                 eventually(lambda: not link.counters["unacked_frames"])
                 results = client.results([f"r{number}" for number in range(60)], timeout=60)
-                assert {(told["filesystem"].status, told["filesystem"].error) for told in results.values()} == {
-                    ("ok", None)
-                }
+                assert {
+                    (by_consumer["filesystem"].status, by_consumer["filesystem"].error)
+                    for by_consumer in results.values()
+                } == {("ok", None)}
                 assert client.status()["consumers"]["filesystem"]["errors"] == 0
                 assert not link.reconnects
             hub.send_signal(signal.SIGINT)

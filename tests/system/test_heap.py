@@ -25,7 +25,7 @@ def resident_bytes():
 
 
 def fragments():
-    """Return a few blocks that lie scattered over 64 MB, of which the rest is free: of an arena that is no other thread's."""
+    """Return a few blocks scattered over 64 MB of free memory, in an arena that no other thread uses."""
     left = []
 
     def fill():

@@ -72,11 +72,11 @@ def test_a_reader_that_comes_late_is_told_how_much_it_missed(pipe, monkeypatch):
     outlet.close()
     os.close(writer)
     lines = (read.decode() + read_all(reader)).splitlines()
-    told = [int(line.split()[1]) for line in lines if line.startswith("capflow: ")]
+    counts = [int(line.split()[1]) for line in lines if line.startswith("capflow: ")]
     numbers = [int(line.split()[1]) for line in lines if line.startswith("line ")]
     assert lines[-1] == "again"
     assert lines[-2].endswith("lines of the log are dropped: nobody read them in time")
-    assert sum(told) == dropped
+    assert sum(counts) == dropped
     assert numbers == sorted(set(numbers))
     assert len(numbers) + dropped == 20_000
 
@@ -146,11 +146,11 @@ def test_lines_that_are_dropped_are_counted_by_the_hub(address, tmp_path):
                 eventually(lambda: not link.counters["unacked_frames"])
             eventually(lambda: client.status()["log_lines_dropped"] > 0)
         hub.send_signal(signal.SIGINT)
-        said = hub.communicate(timeout=30)[1].splitlines()
+        errors = hub.communicate(timeout=30)[1].splitlines()
     finally:
         hub.kill()
         hub.communicate()
-    lines = [json.loads(line) for line in said]
+    lines = [json.loads(line) for line in errors]
     dropped = sum(line["lines"] for line in lines if line["event"] == "log_dropped")
     requests = sum(line["event"] == "request" for line in lines)
     assert dropped > 0

@@ -1,4 +1,4 @@
-"""What is captured is its owner's alone: files, directories and sockets of commands and consumers, whatever the umask."""
+"""Captured data belongs to its owner alone: files, directories and sockets, with any umask."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_nothing_that_a_hub_and_its_consumers_write_can_be_read_by_others(short,
                 running |= modes(short)
                 assert open_to_others(short) == {"data": "drwxr-xr-x"}
             hub.send_signal(signal.SIGINT)
-            said = hub.stderr.read()
-            assert hub.wait(30) in (0, 1), said  # its model has more sites than the frames
+            errors = hub.stderr.read()
+            assert hub.wait(30) in (0, 1), errors  # its model has more sites than the frames
         finally:
             hub.kill()
     left = modes(short)
@@ -193,8 +193,8 @@ def test_a_mode_that_would_let_anybody_write_is_refused(tmp_path):
 
 def test_an_engine_beside_a_hub_has_the_umask_of_its_user(short, at_umask, monkeypatch):
     """What it fetches may be for a group, as a cache of models is."""
-    engine, said = short / "engine", short / "umask"
-    engine.write_text(f"#!/bin/sh\numask > {said}.new && mv {said}.new {said}\n")
+    engine, umask = short / "engine", short / "umask"
+    engine.write_text(f"#!/bin/sh\numask > {umask}.new && mv {umask}.new {umask}\n")
     engine.chmod(0o700)
     inside = short / "h"
     inside.mkdir(0o700)
@@ -205,8 +205,8 @@ def test_an_engine_beside_a_hub_has_the_umask_of_its_user(short, at_umask, monke
         assert os.umask(0o077) == 0o077
         job = ModelJob("tiny", [], (), 1)
         job.start(running.umask_before)
-        eventually(said.exists)
+        eventually(umask.exists)
         job.stop(threading.Event())
         job.forget_log()
-    assert said.read_text().strip() == "0027"
+    assert umask.read_text().strip() == "0027"
     assert os.umask(0o027) == 0o027

@@ -34,10 +34,10 @@ def rules_of(consumer):
 
 @pytest.mark.parametrize("consumer", BROKEN, ids=lambda consumer: consumer.__name__)
 def test_a_broken_consumer_fails_at_the_rule_that_it_breaks(consumer, tmp_path):
-    rule, said = BROKEN[consumer]
+    rule, message = BROKEN[consumer]
     with pytest.raises(Exception) as failed:
         getattr(rules_of(consumer), rule)(tmp_path)
-    assert said in str(failed.value)
+    assert message in str(failed.value)
 
 
 @pytest.mark.long

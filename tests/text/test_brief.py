@@ -42,18 +42,18 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("what", VALUES)
-def test_a_repr_is_one_short_line(what):
-    said = repr(VALUES[what])
-    assert said.startswith(f"{type(VALUES[what]).__name__}(")
-    assert len(said) < 1200
-    assert "\n" not in said
-    assert "\\x" not in said
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_repr_is_one_short_line(kind):
+    text = repr(VALUES[kind])
+    assert text.startswith(f"{type(VALUES[kind]).__name__}(")
+    assert len(text) < 1200
+    assert "\n" not in text
+    assert "\\x" not in text
 
 
 def test_a_repr_tells_what_there_is():
-    said = "SteeringVector(layer=12, hook='post_block', data=<16,384 bytes>, dtype='float32', scale=2.0)"
-    assert repr(VECTOR) == said
+    text = "SteeringVector(layer=12, hook='post_block', data=<16,384 bytes>, dtype='float32', scale=2.0)"
+    assert repr(VECTOR) == text
     assert repr(LAYER).startswith(
         "LayerSteeringSpec(vector=<float32 [4096]>, scale=2.0, projection_cap=ProjectionCapSpec("
     )
