@@ -144,7 +144,10 @@ def _add_capture(parser: Parser) -> None:
 def _add_queue(parser: Parser) -> None:
     group = parser.add_argument_group("when a worker's queue is full")
     group.add_argument(
-        "--policy", choices=[*map(str, POLICIES_OF_WORKERS)], default=str(POLICY_DEFAULT), help="default: %(default)s"
+        "--policy",
+        choices=[*map(str, POLICIES_OF_WORKERS)],
+        default=str(POLICY_DEFAULT),
+        help="policy for new rows (default: %(default)s)",
     )
     group.add_argument("--spool-dir", metavar="DIR", help="directory for the spool of --policy spill")
     group.add_argument(
