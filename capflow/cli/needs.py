@@ -1,4 +1,4 @@
-"""What a command needs beside capflow, asked before anything is started; nothing of it is imported here."""
+"""Packages that a command needs: checked before anything is started. None of them is imported here."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from capflow.errors import UsageError, explain
 def check_vllm(purpose: str = "", *, option: str = "") -> None:
     """Raise UsageError when vLLM is not installed.
 
-    purpose: `to …`, what for.
-    option: which one asks for it.
+    purpose: `to …`, for the message.
+    option: the option that needs vLLM.
     """
     if find_spec("vllm") is None:
-        what = f"{option}: vLLM is not installed" if option else "vLLM is not installed"
-        raise UsageError(explain(what, do=f"pip install 'capflow[vllm]' (GPU) or 'capflow[cpu]' {purpose}".rstrip()))
+        problem = f"{option}: vLLM is not installed" if option else "vLLM is not installed"
+        raise UsageError(explain(problem, do=f"pip install 'capflow[vllm]' (GPU) or 'capflow[cpu]' {purpose}".rstrip()))
 
 
 def check_sklearn() -> None:

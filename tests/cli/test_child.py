@@ -12,7 +12,7 @@ from capflow_engine.jobs.child import work_for_parent
 atexit.register(lambda: print("hint of a library: set X=1", file=sys.stderr))
 def work(tell):
     print("vLLM prints this")
-    tell("stage", what="one")
+    tell("stage", stage="one")
     {body}
 sys.exit(work_for_parent(work))
 """

@@ -1,4 +1,4 @@
-"""The prompts of `capflow run --model`: a JSON Lines file, one prompt a line, each with what it captures and what steers it."""
+"""The prompts of `capflow run --model`: a JSON Lines file. A line is a prompt with its capture and its steering."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _FIELDS = ("id", "prompt", "max_tokens", "capture", *STEERING_FIELDS)
 
 
 class Prompt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of a prompts file: `{"id": …, "prompt": …}`, and what else of `_FIELDS` the line has.
+    """One line of a prompts file: `{"id": …, "prompt": …}`, and any other of `_FIELDS`.
 
-    max_tokens: instead of the job's.
-    capture: as `capflow.capture.spec.parse_capture` takes it.
-    steering: what the steering fields of the line describe; None where the line has none.
+    max_tokens: replaces the job's.
+    capture: in the form of `capflow.capture.spec.parse_capture`.
+    steering: the steering fields of the line; None without one.
     line: its number in the file, from 1.
     """
 

@@ -1,4 +1,4 @@
-"""`capflow record`: a hub that keeps frames as they came, beside whatever other consumers it has."""
+"""`capflow record`: a hub that stores raw frames, beside any other consumers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from capflow.cli.engine.run import run
 )
 @click.pass_context
 def record(context: click.Context, /, path: str, capture: str, consumers: tuple[str, ...], **options: Any) -> None:
-    """Keep raw frames in the directory PATH, for `capflow replay`.
+    """Store raw frames in the directory PATH, for `capflow replay`.
 
-    It is `capflow run --consumer record:path=PATH` and takes all of its options: alone it waits for engines until Ctrl-C, with --model
-    and --prompts it runs that model, and other consumers may run beside it. A recording that is there is gone on with.
+    Equals `capflow run --consumer record:path=PATH` and takes all of its options. Alone it waits for engines until
+    Ctrl-C. With --model and --prompts it runs that model. Other consumers may run beside it. An existing recording is
+    continued.
     """
     escaped = path.replace("\\", "\\\\").replace(",", "\\,")
     own = f"record:path={escaped}" + (f",{capture}" if capture else "")

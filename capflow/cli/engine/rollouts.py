@@ -48,7 +48,7 @@ def rollouts(
 ) -> None:
     """Answer every prompt under every vector at every scale.
 
-    A run that was stopped goes on where it was when it is started again. With --stride N each worker writes a file of its own,
+    A run that was stopped continues when it is started again. With --stride N each worker writes a file of its own,
     FILE.K-of-N.
     """
     from capflow.cli.engine.become import become

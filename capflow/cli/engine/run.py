@@ -43,7 +43,7 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
     "consumers",
     multiple=True,
     metavar="NAME[@INSTANCE]:KEY=VALUE,…",
-    help="A consumer or controller and its options; may be repeated, also the same one as NAME@INSTANCE. See `capflow plugins`.",
+    help="A consumer or controller and its options; repeatable, the same one as NAME@INSTANCE. See `capflow plugins`.",
 )
 @click.option("--config", type=click.Path(path_type=Path), help="A TOML file with a [[consumer]] table for each.")
 @click.option("--address", metavar="ADDRESS", help="Where to listen: ipc:///PATH or tcp://HOST:PORT.")
@@ -54,15 +54,15 @@ def _failures_in_its_log(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--tap",
     metavar="ADDRESS",
-    help="Watch what the hub at this address takes, live: for consumers with policy drop or skip. It waits for nothing here.",
+    help="Watch the hub at this address, live, with consumers of policy drop or skip. It never waits for this hub.",
 )
 @click.option("--tap-key", metavar="NAME|PATH", help="This side's key for --tap. Default: that of CAPFLOW_KEY.")
 @click.option(
     "--drain-s",
     type=click.FloatRange(min=0),
-    help="How long consumers that get on may take at the end. Default: 20; with --model 60.",
+    help="How long consumers that make progress may take at the end. Default: 20; with --model 60.",
 )
-@click.option("--model", metavar="MODEL", help="Run this model over --prompts, and end when it is through.")
+@click.option("--model", metavar="MODEL", help="Run this model over --prompts, then end.")
 @click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help="The prompts for --model, JSON Lines.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=32, show_default=True, help="Tokens for each answer.")
 @click.option("--sites", multiple=True, metavar="HOOK:LAYER", help="Sites that carry a tap, with *; post_block:*.")

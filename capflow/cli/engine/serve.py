@@ -1,4 +1,4 @@
-"""`capflow serve MODEL …`: vLLM's OpenAI-compatible server with the engine extension, with a hub beside it if asked for."""
+"""`capflow serve MODEL …`: vLLM's OpenAI-compatible server with capflow in it; `--consumer` adds a hub beside it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def serve(arguments: tuple[str, ...]) -> None:
-    """Serve MODEL with vLLM's OpenAI-compatible server, tapped: `capflow serve MODEL [options of capflow and of vLLM]`."""
+    """Serve MODEL with vLLM's OpenAI-compatible server, tapped: `capflow serve MODEL [options of capflow and vLLM]`."""
     from capflow.errors import UsageError, explain
     from capflow.serve_options import engine_options, help_text, hub_options
 
@@ -64,7 +64,7 @@ def _serve(hub: Namespace, engine: Namespace, arguments: list[str]) -> int:
 
 
 def _hub_beside(hub: Namespace, engine: Namespace, signals: Signals) -> HubRun | None:
-    """Return the hub that is asked for, not yet started; None when none is."""
+    """Return the hub of the options, not yet started; None without a consumer."""
     from capflow.cli.hub.running import HubRun
     from capflow.errors import UsageError, explain
     from capflow.hub.monitor.endpoint import parse_listen
@@ -93,7 +93,7 @@ def _hub_beside(hub: Namespace, engine: Namespace, signals: Signals) -> HubRun |
         ends=True,
         metrics=None if hub.metrics_address is None else parse_listen(hub.metrics_address, "--metrics-address"),
         log_format=log_format,
-        # Not a terminal: the server's log is written there too, over which no live line can be drawn.
+        # The server writes its log to the same terminal: a live line cannot be drawn over it.
         live=False,
         signals=signals,
     )

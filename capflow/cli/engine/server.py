@@ -1,4 +1,4 @@
-"""vLLM's server as a child of `capflow serve`: started, told of its hub, ended, and killed if someone is in a hurry."""
+"""vLLM's server as a child of `capflow serve`: it starts, learns the hub's address, ends, or is killed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from capflow.capture.site import Site
 from capflow.cli.signals import Signals
 from capflow.errors import CapflowError, explain
 
-_LEAVE_S = 20.0  # for the end of the process, once everything in it that may take time is over
+# For the end of the process, after all steps of the shutdown.
+_LEAVE_S = 20.0
 
 
 class Shape(NamedTuple):
-    """What the server found of its model before it loads the weights: how many layers, and the sites that carry a tap."""
+    """The server's model, before its weights are loaded: the number of layers, and the sites that carry a tap."""
 
     num_layers: int
     sites: tuple[Site, ...]
@@ -33,8 +34,8 @@ class Shape(NamedTuple):
 class ServerProcess:
     """Runs `capflow_engine.serve.server`, from `with` to its end.
 
-    It is in a session of its own with everything that it starts: a Ctrl-C reaches this process alone, which asks the server to end.
-    The two are at the ends of a socket. When this side is closed the server ends: on a signal, and when this process is gone.
+    The server and its children have a session of their own: Ctrl-C reaches only this process, which asks the server to
+    end. A socket joins the two. The server ends when this side is closed: on a signal, and when this process is gone.
     """
 
     def __init__(self, arguments: Sequence[str], signals: Signals, *, shutdown_s: float) -> None:
@@ -63,7 +64,7 @@ class ServerProcess:
         self._sweep()
 
     def shape(self) -> Shape | None:
-        """Wait until the server has checked its arguments; return what it found, None when it ended or a signal came."""
+        """Wait until the server has checked its arguments; return its model, or None when it ended or a signal came."""
         line = b""
         while not line.endswith(b"\n"):
             if self._signals.first.is_set():
@@ -74,16 +75,17 @@ class ServerProcess:
             if not part:
                 return None
             line += part
-        found = json.loads(line)
-        return Shape(found["num_layers"], tuple(Site(layer, hook) for layer, hook in found["sites"]))
+        shape = json.loads(line)
+        return Shape(shape["num_layers"], tuple(Site(layer, hook) for layer, hook in shape["sites"]))
 
     def go_on(self, hub: str | None) -> None:
         """Have the server start its engine, with this hub or with those of its arguments."""
-        with contextlib.suppress(OSError):  # it ended: `follow` says how
+        # OSError: the server ended, and `follow` reports how.
+        with contextlib.suppress(OSError):
             self._socket.sendall(json.dumps({"hub": hub}).encode() + b"\n")
 
     def follow(self) -> int:
-        """Wait for the end of the server, ask for it on the first signal and kill on the second; return the exit code.
+        """Wait for the end of the server; return the exit code. The first signal asks for the end, the second kills.
 
         Raises CapflowError when something else ended it.
         """
@@ -116,7 +118,7 @@ class ServerProcess:
         self._process.wait()
 
     def _sweep(self) -> None:
-        """End what the server left behind, as its engine when it was killed."""
+        """End the processes that the server left, such as its engine when it was killed."""
         assert self._process is not None
         deadline = time.monotonic() + limits.HANG_S_MAX
         with contextlib.suppress(ProcessLookupError):

@@ -25,7 +25,7 @@ class _Event(msgspec.Struct):
     """One line of the child's output."""
 
     event: str
-    stage: str = msgspec.field(name="what", default="")
+    stage: str = ""
     usage: bool = False
     message: str = ""
     report: Report | None = None

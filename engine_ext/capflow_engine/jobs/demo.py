@@ -117,7 +117,7 @@ def _make(directory: Path, progress: Callable[[str], None]) -> None:
 def _read_once() -> Iterator[None]:
     """Make Transformers read a GGUF file once, and in half the time.
 
-    Transformers makes a `GGUFReader` for the config and one for the weights. Each takes ten seconds: it cuts each of the
+    Transformers makes a `GGUFReader` for the config and one for the weights. Each takes ten seconds: it cuts the
     262,144 words of the vocabulary from a `memmap`. Slices of an array take half the time.
     """
     import gguf

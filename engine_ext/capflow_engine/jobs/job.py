@@ -15,9 +15,9 @@ class JobPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line of a prompts file.
 
     id: unique in the file.
-    max_tokens: instead of the job's.
-    capture: as `capflow.sampling_params` takes it.
-    steering: what steers the prompt besides what steers all.
+    max_tokens: replaces the job's.
+    capture: in the form of `capflow.sampling_params`.
+    steering: of this prompt, in addition to the steering of all.
     line: its number in the file.
     """
 
@@ -30,12 +30,14 @@ class JobPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JobRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the parent asks for, as JSON on the child's standard input.
+    """The parent's request, as JSON on the child's standard input.
 
     model: a path or a name that vLLM takes, or `demo`.
-    engine: further arguments of the engine, and sampling of `SamplingParams`, by vLLM's names.
+    engine: further arguments of the engine, by vLLM's names.
+    sampling: arguments of `SamplingParams`, by vLLM's names.
     steering: the file of the module that steers every prompt.
-    steering_modules: `NAME=PATH` of those that prompts may name. policy and what follows it: as of `Outbound.of`.
+    steering_modules: `NAME=PATH` of the modules that prompts may name.
+    policy: this and the fields behind it are the arguments of `Outbound.of`.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""A small capture from end to end, for `capflow doctor`: a tiny random model in real vLLM, its rows held against Transformers."""
+"""A small capture from end to end, for `capflow doctor`: a tiny random model in vLLM, compared with Transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BOUND = 1e-4
 
 
 def main() -> int:
-    """Capture and compare; tell the parent, as `capflow_engine.jobs.child` says, how many `rows` there were and their `error`."""
+    """Capture and compare; report the number of `rows` and their `error` in the form of `capflow_engine.jobs.child`."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
 
     def work(tell: Tell) -> None:
@@ -72,7 +72,7 @@ def _capture(directory: Path) -> tuple[int, float]:
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
         with torch.no_grad():
             states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        # The last of them lies behind the final norm, so the last layer's stream is not among them.
+        # The last state lies behind the final norm, so the stream of the last layer is not among them.
         caught = [state[0] for state in states[1:-1]]
         for layer, expected in enumerate(caught):
             got = np.asarray(data[f"r{n}"][capflow.Site(layer, "post_block")].rows)

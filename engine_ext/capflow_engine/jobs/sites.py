@@ -1,7 +1,11 @@
-"""The engine's part of `capflow sites`: `python -m capflow_engine.jobs.sites MODEL [PATTERN …]` tells its parent a model's sites.
+"""The engine's part of `capflow sites`: `python -m capflow_engine.jobs.sites MODEL [PATTERN …]` lists a model's sites.
 
-The event `sites` has `layers`, one object for each: `layer`, its class; `available`, the hooks that it has; `tapped`, those that the patterns name;
-`missing`, for the other hooks, why.
+The event `sites` has `layers`, one object for each layer:
+
+layer: its class.
+available: the hooks that it has.
+tapped: the hooks that the patterns name.
+missing: by hook that it lacks, the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from capflow_engine.settings import SITES_DEFAULT, tapped_sites
 
 
 def main() -> int:
-    """Print the sites; return the exit code."""
+    """Report the sites; return the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("patterns", nargs="*", default=SITES_DEFAULT)
@@ -39,7 +43,7 @@ def _tell_sites(args: argparse.Namespace, tell: Tell) -> None:
         engine_args = EngineArgs(model=model, trust_remote_code=args.trust_remote_code)
     layers = compat_model.structures(engine_args)
     tapped = set(tapped_sites(args.patterns or SITES_DEFAULT, layers))
-    found = [
+    described = [
         {
             "layer": layer.layer,
             "available": list(layer.places),
@@ -48,7 +52,7 @@ def _tell_sites(args: argparse.Namespace, tell: Tell) -> None:
         }
         for number, layer in enumerate(layers)
     ]
-    tell("sites", layers=found)
+    tell("sites", layers=described)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The engine's part of `capflow doctor --steering`: whether steering does what it says on this machine, and what it costs.
+"""The engine's part of `capflow doctor --steering`: whether steering works on this machine, and its cost.
 
-`python -m capflow_engine.jobs.steercheck JOB` tells its parent, as `capflow_engine.jobs.child` says, of each `stage` as it goes, and at the
-end of the `report`, a `capflow.steering.report.Report`.
+`python -m capflow_engine.jobs.steercheck JOB` reports to its parent in the form of `capflow_engine.jobs.child`: each
+`stage`, and at the end the `report`, a `capflow.steering.report.Report`.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ Rows = Mapping[Site, npt.NDArray[np.float32]]
 
 _ASKED_AGAIN = 3
 _LENGTH = 16
-_PLAIN = len(LENGTHS) // 2  # of the batch; the others are their mates
+# So many requests of a batch are plain; the others are their mates.
+_PLAIN = len(LENGTHS) // 2
 _TURN_S_MIN = 2.0
 _ROUNDS_MAX = 50
 
 
 class CheckJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to check.
+    """The check to make.
 
-    sites: patterns of those that carry a tap.
-    turns: of each mode; 0 leaves the cost out.
-    directory: to write in.
+    sites: patterns of the sites that carry a tap.
+    turns: how many of each mode are measured; 0 leaves the cost out.
+    directory: for the job's files.
     """
 
     model: str
@@ -66,32 +67,32 @@ class CheckJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def steerable(llm: Any) -> list[Site]:
-    """Return the sites of an engine that can be steered, in the order in which they are computed."""
+    """Return the sites of an engine that can be steered, in the order of their computation."""
     info = llm.capflow_model
     return sorted(set(info.sites) - set(info.fixed), key=lambda site: (site.layer, HOOKS.index(site.hook)))
 
 
-def looked_at(sites: Sequence[Site]) -> list[Site]:
+def chosen(sites: Sequence[Site]) -> list[Site]:
     """Return the first, the middle and the last site of each hook, each once."""
-    found = []
+    result = []
     for hook in HOOKS:
         some = [site for site in sites if site.hook == hook]
-        found += [some[n] for n in sorted({0, len(some) // 2, len(some) - 1})] if some else []
-    return found
+        result += [some[n] for n in sorted({0, len(some) // 2, len(some) - 1})] if some else []
+    return result
 
 
 def fields(vectors: Mapping[Site, Any]) -> dict[str, dict[int, Any]]:
-    """Return what is given for each site as the value of a request's field."""
-    found: dict[str, dict[int, Any]] = {}
-    for site, given in vectors.items():
-        found.setdefault(site.hook, {})[site.layer] = given
-    return found
+    """Return values by site in the form of a request's field."""
+    field: dict[str, dict[int, Any]] = {}
+    for site, value in vectors.items():
+        field.setdefault(site.hook, {})[site.layer] = value
+    return field
 
 
 class Checks:
     """The checks of one engine.
 
-    root: where its consumer `filesystem` writes what requests capture.
+    root: the data set of its consumer `filesystem`.
     """
 
     def __init__(self, llm: Any, root: Path) -> None:
@@ -128,7 +129,7 @@ class Checks:
         return fields({site: make(vector) for site, vector in self.vectors.items()})
 
     def fired(self, site: Site) -> Fired:
-        """Add a vector at a site, and look at what that changes."""
+        """Add a vector at a site, and measure what changes."""
         plain, *again = self._answers
         vector = self.vectors[site]
         steered, rows = self._ask(steering_vectors=fields({site: vector}))
@@ -147,7 +148,7 @@ class Checks:
         )
 
     def mates(self, plain_vllm: Sequence[Answer]) -> Mates:
-        """Run plain requests beside others that are steered in every way, and beside the same unsteered."""
+        """Run plain requests beside requests that are steered in every way, and beside the same requests unsteered."""
         import capflow
 
         given = prompts(self.llm, LENGTHS)
@@ -175,17 +176,17 @@ class Checks:
         )
 
     def applied(self) -> AppliedCheck:
-        """Return what the answer to a request with vectors at every site says of what steered it."""
+        """Return the steering that the answer to a request with vectors at every site reports."""
         import capflow
 
         params = capflow.sampling_params(**asks(2), steering_vectors=fields(self.vectors))
         (output,) = self.llm.generate([self._prompt], params, use_tqdm=False)
-        said = output.steering_applied
+        summary = output.steering_applied
         expected = [str(site) for site in self.sites]
         return (
             AppliedCheck("none", {}, {}, expected)
-            if said is None
-            else AppliedCheck(said.key, said.prefill, said.decode, expected)
+            if summary is None
+            else AppliedCheck(summary.key, summary.prefill, summary.decode, expected)
         )
 
     def cost(self, plain: Plain, turns: int, say: Say) -> Cost:
@@ -218,9 +219,9 @@ def _relative(rows: npt.NDArray[np.float32], others: npt.NDArray[np.float32]) ->
 
 
 def check(job: CheckJob, say: Say) -> Report:
-    """Start both engines, beside each other when the cost is asked for, and check; return what was found.
+    """Start both engines and check; return the report. The engines run at the same time if the cost is measured.
 
-    Raises UsageError for a model or sites that are not there, and CapflowError when plain vLLM fails.
+    Raises UsageError for a model or sites that do not exist, and CapflowError when plain vLLM fails.
     """
     compat.require()
     import capflow
@@ -232,7 +233,7 @@ def check(job: CheckJob, say: Say) -> Report:
 
         model = str(prepare(progress=say))
     setup = Setup(model, job.dtype, job.eager, both=job.turns > 0)
-    say("looking at the model")
+    say("inspecting the model")
     with compat_model.explaining(model):
         arguments = setup.engine_args()
     compat_model.check_model(arguments, job.sites)
@@ -246,7 +247,7 @@ def check(job: CheckJob, say: Say) -> Report:
         with capflow.LLM(consumers=consumers, sites=job.sites, **setup.arguments()) as llm:
             checks = Checks(llm, directory / "rows")
             fired = []
-            for site in looked_at(checks.sites):
+            for site in chosen(checks.sites):
                 say(f"steering at {site}")
                 fired.append(checks.fired(site))
             say("plain requests beside steered ones")
@@ -261,7 +262,7 @@ def main() -> int:
 
     def work(tell: Tell) -> None:
         job = msgspec.json.decode(sys.argv[1], type=CheckJob)
-        report = check(job, lambda what: tell("stage", what=what))
+        report = check(job, lambda stage: tell("stage", stage=stage))
         tell("report", report=msgspec.to_builtins(report))
 
     prepare_process()

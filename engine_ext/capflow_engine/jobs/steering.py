@@ -1,4 +1,4 @@
-"""What steers the prompts of a job: its files of modules and the prompts' own fields, held against the model before it is loaded."""
+"""The steering of a job: files of modules and the fields of its prompts, checked before the model is loaded."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from capflow_engine.steering.store import SteeringStore
 
 
 def store_for(job: JobRequest, engine_args: Any, tapped: Tapped) -> SteeringStore:
-    """Return the modules that a job's prompts may name, and the global state, which steers all of them.
+    """Return the modules that a job's prompts may name, and the global state, which steers all prompts.
 
-    Everything is held against the model's configuration, before its weights are loaded. Raises UsageError with the file, or the
-    line of the prompts file, first.
+    Everything is checked against the model's configuration before the weights are loaded.
+
+    Raises UsageError that begins with the file, or with the line of the prompts file.
     """
     store = SteeringStore()
     if not (job.steering or job.steering_modules or any(prompt.steering for prompt in job.prompts)):
@@ -42,21 +43,21 @@ def store_for(job: JobRequest, engine_args: Any, tapped: Tapped) -> SteeringStor
 
 
 def _fit(engine_args: Any, tapped: Tapped, bank_bytes: int) -> Fit:
-    """Return what is known of the model and the bank; how many configurations there is room for, only the engine knows."""
+    """Return the sizes of the model and the bank. The number of slots is unknown here: only the engine knows it."""
     width = engine_args.create_model_config().get_hidden_size()
     info = ModelInfo(engine_args.model, tapped.num_layers, width, "", tapped.sites, fixed=tapped.fixed)
     return Fit(info, Size.of(bank_bytes, width, 0)._replace(slots=sys.maxsize))
 
 
-def _check(asked: Steering, store: SteeringStore, fit: Fit) -> None:
-    """Raise UsageError with the field first for what does not fit the model or the bank, and for an unknown module."""
-    known = store.names
-    for use in asked.modules:
-        if use.name not in known:
-            expected = f"a module of --steering-modules ({', '.join(known) or 'none is given'})"
+def _check(steering: Steering, store: SteeringStore, fit: Fit) -> None:
+    """Raise UsageError, the field first, for steering that does not fit the model or the bank, or names no module."""
+    names = store.names
+    for use in steering.modules:
+        if use.name not in names:
+            expected = f"a module of --steering-modules ({', '.join(names) or 'none is given'})"
             raise UsageError(explain("steering_name", got=use.name, expected=expected))
-    asked.check(fit.info)
-    fit.program(asked, store)
+    steering.check(fit.info)
+    fit.program(steering, store)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
-"""Trials: requests of fixed token ids, what an engine answers to them and how long it takes; and plain vLLM beside, to hold it against.
+"""Trials: an engine's answers to requests of fixed token ids, and their time; plain vLLM runs beside, for comparison.
 
-`python -m capflow_engine.jobs.trial` is that engine, for `Plain`: it reads a `Setup` and then an order a line, and answers a line of JSON each.
+`python -m capflow_engine.jobs.trial` is plain vLLM, for the class `Plain`. It reads a `Setup`, then one order a line,
+and answers each with a line of JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from capflow.steering.report import Apart
 from capflow_engine.jobs.child import own_output
 
 LENGTHS = (5, 17, 33, 48, 9, 24, 40, 12)
-"""Of the prompts of a batch that is looked at."""
+"""The lengths of the prompts of a compared batch."""
 
 TOKENS = 8
 TIMED_PROMPTS, TIMED_LENGTH, TIMED_TOKENS = 16, 16, 16
@@ -34,9 +35,9 @@ _CLOSE_S = 120.0
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """How an engine is started.
+    """The start of an engine.
 
-    both: another runs at the same time, so this one takes less than half of a GPU.
+    both: another engine runs at the same time, so this one takes less than half of a GPU.
     """
 
     model: str
@@ -54,7 +55,8 @@ class Setup(msgspec.Struct, frozen=True):
             "enforce_eager": self.eager,
             "max_model_len": MODEL_LENGTH,
             "max_num_seqs": 2 * TIMED_PROMPTS,
-            "enable_prefix_caching": False,  # each request is to be computed
+            # So that each request is computed.
+            "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
         }
         if self.both and not current_platform.is_cpu():
@@ -62,28 +64,28 @@ class Setup(msgspec.Struct, frozen=True):
         return arguments
 
     def engine_args(self) -> Any:
-        """Return the same as vLLM's own object."""
+        """Return the arguments as vLLM's own object."""
         from vllm.engine.arg_utils import EngineArgs
 
         return EngineArgs(**self.arguments())
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What the other engine is to do: answer the batch, or run the timed one so many times."""
+    """The work of the other engine: answer the batch (0 rounds), or run the timed batch for some rounds."""
 
     rounds: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a request got: its tokens, and for each the logprobs of the likeliest tokens there."""
+    """The answer to a request: its tokens, and for each token the logprobs of the likeliest ones in its place."""
 
     tokens: list[int]
     logprobs: list[dict[int, float]]
 
 
 def prepare_process() -> None:
-    """Have engines live in this process, and say little."""
-    # One process, so that a batch is there before its first step, and two of the same shape are computed alike.
+    """Have engines run in this process and log little."""
+    # In one process a batch is complete before its first step, so two batches of one shape are computed alike.
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TQDM_DISABLE="1")
     for name, value in {
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -95,29 +97,32 @@ def prepare_process() -> None:
 
 
 def prompts(llm: Any, lengths: Sequence[int]) -> list[dict[str, list[int]]]:
-    """Return prompts of random tokens, the same for every engine of a model; none of the special ones at the vocabulary's ends."""
+    """Return prompts of random tokens, the same for every engine of a model.
+
+    The special tokens at the ends of the vocabulary are not among them.
+    """
     size = llm.llm_engine.model_config.get_vocab_size()
     rng = np.random.default_rng(0)
     return [{"prompt_token_ids": rng.integers(size // 8, size // 2, length).tolist()} for length in lengths]
 
 
 def answers(llm: Any, given: Sequence[Any], params: Any) -> list[Answer]:
-    """Run requests in one batch; return what each got."""
-    found = []
+    """Run requests in one batch; return the answer to each."""
+    result = []
     for output in llm.generate(list(given), params, use_tqdm=False):
         (one,) = output.outputs
         logprobs = [{token: value.logprob for token, value in step.items()} for step in one.logprobs]
-        found.append(Answer(list(one.token_ids), logprobs))
-    return found
+        result.append(Answer(list(one.token_ids), logprobs))
+    return result
 
 
 def asks(max_tokens: int = TOKENS) -> dict[str, Any]:
-    """Return the sampling parameters of a request that is looked at."""
+    """Return the sampling parameters of a compared request."""
     return {"max_tokens": max_tokens, "logprobs": _TOP, **GREEDY}
 
 
 def timed(llm: Any, params: Any, rounds: int) -> float:
-    """Run the timed batch some times; return how many seconds that took."""
+    """Run the timed batch for some rounds; return the seconds that they took."""
     given = prompts(llm, [TIMED_LENGTH] * TIMED_PROMPTS)
     begun = time.perf_counter()
     for _ in range(rounds):
@@ -126,23 +131,24 @@ def timed(llm: Any, params: Any, rounds: int) -> float:
 
 
 def moved(one: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Return the largest difference of two distributions' logprobs, of which only the likeliest tokens are known.
+    """Return the largest difference of two distributions' logprobs. Each has only its likeliest tokens.
 
-    A token that only one of them names is at most as likely in the other as the least that it names. Raises CapflowError for
-    logprobs that are not finite.
+    A token that only one of them has is at most as likely in the other as the least likely token there.
+
+    Raises CapflowError for logprobs that are not finite.
     """
     low, other_low = min(one.values()), min(other.values())
     both = [abs(one[token] - other[token]) for token in one.keys() & other.keys() if one[token] != other[token]]
     mine = [one[token] - other_low for token in one.keys() - other.keys()]
     theirs = [other[token] - low for token in other.keys() - one.keys()]
-    found = [0.0, *both, *mine, *theirs]
-    if not np.isfinite(found).all():
+    differences = [0.0, *both, *mine, *theirs]
+    if not np.isfinite(differences).all():
         raise CapflowError(explain("the model's logprobs", got="some that are not finite", do="try --dtype float32"))
-    return max(found)
+    return max(differences)
 
 
 def apart(some: Sequence[Answer], others: Sequence[Answer]) -> Apart:
-    """Return how far two runs of the same requests are apart, up to where an answer goes another way."""
+    """Return the distance of two runs of the same requests, up to the first token in which they differ."""
     logprob, equal = 0.0, 0
     for one, other in zip(some, others, strict=True):
         same = [a == b for a, b in zip(one.tokens, other.tokens, strict=True)]
@@ -154,9 +160,9 @@ def apart(some: Sequence[Answer], others: Sequence[Answer]) -> Apart:
 
 
 class Plain:
-    """vLLM without capflow, in a process of its own, from its making to `close`.
+    """vLLM without capflow, in a process of its own, from the constructor to `close`.
 
-    log: where it writes what it says.
+    log: the file for its output.
     """
 
     def __init__(self, setup: Setup, log: Path) -> None:
@@ -175,15 +181,15 @@ class Plain:
             raise
 
     def answers(self) -> list[Answer]:
-        """Return what it answers to the batch."""
+        """Return its answers to the batch."""
         return msgspec.json.decode(self._ask(Order()), type=list[Answer])
 
     def timed(self, rounds: int) -> float:
-        """Run the timed batch some times; return how many seconds that took."""
+        """Run the timed batch for some rounds; return the seconds that they took."""
         return msgspec.json.decode(self._ask(Order(rounds)), type=float)
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -219,12 +225,12 @@ _FAILED = b'{"failed":'
 
 
 def main() -> int:
-    """Be plain vLLM until standard input ends; return the exit code. A last line names the error that ended it before."""
+    """Run plain vLLM until standard input ends; return the exit code. An error is the last line of the output."""
     prepare_process()
     out = own_output()
     try:
         _answer_orders(out)
-    except Exception as e:  # noqa: BLE001 - the parent tells of it, and standard error has the traceback
+    except Exception as e:  # noqa: BLE001 - the parent reports it, and standard error has the traceback
         traceback.print_exc()
         out.write(msgspec.json.encode({"failed": f"{type(e).__name__}: {e}"}).decode() + "\n")
         return 1
@@ -240,12 +246,12 @@ def _answer_orders(out: IO[str]) -> None:
     out.write("null\n")
     for line in orders:
         order = msgspec.json.decode(line, type=Order)
-        found: Any
+        result: Any
         if order.rounds:
-            found = timed(llm, SamplingParams(max_tokens=TIMED_TOKENS, **GREEDY), order.rounds)
+            result = timed(llm, SamplingParams(max_tokens=TIMED_TOKENS, **GREEDY), order.rounds)
         else:
-            found = answers(llm, prompts(llm, LENGTHS), SamplingParams(**asks()))
-        out.write(msgspec.json.encode(found).decode() + "\n")
+            result = answers(llm, prompts(llm, LENGTHS), SamplingParams(**asks()))
+        out.write(msgspec.json.encode(result).decode() + "\n")
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -166,13 +166,13 @@ def checked(tapped):
     """Return what is found wrong with steering at a site, and with mates; plain vLLM is not asked."""
     from vllm import SamplingParams
 
-    from capflow_engine.jobs.steercheck import Checks, looked_at
+    from capflow_engine.jobs.steercheck import Checks, chosen
     from capflow_engine.jobs.trial import LENGTHS, answers, asks, prompts
 
     llm, root = tapped
     checks = Checks(llm, root)
     plain = answers(llm, prompts(llm, LENGTHS), SamplingParams(**asks()))
-    sites = looked_at(checks.sites)
+    sites = chosen(checks.sites)
     assert len(sites) == 15  # first, middle and last of five hooks
     first = checks.fired(sites[0])
     return replace(FINE, fired=[first]).failures(), replace(FINE, mates=checks.mates(plain)).failures()
