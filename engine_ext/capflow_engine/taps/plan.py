@@ -8,7 +8,7 @@ most. The rows of a block lie in the step's buffer as `[sites of the block, rows
 cost of planning grows with the number of captured requests, not with their sites.
 
 For each channel, a request has a `RequestProgress`: the sites that want its next positions, and the position where that
-set of sites changes. Most requests have no such change left, and planning one is a comparison and a span.
+set of sites changes. Mostly the set never changes again; planning the request is then one comparison and one span.
 
 A row of a request is planned once: positions below `Tracked.computed`, which a preemption makes vLLM compute again, are
 skipped. Planning changes `Tracked.computed` and each `RequestProgress`, and nothing else.
@@ -147,7 +147,7 @@ class Tracked:
     acted: the record of its steering that its end carries.
     incarnation: differs between requests that use the same id one after another.
     watched: whether some pipeline stage ships rows of it; then every stage reports its end.
-    noted: whether its end carries `acted`.
+    noted: whether changes of its steering are recorded in `acted`.
     """
 
     key: str

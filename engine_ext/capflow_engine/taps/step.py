@@ -19,7 +19,7 @@ from capflow_engine.taps.bank import Bank
 from capflow_engine.taps.plan import Plan, token_rows
 
 _INDEXED_RUNS_MIN = 8  # with fewer runs, copying slice by slice is faster than gathering by index
-_SLICED_LENGTH_MIN = 16  # so it is when runs have this many tokens on average and rows of the bank are used
+_SLICED_LENGTH_MIN = 16  # so it is with runs of this many tokens on average, when rows of the bank are added
 _NO_LENGTHS = np.empty(0, np.int64)
 
 
